@@ -7,12 +7,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64, Integer
+from jaxtyping import Float64, Int64, Integer
 
 from probes.tokencut.cuts import Tau
 from probes.tokencut.log import ImageResult, cell_name
-from probes.tokencut.probe import TokenCut
-from probes.tokencut.scores import centre_baseline, centre_box, corloc_score, flags
+from probes.tokencut.probe import TokenCut, centre_baseline, centre_box, corloc_score, flags
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.intervals import bootstrap_estimate
 from ssl_bench.scores import (
@@ -150,45 +149,30 @@ def detection_counts(
 ) -> Int64[np.ndarray, "ranks_and_truth thresholds_and_all"]:
     """What an image contributes to `ssl_bench.scores.average_precision`.
 
+    At each of `IOU_THRESHOLDS` a found box takes, in turn, the true box that it overlaps most of
+    those that none has taken before it, the last one of several, and is right if that is enough.
+
     Args:
         found: Of which the surest `MOST_DETECTIONS` count.
         ranks: How sure each is, 0 the most; of one rank the first box matches first.
         true: All true boxes.
         num_ranks: How many ranks there are.
+
+    Source: evaluateImg of pycocotools' COCOeval, without crowds.
     """
     order = np.argsort(ranks, kind="stable")[:MOST_DETECTIONS]
     counts = np.zeros((1 + num_ranks, 1 + len(IOU_THRESHOLDS)), np.int64)
     counts[0, 0] = len(true)
-    right = right_boxes(box_ious(found[order], true))
-    np.add.at(counts[1:, 0], ranks[order], 1)
-    np.add.at(counts[1:, 1:], ranks[order], right)
+    free = np.ones((len(_ENOUGH), len(true)), bool)
+    for rank, overlaps in zip(ranks[order], box_ious(found[order], true), strict=True):
+        counts[1 + rank, 0] += 1
+        if len(true):
+            fitting = np.where(free & (overlaps >= _ENOUGH[:, None]), overlaps, -1.0)
+            taken = len(true) - 1 - fitting[:, ::-1].argmax(1)
+            right = fitting.max(1) >= 0
+            free[right, taken[right]] = False
+            counts[1 + rank, 1:] += right
     return counts
-
-
-def right_boxes(
-    ious: Float64[np.ndarray, "found true"],
-) -> Bool[np.ndarray, "found thresholds"]:
-    """Whether a found box is right at each of `IOU_THRESHOLDS`.
-
-    Each takes, in turn, the true box that it overlaps most of those that none has taken before it,
-    the last one of several, if that is enough.
-
-    Args:
-        ious: Of found boxes, the surest first.
-
-    Source: evaluateImg of pycocotools' COCOeval, without crowds.
-    """
-    found, true = ious.shape
-    right = np.zeros((found, len(_ENOUGH)), bool)
-    if not true:
-        return right
-    free = np.ones((len(_ENOUGH), true), bool)
-    for number, overlaps in enumerate(ious):
-        fitting = np.where(free & (overlaps >= _ENOUGH[:, None]), overlaps, -1.0)
-        taken = true - 1 - fitting[:, ::-1].argmax(1)
-        right[number] = fitting.max(1) >= 0
-        free[right[number], taken[right[number]]] = False
-    return right
 
 
 def box_ious(

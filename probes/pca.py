@@ -162,7 +162,7 @@ class PCA(Probe):
         given = None
         if self.align_to is not None:
             given = load_reference(reference_folder(self.align_to, context.artifacts, self.kind))
-            context.say(f"pca: colours aligned with {given.source}")
+            context.say(f"pca: colours aligned with {given[0]}")
         # The last block of the kind of the asked ones, so that colours hang on no other command.
         encoder = context.encoder
         kinds = [layers for _, layers in encoder.stages(range(encoder.depth))]
@@ -373,20 +373,15 @@ def aligned(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
 
     Source: P. Schönemann, A generalized solution of the orthogonal Procrustes problem, 1966.
     """
-    sizes = [tuple(m.shape[:2]) for m in maps]
-    wanted = [_resized(r, size) for r, size in zip(reference, sizes, strict=True)]
-    cross = torch.stack(
-        [torch.einsum("rci,rcj->ij", m, r) for m, r in zip(maps, wanted, strict=True)]
-    ).sum(0)
-    left, _, right = torch.linalg.svd(cross)
+    products = []
+    for one, wanted in zip(maps, reference, strict=True):
+        if wanted.shape != one.shape:
+            channels_first = wanted.permute(2, 0, 1)[None]
+            resized = interpolate(channels_first, size=tuple(one.shape[:2]), mode="bilinear")
+            wanted = resized[0].permute(1, 2, 0)
+        products.append(torch.einsum("rci,rcj->ij", one, wanted))
+    left, _, right = torch.linalg.svd(torch.stack(products).sum(0))
     return [m @ (left @ right) for m in maps]
-
-
-def _resized(reference: Map, size: tuple[int, ...]) -> Map:
-    if tuple(reference.shape[:2]) == size:
-        return reference
-    channels_first = reference.permute(2, 0, 1)[None]
-    return interpolate(channels_first, size=size, mode="bilinear")[0].permute(1, 2, 0)
 
 
 def as_colours(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Colours]:
@@ -473,7 +468,7 @@ def _draw(
     context: ProbeContext,
     blocks: Mapping[int, _Fitted],
     samples: Sequence[Sample],
-    given: "MapReference | None",
+    given: tuple[str, dict[str, Map]] | None,
 ) -> None:
     """A tile for each asked block and image, an overview of all of them, and the reference."""
     folder, ids = context.artifacts / probe.kind, [sample.image_id for sample in samples]
@@ -482,123 +477,90 @@ def _draw(
     for i in range(len(samples)):
         varying = [layer for layer, block in blocks.items() if not block.fit(i).is_constant]
         own.append(blocks[max(varying or blocks)].maps[i])
-    reference = own if given is None else given.of(ids)
-    kept = dict(zip(ids, _all_aligned(probe, own, reference), strict=True))
-    MapReference(context.encoder.name, kept).save(folder)
-    photographs = [Picture(sample.image, (sample.image_id,)) for sample in samples]
-    pictures = {}
+    reference = own if given is None else maps_of(*given, ids)
+    alone = probe.protocol == "image"
+
+    def all_aligned(maps: list[Map]) -> list[Map]:
+        if not alone:
+            return aligned(maps, reference)
+        return [aligned([m], [r])[0] for m, r in zip(maps, reference, strict=True)]
+
+    kept = dict(zip(ids, all_aligned(own), strict=True))
+    save_reference(folder, context.encoder.name, kept)
+    # Of each image its photograph and the maps of the asked blocks.
+    rows = [[Picture(sample.image, (sample.image_id,))] for sample in samples]
     for layer in context.layers:
-        pictures[layer] = column = _pictures(probe, layer, blocks[layer], reference, samples)
-        for image_id, *both in zip(ids, photographs, column, strict=True):
-            tiles = [picture.tile() for picture in both]
-            sheet([tiles], folder / f"block{layer:02d}" / image_name(image_id))
-    _draw_overview(probe, context.encoder.name, photographs, pictures, folder)
+        block = blocks[layer]
+        maps = all_aligned(block.maps)
+        if alone:
+            pairs = zip(maps, block.masks, strict=True)
+            colours = [as_colours([one], [mask])[0] for one, mask in pairs]
+        else:
+            colours = as_colours(maps, block.masks)
+        for i, (sample, row) in enumerate(zip(samples, rows, strict=True)):
+            # The map of an image that was squashed is shown as wide as its photograph.
+            height, width = sample.image.shape[:2]
+            shape = None if probe.squash is None else (height, width)
+            row.append(Picture(colours[i], (block.title(layer, i),), shape))
+            tiles = [picture.tile() for picture in (row[0], row[-1])]
+            sheet([tiles], folder / f"block{layer:02d}" / image_name(sample.image_id))
+    # Several images in a row of the overview where each has few blocks.
+    step = max(1, _TILES_A_ROW // (1 + len(context.layers)))
+    rows = [
+        [picture for row in rows[i : i + step] for picture in row]
+        for i in range(0, len(rows), step)
+    ]
+    fitted = {
+        "image": "fitted to each image",
+        "batch": f"fitted to these {len(samples)} images",
+        "dataset": "fitted to the whole dataset",
+    }
+    left_out = ", one side of the first component left out" if probe.background != "keep" else ""
+    line = (
+        f"{context.encoder.name}: three principal components of {probe.scored_facet} features, "
+        f"{fitted[probe.protocol]}{left_out}; above, their share of the variance "
+        f"(and the variance in percent of the mean square, where below {SMALL_SPREAD:g})"
+    )
+    name = blocks_name(context.layers)
+    if "png" in probe.grid_kinds:
+        tiles = [[picture.tile() for picture in row] for row in rows]
+        sheet([[heading(line)], *tiles], folder / f"{name}.png")
+    if "svg" in probe.grid_kinds:
+        svg_sheet(rows, folder / f"{name}.svg", line)
     for layer in context.layers:
         fits = blocks[layer].fits
         if constant := sum(fit.is_constant for fit in fits):
             context.say(f"pca: block {layer}: {constant} of {len(fits)} maps are constant")
 
 
-def _all_aligned(probe: PCA, maps: list[Map], reference: list[Map]) -> list[Map]:
-    if probe.protocol != "image":
-        return aligned(maps, reference)
-    return [aligned([m], [r])[0] for m, r in zip(maps, reference, strict=True)]
-
-
-def _pictures(
-    probe: PCA, layer: int, block: _Fitted, reference: list[Map], samples: Sequence[Sample]
-) -> list[Picture]:
-    maps = _all_aligned(probe, block.maps, reference)
-    if probe.protocol == "image":
-        pairs = zip(maps, block.masks, strict=True)
-        colours = [as_colours([one], [mask])[0] for one, mask in pairs]
-    else:
-        colours = as_colours(maps, block.masks)
-    found = []
-    for i, sample in enumerate(samples):
-        # The map of an image that was squashed is shown as wide as its photograph.
-        height, width = sample.image.shape[:2]
-        shape = None if probe.squash is None else (height, width)
-        found.append(Picture(colours[i], (block.title(layer, i),), shape))
-    return found
-
-
-def _draw_overview(
-    probe: PCA,
-    encoder: str,
-    photographs: Sequence[Picture],
-    pictures: Mapping[int, list[Picture]],
-    folder: Path,
-) -> None:
-    """All blocks of all images on one sheet."""
-    of_images = [
-        [photograph, *(column[i] for column in pictures.values())]
-        for i, photograph in enumerate(photographs)
-    ]
-    # Several images in a row where each has few blocks.
-    step = max(1, _TILES_A_ROW // (1 + len(pictures)))
-    rows = [
-        [picture for row in of_images[i : i + step] for picture in row]
-        for i in range(0, len(of_images), step)
-    ]
-    fitted = {
-        "image": "fitted to each image",
-        "batch": f"fitted to these {len(photographs)} images",
-        "dataset": "fitted to the whole dataset",
+def save_reference(folder: Path, source: str, maps: Mapping[str, Map]) -> None:
+    """Write the aligned maps of a checkpoint by image into a folder of pictures."""
+    arrays: dict[str, Any] = {
+        "source": np.array(source),
+        "images": np.array(list(maps)),
+        **{f"map{i}": m.float().numpy() for i, m in enumerate(maps.values())},
     }
-    left_out = ", one side of the first component left out" if probe.background != "keep" else ""
-    line = (
-        f"{encoder}: three principal components of {probe.scored_facet} features, "
-        f"{fitted[probe.protocol]}{left_out}; above, their share of the variance "
-        f"(and the variance in percent of the mean square, where below {SMALL_SPREAD:g})"
-    )
-    name = blocks_name(list(pictures))
-    if "png" in probe.grid_kinds:
-        tiles = [[picture.tile() for picture in row] for row in rows]
-        sheet([[heading(line)], *tiles], folder / f"{name}.png")
-    if "svg" in probe.grid_kinds:
-        svg_sheet(rows, folder / f"{name}.svg", line)
+    write_atomically(folder / FILE, lambda file: np.savez_compressed(file, **arrays))
 
 
-@dataclass(frozen=True)
-class MapReference:
-    """Aligned maps of some images of a dataset.
+def maps_of(source: str, maps: Mapping[str, Map], images: Sequence[str]) -> list[Map]:
+    """Of some images the maps of a checkpoint that others are aligned with.
 
-    Attributes:
-        source: Name of the checkpoint.
-        maps: By image.
+    Raises:
+        DataError: there is none of one of them.
     """
-
-    source: str
-    maps: Mapping[str, Map]
-
-    def save(self, folder: Path) -> None:
-        """Write the maps into a folder of pictures, whole or not at all."""
-        arrays: dict[str, Any] = {
-            "source": np.array(self.source),
-            "images": np.array(list(self.maps)),
-            **{f"map{i}": m.float().numpy() for i, m in enumerate(self.maps.values())},
-        }
-        write_atomically(folder / FILE, lambda file: np.savez_compressed(file, **arrays))
-
-    def of(self, images: Sequence[str]) -> list[Map]:
-        """The maps of some images.
-
-        Raises:
-            DataError: there is none of one of them.
-        """
-        missing = [image for image in images if image not in self.maps]
-        if missing:
-            raise DataError(
-                f"the maps of {self.source} to align with lack the images {', '.join(missing[:3])}"
-                f"{', ...' if len(missing) > 3 else ''}; probe that checkpoint on the same images "
-                "with at least as many --pictures first"
-            )
-        return [self.maps[image] for image in images]
+    missing = [image for image in images if image not in maps]
+    if missing:
+        raise DataError(
+            f"the maps of {source} to align with lack the images {', '.join(missing[:3])}"
+            f"{', ...' if len(missing) > 3 else ''}; probe that checkpoint on the same images "
+            "with at least as many --pictures first"
+        )
+    return [maps[image] for image in images]
 
 
-def load_reference(folder: Path) -> MapReference:
-    """The maps that `MapReference.save` wrote.
+def load_reference(folder: Path) -> tuple[str, dict[str, Map]]:
+    """Name of the checkpoint, and its maps by image, that `save_reference` wrote.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -610,7 +572,7 @@ def load_reference(folder: Path) -> MapReference:
                 str(image): torch.from_numpy(arrays[f"map{i}"]).double()
                 for i, image in enumerate(arrays["images"])
             }
-            return MapReference(str(arrays["source"]), maps)
+            return str(arrays["source"]), maps
     # A damaged file makes the readers of zip and npy fail in any way.
     except Exception as error:
         pass_on_memory(error)

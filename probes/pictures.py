@@ -48,7 +48,9 @@ def titled(
     Small maps keep their sharp patches. A tile is as wide as its titles need; titles that would
     be wider than `LONGEST_TILE` are shortened, and so are the sides of very wide images.
     """
-    picture = Image.fromarray(image).resize(tile_size(shape or image.shape), _resampling(image))
+    is_small = image.shape[0] < TILE_HEIGHT
+    resampling = Image.Resampling.NEAREST if is_small else Image.Resampling.LANCZOS
+    picture = Image.fromarray(image).resize(tile_size(shape or image.shape), resampling)
     lines = [shortened(title, LONGEST_TILE - 2) for title in titles]
     width = _title_width(titles, picture.width)
     tile = Image.new("RGB", (width, TILE_HEIGHT + TITLE_HEIGHT * len(lines)), "white")
@@ -178,11 +180,6 @@ def save_png(picture: Image.Image, path: Path) -> None:
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG")
     write_atomically(path, lambda file: file.write(buffer.getvalue()))
-
-
-def _resampling(image: UInt8[np.ndarray, "height width 3"]) -> Image.Resampling:
-    small = image.shape[0] < TILE_HEIGHT
-    return Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
 
 
 def _length(text: str) -> float:

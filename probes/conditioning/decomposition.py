@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from probes.features.views import resized_photograph
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, tokens_among
-from ssl_bench.models import Encoder, EncoderModule, build_encoder, encoder_from_model
+from ssl_bench.models import Encoder
 from ssl_bench.system.device import float64_device
 from ssl_bench.system.memory import pass_on_memory
 
@@ -194,7 +193,11 @@ def block_passes(
         )
     ]
     for layer, block in asked.items():
-        handles.append(block.register_forward_hook(_keeper(seen, layer), prepend=True))
+
+        def keep(_block: nn.Module, inputs: Any, output: Any, layer: int = layer) -> None:
+            seen[layer] = (inputs[0][0], tokens_among(output)[0])
+
+        handles.append(block.register_forward_hook(keep, prepend=True))
     found: Passes = {layer: [] for layer in context.layers}
     try:
         for sample in context.progress(samples, "conditioning", len(samples)):
@@ -210,25 +213,3 @@ def block_passes(
         for handle in handles:
             handle.remove()
     return found, torch.stack(embedded)
-
-
-def _keeper(seen: dict[int, tuple[Tensor, Tensor]], layer: int) -> Any:
-    def keep(_block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        seen[layer] = (inputs[0][0], tokens_among(output)[0])
-
-    return keep
-
-
-def initialised_again(encoder: Encoder, seed: int) -> Encoder:
-    """The same architecture before any training, with the weights of a seed.
-
-    Raises:
-        ConfigurationError: The encoder does not tell how it was initialised.
-    """
-    if not isinstance(encoder.module, EncoderModule):
-        raise ConfigurationError(
-            f"probe.at_initialisation needs a checkpoint of ssl-bench pretrain, got {encoder.name}"
-        )
-    model = build_encoder(encoder.module.config, seed=seed)
-    colours = (encoder.mean, encoder.std)
-    return encoder_from_model(model, name=encoder.name, uri=encoder.uri, colours=colours)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from probes.conditioning.decomposition import BlockPass
-from probes.spectra import singular_values
+from probes.spectra import condition_number, singular_values
 from ssl_bench.errors import ConfigurationError
 
 Point = Float64[Tensor, "tokens dim"]
@@ -28,16 +28,8 @@ _ROWS_AT_ONCE = 128
 _FAILURE = 0.05
 
 
-@dataclass(frozen=True)
-class JacobianAt:
-    """A function and the tokens at which it is differentiated."""
-
-    function: Function
-    point: Float64[Tensor, "tokens dim"]
-
-
-def block_functions(one: BlockPass) -> Mapping[str, JacobianAt]:
-    """What is differentiated, by facet; what cannot be had is not there.
+def block_functions(one: BlockPass) -> Mapping[str, tuple[Function, Point]]:
+    """What is differentiated and at which tokens, by facet; what cannot be had is not there.
 
     "attention" and "mlp": the sub-block as a function of its normed input, K and K^ of equation 7
     of the paper. "attention_skip": K + I of its equation 8. "block": the block as it is, norms and
@@ -48,23 +40,21 @@ def block_functions(one: BlockPass) -> Mapping[str, JacobianAt]:
     Source: "Cutting the Skip", equations 7, 8, 10 and proposition 2; the terms are derived in its
     appendix A.1.
     """
-    found: dict[str, JacobianAt] = {}
+    found: dict[str, tuple[Function, Point]] = {}
     if torch.allclose(one.whole(one.entered), one.left, rtol=1e-9, atol=1e-12):
-        found["block"] = JacobianAt(one.whole, one.entered)
+        found["block"] = one.whole, one.entered
     parts = one.parts
     if parts is None:
         return found
     normed = parts.norm1(parts.graying(one.entered))
     attention, heads = parts.attention, parts.heads
-    found["attention"] = JacobianAt(attention, normed)
-    found["attention_skip"] = JacobianAt(lambda x: x + attention(x), normed)
-    found["mlp"] = JacobianAt(parts.mlp, parts.norm2(parts.after_attention(one.entered)))
+    found["attention"] = attention, normed
+    found["attention_skip"] = lambda x: x + attention(x), normed
+    found["mlp"] = parts.mlp, parts.norm2(parts.after_attention(one.entered))
     if heads is not None:
         weights, values = heads.matrices(normed), heads.values(normed)
-        found["dominant"] = JacobianAt(lambda x: heads.joined(weights, heads.values(x)), normed)
-        found["perturbation"] = JacobianAt(
-            lambda x: heads.joined(heads.matrices(x), values), normed
-        )
+        found["dominant"] = lambda x: heads.joined(weights, heads.values(x)), normed
+        found["perturbation"] = lambda x: heads.joined(heads.matrices(x), values), normed
     return found
 
 
@@ -109,8 +99,8 @@ def exact_spectra(one: BlockPass) -> dict[str, Float64[Tensor, " values"]]:
             f"{dim}; lower probe.image_size or take probe.protocol=jacobian_lanczos"
         )
     return {
-        facet: singular_values(exact_jacobian(at.function, at.point)).detach().cpu()
-        for facet, at in block_functions(one).items()
+        facet: singular_values(exact_jacobian(function, point)).detach().cpu()
+        for facet, (function, point) in block_functions(one).items()
     }
 
 
@@ -145,63 +135,50 @@ def jacobian_map(function: Function, x: Point) -> LinearMap:
     return LinearMap(point.numel(), apply, lambda vector: pullback(vector)[0])
 
 
-@dataclass(frozen=True)
-class Bidiagonal:
-    """What k steps of Golub-Kahan leave of a matrix A: A V = U B, A^T U = V B^T + b v e_k^T.
-
-    Attributes:
-        diagonal: Of the upper bidiagonal B; its last entry is 0 where A was found to be singular.
-        above: Next to the diagonal; the last entry is b, 0 where the space was exhausted.
-    """
-
-    size: int
-    diagonal: Float64[Tensor, " steps"]
-    above: Float64[Tensor, " steps"]
-
-    def matrix(self) -> Float64[Tensor, "steps steps"]:
-        return torch.diag(self.diagonal) + torch.diag(self.above[:-1], 1)
-
-
-def bidiagonalise(linear: LinearMap, start: Float64[Tensor, " size"], steps: int) -> Bidiagonal:
+def bidiagonalise(
+    linear: LinearMap, start: Float64[Tensor, " size"], steps: int
+) -> tuple[Float64[Tensor, " steps"], Float64[Tensor, " steps"]]:
     """Golub-Kahan bidiagonalisation with full reorthogonalisation.
 
-    Cost: two products a step, and steps^2 * size * 8 operations; memory 2 * steps * size numbers.
+    Of a matrix A it leaves A V = U B, A^T U = V B^T + b v e_k^T. Cost: two products a step, and
+    steps^2 * size * 8 operations; memory 2 * steps * size numbers.
+
+    Returns:
+        The diagonal of the upper bidiagonal B, whose last entry is 0 where A was found to be
+        singular, and what stands above it, whose last entry is b, 0 where the space was exhausted.
 
     Source: Golub and Kahan, 1965; Golub and Van Loan, "Matrix Computations", section 10.4.
     """
+
+    def orthogonal(vector: Tensor, basis: list[Tensor]) -> tuple[Tensor, float]:
+        """The part that is orthogonal to a basis, of length 1, and its length before."""
+        if basis:
+            matrix = torch.stack(basis)
+            # Twice is enough; once leaves what cancellation brought in.
+            for _ in range(2):
+                vector = vector - matrix.T @ (matrix @ vector)
+        length = float(vector.norm())
+        return (vector / length if length else vector), length
+
     right, left = [start / start.norm()], []
     diagonal, above = [], []
+    noise = linear.size * torch.finfo(torch.float64).eps
     for _ in range(min(steps, linear.size)):
-        u, length = _orthogonal(linear.apply(right[-1]), left)
+        u, length = orthogonal(linear.apply(right[-1]), left)
         scale = max([length, *diagonal, *above])
         # A V y = 0 for the y with B y = 0: the matrix is singular, and there is no next vector.
-        if length <= linear.size * torch.finfo(torch.float64).eps * scale:
+        if length <= noise * scale:
             diagonal, above = [*diagonal, 0.0], [*above, 0.0]
             break
         left.append(u)
         diagonal.append(length)
-        v, length = _orthogonal(linear.apply_transposed(u), right)
-        if length <= linear.size * torch.finfo(torch.float64).eps * scale:
+        v, length = orthogonal(linear.apply_transposed(u), right)
+        if length <= noise * scale:
             above.append(0.0)
             break
         right.append(v)
         above.append(length)
-    return Bidiagonal(linear.size, _vector(diagonal, start), _vector(above, start))
-
-
-def _orthogonal(vector: Tensor, basis: list[Tensor]) -> tuple[Tensor, float]:
-    """The part of a vector that is orthogonal to a basis, of length 1, and its length before."""
-    if basis:
-        matrix = torch.stack(basis)
-        # Twice is enough; once leaves what cancellation brought in.
-        for _ in range(2):
-            vector = vector - matrix.T @ (matrix @ vector)
-    length = float(vector.norm())
-    return (vector / length if length else vector), length
-
-
-def _vector(values: list[float], like: Tensor) -> Float64[Tensor, " steps"]:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)
+    return start.new_tensor(diagonal), start.new_tensor(above)
 
 
 @dataclass(frozen=True)
@@ -239,12 +216,14 @@ class SingularExtremes:
     @property
     def condition_number_at_least(self) -> float:
         """A bound from below without any probability; infinite where rounding hides the rest."""
-        return _ratio(self.largest, self.smallest, self.size)
+        ends = torch.tensor([self.largest, self.smallest], dtype=torch.float64)
+        return float(condition_number(ends, self.size))
 
     @property
     def condition_number_at_most(self) -> float:
         """A bound from above that holds with probability .95 over the start."""
-        return _ratio(self.largest_at_most, self.smallest_at_least, self.size)
+        ends = [self.largest_at_most, self.smallest_at_least]
+        return float(condition_number(torch.tensor(ends, dtype=torch.float64), self.size))
 
 
 def extremes(
@@ -269,63 +248,50 @@ def extremes(
     """
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(linear.size, generator=generator, dtype=torch.float64).to(witness.device)
-    found = bidiagonalise(linear, start, steps)
-    left, values, right = torch.linalg.svd(found.matrix())
-    residuals = (found.above[-1] * left[-1]).abs()
+    diagonal, beside = bidiagonalise(linear, start, steps)
+    bidiagonal = torch.diag(diagonal) + torch.diag(beside[:-1], 1)
+    left, values, right = torch.linalg.svd(bidiagonal)
+    residuals = (beside[-1] * left[-1]).abs()
     through_witness = float(linear.apply(witness).norm() / witness.norm())
     largest, smallest = float(values[0]), float(values[-1])
-    is_witness = through_witness < smallest
-    above, below = _random_start_bounds(largest, smallest, found)
+    if beside[-1] == 0:
+        # Nothing that the start can reach is left, and a random start reaches everything.
+        at_most, at_least = largest, smallest
+    else:
+        both = math.log(1.648 * math.sqrt(linear.size) / (_FAILURE / 2))
+        error = (both / (2 * len(diagonal) - 1)) ** 2
+        at_most, at_least = math.inf, 0.0
+        if error < 1:
+            square = largest**2 / (1 - error)
+            below = max(0.0, (smallest**2 - error * square) / (1 - error))
+            at_most, at_least = math.sqrt(square), math.sqrt(below)
+    # exp(log S - T / S) with S and T the traces of s and s log s.
+    weights, rank = right[:, 0].square(), 0.0
+    total = linear.size * (weights * values).sum()
+    if total > 0:
+        with_logs = -linear.size * (weights * torch.special.entr(values)).sum()
+        rank = float((total.log() - with_logs / total).exp())
     return SingularExtremes(
         size=linear.size,
         steps=len(values),
         largest=largest,
         smallest=min(smallest, through_witness),
         largest_residual=float(residuals[0]),
-        smallest_residual=math.inf if is_witness else float(residuals[-1]),
-        largest_at_most=above,
-        smallest_at_least=min(below, through_witness),
-        effective_rank=_rank_by_quadrature(values, right[:, 0].square(), linear.size),
+        smallest_residual=math.inf if through_witness < smallest else float(residuals[-1]),
+        largest_at_most=at_most,
+        smallest_at_least=min(at_least, through_witness),
+        effective_rank=rank,
     )
-
-
-def _random_start_bounds(largest: float, smallest: float, found: Bidiagonal) -> tuple[float, float]:
-    """The largest singular value from above, the smallest from below."""
-    if found.above[-1] == 0:
-        # Nothing that the start can reach is left, and a random start reaches everything.
-        return largest, smallest
-    steps, both = len(found.diagonal), _FAILURE / 2
-    error = (math.log(1.648 * math.sqrt(found.size) / both) / (2 * steps - 1)) ** 2
-    if error >= 1:
-        return math.inf, 0.0
-    above = largest**2 / (1 - error)
-    return math.sqrt(above), math.sqrt(max(0.0, (smallest**2 - error * above) / (1 - error)))
-
-
-def _rank_by_quadrature(
-    values: Float64[Tensor, " steps"], weights: Float64[Tensor, " steps"], size: int
-) -> float:
-    """exp(log S - T / S) with S and T the traces of s and s log s."""
-    total = size * (weights * values).sum()
-    if not total > 0:
-        return 0.0
-    with_logs = -size * (weights * torch.special.entr(values)).sum()
-    return float((total.log() - with_logs / total).exp())
-
-
-def _ratio(largest: float, smallest: float, size: int) -> float:
-    singular = smallest <= size * torch.finfo(torch.float64).eps * largest
-    return math.inf if singular else largest / smallest
 
 
 def lanczos_extremes(one: BlockPass, *, steps: int, seed: int) -> dict[str, SingularExtremes]:
     """Bounds of the extreme singular values of every Jacobian of a block."""
     found = {}
-    for facet, at in block_functions(one).items():
+    for facet, (function, point) in block_functions(one).items():
         # A norm forgets the mean of a token: a block that begins with one, without a skip, is
         # singular.
-        shift = torch.zeros_like(at.point)
+        shift = torch.zeros_like(point)
         shift[0] = 1
-        linear = jacobian_map(at.function, at.point)
+        linear = jacobian_map(function, point)
         found[facet] = extremes(linear, steps=steps, seed=seed, witness=shift.flatten())
     return found

@@ -1,15 +1,16 @@
 """How well conditioned every block is: its matrices, its Jacobians, its likeness to others."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Float64
 
-from probes.conditioning.cka import linear_cka_ci95
-from probes.conditioning.decomposition import block_passes, initialised_again
-from probes.conditioning.figure import CkaMatrix, draw
+from probes.conditioning.decomposition import block_passes
 from probes.conditioning.scores import (
     CELLS,
     SAME,
@@ -18,6 +19,7 @@ from probes.conditioning.scores import (
     exact_scores,
     lanczos_scores,
     left,
+    linear_cka_ci95,
     mean_log_scores,
     plain,
     spectra_scores,
@@ -28,8 +30,17 @@ from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import resolve_layers
-from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder, load_encoder
+from ssl_bench.models import (
+    Encoder,
+    EncoderIdentity,
+    EncoderModule,
+    build_encoder,
+    encoder_from_model,
+    identify_encoder,
+    load_encoder,
+)
 from ssl_bench.results import encoder_id
+from ssl_bench.results.reading import holds
 from ssl_bench.system.files import write_atomically
 
 SPECTRA_FILE, CKA_FILE = "spectra.npz", "cka.npy"
@@ -142,23 +153,40 @@ class Conditioning(Probe):
         """Score block after block, then draw."""
         self.require_fitting(context.encoder)
         if self.at_initialisation:
-            context = replace(context, encoder=initialised_again(context.encoder, context.seed))
+            encoder = context.encoder
+            if not isinstance(encoder.module, EncoderModule):
+                raise ConfigurationError(
+                    "probe.at_initialisation needs a checkpoint of ssl-bench pretrain, got "
+                    f"{encoder.name}"
+                )
+            model = build_encoder(encoder.module.config, seed=context.seed)
+            colours = (encoder.mean, encoder.std)
+            again = encoder_from_model(model, name=encoder.name, uri=encoder.uri, colours=colours)
+            context = replace(context, encoder=again)
         images = self.split(context.dataset)
         count = min(self.num_images, len(images))
         if count < len(images):
             words = f"conditioning: the first {count} of {len(images)} images"
             context.say(f"{words}; probe.num_images={len(images)} takes all")
         samples = [images[number] for number in range(count)]
-        scores: Mapping[str, Callable[[ProbeContext, Sequence[Sample]], Iterator[Score]]] = {
-            "spectra": self._spectra,
-            "checkpoints": self._compared,
-            "mean_log": self._averaged,
-        }
         found: list[Score] = []
-        for score in scores.get(self.protocol, self._jacobians)(context, samples):
+        for score in self._scores(context, samples):
             found.append(score)
             yield score
         yield from self._undefined(context, found, count)
+
+    def _scores(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
+        if self.protocol == "spectra":
+            yield from self._spectra(context, samples)
+        elif self.protocol == "checkpoints":
+            yield from self._compared(context, samples)
+        elif self.protocol == "mean_log":
+            # Means over blocks, also over those that nobody asked for by themselves.
+            whole = replace(context, layers=tuple(range(max(context.layers) + 1)))
+            passes, _ = block_passes(context.encoder, samples, self.image_size, whole)
+            yield from mean_log_scores(context.layers, passes)
+        else:
+            yield from self._jacobians(context, samples)
 
     def _spectra(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
         passes, embedded = block_passes(context.encoder, samples, self.image_size, context)
@@ -173,7 +201,7 @@ class Conditioning(Probe):
             yield from found
         names = ["input", *map(str, passes)]
         states = [embedded, *map(left, passes.values())]
-        likeness = CkaMatrix(cka_matrix(states, states), names, names, "")
+        likeness = cka_matrix(states, states)
         path = context.artifacts / self._stem(context.layers, context.seed)
         write_atomically(
             path.with_name(f"{path.name}-{SPECTRA_FILE}"),
@@ -181,9 +209,9 @@ class Conditioning(Probe):
         )
         write_atomically(
             path.with_name(f"{path.name}-{CKA_FILE}"),
-            lambda file: np.save(file, likeness.values),
+            lambda file: np.save(file, likeness),
         )
-        self._draw(context, scores, likeness, len(samples))
+        draw(scores, *self._title_and_path(context, samples), likeness, (names, names))
 
     def _jacobians(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
         passes, _ = block_passes(context.encoder, samples, self.image_size, context)
@@ -203,14 +231,7 @@ class Conditioning(Probe):
                 )
             scores += found
             yield from found
-        self._draw(context, scores, None, len(samples))
-
-    def _averaged(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
-        """Means over blocks, also over those that nobody asked for by themselves."""
-        asked = context.layers
-        whole = replace(context, layers=tuple(range(max(asked) + 1)))
-        passes, _ = block_passes(context.encoder, samples, self.image_size, whole)
-        yield from mean_log_scores(asked, passes)
+        draw(scores, *self._title_and_path(context, samples))
 
     def _compared(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
         """CKA with the blocks of another encoder."""
@@ -244,8 +265,8 @@ class Conditioning(Probe):
                 plain(layer, "token", "cka_with_checkpoint", value, ci95, len(samples), more)
             )
             yield scores[-1]
-        likeness = CkaMatrix(matrix, list(map(str, ours)), list(map(str, states)), other.name)
-        self._draw(context, scores, likeness, len(samples))
+        names = list(map(str, ours)), list(map(str, states))
+        draw(scores, *self._title_and_path(context, samples), matrix, names, other.name)
 
     def _undefined(
         self, context: ProbeContext, found: Sequence[Score], num_images: int
@@ -277,22 +298,106 @@ class Conditioning(Probe):
         for cell in missing:
             yield plain(*cell, float("nan"), None, num_images, {"undefined": why})
 
-    def _draw(
-        self,
-        context: ProbeContext,
-        scores: Sequence[Score],
-        likeness: CkaMatrix | None,
-        num_images: int,
-    ) -> None:
+    def _title_and_path(self, context: ProbeContext, samples: Sequence[Sample]) -> tuple[str, Path]:
+        """Of the figure."""
         when = f" at initialisation, seed {context.seed}" if self.at_initialisation else ""
         title = (
-            f"{context.encoder.name}{when}: {self.protocol}, {num_images} images of "
+            f"{context.encoder.name}{when}: {self.protocol}, {len(samples)} images of "
             f"{self.image_size} x {self.image_size}"
         )
-        path = context.artifacts / f"{self._stem(context.layers, context.seed)}.png"
-        draw(scores, likeness, title, path)
+        return title, context.artifacts / f"{self._stem(context.layers, context.seed)}.png"
 
 
 def _title_of(encoder: Encoder | EncoderIdentity) -> str:
     """Not the address alone, where another encoder may lie tomorrow."""
     return f"{encoder.name} {encoder_id(encoder.identity())[:16]}"
+
+
+def draw(
+    scores: Sequence[Score],
+    title: str,
+    path: Path,
+    likeness: Float64[np.ndarray, "rows columns"] | None = None,
+    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    other: str = "",
+) -> None:
+    """One panel a metric, one line a facet with its 95 % band; infinite values at the top.
+
+    Args:
+        scores: Of all metrics.
+        title: Above all panels.
+        path: A PNG.
+        likeness: CKA of every block with every block, in a panel of its own.
+        names: Of its rows and of its columns.
+        other: Whose blocks the columns are, where they are another encoder's.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    metrics = list(dict.fromkeys(score.metric for score in scores))
+    # A facet has the same colour in all panels.
+    facets = list(dict.fromkeys(score.facet for score in scores))
+    count = len(metrics) + (likeness is not None)
+    columns = min(3, count)
+    rows = -(-count // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(4.8 * columns, 3.8 * rows + 0.4), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, metric in zip(axes.flat, metrics, strict=False):
+        _draw_metric(axis, [score for score in scores if score.metric == metric], facets)
+    if likeness is not None:
+        axis = axes.flat[len(metrics)]
+        image = axis.imshow(likeness, vmin=0, vmax=1, cmap="magma", origin="lower")
+        figure.colorbar(image, ax=axis)
+        rows_shown, columns_shown = names
+        axis.set_xticks(range(len(columns_shown)), columns_shown, fontsize=7)
+        axis.set_yticks(range(len(rows_shown)), rows_shown, fontsize=7)
+        axis.set_xlabel(f"block of {other}" if other else "block")
+        axis.set_title("linear CKA", fontsize=9)
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
+    figure.suptitle(title, fontsize=10)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=110))
+    pyplot.close(figure)
+
+
+def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> None:
+    metric = scores[0].metric
+    for facet in dict.fromkeys(score.facet for score in scores):
+        some, number = [s for s in scores if s.facet == facet], facets.index(facet)
+        layers = [score.layer for score in some]
+        values = [score.value if math.isfinite(score.value) else math.nan for score in some]
+        colour = f"C{number}"
+        axis.plot(layers, values, marker="o", markersize=3, color=colour, label=facet)
+        # As in the records: of one that leaves its own value out nobody knows what it says.
+        sure = [
+            (s.layer, *s.ci95)
+            for s in some
+            if s.ci95 and math.isfinite(sum(s.ci95)) and holds(s.ci95, s.value)
+        ]
+        if sure:
+            at, low, high = zip(*sure, strict=True)
+            axis.fill_between(at, low, high, alpha=0.15, color=colour)
+        for layer in (score.layer for score in some if math.isinf(score.value)):
+            axis.annotate(
+                "∞", (layer, 0.99 - 0.04 * number), xycoords=("data", "axes fraction"),
+                color=colour, ha="center", va="top", fontsize=11, fontweight="bold",
+            )  # fmt: skip
+    finite = [score.value for score in scores if math.isfinite(score.value)]
+    if "condition_number" in metric and finite:
+        axis.set_yscale("log")
+        if len(finite) < len(scores):
+            # Room above the finite values.
+            low, high = axis.get_ylim()
+            axis.set_ylim(low, high * (high / low) ** 0.3)
+    layers = sorted({score.layer for score in scores})
+    # Not those of the finite values alone, or the infinite ones would stand outside.
+    axis.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
+    axis.set_xticks(layers)
+    axis.set_title(metric.replace("_", " "), fontsize=9)
+    axis.set_xlabel("block")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7, framealpha=0.5)

@@ -1,4 +1,7 @@
-"""From the matrices, Jacobians and tokens of a block to scores: numbers with what explains them."""
+"""From the matrices, Jacobians and tokens of a block to scores: numbers with what explains them.
+
+At the end linear CKA: how alike two representations of the same tokens are, whatever their basis.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Float64
+from scipy.special import expit
 from torch import Tensor
 
-from probes.conditioning.cka import linear_cka, linear_cka_ci95
 from probes.conditioning.decomposition import BlockPass, Passes
 from probes.conditioning.jacobians import (
     JACOBIANS,
@@ -25,6 +28,7 @@ from probes.spectra import (
     singular_values,
 )
 from ssl_bench.evaluation import Score
+from ssl_bench.intervals import Interval, Jackknife
 from ssl_bench.models.initialisers.statistics import effective_rank as centred_effective_rank
 
 MATRIX = "attention_matrix"
@@ -57,6 +61,7 @@ SAME = "all tokens are the same"
 # Why a metric whose name begins so is no number, where nobody knows better.
 _UNDEFINED = {"cka": SAME, "mean_cosine": SAME, "norm_over_dominant": "the dominant term is zero"}
 Numbers = Float64[np.ndarray, "images values"]
+Tokens = Float[Tensor, "images tokens dim"]
 
 
 def plain(
@@ -122,24 +127,6 @@ def spectra_scores(
     return scores, spectra
 
 
-@torch.no_grad()
-def log_condition_numbers(one: BlockPass) -> tuple[float, float] | None:
-    """Natural logarithms of the tokens' condition numbers before and after attention and its skip.
-
-    The tokens before are those that attention is given, grayed where the block grays them. None
-    where the block cannot be taken apart.
-    """
-    if one.parts is None:
-        return None
-    before = one.parts.graying(one.entered)
-    after = before + one.parts.attention(one.parts.norm1(before))
-    first, second = (
-        float(condition_number(singular_values(tokens), max(tokens.shape)).log())
-        for tokens in (before, after)
-    )
-    return first, second
-
-
 def _matrices(one: BlockPass) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
     parts = one.parts
     if parts is None:
@@ -155,19 +142,34 @@ def _matrices(one: BlockPass) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
     return matrices
 
 
+@torch.no_grad()
 def mean_log_scores(layers: Sequence[int], passes: Passes) -> list[Score]:
-    """Of each image the mean over the blocks up to the asked one, then the median over images.
+    """Natural logarithms of tokens' condition numbers before and after attention and its skip.
+
+    Of each image their mean over the blocks up to the asked one, then the median over images; none
+    where one of these cannot be taken apart. The tokens before are those that attention is given,
+    grayed where the block grays them.
 
     Args:
         layers: The asked ones.
         passes: Of all blocks up to the last of them.
     """
+
+    def logarithms(one: BlockPass) -> list[float]:
+        assert one.parts is not None
+        before = one.parts.graying(one.entered)
+        after = before + one.parts.attention(one.parts.norm1(before))
+        return [
+            float(condition_number(singular_values(tokens), max(tokens.shape)).log())
+            for tokens in (before, after)
+        ]
+
     scores = []
     for layer in layers:
-        upto = [[log_condition_numbers(one) for one in passes[below]] for below in range(layer + 1)]
-        known = [[pair for pair in pairs if pair is not None] for pairs in upto]
-        if any(len(pairs) < len(asked) for pairs, asked in zip(known, upto, strict=True)):
+        upto = [passes[below] for below in range(layer + 1)]
+        if any(one.parts is None for some in upto for one in some):
             continue
+        known = [[logarithms(one) for one in some] for some in upto]
         means = np.array(known, dtype=np.float64).mean(0)  # images facets
         scores += [
             _median(layer, facet, MEAN_LOG, means[:, [column]], blocks=layer + 1)
@@ -247,3 +249,74 @@ def cka_matrix(
     rows: Sequence[Tensor], columns: Sequence[Tensor]
 ) -> Float64[np.ndarray, "rows columns"]:
     return np.array([[linear_cka(x, y) for y in columns] for x in rows])
+
+
+def linear_cka(x: Tokens, y: Float[Tensor, "images tokens other_dim"]) -> float:
+    """Linear CKA over all tokens of all images, in [0, 1]; NaN where one side is constant.
+
+    Rotating either side, or scaling it, changes nothing. With few tokens it is too high: for
+    independent Gaussians of n tokens and dimension d it is about d / (n + d).
+
+    Source: Kornblith et al., "Similarity of Neural Network Representations Revisited", 2019, the
+    formula with features at the end of its section 3.
+    """
+    one, other = _centered(x).flatten(0, 1), _centered(y).flatten(0, 1)
+    if not one.any() or not other.any():
+        return float("nan")
+    cross = (one.T @ other).square().sum()
+    return float(cross / ((one.T @ one).norm() * (other.T @ other).norm()))
+
+
+def linear_cka_ci95(x: Tokens, y: Float[Tensor, "images tokens other_dim"]) -> Interval | None:
+    """95 % interval of `linear_cka` over images: a jackknife of its logit, bias corrected.
+
+    Leaving an image out costs images^2 operations, not a pass over the tokens. None where the
+    images do not tell: a single one, a constant side, the same on both sides.
+    """
+    count = len(x)
+    one, other = _centered(x), _centered(y)
+    if count < 2 or not one.any() or not other.any():
+        return None
+    # All images, then all but one.
+    weights = torch.cat([torch.ones(1, count), 1 - torch.eye(count)]).double().to(x.device)
+    both, first, second = (
+        _squared_covariance(a, b, weights) for a, b in ((one, other), (one, one), (other, other))
+    )
+    logits = (both / (first * second).sqrt()).logit().cpu().numpy()
+    if not np.isfinite(logits).all():
+        return None
+    jackknife = Jackknife(float(logits[0]), logits[1:])
+    center, margin = jackknife.value + jackknife.correction, jackknife.margin
+    if np.isnan(margin):
+        return None
+    return float(expit(center - margin)), float(expit(center + margin))
+
+
+def _squared_covariance(
+    x: Float64[Tensor, "images tokens dim"],
+    y: Float64[Tensor, "images tokens other_dim"],
+    weights: Float64[Tensor, "sums images"],
+) -> Float64[Tensor, " sums"]:
+    """Squared norm of the centered cross-covariance, each image counted as often as asked.
+
+    ||sum_a w_a M_a - s t^T / n||^2 with M_a = X_a^T Y_a of each image, s and t the weighted sums
+    of x and y and n the number of tokens.
+    """
+    matrices = torch.einsum("atd,ate->ade", x, y)
+    s, t = x.sum(1), y.sum(1)
+    total = weights.sum(1) * x.shape[1]
+    products, first, second = (
+        torch.einsum("ra,rb,ab->r", weights, weights, matrix)
+        for matrix in (torch.einsum("ade,bde->ab", matrices, matrices), s @ s.T, t @ t.T)
+    )
+    by_three = torch.einsum("ad,bde,ce->abc", s, matrices, t)
+    triples = torch.einsum("ra,rb,rc,abc->r", weights, weights, weights, by_three)
+    return products - 2 * triples / total + first * second / total**2
+
+
+def _centered(x: Tokens) -> Float64[Tensor, "images tokens dim"]:
+    """All tokens less their mean; exactly zero where only rounding tells them apart."""
+    x = x.double()
+    centered = x - x.mean((0, 1))
+    noise = x.shape[0] * x.shape[1] * torch.finfo(torch.float64).eps * x.norm()
+    return centered if centered.norm() > noise else torch.zeros_like(centered)

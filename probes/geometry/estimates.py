@@ -1,6 +1,10 @@
-"""What many vectors or the patches of one image say: ranks and spectra, likeness, long tokens."""
+"""What many vectors or the patches of one image say: ranks and spectra, likeness, long tokens.
+
+At the end where a patch lies in its image, read from its token by ridge regression.
+"""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,12 +15,19 @@ from torch import Tensor
 from probes.features.moments import Moments
 from probes.spectra import effective_rank
 from ssl_bench.intervals import Jackknife
+from ssl_bench.system.device import float64_device, in_float64
 
 RANKME_EPS = 1e-7
 # Features that are equal but for the rounding of float32 count as constant.
 _CONSTANT = 1e-12
 # Vectors whose distances to all others are in memory at once.
 _AT_ONCE = 1024
+PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+# A channel that varies less, relative to its mean, varies by the rounding of float32.
+_CONSTANT_CHANNEL = 1e-6
+
+Patches = Float[Tensor, "images rows cols dim"]
+Places = Float64[Tensor, "patches 2"]
 
 
 def is_constant(moments: Moments) -> bool:
@@ -181,3 +192,107 @@ def patch_cosine(
     ours = F.normalize(tokens, dim=-1).mean(1)
     theirs = F.normalize(patches.flatten(1, 2), dim=-1).mean(1)
     return (ours * theirs).sum(-1)
+
+
+class PositionSums:
+    """All that ridge regression needs of the patches of some images.
+
+    As places are centred in each image, the mean of the tokens makes no difference to `crossed`.
+    """
+
+    def __init__(self) -> None:
+        self.moments = Moments()
+        self._crossed: Float64[Tensor, "dim 2"] = torch.empty(0, 2)
+
+    def add(self, patches: Patches) -> None:
+        """Of images with one grid."""
+        tokens = in_float64(patches)
+        images, rows, cols, dim = tokens.shape
+        places = centred_places(rows, cols, tokens.device)
+        if not self.moments.count:
+            self._crossed = tokens.new_zeros(dim, 2)
+        self._crossed += tokens.sum(0).flatten(0, 1).T @ places
+        self.moments.add(tokens.reshape(images * rows * cols, dim))
+
+    @property
+    def crossed(self) -> Float64[Tensor, "dim 2"]:
+        """Mean of the products of tokens and places."""
+        return self._crossed / self.moments.count
+
+
+@dataclass(frozen=True)
+class PositionFit:
+    """Reads the place of a patch from its token.
+
+    Attributes:
+        penalty: Of the ridge, beside correlations.
+    """
+
+    mean: Float64[Tensor, " dim"]
+    weight: Float64[Tensor, "dim 2"]
+    penalty: float
+
+    @classmethod
+    def of(cls, fitted: PositionSums, choosing: PositionSums) -> "PositionFit":
+        """With the penalty that errs least on other images, then fitted to both."""
+        mean, other_mean = fitted.moments.mean, choosing.moments.mean
+        covariance, other_covariance = fitted.moments.covariance, choosing.moments.covariance
+        distance = other_mean - mean
+        between, errors = torch.outer(distance, distance), []
+        products = other_covariance + between
+        for fit in _fits(mean, covariance, fitted.crossed, PENALTIES):
+            # Squared, but for the spread of the places, which is the same for all fits.
+            quadratic = (fit.weight * (products @ fit.weight)).sum()
+            errors.append(float(quadratic - 2 * (fit.weight * choosing.crossed).sum()))
+        penalty = PENALTIES[min(range(len(errors)), key=errors.__getitem__)]
+        counts = fitted.moments.count, choosing.moments.count
+        one, two = (count / sum(counts) for count in counts)
+        (fit,) = _fits(
+            one * mean + two * other_mean,
+            one * covariance + two * other_covariance + one * two * between,
+            one * fitted.crossed + two * choosing.crossed,
+            (penalty,),
+        )
+        return fit
+
+    def r2(self, patches: Patches) -> Float64[Tensor, " images"]:
+        """Of each image 1 - squared error / squared distance from the middle, mean of both axes.
+
+        NaN where there is one patch alone.
+        """
+        rows, cols = patches.shape[1:3]
+        tokens = in_float64(patches).flatten(1, 2)
+        places = centred_places(rows, cols, tokens.device)
+        error = ((tokens - self.mean) @ self.weight - places).square().sum(1)
+        spread = places.square().sum(0)
+        known = spread > 0
+        if not known.any():
+            return torch.full((len(patches),), math.nan, dtype=torch.float64)
+        return 1 - (error[:, known] / spread[known]).mean(1)
+
+
+def centred_places(rows: int, cols: int, device: torch.device) -> Places:
+    """((row + .5) / rows, (col + .5) / cols) of each patch, minus their mean, which is a half."""
+    place = float64_device(device)
+    down = (torch.arange(rows, dtype=torch.float64, device=place) + 0.5) / rows - 0.5
+    across = (torch.arange(cols, dtype=torch.float64, device=place) + 0.5) / cols - 0.5
+    return torch.cartesian_prod(down, across)
+
+
+def _fits(
+    mean: Float64[Tensor, " dim"],
+    covariance: Float64[Tensor, "dim dim"],
+    crossed: Float64[Tensor, "dim 2"],
+    penalties: tuple[float, ...],
+) -> list[PositionFit]:
+    """Ridge regression from standardised tokens, one for each penalty."""
+    deviation = covariance.diagonal().clamp(min=0).sqrt()
+    varies = deviation > _CONSTANT_CHANNEL * mean.abs()
+    scale = torch.where(varies, 1 / deviation.clamp(min=1e-300), 0.0)
+    sizes, axes = torch.linalg.eigh(scale[:, None] * covariance * scale)
+    along = axes.T @ (scale[:, None] * crossed)
+    found = []
+    for penalty in penalties:
+        weight = axes @ (along / (sizes.clamp(min=0) + penalty)[:, None])
+        found.append(PositionFit(mean, scale[:, None] * weight, penalty))
+    return found

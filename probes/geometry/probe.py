@@ -1,8 +1,7 @@
 """Geometry: how do the features of a data set lie, whatever its images show?"""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from probes.features.image import image_vectors
@@ -19,6 +18,8 @@ from probes.features.sources import parts_of
 from probes.features.stream import at_once, batches, read_ahead
 from probes.features.views import ResizedCrops
 from probes.geometry.estimates import (
+    PositionFit,
+    PositionSums,
     alignment,
     alpha_req,
     is_constant,
@@ -29,7 +30,6 @@ from probes.geometry.estimates import (
     spread_rank,
     uniformity,
 )
-from probes.geometry.positions import PositionFit, PositionSums
 from probes.heads.kept import KeptState
 from ssl_bench.composition.fields import (
     Count,
@@ -160,24 +160,23 @@ class Geometry(Probe):
             UnfitEncoder: the encoder has no [CLS] token, and "cls" is asked for.
         """
         images = self.split(context.dataset)
-        roles = Roles.draw(len(images), self, context.seed)
-        passes = Passes(self, context, images, roles)
+        passes = Passes(self, context, images)
         # First what takes longest, ten times as long on few images; its time left is nearly all.
         views = passes.views()
-        found = passes.gathered()
+        passes.gather()
         if len(images) < 3:
             context.say(f"geometry: {_FEW}: spectra and positions say little, or are undefined")
         layers = sorted(context.layers)
         for layer in context.progress(layers, "geometry, spectra", len(layers)):
             for facet in self.asked_facets.names:
-                yield from self._spectra((layer, facet), found)
-                yield from self._likeness((layer, facet), found, views[layer, facet])
-            yield from self._tokens(layer, found, context)
-            yield self._position(layer, found)
+                yield from self._of_images((layer, facet), passes, views[layer, facet])
+            yield from self._of_tokens((layer, "token"), passes)
         passes.kept.path.unlink(missing_ok=True)
 
-    def _spectra(self, cell: Cell, found: "Gathered") -> Iterator[Score]:
-        """Without intervals: a spectrum depends on the number of images itself.
+    def _of_images(
+        self, cell: Cell, found: "Passes", views: Float[Tensor, "images views dim"]
+    ) -> Iterator[Score]:
+        """Spectra have no intervals: a spectrum depends on the number of images itself.
 
         Leaving images out, or drawing some of them twice, lowers every rank, so that resampling
         would show what few images do and not how sure a rank of so many is.
@@ -193,21 +192,18 @@ class Geometry(Probe):
             ("effective_rank", spread_rank(moments), _limit(count - 1, dim)),
         ):
             yield _score(cell, metric, value, count, details | more)
-
-    def _likeness(
-        self, cell: Cell, found: "Gathered", views: Float[Tensor, "images views dim"]
-    ) -> Iterator[Score]:
         exact = views.double()
         count, dim = len(exact), exact.shape[-1]
         of_views: dict[str, Any] = {"views": self.views}
         rank = lidar(exact, delta=self.lidar_delta)
         yield _score(cell, "lidar", rank, count, of_views | _limit(count - 1, dim))
         yield _score(cell, "alignment", mean_estimate(alignment(exact)), count, of_views)
-        vectors = found.compared(cell)
+        vectors = torch.cat(found.compared[cell]).double()
         yield _score(cell, "uniformity", uniformity(vectors), len(vectors), {})
 
-    def _tokens(self, layer: int, found: "Gathered", context: ProbeContext) -> Iterator[Score]:
-        cell, encoder, count = (layer, "token"), context.encoder, found.num_images
+    def _of_tokens(self, cell: Cell, found: "Passes") -> Iterator[Score]:
+        """The interval of positions is over images held out; what is fitted stays as it is."""
+        layer, count, encoder = cell[0], len(found.images), found.context.encoder
         outliers = found.per_image[layer, "outlier_share"].double().numpy()
         any_of_them = {"percent_of_images_with_any": 100.0 * float((outliers > 0).mean())}
         yield _score(cell, "outlier_share", mean_estimate(outliers), count, any_of_them)
@@ -217,77 +213,77 @@ class Geometry(Probe):
             cosines = found.per_image.get((layer, metric), nobody).double().numpy()
             more = {f"num_{kind}_tokens": tokens}
             yield _score(cell, metric, mean_estimate(cosines), count, more)
-
-    def _position(self, layer: int, found: "Gathered") -> Score:
-        """With an interval over the images that were held out; what is fitted stays as it is."""
-        shares, cell = found.positions(layer).numpy(), (layer, "token")
-        # It hangs on those that it is fitted to as much.
-        count = found.num_images
-        if not len(shares):
-            return _score(cell, "position_r2", math.nan, count, {"undefined": _FEW})
+        if not found.positions[layer]:
+            yield _score(cell, "position_r2", math.nan, count, {"undefined": _FEW})
+            return
+        shares = torch.cat(found.positions[layer]).cpu().numpy()
+        # All images count: it hangs on those that it is fitted to as much.
         details = {"penalty": found.fits[layer].penalty, "num_held_out": len(shares)}
-        return _score(cell, "position_r2", mean_estimate(shares), count, details)
-
-
-@dataclass(frozen=True)
-class Roles:
-    """Which images serve what; indices into the set, ascending, drawn with the seed.
-
-    Attributes:
-        fitted: Positions are fitted to them; with `choosing` and `held_out` these are all.
-        compared: Whose pairs make uniformity.
-        viewed: That are also looked at in random views.
-    """
-
-    fitted: tuple[int, ...]
-    choosing: tuple[int, ...]
-    held_out: tuple[int, ...]
-    compared: frozenset[int]
-    viewed: tuple[int, ...]
-
-    @classmethod
-    def draw(cls, count: int, probe: Geometry, seed: int) -> "Roles":
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-        # Fewer than three images cannot be divided, and no position is read.
-        part = max(1, round(_SHARE * count)) if count > 2 else 0
-        parts = (order[2 * part :], order[part : 2 * part], order[:part])
-        fitted, choosing, held_out = (tuple(sorted(some)) for some in parts)
-        compared = frozenset(order[: probe.pair_images])
-        return cls(fitted, choosing, held_out, compared, tuple(sorted(order[: probe.view_images])))
+        yield _score(cell, "position_r2", mean_estimate(shares), count, details)
 
 
 class Passes:
-    """What passes the encoder: every image once, and random views of some.
+    """What passes the encoder, every image once and random views of some, and what that leaves.
+
+    Which images serve what is drawn with the seed; all are indices into the set.
 
     Attributes:
+        roles: Images that positions are fitted to, that choose the penalty, and that are scored.
+        paired: Whose pairs make uniformity.
+        viewed: That are also looked at in random views.
         kept: The views of the images so far, until the scores are known; named after all that
             they depend on.
+        moments: By block and facet, of what stands for the images.
+        compared: By block and facet the vectors of the images whose pairs are compared.
+        per_image: By block and metric a number for each image; NaN where nobody knows.
+        positions: By block the share of the spread of positions that is read from the patches of
+            each image that was held out; none where there are too few to hold any out.
+        fits: By block what reads them.
     """
 
-    def __init__(
-        self, probe: Geometry, context: ProbeContext, images: ImageSet, roles: Roles
-    ) -> None:
-        self.probe, self.context, self.images, self.roles = probe, context, images, roles
+    def __init__(self, probe: Geometry, context: ProbeContext, images: ImageSet) -> None:
+        self.probe, self.context, self.images = probe, context, images
+        count, generator = len(images), torch.Generator().manual_seed(context.seed)
+        order = torch.randperm(count, generator=generator).tolist()
+        # Fewer than three images cannot be divided, and no position is read.
+        part = max(1, round(_SHARE * count)) if count > 2 else 0
+        self.roles = {
+            "fitted": sorted(order[2 * part :]),
+            "choosing": sorted(order[part : 2 * part]),
+            "held_out": sorted(order[:part]),
+        }
+        self.paired = frozenset(order[: probe.pair_images])
+        self.viewed = tuple(sorted(order[: probe.view_images]))
         self.facets = probe.asked_facets.names
         self.size = probe.image_size or min(context.encoder.native_size)
         self.at_once = at_once(probe.batch_size, self.size, context.device)
         facts = (
             encoder_id(context.encoder.identity()),
-            (images.fingerprint(), roles.viewed, context.layers, context.seed),
+            (images.fingerprint(), self.viewed, context.layers, context.seed),
             (str(context.dtype), context.device.type, self.size),
             (self.facets, probe.views, probe.view_area),
         )
         name = f"{sha256(repr(facts).encode()).hexdigest()[:16]}.views"
         self.kept = KeptState(cache_folder(None) / "features" / name, 1.0, context.say)
 
-    def gathered(self) -> "Gathered":
+        layers = context.layers
+        cells = [(layer, facet) for facet in self.facets for layer in layers]
+        self.moments = {cell: Moments() for cell in cells}
+        self.compared: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
+        self.per_image: dict[Cell, Float[Tensor, " images"]] = {}
+        self.fits: dict[int, PositionFit] = {}
+        self.positions: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        self._sums = {
+            role: {layer: PositionSums() for layer in layers} for role in ("fitted", "choosing")
+        }
+
+    def gather(self) -> None:
         """Every image once, those that positions are fitted to before those that are scored."""
         # Patches are compared with what blocks give, as far as the encoder has it.
-        encoder, roles = self.context.encoder, self.roles
+        encoder = self.context.encoder
         has = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
         extractor = self._extractor([facet for facet, is_there in has.items() if is_there])
-        found = Gathered(self.probe, self.context.layers, len(self.images))
-        order = (*roles.fitted, *roles.choosing, *roles.held_out)
+        order = [index for indices in self.roles.values() for index in indices]
         size, share = self.size, self.probe.crop_share
 
         def square(sample: Sample) -> UInt8[Tensor, "3 size size"]:
@@ -295,8 +291,7 @@ class Passes:
 
         squares = read_ahead(self.images, order, square, workers=self.probe.num_workers)
         shown = iter(self.context.progress(squares, "geometry", len(order)))
-        for role in ("fitted", "choosing", "held_out"):
-            indices: tuple[int, ...] = getattr(roles, role)
+        for role, indices in self.roles.items():
             pairs = zip(indices, islice(shown, len(indices)), strict=True)
             for batch in batches(pairs, self.at_once):
                 rows = [index for index, _ in batch]
@@ -304,24 +299,69 @@ class Passes:
                 features, sums = extractor.unchecked(
                     sent(pixels, self.context.device).float() / 255
                 )
-                checked = found.add(features, rows, role, roles.compared, sums)
+                checked = self._add(features, rows, role, sums)
                 extractor.check(checked, [self.images.ids[row] for row in rows])
-        return found
+
+    def _add(
+        self,
+        features: Features,
+        rows: Sequence[int],
+        role: str,
+        sums: Float[Tensor, "features batch"],
+    ) -> Float[Tensor, "features batch"]:
+        """Take in the features of some images; gives back `sums` in host memory."""
+        kept = [place for place, row in enumerate(rows) if row in self.paired]
+        pairs: list[Tensor] = []
+        for facet in self.facets:
+            for layer, vectors in zip(features, image_vectors(features, facet), strict=True):
+                self.moments[layer, facet].add(vectors)
+                pairs.append(vectors[kept] if len(kept) < len(rows) else vectors)
+        numbers: dict[Cell, Float[Tensor, " images"]] = {}
+        for layer, of in features.items():
+            patches = of["token"]
+            numbers[layer, "outlier_share"] = outlier_share(patches, self.probe.outlier_factor)
+            if "cls" in of:
+                numbers[layer, "cls_patch_cosine"] = patch_cosine(of["cls"][:, None], patches)
+            if REGISTERS in of:
+                numbers[layer, "register_patch_cosine"] = patch_cosine(of[REGISTERS], patches)
+            if role in self._sums:
+                self._sums[role][layer].add(patches)
+                continue
+            if layer not in self.fits:
+                # The sums are not needed any more, and large.
+                fitted, choosing = (self._sums[one].pop(layer) for one in ("fitted", "choosing"))
+                self.fits[layer] = PositionFit.of(fitted, choosing)
+            self.positions[layer].append(self.fits[layer].r2(patches))
+        sums, *values = fetched([sums, *pairs, *numbers.values()])
+        for cell, found in zip(self.compared, values[: len(pairs)], strict=True):
+            self.compared[cell].append(found)
+        for cell, found in zip(numbers, values[len(pairs) :], strict=True):
+            whole = self.per_image.setdefault(cell, torch.full((len(self.images),), torch.nan))
+            whole[list(rows)] = found
+        return sums
 
     def views(self) -> Mapping[Cell, Float[Tensor, "images views _dim"]]:
         """Vectors of random views of some images, in host memory; goes on where a run ended."""
         # Of each image and facet "layers views dim".
         done: list[list[Tensor]] = list(self.kept.found.get("views", ()))
-        before, viewed = len(done), self.roles.viewed
-        left = viewed[before:]
+        before = len(done)
+        left = self.viewed[before:]
         extractor = self._extractor(())
-        made = read_ahead(self.images, left, self.crops(), workers=self.probe.num_workers)
+        size, (least, most) = self.size, self.probe.view_area
+        crops = ResizedCrops(self.probe.views, self.context.seed, area=(least, most))
+
+        def crops_of(sample: Sample) -> Float[Tensor, "views 3 size size"]:
+            # Crops come with a mask, of which nothing is asked here.
+            empty = replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
+            return torch.stack([crops.view(empty, n, size)[0] for n in range(crops.count)])
+
+        made = read_ahead(self.images, left, crops_of, workers=self.probe.num_workers)
         shown = self.context.progress(
             made, f"geometry, {self.probe.views} views of each image", len(left)
         )
         try:
-            for index, crops in zip(left, shown, strict=True):
-                done.append(self._vectors(extractor, crops, self.images.ids[index]))
+            for index, some in zip(left, shown, strict=True):
+                done.append(self._vectors(extractor, some, self.images.ids[index]))
                 if self.kept.is_due():
                     self.kept.write({"views": done})
         except BaseException:
@@ -334,18 +374,6 @@ class Passes:
             for facet, vectors in by_facet
             for place, layer in enumerate(self.context.layers)
         }
-
-    def crops(self) -> Callable[[Sample], Float[Tensor, "views 3 size size"]]:
-        """Gives the views of an image."""
-        size, (least, most) = self.size, self.probe.view_area
-        crops = ResizedCrops(self.probe.views, self.context.seed, area=(least, most))
-
-        def views(sample: Sample) -> Float[Tensor, "views 3 size size"]:
-            # Crops come with a mask, of which nothing is asked here.
-            empty = replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
-            return torch.stack([crops.view(empty, n, size)[0] for n in range(crops.count)])
-
-        return views
 
     def _vectors(
         self, extractor: FeatureExtractor, crops: Float[Tensor, "views 3 size size"], image_id: str
@@ -368,91 +396,6 @@ class Passes:
             device=self.context.device,
             dtype=self.context.dtype,
         )
-
-
-class Gathered:
-    """What a pass leaves: sums, and numbers of each image; filled batch by batch.
-
-    Images that positions are fitted to come before those held out.
-
-    Attributes:
-        moments: By block and facet, of what stands for the images.
-        compared: By block and facet the vectors of the images whose pairs are compared.
-        per_image: By block and metric a number for each image; NaN where nobody knows.
-        positions: By block the share of the spread of positions that is read from the patches of
-            each image that was held out.
-        fits: By block what reads them.
-    """
-
-    def __init__(self, probe: Geometry, layers: Sequence[int], num_images: int) -> None:
-        cells = [(layer, facet) for facet in probe.asked_facets.names for layer in layers]
-        self.probe, self.layers, self.num_images = probe, tuple(layers), num_images
-        self.moments = {cell: Moments() for cell in cells}
-        self._compared: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
-        self.per_image: dict[Cell, Float[Tensor, " images"]] = {}
-        self.fits: dict[int, PositionFit] = {}
-        self._positions: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-        self._sums = {
-            role: {layer: PositionSums() for layer in layers} for role in ("fitted", "choosing")
-        }
-
-    def add(
-        self,
-        features: Features,
-        rows: Sequence[int],
-        role: str,
-        compared: AbstractSet[int],
-        sums: Float[Tensor, "features batch"],
-    ) -> Float[Tensor, "features batch"]:
-        """Take in the features of some images; gives back `sums` in host memory."""
-        kept = [place for place, row in enumerate(rows) if row in compared]
-        pairs: list[Tensor] = []
-        for facet in self.probe.asked_facets.names:
-            for layer, vectors in zip(features, image_vectors(features, facet), strict=True):
-                self.moments[layer, facet].add(vectors)
-                pairs.append(vectors[kept] if len(kept) < len(rows) else vectors)
-        numbers = {
-            (layer, metric): values
-            for layer, of in features.items()
-            for metric, values in self._of_images(of)
-        }
-        for layer, of in features.items():
-            self._read_positions(layer, of["token"], role)
-        sums, *values = fetched([sums, *pairs, *numbers.values()])
-        for cell, found in zip(self._compared, values[: len(pairs)], strict=True):
-            self._compared[cell].append(found)
-        for cell, found in zip(numbers, values[len(pairs) :], strict=True):
-            whole = self.per_image.setdefault(cell, torch.full((self.num_images,), torch.nan))
-            whole[list(rows)] = found
-        return sums
-
-    def compared(self, cell: Cell) -> Float64[Tensor, "images dim"]:
-        return torch.cat(self._compared[cell]).double()
-
-    def positions(self, layer: int) -> Float64[Tensor, " images"]:
-        """Nothing where there are too few images to hold any out."""
-        found = self._positions[layer]
-        return torch.cat(found).cpu() if found else torch.empty(0, dtype=torch.float64)
-
-    def _of_images(self, of: dict[str, Tensor]) -> Iterator[tuple[str, Float[Tensor, " images"]]]:
-        patches = of["token"]
-        yield "outlier_share", outlier_share(patches, self.probe.outlier_factor)
-        if "cls" in of:
-            yield "cls_patch_cosine", patch_cosine(of["cls"][:, None], patches)
-        if REGISTERS in of:
-            yield "register_patch_cosine", patch_cosine(of[REGISTERS], patches)
-
-    def _read_positions(
-        self, layer: int, patches: Float[Tensor, "images rows cols dim"], role: str
-    ) -> None:
-        if role in self._sums:
-            self._sums[role][layer].add(patches)
-            return
-        if layer not in self.fits:
-            # The sums are not needed any more, and large.
-            fitted, choosing = (self._sums[role].pop(layer) for role in ("fitted", "choosing"))
-            self.fits[layer] = PositionFit.of(fitted, choosing)
-        self._positions[layer].append(self.fits[layer].r2(patches))
 
 
 def _score(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 import scipy.ndimage
@@ -23,6 +23,10 @@ from ssl_bench.composition.fields import InnerShare, Within
 TIE = 1e-6
 _OTSU_BINS = 256
 Tau = Annotated[float, Within(-1, 1, below=True)] | Literal["otsu"]
+Side = Bool[np.ndarray, "rows cols"]
+Bipartition = tuple[Side, tuple[int, int], Side]
+"""The side of a cut that holds the seed, the seed's row and column, and the entries whose magnitude
+equals the seed's but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -162,33 +166,28 @@ def discover(
 def cut_out(found: FiedlerVector, grid: PatchGrid, cut: Cut) -> Discovery:
     """The connected component around the peak of a second eigenvector."""
     vector = found.vector.reshape(cut.graph_shape(grid))
-    split = split_at_mean(vector, stable_seed=cut.stable_seed)
-    component = component_of(split.foreground, split.seed, cut.connectivity)
-    degenerate = found.degenerate or bool((split.tied & ~component).any())
+    foreground, seed, tied = split_at_mean(vector, stable_seed=cut.stable_seed)
+    component = component_of(foreground, seed, cut.connectivity)
+    degenerate = found.degenerate or bool((tied & ~component).any())
     if degenerate and cut.refuse_degenerate:
         component = np.zeros_like(component)
+    return _discovery(component, grid, found, degenerate)
+
+
+def _discovery(
+    mask: Bool[np.ndarray, "graph_rows graph_cols"],
+    grid: PatchGrid,
+    found: FiedlerVector,
+    degenerate: bool,
+) -> Discovery:
     return Discovery(
-        mask=grid.padded(component),
-        box=grid.box(component),
-        eigenvector=grid.padded(vector),
+        mask=grid.padded(mask),
+        box=grid.box(mask),
+        eigenvector=grid.padded(found.vector.reshape(mask.shape)),
         eigenvalue=found.eigenvalue,
         gap=found.gap,
         degenerate=degenerate,
     )
-
-
-class Bipartition(NamedTuple):
-    """Both sides of a cut.
-
-    Attributes:
-        foreground: The side that holds the seed.
-        seed: Row and column.
-        tied: Entries whose magnitude equals the seed's but for rounding.
-    """
-
-    foreground: Bool[np.ndarray, "rows cols"]
-    seed: tuple[int, int]
-    tied: Bool[np.ndarray, "rows cols"]
 
 
 def split_at_mean(
@@ -200,7 +199,7 @@ def split_at_mean(
     flat = int(np.argmax(tied if stable_seed else magnitude))
     seed = divmod(flat, vector.shape[1])
     above = vector > vector.mean()
-    return Bipartition(above if above[seed] else ~above, seed, tied)
+    return above if above[seed] else ~above, seed, tied
 
 
 def component_of(
@@ -254,7 +253,7 @@ def lost(
     Args:
         features: Of one image.
         grid: Where its patches lie.
-        cut: See above.
+        cut: Preparation and connectivity.
         num_candidates: Patches of lowest degree that may join the seed.
 
     Source: LOST, https://arxiv.org/abs/2109.14279, equations 1 to 4, and object_discovery.py of
@@ -338,9 +337,8 @@ def cut_repeatedly(
     rounds_left = num_masks
     while rounds_left > 0 and not masked.all():
         spectrum = eigenvector_without(masked.ravel())
-        vector = spectrum.vector.reshape(masked.shape)
-        split = split_off_the_corners(vector)
-        component = component_of(split.foreground, split.seed, cut.connectivity)
+        foreground, seed, tied = split_off_the_corners(spectrum.vector.reshape(masked.shape))
+        component = component_of(foreground, seed, cut.connectivity)
         rounds_left -= 1
         if masked.any():
             if 100 * component.sum() <= component.size:
@@ -354,17 +352,8 @@ def cut_repeatedly(
         mask = component & ~masked
         masked, previous = masked | component, component
         if mask.any():
-            tied = bool((split.tied & ~component).any())
-            found.append(
-                Discovery(
-                    mask=grid.padded(mask),
-                    box=grid.box(mask),
-                    eigenvector=grid.padded(vector),
-                    eigenvalue=spectrum.eigenvalue,
-                    gap=spectrum.gap,
-                    degenerate=spectrum.degenerate or tied,
-                )
-            )
+            degenerate = spectrum.degenerate or bool((tied & ~component).any())
+            found.append(_discovery(mask, grid, spectrum, degenerate))
     return found
 
 
@@ -376,10 +365,10 @@ def split_off_the_corners(vector: Float64[np.ndarray, "rows cols"]) -> Bipartiti
     peak is positive, as in their paper, where the foreground holds it and is turned for its
     corners alone. On the other side the seed is its own peak.
     """
-    split = split_at_mean(vector)
-    signed = vector * np.sign(vector[split.seed])
+    foreground, peak, tied = split_at_mean(vector)
+    signed = vector * np.sign(vector[peak])
     above = signed > signed.mean()
     if above[[0, 0, -1, -1], [0, -1, 0, -1]].sum() < 3:
-        return split
+        return foreground, peak, tied
     seed = divmod(int(np.argmin(signed)), vector.shape[1])
-    return Bipartition(~above, seed, signed <= (1 - TIE) * signed[seed])
+    return ~above, seed, signed <= (1 - TIE) * signed[seed]

@@ -253,16 +253,7 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
             left = np.linalg.norm(projection[count : count + 2, :count] @ vectors[:, -1])
             if left < max(_CONVERGED * float(values[-1] - values[-2]), 1e-10):
                 break
-    return _refined(graph, rows[1 : 1 + len(values)], values, vectors)
-
-
-def _refined(
-    graph: Graph,
-    basis: Float64[np.ndarray, "products tokens"],
-    values: Float64[np.ndarray, " products"],
-    vectors: Float64[np.ndarray, "products products"],
-) -> FiedlerVector:
-    """Remove what the float32 products left in the last Ritz vector."""
+    basis = rows[1 : 1 + len(values)]
 
     def residual_of(vector: Float64[np.ndarray, " tokens"]) -> tuple[np.ndarray, float, np.ndarray]:
         """Product with a unit vector, its Rayleigh quotient, and what the two leave, in float64."""
@@ -270,6 +261,7 @@ def _refined(
         value = float(vector @ product)
         return product, value, product - value * vector
 
+    # Remove what the float32 products left in the last Ritz vector.
     gap = float(values[-1] - values[-2])
     product, value, residual = residual_of(vectors[:, -1] @ basis)
     for _ in range(_MAX_REFINEMENTS):

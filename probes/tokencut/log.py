@@ -19,17 +19,6 @@ from ssl_bench.errors import MachineError
 Cell = dict[str, Any]
 # Raised when lines of older files no longer say everything, or say what a method finds no more.
 _FORMAT = 5
-_FIELDS = {
-    "image",
-    "entry",
-    "num_boxes",
-    "largest_box",
-    "grid",
-    "cells",
-    "true_boxes",
-    "size",
-    "pixels",
-}
 
 
 def cell_name(layer: int, facet: str) -> str:
@@ -159,19 +148,10 @@ class DiscoveryLog:
 
     def add(self, image_id: str, result: ImageResult) -> None:
         """Keep a result; it is in the file when this returns."""
-        line = {
-            "image": image_id,
-            "entry": self._entries[image_id],
-            "num_boxes": result.num_boxes,
-            "largest_box": result.largest_box,
-            "grid": list(result.grid),
-            "cells": result.cells,
-            "true_boxes": result.true_boxes,
-            "size": result.size,
-            "pixels": result.pixels,
-            **({} if result.centre is None else {"centre": result.centre}),
-        }
-        self._keep(line)
+        kept = {name: value for name, value in vars(result).items() if name != "grids"}
+        if result.centre is None:
+            del kept["centre"]
+        self._keep({"image": image_id, "entry": self._entries[image_id], **kept})
 
     def _keep(self, line: dict[str, Any]) -> None:
         try:
@@ -183,19 +163,11 @@ class DiscoveryLog:
     def _merge(self, line: dict[str, Any]) -> None:
         known = self.images.get(line["image"])
         cells, grids = (known.cells, known.grids) if known else ({}, {})
-        rows, cols = line["grid"]
-        height, width = line["size"]
-        self.images[line["image"]] = ImageResult(
-            num_boxes=line["num_boxes"],
-            largest_box=line["largest_box"],
-            grid=(rows, cols),
-            cells={**cells, **line["cells"]},
-            size=(height, width),
-            true_boxes=line["true_boxes"],
-            pixels=line["pixels"],
-            centre=line.get("centre"),
-            grids={**grids, **dict.fromkeys(line["cells"], (rows, cols))},
-        )
+        kept = {name: value for name, value in line.items() if name not in ("image", "entry")}
+        grid: tuple[int, int] = tuple(line["grid"])
+        kept |= {"grid": grid, "size": tuple(line["size"]), "cells": {**cells, **line["cells"]}}
+        grids = {**grids, **dict.fromkeys(line["cells"], grid)}
+        self.images[line["image"]] = ImageResult(**kept, grids=grids)
 
     @staticmethod
     def _lines(path: Path) -> list[dict[str, Any]]:
@@ -204,7 +176,7 @@ class DiscoveryLog:
         for text in path.read_text(errors="replace").splitlines()[1:]:
             with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 line = json.loads(text)
-                if line.pop("crc32") == _checksum(line) and line.keys() >= _FIELDS:
+                if line.pop("crc32") == _checksum(line):
                     found.append(line)
         return found
 

@@ -1,7 +1,7 @@
 """Pictures of what was found: panels of an image, contact sheets of a block, masks."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import matplotlib
@@ -48,76 +48,80 @@ def _block_name(cell: str) -> str:
     return f"block{int(layer):02d}_{facet}"
 
 
-Thumbnail = tuple[UInt8[np.ndarray, "height width 3"], UInt8[np.ndarray, "height width"] | None]
-"""A photograph and the mask of its true object at the size of a tile."""
+def draw_sheets(
+    names: Iterable[str],
+    title: tuple[str, str],
+    folder: Path,
+    images: ImageSet,
+    results: Mapping[str, ImageResult],
+    *,
+    patch_size: int,
+    per_kind: int,
+    seen: Callable[[Sample], Sample],
+) -> None:
+    """A contact sheet a cell, from what was kept of each image; nothing is computed again.
 
+    On it the title, then the kinds that occur, each with its number of images.
 
-@dataclass(frozen=True)
-class Gallery:
-    """Contact sheets drawn from what was kept of each image; nothing is computed again.
-
-    Attributes:
+    Args:
+        names: Of the cells, as "LAYER/FACET".
+        title: What stands before and after layer and facet.
+        folder: Where `sheet_path` puts them.
+        images: That were searched.
         results: By image id.
+        patch_size: Of the encoder, in pixels.
         per_kind: How many images of each kind, from all over the set, are shown.
         seen: An image as it was searched, with its boxes.
     """
 
-    images: ImageSet
-    results: Mapping[str, ImageResult]
-    patch_size: int
-    per_kind: int
-    seen: Callable[[Sample], Sample]
-    _thumbnails: dict[str, Thumbnail] = field(default_factory=dict, repr=False)
+    @cache
+    def thumbnail(
+        image_id: str,
+    ) -> tuple[UInt8[np.ndarray, "height width 3"], UInt8[np.ndarray, "height width"] | None]:
+        """A photograph and the mask of its true object at the size of a tile."""
+        sample = seen(images[images.ids.index(image_id)])
+        if not results[image_id].is_of(sample):
+            raise DataError(
+                f"{image_id} of {images.name} was replaced after its objects were "
+                "searched; run the same command again when nobody writes there"
+            )
+        small = Image.fromarray(sample.image).resize(tile_size(sample.image.shape))
+        if sample.mask is None:
+            return np.asarray(small), None
+        truth = Image.fromarray(sample.mask).resize(small.size, Image.Resampling.NEAREST)
+        return np.asarray(small), np.asarray(truth)
 
-    def draw(self, name: str, title: str, path: Path) -> None:
-        """One sheet: the title, then the kinds that occur, each with its number of images."""
-        rows: list[list[Image.Image]] = [[heading(f"{title}   ({LEGEND})")]]
-        for kind, ids in kinds_of(self.results, name).items():
-            shown = [self._tile(image_id, name) for image_id in sampled(ids, self.per_kind)]
-            left = f", {len(shown)} drawn (--pictures {len(ids)} draws all)"
-            first = left if len(shown) < len(ids) else ""
-            rows.append([heading(f"{kind}: {len(ids)} of {len(self.results)} images{first}")])
-            rows += [shown[i : i + _TILES_PER_ROW] for i in range(0, len(shown), _TILES_PER_ROW)]
-        sheet(rows, path)
-
-    def _tile(self, image_id: str, name: str) -> Image.Image:
-        result, (image, truth) = self.results[image_id], self._thumbnail(image_id)
+    def tile(image_id: str, name: str) -> Image.Image:
+        result, (image, truth) = results[image_id], thumbnail(image_id)
         cell, grid = result.cells[name], result.grids.get(name, result.grid)
         packed = [cell["mask"], *cell.get("further_masks", [])]
         patches = np.any([unpack_mask(word, grid) for word in packed], axis=0)
-        mask = at_pixels(patches, result.size, self.patch_size)
+        mask = at_pixels(patches, result.size, patch_size)
         sides = zip(image.shape[:2], result.size, strict=True)
         mask = mask[np.ix_(*(np.arange(small) * large // small for small, large in sides))]
         scale = np.tile(np.divide(image.shape[1::-1], result.size[::-1]), 2)
         true, further = (
-            np.array(boxes or [], np.float64).reshape(-1, 4)
+            scale * np.array(boxes or [], np.float64).reshape(-1, 4)
             for boxes in (result.true_boxes, cell.get("further_boxes"))
         )
-        pixels = draw_boxes(
-            outlined(highlight(image, mask), truth),
-            scale * true,
-            scale * np.array(cell["box"]),
-            scale * further,
-        )
+        pixels = outlined(highlight(image, mask), truth)
+        pixels = draw_boxes(pixels, true, scale * np.array(cell["box"]), further)
         words = ["hit"] if cell["degenerate"] and cell["hit"] else []
         if "gap" in cell:
             words += [f"lambda {cell['eigenvalue']:.3g}", f"gap {cell['gap']:.2g}"]
         return titled(pixels, image_id, ", ".join(words))
 
-    def _thumbnail(self, image_id: str) -> Thumbnail:
-        if image_id not in self._thumbnails:
-            sample = self.seen(self.images[self.images.ids.index(image_id)])
-            if not self.results[image_id].is_of(sample):
-                raise DataError(
-                    f"{image_id} of {self.images.name} was replaced after its objects were "
-                    "searched; run the same command again when nobody writes there"
-                )
-            small, truth = Image.fromarray(sample.image).resize(tile_size(sample.image.shape)), None
-            if sample.mask is not None:
-                mask = Image.fromarray(sample.mask).resize(small.size, Image.Resampling.NEAREST)
-                truth = np.asarray(mask)
-            self._thumbnails[image_id] = np.asarray(small), truth
-        return self._thumbnails[image_id]
+    for name in names:
+        layer, facet = name.split("/", 1)
+        line = f"{title[0]}, block {layer}, {facet}, {title[1]}   ({LEGEND})"
+        rows: list[list[Image.Image]] = [[heading(line)]]
+        for kind, ids in kinds_of(results, name).items():
+            tiles = [tile(image_id, name) for image_id in sampled(ids, per_kind)]
+            left = f", {len(tiles)} drawn (--pictures {len(ids)} draws all)"
+            first = left if len(tiles) < len(ids) else ""
+            rows.append([heading(f"{kind}: {len(ids)} of {len(results)} images{first}")])
+            rows += [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]
+        sheet(rows, sheet_path(folder, name))
 
 
 def kinds_of(results: Mapping[str, ImageResult], name: str) -> dict[str, Sequence[str]]:

@@ -1,4 +1,9 @@
-"""TokenCut: does the normalised cut of a block's features find an object?"""
+"""TokenCut: does the normalised cut of a block's features find an object?
+
+In the order of a run: what is asked (`TokenCut`), what is found in the images of a batch, what is
+kept of an image, scores of a block, images in batches. The first object is the answer of an image;
+that of a mask has at each pixel the answer of the patch over it.
+"""
 
 import glob
 import itertools
@@ -13,43 +18,44 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Float64, Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
 from probes.features.stream import batches, read_ahead
 from probes.pictures import sheet
-from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover, lost, maskcut
+from probes.tokencut.cuts import (
+    Cut,
+    Discovery,
+    PatchGrid,
+    at_pixels,
+    discover,
+    lost,
+    maskcut,
+)
 from probes.tokencut.eigensolver import map_graphs
 from probes.tokencut.log import Cell, DiscoveryLog, ImageResult, cell_name, pack_mask
 from probes.tokencut.pictures import (
-    Gallery,
+    draw_sheets,
     mask_path,
     panel,
     panel_path,
     save_masks,
     sheet_path,
 )
-from probes.tokencut.scores import (
-    DEGENERATE,
-    corloc_score,
-    degenerate_score,
-    flags,
-    saliency_scores,
-    with_mask_counts,
-)
 from ssl_bench import __version__
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels, check_fields
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.files.fingerprints import entries_of
 from ssl_bench.data.limited import sampled
-from ssl_bench.data.samples import Dataset, ImageSet, Sample
+from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
+from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
-from ssl_bench.results import encoder_id
-from ssl_bench.scores import OBJECT_SCORES, is_hit
+from ssl_bench.results import Baseline, encoder_id
+from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
 from ssl_bench.system.files import write_atomically
 from ssl_bench.system.transfers import fetched
 
@@ -59,10 +65,14 @@ _WAITING_PIXELS = 64_000_000
 """Decoded images that wait for others of their shape, together: 192 MB."""
 # Percent of degenerate graphs above which a block's numbers say nothing.
 _MOST_DEGENERATE = 50.0
-FACETS: tuple[Facet, ...] = (
-    *("key", "query", "value", "token", "token_normed"),
-    *INNER_FACETS,
-)
+FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed", *INNER_FACETS)
+# Percent of the image that the largest object covers.
+_SIZES = {
+    "below_10_percent": (0.0, 10.0),
+    "10_to_40_percent": (10.0, 40.0),
+    "from_40_percent": (40.0, np.inf),
+}
+_COUNTS = {"1": (1.0, 2.0), "2_to_3": (2.0, 4.0), "from_4": (4.0, np.inf)}
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ class TokenCut(Cut, Probe):
         return asked_facets(self.facet, FACETS)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        metrics = {"boxes": ["corloc"], "masks": [*OBJECT_SCORES], "none": [DEGENERATE]}
+        metrics = {"boxes": ["corloc"], "masks": [*OBJECT_SCORES], "none": ["degenerate"]}
         return list(itertools.product(layers, self.facets, metrics[self.truth]))
 
     def split(self, dataset: Dataset) -> ImageSet:
@@ -210,13 +220,17 @@ class TokenCut(Cut, Probe):
         self._search(context, images, log, names)
         results = {image_id: log.images[image_id] for image_id in images.ids}
         if self.panels and results:
-            gallery = Gallery(images, results, context.encoder.patch_size, self.panels, self.seen)
-            for name in context.progress(names, "contact sheets", len(names)):
-                layer, facet = name.split("/", 1)
-                where = f"{images.name} {images.split}, {context.encoder.name}"
-                protocol = ", ".join(self.variant)
-                title = f"{where}, block {layer}, {facet}, protocol {protocol}"
-                gallery.draw(name, title, sheet_path(folder, name))
+            where = f"{images.name} {images.split}, {context.encoder.name}"
+            draw_sheets(
+                context.progress(names, "contact sheets", len(names)),
+                (where, f"protocol {', '.join(self.variant)}"),
+                folder,
+                images,
+                results,
+                patch_size=context.encoder.patch_size,
+                per_kind=self.panels,
+                seen=self.seen,
+            )
         self._say_degenerate(context, list(results.values()))
         if self.truth == "none":
             side = self.settings().get("max_side")
@@ -304,9 +318,7 @@ class TokenCut(Cut, Probe):
 
         for sample, found in context.progress(found_in_each(), self.method, len(pending)):
             grid = grid_of(sample, extractor.patch_size)
-            result = image_result(sample, found, grid)
-            if self.truth == "masks":
-                result = with_mask_counts(result, sample, found, grid)
+            result = image_result(sample, found, grid, masks=self.truth == "masks")
             for name, objects in found.items():
                 if not result.has_truth:
                     save_masks(objects, grid, mask_path(folder, name, sample.image_id))
@@ -347,7 +359,7 @@ class TokenCut(Cut, Probe):
 def find_in_batch(
     probe: TokenCut, extractor: FeatureExtractor, samples: Sequence[Sample]
 ) -> list[dict[str, list[Discovery]]]:
-    """Objects by cell of each image; their patches fill the same grid, each at the size it has.
+    """Objects by cell of each image; their patches fill one grid, each image at its own size.
 
     Padding is right and below, zero after normalisation. Graphs are cut on the host, one a thread.
 
@@ -379,15 +391,18 @@ def grid_of(sample: Sample, patch_size: int) -> PatchGrid:
     return PatchGrid(height, width, patch_size)
 
 
-def image_result(sample: Sample, found: dict[str, list[Discovery]], grid: PatchGrid) -> ImageResult:
-    """What is kept of an image."""
+def image_result(
+    sample: Sample, found: Mapping[str, list[Discovery]], grid: PatchGrid, *, masks: bool
+) -> ImageResult:
+    """What is kept of an image; with masks a hit has an IoU of half or more."""
+    boxes, truth, size = sample.boxes, sample.mask if masks else None, (grid.height, grid.width)
 
     def kept(objects: list[Discovery]) -> Cell:
         first, *others = objects
         cell: Cell = {
             "box": first.box.astype(int).tolist(),
             "mask": pack_mask(first.mask),
-            "hit": None if sample.boxes is None else is_hit(first.box, sample.boxes),
+            "hit": None if boxes is None else is_hit(first.box, boxes),
             "degenerate": first.degenerate,
         }
         if first.eigenvalue is None:
@@ -397,19 +412,145 @@ def image_result(sample: Sample, found: dict[str, list[Discovery]], grid: PatchG
         if others:
             cell["further_boxes"] = [other.box.astype(int).tolist() for other in others]
             cell["further_masks"] = [pack_mask(other.mask) for other in others]
+        if truth is not None:
+            counts = object_counts(at_pixels(first.mask, size, grid.patch_size), truth)
+            cell |= {"object": counts.tolist(), "hit": bool(object_iou(counts) >= 50)}
         return cell
 
-    true = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
+    centre = None
+    if truth is not None:
+        # Of the pixels whose middles lie in the centre box.
+        x0, y0, x1, y1 = centre_box(size)
+        x, y = np.arange(grid.width) + 0.5, np.arange(grid.height) + 0.5
+        inside = ((y > y0) & (y < y1))[:, None] & ((x > x0) & (x < x1))
+        centre = object_counts(inside, truth).tolist()
+    true = np.zeros((0, 4)) if boxes is None else boxes
     areas = (true[:, 2:] - true[:, :2]).prod(-1)
     return ImageResult(
-        num_boxes=None if sample.boxes is None else len(true),
+        num_boxes=None if boxes is None else len(true),
         largest_box=100 * float(areas.max(initial=0)) / (grid.height * grid.width),
         grid=grid.shape,
         cells={name: kept(objects) for name, objects in found.items()},
-        size=(grid.height, grid.width),
-        true_boxes=None if sample.boxes is None else sample.boxes.tolist(),
+        size=size,
+        true_boxes=None if boxes is None else boxes.tolist(),
         pixels=zlib.crc32(sample.image.tobytes()),
+        centre=centre,
     )
+
+
+def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
+    """CorLoc of one block and facet over the images that have boxes, at least one."""
+    name = cell_name(layer, facet)
+    scored = [result for result in results if result.num_boxes]
+    hits = np.array([result.cells[name]["hit"] for result in scored])
+    centred = [
+        is_hit(centre_box(result.size), np.array(result.true_boxes, np.float64))
+        for result in scored
+    ]
+
+    def by_group(
+        groups: Mapping[str, tuple[float, float]], measure: Callable[[ImageResult], float]
+    ) -> dict[str, Any]:
+        found = {}
+        for group, (low, high) in groups.items():
+            some = hits[[low <= measure(result) < high for result in scored]]
+            if len(some):
+                found[group] = {"num_images": len(some), "corloc": corloc(some)}
+        return found
+
+    return Score(
+        layer=layer,
+        facet=facet,
+        metric="corloc",
+        value=corloc(hits),
+        ci95=Share(hits).ci95(),
+        num_images=len(hits),
+        details={
+            **flags([result.cells[name] for result in results]),
+            **centre_baseline(corloc(np.array(centred))),
+            "images_without_boxes": len(results) - len(scored),
+            "by_object_size": by_group(_SIZES, lambda result: result.largest_box),
+            "by_num_objects": by_group(_COUNTS, lambda result: result.num_boxes or 0),
+        },
+        per_image=hits,
+    )
+
+
+def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> Iterator[Score]:
+    """Mean over images of what `OBJECT_SCORES` say of each; all of them have a true mask."""
+    cells = [result.cells[cell_name(layer, facet)] for result in results]
+    counts = np.array([cell["object"] for cell in cells], np.int64)
+    centred = np.array([result.centre for result in results], np.int64)
+    for metric, score in OBJECT_SCORES.items():
+        estimate = mean_estimate(score(counts))
+        yield Score(
+            layer=layer,
+            facet=facet,
+            metric=metric,
+            value=estimate.value,
+            ci95=estimate.ci95(),
+            num_images=len(counts),
+            details={
+                **flags(cells),
+                **centre_baseline(float(score(centred).mean())),
+                "images_without_object": int((counts[:, 2] == 0).sum()),
+            },
+            per_image=counts,
+        )
+
+
+def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
+    """Percent of the images whose graph says nothing, for those that nothing is known of."""
+    flagged = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
+    return Score(
+        layer=layer,
+        facet=facet,
+        metric="degenerate",
+        value=100 * float(flagged.mean()),
+        ci95=Share(flagged).ci95(),
+        num_images=len(flagged),
+        per_image=flagged,
+    )
+
+
+def flags(cells: Sequence[Cell]) -> dict[str, float]:
+    """Percent of the images that carry a flag, of the flags that the method knows."""
+    found = {}
+    for flag in ("degenerate", "tied_cutoff"):
+        values = [cell[flag] for cell in cells if flag in cell]
+        if values:
+            found[f"{flag}_percent"] = 100 * float(np.mean(values))
+    return found
+
+
+def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
+    """The box in the middle of an image that has its shape and half of its area.
+
+    Of (height, width) in pixels (x0, y0, x1, y1).
+    """
+    height, width = size
+    sides = np.array([width, height, width, height], np.float64)
+    return sides * (0.5 + np.sqrt(0.125) * np.array([-1.0, -1.0, 1.0, 1.0]))
+
+
+def centre_baseline(value: float) -> dict[str, Any]:
+    """Details of a score that answering with `centre_box` would have."""
+    return Baseline("centre box", value).as_details()
+
+
+def object_counts(
+    answer: Bool[np.ndarray, "height width"], truth: UInt8[np.ndarray, "height width"]
+) -> Int64[np.ndarray, " 4"]:
+    """What an image contributes: `ssl_bench.scores.ObjectCounts`.
+
+    Args:
+        answer: Where the object is said to be.
+        truth: 0 where the background is, 1 where the object is, `IGNORED` where neither counts.
+    """
+    counted, is_true = truth != IGNORED, truth == 1
+    is_found = answer & counted
+    parts = (is_found & is_true, is_found, is_true, counted)
+    return np.array([part.sum() for part in parts], np.int64)
 
 
 def resized(sample: Sample, size: tuple[int, int]) -> Sample:
@@ -436,16 +577,11 @@ def same_shape(
     *,
     waiting_pixels: int = _WAITING_PIXELS,
 ) -> Iterator[list[Sample]]:
-    """Batches of samples of the same shape, each as soon as it is full.
+    """Batches of samples of equal `shape`, each as soon as it holds `size` of them.
 
-    When too many pixels wait, the shape that holds most of them goes first. Every sample comes
-    once, those of one shape in their order; also those that came before one that cannot be read.
-
-    Args:
-        samples: Of any shapes.
-        shape: Samples with equal values go together.
-        size: How many samples of this one's shape make a batch, at least 1.
-        waiting_pixels: Bound on the decoded pixels that are held back.
+    When more decoded pixels wait than `waiting_pixels`, the shape that holds most of them goes
+    first. Every sample comes once, those of one shape in their order; also those that came before
+    one that cannot be read.
     """
 
     def pixels(some: Sequence[Sample]) -> int:
@@ -469,14 +605,9 @@ def same_shape(
 def padded_batch(
     samples: Sequence[Sample], shape: tuple[int, int], colour: tuple[float, float, float]
 ) -> Float[Tensor, "batch 3 height width"]:
-    """RGB in [0, 1], filled up right and below with a colour, such as an encoder's mean.
+    """RGB in [0, 1], filled up right and below with a colour to a height and width in pixels.
 
-    An image that is filled up with the mean is, after normalisation, filled up with exact zeros.
-
-    Args:
-        samples: With images of at most that shape.
-        shape: Height and width of the batch in pixels.
-        colour: RGB in [0, 1].
+    An image that is filled up with an encoder's mean is, after normalisation, filled up with zeros.
     """
     batch = torch.tensor(colour)[:, None, None].repeat(len(samples), 1, *shape)
     for image, sample in zip(batch, samples, strict=True):

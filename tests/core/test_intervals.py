@@ -5,7 +5,7 @@ import pytest
 import scipy.stats
 from scipy.special import expit
 
-from probes.conditioning import figure
+from probes.conditioning.probe import draw
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import (
     FEW_IMAGES,
@@ -222,6 +222,6 @@ def test_a_picture_draws_no_interval_that_its_record_leaves_out(tmp_path, monkey
         for layer, ci95 in enumerate([(0.4, 0.6), (0.55, 0.7)])
     ]
 
-    figure.draw(scores, None, "", tmp_path / "a.png")
+    draw(scores, "", tmp_path / "a.png")
 
     assert drawn == [((0,), (0.4,), (0.6,))]

@@ -6,7 +6,7 @@ import pytest
 from probes.classification.probe import LinearClassification
 from probes.clustering.probe import Clustering
 from probes.conditioning.probe import Conditioning
-from probes.correspondence.probe import Correspondence
+from probes.correspondence import Correspondence
 from probes.discovery import ObjectDiscovery
 from probes.geometry.probe import Geometry
 from probes.knn import KNN

@@ -7,7 +7,7 @@ import pytest
 
 from probes.discovery import scores_of_block
 from probes.tokencut.log import ImageResult
-from probes.tokencut.scores import centre_box, corloc_score
+from probes.tokencut.probe import centre_box, corloc_score
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.report.checkpoints import checkpoints_of

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
-from probes.conditioning.cka import linear_cka
-from probes.conditioning.decomposition import decompose_block
+from probes.conditioning.decomposition import BlockPass, decompose_block
 from probes.conditioning.probe import Conditioning
-from probes.conditioning.scores import CELLS
+from probes.conditioning.scores import CELLS, MEAN_LOG, linear_cka, mean_log_scores
 from probes.spectra import mean_cosine
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import (
     VisionTransformer,
     ViTConfig,
@@ -28,11 +26,12 @@ from ssl_bench.models import (
     load_encoder,
     save_encoder,
 )
+from ssl_bench.models.graying import TokenGraying
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
-from tests.support.configured import configured
 from tests.support.matrices import condition, normal, rank
+from tests.support.photographs import evaluated, noise_photographs
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
 FILES = ("blocks-0-1.png", "blocks-0-1-spectra.npz", "blocks-0-1-cka.npy")
@@ -84,28 +83,25 @@ def test_the_parts_of_a_block_give_what_the_block_gives(config):
 
 @pytest.fixture
 def photographs(tmp_path):
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    for name, shape in (("a", (40, 60, 3)), ("b", (60, 40, 3)), ("c", (50, 50, 3))):
-        small = generator.integers(0, 255, (5, 5, 3), dtype=np.uint8)
-        Image.fromarray(small).resize((shape[1], shape[0])).save(folder / f"{name}.png")
-    return ImageFolder(folder)
+    return noise_photographs(tmp_path / "photos")
 
 
 def probe(photographs, out, encoder, said=None, layers=(0, 1), **options):
     options = {"num_images": 2, "image_size": 16, **options}
-    evaluation = Evaluation(
-        encoder=encoder,
-        dataset=photographs,
-        probe=Conditioning(**options),
-        layers=layers,
-        seed=0,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
     say = (lambda _: None) if said is None else said.append
-    return evaluation.run(ResultStore(out), say=say, overwrite=True)
+    return evaluated(
+        Conditioning(**options), photographs, ResultStore(out), encoder, layers, say=say
+    )
+
+
+def embedded(encoder, folder):
+    """The encoder in float64, and what enters its first block for the first photograph."""
+    image = Image.open(folder / "photos" / "a.png").resize((16, 16), Image.Resampling.BICUBIC)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+    mean, std = (torch.tensor(c).view(3, 1, 1) for c in (encoder.mean, encoder.std))
+    model = copy.deepcopy(encoder.module).double().requires_grad_(False)
+    assert isinstance(model, VisionTransformer)
+    return model, model.embed(((pixels - mean) / std)[None].double())
 
 
 def tiny(config=TINY, seed=0, name="tiny"):
@@ -124,12 +120,7 @@ def test_spectra_are_those_of_the_matrices_of_the_encoder_itself(photographs, tm
 
     assert {(r.facet, r.metric) for r in records} == set(CELLS["spectra"])
     assert {(r.unit, r.num_images, r.ci95) for r in records} == {("", 1, None)}
-    image = Image.open(tmp_path / "photos" / "a.png").resize((16, 16), Image.Resampling.BICUBIC)
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
-    mean, std = (torch.tensor(c).view(3, 1, 1) for c in (encoder.mean, encoder.std))
-    model = copy.deepcopy(encoder.module).double()
-    assert isinstance(model, VisionTransformer)
-    x = model.embed(((pixels - mean) / std)[None].double())
+    model, x = embedded(encoder, tmp_path)
     attn, norm1, mlp_part, norm2 = (
         model.get_submodule(f"blocks.0.{name}") for name in ("attn", "norm1", "mlp", "norm2")
     )
@@ -299,30 +290,15 @@ def test_encoders_of_timm_are_measured_or_it_is_said(photographs, tmp_path, name
     assert {r.facet for r in records} == {f for f, _ in CELLS["spectra"]}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"protocol": "video"},
-        {"num_images": 0},
-        {"num_steps": 0},
-        {"compare_to": "a"},
-    ],
-)
-def test_a_wrong_hyperparameter_is_named(wrong):
-    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        configured(Conditioning, **wrong)
+def test_a_comparison_needs_the_address_of_the_other_encoder(photographs):
+    with pytest.raises(ConfigurationError, match=r"needs probe\.compare_to"):
+        Conditioning(protocol="checkpoints").split(photographs)
 
 
 @pytest.mark.parametrize("protocol", CELLS)
-def test_every_protocol_can_be_asked_for_on_the_command_line(photographs, protocol):
-    overrides = [f"probe.protocol={protocol}"]
-    if protocol == "checkpoints":
-        with pytest.raises(ConfigurationError, match=r"needs probe\.compare_to"):
-            plan_probes(["conditioning"], ["folder"], overrides)[0].probe.split(photographs)
-        overrides.append("probe.compare_to=timm:vit_tiny_patch16_224")
-    (planned,) = plan_probes(["conditioning"], ["folder"], overrides)
-    assert planned.probe.protocol == protocol
-    assert planned.probe.split(photographs) is not None
+def test_every_protocol_can_be_asked_for_on_the_command_line(protocol):
+    (planned,) = plan_probes(["conditioning"], ["folder"], [f"probe.protocol={protocol}"])
+    assert {(f, m) for _, f, m in planned.probe.cells([0])} == set(CELLS[protocol])
 
 
 def test_encoders_of_other_tokens_are_not_compared(photographs, tmp_path):
@@ -331,3 +307,91 @@ def test_encoders_of_other_tokens_are_not_compared(photographs, tmp_path):
     save_encoder(path, build_vit(replace(TINY, patch_size=16), seed=0), {})
     with pytest.raises(ConfigurationError, match="same tokens: tiny has 5, coarse 2"):
         probe(photographs, tmp_path, tiny(), protocol="checkpoints", compare_to=str(path))
+
+
+DEEP = replace(TINY, depth=3)
+TOKENS = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+
+
+class Block(nn.Module):
+    """A block of no norms whose attention multiplies channels, and whose MLP gives nothing.
+
+    For the means of table 3 of "Always Skip Attention".
+    """
+
+    skip_attention = skip_mlp = True
+
+    def __init__(self, gains=(0.0, 0.0), exponent=1.0) -> None:
+        super().__init__()
+        self.graying = TokenGraying("svd", exponent)
+        self.norm1 = self.norm2 = nn.Identity()
+        self.attn, self.mlp = (nn.Linear(2, 2, bias=False).double() for _ in range(2))
+        self.attn.weight.data = torch.diag(torch.tensor(gains, dtype=torch.float64))
+        self.mlp.weight.data.zero_()
+
+    def forward(self, x):
+        x = self.graying(x)
+        return x + self.attn(x)
+
+
+def pass_of(block):
+    left = block(TOKENS[None])[0]
+    return BlockPass(block, TOKENS, left, decompose_block(block, TOKENS, left, num_heads=1))
+
+
+def mean_logs(blocks, layers):
+    scores = mean_log_scores(layers, {n: [pass_of(block)] for n, block in enumerate(blocks)})
+    return {(score.layer, score.facet): score.value for score in scores}
+
+
+@pytest.mark.parametrize(
+    ("block", "before", "after"),
+    [
+        (Block(), 3, 3),
+        # 3 and 1 become 3 and 4.
+        (Block(gains=(0.0, 3.0)), 3, 4 / 3),
+        # 3 (1 / 3)^.5 is the root of 3: what attention is given is grayed.
+        (Block(exponent=0.5), 3**0.5, 3**0.5),
+    ],
+)
+def test_logarithms_of_counted_condition_numbers(block, before, after):
+    assert mean_logs([block], [0]) == pytest.approx(
+        {(0, "before"): math.log(before), (0, "after"): math.log(after)}
+    )
+
+
+def test_a_mean_is_over_the_blocks_up_to_the_asked_one_if_all_can_be_taken_apart():
+    blocks = [Block(gains=(0.0, gain)) for gain in (0.0, 2.0, 8.0)]
+
+    found = mean_logs(blocks, [0, 2])
+    last = mean_log_scores(
+        [0, 1], {0: [pass_of(Block())], 1: [replace(pass_of(Block()), parts=None)]}
+    )
+
+    # 3 : 1, 3 : 3 and 3 : 9.
+    assert (found[0, "after"], found[2, "after"]) == pytest.approx(
+        (math.log(3), (math.log(3) + 0 + math.log(3)) / 3)
+    )
+    assert {score.layer for score in last} == {0}
+
+
+def test_mean_logarithms_are_those_of_the_tokens_of_the_encoder_itself(photographs, tmp_path):
+    encoder = tiny(DEEP)
+
+    records = probe(
+        photographs, tmp_path / "out", encoder, layers=(2,), protocol="mean_log", num_images=1
+    )
+
+    model, x = embedded(encoder, tmp_path)
+    logs = []
+    for block in model.blocks:
+        middle = x + block.get_submodule("attn")(block.get_submodule("norm1")(x))
+        logs.append([math.log(condition(tokens[0])) for tokens in (x, middle)])
+        x = block(x)
+    assert {(r.layer, r.metric, r.unit) for r in records} == {(2, MEAN_LOG, "")}
+    for column, facet in enumerate(("before", "after")):
+        expected = sum(pair[column] for pair in logs) / 3
+        assert found(records, 2, facet, MEAN_LOG).value == pytest.approx(expected, rel=1e-5)
+    # A picture that is promised and not drawn would leave the cells pending for ever.
+    assert not list((tmp_path / "out" / "pictures").rglob("*.png"))
+    assert not Conditioning(protocol="mean_log").pictures((2,), photographs.images(), 0)

@@ -1,121 +1,48 @@
+"""TokenCut, MaskCut and LOST: counted by hand, and beside what the authors' code finds."""
+
 import numpy as np
 import pytest
-import scipy.linalg
-import scipy.ndimage
 import torch
 
 from probes.tokencut.cuts import (
     Cut,
     PatchGrid,
-    component_of,
     cut_out,
+    cut_repeatedly,
     discover,
     lost,
     maskcut,
-    split_at_mean,
+    split_off_the_corners,
 )
-from probes.tokencut.eigensolver import FiedlerVector
-from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.data.samples import Sample
-from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
-from tests.support.scenes import scene
+from probes.tokencut.eigensolver import FiedlerVector, similarity_graph
 
 GRID = PatchGrid(height=60, width=80, patch_size=10)
+SQUARE = PatchGrid(height=90, width=90, patch_size=10)
 BACKGROUND, OBJECT, OTHER = 0, 1, 2
+PAPER = Cut(tau=0.15)
 
 
-def dense_discovery(features, grid):
-    """Independent restatement of the reference protocol with a dense solver."""
-    rows, cols, dim = features.shape
-    tokens = features.reshape(-1, dim).numpy()
-    unit = tokens / np.linalg.norm(tokens, axis=1, keepdims=True)
-    weights = np.where(unit @ unit.T > 0.2, 1.0, 1e-5)
-    np.fill_diagonal(weights, 1)
-    degrees = np.diag(weights.sum(1))
-    values, vectors = scipy.linalg.eigh(degrees - weights, degrees, subset_by_index=[1, 2])
-    vector = vectors[:, 0]
-    side = vector > vector.mean()
-    seed = np.argmax(abs(vector))
-    if not side[seed]:
-        side = ~side
-    labels = np.zeros((rows, cols), int)
-    scipy.ndimage.label(side.reshape(rows, cols), output=labels)
-    mask = labels == labels[seed // cols, seed % cols]
-    ys, xs = np.nonzero(mask)
-    patch = grid.patch_size
-    right, lower = (xs.max() + 1) * patch, (ys.max() + 1) * patch
-    box = [xs.min() * patch, ys.min() * patch, min(right, grid.width), min(lower, grid.height)]
-    tied = (abs(vector) >= (1 - 1e-6) * abs(vector).max()) & ~mask.ravel()
-    return mask, box, values[1] - values[0], tied.any()
+def scene(*rectangles: tuple[slice, slice]):
+    """Labels of patches, and features that equal one of a few orthogonal directions in each."""
+    labels = np.zeros((6, 8), int)
+    for label, (rows, cols) in enumerate(rectangles, start=1):
+        labels[rows, cols] = label
+    return labels, torch.eye(4)[torch.from_numpy(labels)]
 
 
-def random_encoder():
-    config = ViTConfig(image_size=64, patch_size=16, dim=48, depth=4, num_heads=3)
-    return encoder_from_model(build_vit(config, seed=0), name="random")
+def mosaic(seed: int) -> torch.Tensor:
+    """Nine tiles of nine patches, each around a direction of its own."""
+    generator = np.random.default_rng(seed)
+    tiles = generator.standard_normal((3, 3, 6)).repeat(3, 0).repeat(3, 1)
+    return torch.from_numpy(tiles + 0.5 * generator.standard_normal((9, 9, 6))).float()
 
 
-def block_features(photo, grid):
-    """Keys and tokens of all blocks of a random encoder."""
-    encoder = random_encoder()
-    extractor = FeatureExtractor(encoder, layers=range(4), facets=("key", "token"), pad=True)
-    image = torch.from_numpy(photo.image.copy()).permute(2, 0, 1)[None] / 255
-    assert grid.patch_size == encoder.patch_size
-    return [value[0] for facets in extractor(image).values() for value in facets.values()]
+def spectrum(vector) -> FiedlerVector:
+    return FiedlerVector(np.ravel(vector).astype(float), 0.1, 0.5, 0.0, degenerate=False)
 
 
-def class_features(photo, grid):
-    """As a pretrained encoder's: a direction for each class, smooth colours, some noise."""
-    generator = torch.Generator().manual_seed(0)
-    rows, cols = grid.shape
-    ys = np.minimum(np.arange(rows) * grid.patch_size + 8, grid.height - 1)
-    xs = np.minimum(np.arange(cols) * grid.patch_size + 8, grid.width - 1)
-    classes = torch.from_numpy(photo.mask[np.ix_(ys, xs)]).long()
-    colours = torch.from_numpy(photo.image[np.ix_(ys, xs)]).float() / 255 - 0.5
-    directions = torch.randn(256, 32, generator=generator) + torch.randn(32, generator=generator)
-    mixed = colours @ torch.randn(3, 32, generator=generator)
-    noise = torch.randn(rows, cols, 32, generator=generator)
-    return [directions[classes] + strength * mixed + 0.5 * noise for strength in (0.5, 1, 2)]
-
-
-def equals_dense(features, grid):
-    """Whether the answer is well posed; if so, it must be that of the dense solver."""
-    mask, box, gap, tied = dense_discovery(features, grid)
-    found = discover(features, grid)
-    assert found.gap == pytest.approx(gap, rel=1e-2)
-    if gap <= 1e-3 or tied:
-        return False
-    assert np.array_equal(found.mask, mask)
-    assert found.box.tolist() == box
-    return True
-
-
-def cropped(photo, height, width):
-    return Sample(photo.image_id, photo.image[:height, :width], photo.mask[:height, :width])
-
-
-@pytest.mark.data
-@pytest.mark.parametrize("features_of", [block_features, class_features])
-def test_photographs_give_the_masks_and_boxes_of_a_dense_solver(photos, features_of):
-    images, grid = Voc(root=photos).val(), PatchGrid(150, 203, 16)
-    samples = [cropped(images[index], grid.height, grid.width) for index in range(4)]
-
-    compared = [equals_dense(f, grid) for sample in samples for f in features_of(sample, grid)]
-
-    assert np.mean(compared) > 0.7
-
-
-@pytest.mark.data
-@pytest.mark.slow
-@pytest.mark.parametrize("features_of", [block_features, class_features])
-def test_photographs_at_native_size_equal_the_dense_solver(photos, features_of):
-    images, compared = Voc(root=photos).val(), []
-    for index in range(6):
-        sample = images[index]
-        grid = PatchGrid(sample.image.shape[0], sample.image.shape[1], 16)
-        compared += [equals_dense(features, grid) for features in features_of(sample, grid)]
-
-    assert np.mean(compared) > 0.9
+def row_of(count: int) -> PatchGrid:
+    return PatchGrid(10, 10 * count, 10)
 
 
 def test_a_rectangle_before_a_background_is_counted_by_hand():
@@ -150,57 +77,38 @@ def test_a_transposed_image_gives_the_transposed_object():
     assert turned.box.tolist() == found.box[[1, 0, 3, 2]].tolist()
 
 
-def found_in(*vector):
-    """What is cut out of a strip of patches with this eigenvector."""
-    spectrum = FiedlerVector(np.array(vector), 0.1, 0.5, 0.0, degenerate=False)
-    return cut_out(spectrum, PatchGrid(10, 10 * len(vector), 10), Cut())
+@pytest.mark.parametrize(
+    ("vector", "cut", "patches", "tied"),
+    [
+        # The part above the mean that holds the seed; equal peaks are a tie in two parts alone.
+        ([1.9, 0.0, 2.0, 1.0, -1.0, 1.5], Cut(), [2, 3], False),
+        ([2.0, 2.0, 0.0, -1.0, 1.0], Cut(), [0, 1], False),
+        ([2.0, 0.0, 2.0, -1.0, 1.0], Cut(), [0], True),
+        ([2.0, 0.0, 0.0, -2.0, 1.0], Cut(), [0], True),
+        # A seed below the mean takes the other side.
+        ([1.0, 1.0, 2.0, 1.0, -4.0, 1.0], Cut(), [4], False),
+        # Of equal seeds the first; the stable one forgives rounding.
+        ([0.0, 3 - 1e-9, 1.0, -3.0, 0.0, 3.0], Cut(), [3, 4], True),
+        ([0.0, 3 - 1e-9, 1.0, -3.0, 0.0, 3.0], Cut(stable_seed=True), [1, 2], True),
+        # Patches that meet at a corner.
+        ([[1, 1, 0, 0], [0, 0, 1, 2], [0, 0, 0, 0]], Cut(), [6, 7], False),
+        ([[1, 1, 0, 0], [0, 0, 1, 2], [0, 0, 0, 0]], Cut(connectivity=8), [0, 1, 6, 7], False),
+    ],
+)
+def test_the_object_of_an_eigenvector_is_counted_by_hand(vector, cut, patches, tied):
+    rows, cols = np.atleast_2d(vector).shape
+
+    found = cut_out(spectrum(vector), PatchGrid(10 * rows, 10 * cols, 10), cut)
+
+    assert np.flatnonzero(found.mask).tolist() == patches
+    assert found.degenerate == tied
 
 
-def test_the_object_is_the_part_that_holds_the_seed():
-    found = found_in(1.9, 0.0, 2.0, 1.0, -1.0, 1.5)
-
-    assert found.mask.tolist() == [[False, False, True, True, False, False]]
-    assert found.box.tolist() == [20, 0, 40, 10]
-
-
-@pytest.mark.parametrize(("connectivity", "size"), [(4, 4), (8, 8)])
-def test_patches_that_meet_at_a_corner_are_neighbours_only_if_asked(connectivity, size):
-    mask = np.zeros((6, 8), bool)
-    mask[0:2, 0:2] = mask[2:4, 2:4] = True
-
-    assert component_of(mask, (1, 1), connectivity).sum() == size
-
-
-def test_a_seed_below_the_mean_takes_the_complement():
-    vector = np.array([[1.0, 1.0, 2.0], [1.0, -4.0, 1.0]])
-
-    split = split_at_mean(vector)
-
-    assert split.seed == (1, 1)
-    assert split.foreground.tolist() == [[False, False, False], [False, True, False]]
-
-
-def test_the_first_of_equal_seeds_is_taken_and_the_stable_one_forgives_rounding():
-    vector = np.array([[0.0, 3 - 1e-9, 1.0], [-3.0, 0.0, 3.0]])
-
-    assert split_at_mean(vector).seed == (1, 0)
-    assert split_at_mean(vector, stable_seed=True).seed == (0, 1)
-
-
-def test_two_equal_halves_and_constant_features_are_flagged():
+def test_two_equal_halves_and_constant_features_are_flagged_and_can_be_refused():
     halves = torch.eye(2)[torch.arange(8) // 4].expand(6, 8, 2)
 
     assert discover(halves, GRID).degenerate
     assert discover(torch.ones(6, 8, 3), GRID).degenerate
-
-
-def test_equal_entries_in_one_object_are_no_tie_but_in_two_they_are():
-    assert not found_in(2.0, 2.0, 0.0, -1.0, 1.0).degenerate
-    assert found_in(2.0, 0.0, 2.0, -1.0, 1.0).degenerate
-    assert found_in(2.0, 0.0, 0.0, -2.0, 1.0).degenerate
-
-
-def test_a_degenerate_object_can_be_refused():
     found = discover(torch.ones(6, 8, 3), GRID, Cut(refuse_degenerate=True))
 
     assert found.degenerate
@@ -240,15 +148,219 @@ def test_weighted_links_move_the_cut():
 @pytest.mark.parametrize("mask_padding", [False, True])
 @pytest.mark.parametrize(("height", "width", "shape"), [(1, 1, (1, 1)), (3, 17, (1, 2))])
 def test_images_smaller_than_a_patch_give_a_flagged_box_inside(height, width, shape, mask_padding):
-    cut = Cut(mask_padding=mask_padding)
+    cut, grid = Cut(mask_padding=mask_padding), PatchGrid(height, width, 10)
+    features = torch.randn(*shape, 4)
 
-    found = discover(torch.randn(*shape, 4), PatchGrid(height, width, 10), cut)
+    found = discover(features, grid, cut)
 
     assert found.degenerate
     assert 0 <= found.box[0] < found.box[2] <= width
     assert 0 <= found.box[1] < found.box[3] <= height
+    assert lost(features, grid, cut) is not None
+    assert maskcut(features, grid, cut)
 
 
-@pytest.mark.parametrize("method", [discover, lost, maskcut])
-def test_every_method_accepts_one_patch(method):
-    assert method(torch.ones(1, 1, 4), PatchGrid(5, 5, 10)) is not None
+# Of https://github.com/facebookresearch/CutLER/tree/cca0a270cf68399efc8fd50df426b6d806e39416,
+# features `mosaic(seed)`, tau .15, N 3, the peak of every eigenvector made positive; the bits of
+# the masks that hold a patch, row by row:
+# `tests.benchmarks.discovery_originals --cutler CutLER --lost LOST --golden` at commit 092fe216
+ORIGINAL_MASKS = {
+    0: ["3c1e070381c1e07e3f1f80", "0381c0e030281c00000000"],
+    1: ["e07c381806070000000000", "000000000000000e070780", "0000008070381c30180000"],
+    3: ["fc7e3f1f7eff7c30000000"],
+    8: ["0000000000000381c0e000", "1f8fc7e100000000000000", "0000000ef3b8fc70381c00"],
+    15: ["0000001fffdfff83c0e000", "1f8fc7e000000000000000"],
+    19: ["000c061f8fc763f1f8fc00", "0400000000000000000000", "1b83c1e000000000000000"],
+}
+
+
+def words(masks):
+    return [np.packbits(mask).tobytes().hex() for mask in masks]
+
+
+@pytest.mark.parametrize(("seed", "masks"), ORIGINAL_MASKS.items())
+def test_maskcut_finds_the_masks_of_the_authors_code(seed, masks):
+    found = maskcut(mosaic(seed), SQUARE, PAPER)
+    turned = maskcut(mosaic(seed).transpose(0, 1), SQUARE, PAPER)
+
+    assert words(one.mask for one in found) == words(one.mask.T for one in turned) == masks
+    assert all(one.box.tolist() == SQUARE.box(one.mask).tolist() for one in found)
+
+
+def test_maskcut_finds_two_objects_one_after_the_other():
+    labels, features = scene((slice(0, 3), slice(1, 4)), (slice(4, 6), slice(6, 8)))
+
+    found = maskcut(features, GRID, num_masks=2)
+
+    # The larger one is cut more cheaply: 9 * 39 weak links for 9 patches, not 4 * 44 for 4.
+    assert [one.box.tolist() for one in found] == [[10, 0, 40, 30], [60, 40, 80, 60]]
+    assert np.array_equal(found[0].mask, labels == OBJECT)
+    assert np.array_equal(found[1].mask, labels == OTHER)
+
+
+def test_maskcut_takes_the_side_that_leaves_the_corners():
+    labels, features = scene((slice(1, 6), slice(1, 7)))
+
+    plain, (found,) = discover(features, GRID), maskcut(features, GRID, num_masks=1)
+
+    assert np.array_equal(plain.mask, labels == BACKGROUND)
+    assert np.array_equal(found.mask, labels == OBJECT)
+
+
+def test_the_side_of_the_peak_yields_for_three_corners_whatever_the_sign():
+    vector = np.full((3, 5), 1.0)
+    vector[0, 2], vector[1, 1], vector[1, 3] = 4, -2, -3
+
+    for foreground, seed, tied in (split_off_the_corners(s * vector) for s in (1, -1)):
+        assert np.argwhere(foreground).tolist() == [[1, 1], [1, 3]]
+        assert seed == (1, 3)
+        assert np.argwhere(tied).tolist() == [[1, 3]]
+    two = np.array([[1.0, 0.5, 2], [-1, -1, -1]])
+    assert np.array_equal(split_off_the_corners(two)[0], two > 0)
+
+
+@pytest.mark.parametrize(
+    ("length", "rounds", "num_masks", "masks", "used"),
+    [
+        # Four of six patches were just found: left out once. The third round sees what the second
+        # saw, compares with nothing, keeps; in the last round it stays out.
+        (20, [(2, 6), (3, 7)], 3, [[2, 3, 4, 5, 6], [7]], 2),
+        (20, [(2, 6), (3, 7)], 2, [[2, 3, 4, 5, 6]], 2),
+        # One half, two of four patches, is kept without it.
+        (20, [(2, 4), (3, 5)], 2, [[2, 3, 4], [5]], 2),
+        # A mask is compared with the one before alone.
+        (20, [(2, 6), (10, 14), (3, 7)], 3, [[2, 3, 4, 5, 6], [10, 11, 12, 13, 14], [7]], 3),
+        # What was found twice is not reported twice, and the search goes on.
+        (
+            20, [(2, 6), (10, 14), (2, 6), (16, 18)], 4,
+            [[2, 3, 4, 5, 6], [10, 11, 12, 13, 14], [16, 17, 18]], 4,
+        ),
+        # A further mask of a hundredth of the patches ends the search.
+        (200, [(50, 52), (20, 21), (120, 125)], 3, [[50, 51, 52]], 2),
+        (200, [(50, 52), (20, 22), (120, 121)], 3, [[50, 51, 52], [20, 21, 22]], 3),
+    ],
+)  # fmt: skip
+def test_the_rounds_of_maskcut(length, rounds, num_masks, masks, used):
+    """Each with an eigenvector whose object are the patches of a row from the first to the last."""
+    left = list(rounds)
+
+    def next_one(_masked: np.ndarray) -> FiedlerVector:
+        vector, (first, last) = np.full(length, -1.0), left.pop(0)
+        vector[first : last + 1] = 2
+        return spectrum(vector)
+
+    found = cut_repeatedly(next_one, row_of(length), PAPER, num_masks)
+
+    assert [np.flatnonzero(one.mask).tolist() for one in found] == masks
+    assert len(rounds) - len(left) == used
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_links_that_are_taken_away_are_those_of_zero_features(weighted):
+    features = mosaic(0).flatten(0, 1).numpy()
+    painted = np.arange(81) % 4 == 0
+
+    isolated = similarity_graph(features, tau=0.15, eps=1e-5, weighted=weighted).isolated(painted)
+
+    zeroed = np.where(painted[:, None], np.float32(0), features)
+    expected = similarity_graph(zeroed, tau=0.15, eps=1e-5, weighted=weighted)
+    assert isolated.links == pytest.approx(expected.links, abs=1e-6)
+    assert isolated.degrees == pytest.approx(expected.degrees, abs=1e-5)
+
+
+def test_equal_peaks_in_two_places_are_flagged_by_maskcut_too():
+    vector = np.full(20, -1.0)
+    vector[[2, 3, 4, 10]] = 2
+
+    (found,) = cut_repeatedly(lambda _: spectrum(vector), row_of(20), PAPER, 1)
+
+    assert found.degenerate
+
+
+def test_masks_of_maskcut_do_not_overlap_even_down_to_the_last_patch():
+    found = maskcut(torch.eye(3)[None], row_of(3), num_masks=5)
+
+    assert np.stack([one.mask for one in found]).sum(0).tolist() == [[1, 1, 1]]
+
+
+def test_lost_grows_from_the_patch_that_resembles_the_fewest():
+    labels, _ = scene((slice(2, 4), slice(3, 6)), (slice(0, 1), slice(0, 1)))
+    labels[5, 7] = OBJECT
+    directions = torch.tensor([[1.0, 0, -0.4], [-0.2, 1, 0], [1, 0.1, 0.1]])
+
+    found = lost(directions[torch.from_numpy(labels)], GRID)
+
+    # Degrees: 41 in the background and at the first patch, which agrees with it; 7 in the object.
+    labels[5, 7] = BACKGROUND
+    assert np.array_equal(found.mask, labels == OBJECT)
+    assert found.box.tolist() == [30, 20, 60, 40]
+
+
+def test_a_zero_patch_is_an_object_of_its_own_and_has_the_degree_of_one_that_resembles_none():
+    _, features = scene((slice(2, 4), slice(3, 6)))
+    features[4, 4] = 0
+    two = torch.tensor([[[-1.0, 0.0], [0.0, 0.0], [1.0, 0.1], [1.0, 0.0]]])
+
+    assert lost(features, GRID).box.tolist() == [40, 40, 50, 50]
+    found = lost(two, row_of(4))
+    assert found.mask.tolist() == [[True, False, False, False]]
+    assert found.degenerate
+
+
+# By degree: 0, 5, 1, ...; patch 5 disagrees with the seed, patch 1 joins it.
+@pytest.mark.parametrize(("num_candidates", "size"), [(1, 2), (2, 2), (3, 5)])
+def test_lost_joins_no_more_candidates_than_asked(num_candidates, size):
+    features = torch.tensor([[[1.0, 0], [1, 1], [0, 1], [0, 1], [0, 1], [-1, 1]]])
+
+    found = lost(features, row_of(6), num_candidates=num_candidates)
+
+    assert np.flatnonzero(found.mask).tolist() == list(range(size))
+
+
+# Of https://github.com/valeoai/LOST/tree/fcedbecb644f18358a660ce58c739cc6374feda8, features
+# `mosaic(seed)`, patches of 10 pixels, k_patches 20; no two patches tie for the seed or a place:
+# `tests.benchmarks.discovery_originals --cutler CutLER --lost LOST --golden` at commit 092fe216
+ORIGINAL_BOXES = {
+    4: [0, 0, 40, 30],
+    5: [0, 0, 70, 30],
+    16: [0, 0, 70, 60],
+    23: [0, 20, 60, 80],
+}
+
+
+@pytest.mark.parametrize(("seed", "box"), ORIGINAL_BOXES.items())
+def test_lost_finds_the_box_of_the_authors_code(seed, box):
+    found = lost(mosaic(seed), SQUARE, num_candidates=20)
+    turned = lost(mosaic(seed).transpose(0, 1), SQUARE, num_candidates=20)
+
+    assert found.box.tolist() == box
+    assert not found.degenerate
+    assert not found.tied_cutoff
+    assert np.array_equal(turned.mask, found.mask.T)
+
+
+# A line of patches; who agrees in sign with the patch itself counts for no degree.
+ANGLES = {"seed": 0.0, "left": 80.0, "right": -80.0, "far": 150.0, "farther": 160.0}
+
+
+@pytest.mark.parametrize(
+    ("names", "num_candidates", "degenerate", "tied"),
+    [
+        # Degrees: 2 of the seed's direction, 1 of either side; the first of the sides is the seed.
+        ("seed left right", 1, True, True),
+        ("seed left right", 2, True, False),
+        ("seed left right", 3, True, False),
+        # Degrees 0, 1 and 1: neither of the last two may join, whoever is a candidate.
+        ("right far farther", 2, False, False),
+        # All patches are linked with all; another seed of this degree grows another object.
+        ("left left left", 100, True, False),
+        ("left right seed", 1, True, True),
+    ],
+)
+def test_lost_knows_where_the_order_of_patches_decides(names, num_candidates, degenerate, tied):
+    angles = torch.deg2rad(torch.tensor([ANGLES[name] for name in names.split()]))
+    features = torch.stack([angles.cos(), angles.sin()], -1)[None]
+
+    found = lost(features, row_of(3), num_candidates=num_candidates)
+
+    assert (found.degenerate, found.tied_cutoff) == (degenerate, tied)

@@ -1,11 +1,18 @@
+"""The second eigenvector: beside LAPACK's dense solution, on made-up graphs and on photographs."""
+
 import numpy as np
 import pytest
 import scipy.linalg
+import skimage.data
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from probes.tokencut import eigensolver
 from probes.tokencut.eigensolver import map_graphs, second_eigenvector, similarity_graph
+from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.errors import DataError
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+from tests.support.agreement import compare, photograph_features, tally
 
 TAU, EPS = 0.2, 1e-5
 
@@ -98,45 +105,21 @@ def test_what_lanczos_cannot_certify_goes_to_the_dense_solver(monkeypatch):
     assert angle(found.vector, vector, degrees) < 1e-9
 
 
-@pytest.mark.parametrize(("one", "other"), [(10, 4), (90, 70)])
-def test_two_unequal_blobs_are_counted_by_hand(one, other):
-    found = second_eigenvector(blobs(one, other), tau=TAU, eps=EPS)
-
-    degree_one, degree_other = one + EPS * other, other + EPS * one
-    assert found.eigenvalue == pytest.approx(EPS * other / degree_one + EPS * one / degree_other)
-    assert np.ptp(found.vector[:one]) == pytest.approx(0, abs=1e-9)
-    assert np.ptp(found.vector[one:]) == pytest.approx(0, abs=1e-9)
-    weighted_sum = one * degree_one * found.vector[0] + other * degree_other * found.vector[-1]
-    assert weighted_sum == pytest.approx(0, abs=1e-6)
-    assert found.gap == pytest.approx(1, abs=1e-4)
-
-
-@pytest.mark.parametrize("size", [15, 60])
-def test_a_double_eigenvalue_is_flagged(size):
-    found = second_eigenvector(blobs(size, size, size), tau=TAU, eps=EPS)
-
-    assert found.degenerate
-    assert found.gap < 1e-7
-
-
-def test_three_equal_parts_with_a_structure_of_their_own_are_flagged():
-    part = clouds(70, seed=4)
-    features = np.kron(np.eye(3), part).astype(np.float32)
-
-    assert second_eigenvector(features, tau=TAU, eps=EPS).degenerate
-
-
 @pytest.mark.parametrize("num_tokens", [3, 50, 200])
-def test_a_complete_graph_and_one_without_edges_are_flagged(num_tokens):
+def test_graphs_of_no_answer_are_flagged(num_tokens):
     complete = second_eigenvector(blobs(num_tokens), tau=TAU, eps=EPS)
     lonely = second_eigenvector(np.eye(num_tokens, dtype=np.float32), tau=TAU, eps=EPS)
+    zeros = second_eigenvector(np.zeros((num_tokens, 4), np.float32), tau=TAU, eps=EPS)
+    # A double eigenvalue: equal tokens, then parts with a structure of their own.
+    equal = second_eigenvector(blobs(*3 * [num_tokens]), tau=TAU, eps=EPS)
+    parts = np.kron(np.eye(3), clouds(num_tokens, seed=4)).astype(np.float32)
 
-    assert complete.degenerate
+    for found in (complete, lonely, zeros, equal, second_eigenvector(parts, tau=TAU, eps=EPS)):
+        assert found.degenerate
+        assert np.isfinite(found.vector).all()
     assert complete.eigenvalue == pytest.approx(1)
-    assert lonely.degenerate
     assert lonely.eigenvalue == pytest.approx(1 - (1 - EPS) / (1 + EPS * (num_tokens - 1)))
-    assert np.isfinite(complete.vector).all()
-    assert np.isfinite(lonely.vector).all()
+    assert equal.gap < 1e-7
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
@@ -146,15 +129,6 @@ def test_one_or_two_tokens_have_no_gap(num_tokens):
     assert found.degenerate
     assert found.gap == 0
     assert np.isfinite(found.vector).all()
-
-
-def test_the_order_of_the_tokens_does_not_matter():
-    features, order = clouds(150, seed=1), np.random.default_rng(0).permutation(150)
-
-    found = second_eigenvector(features, tau=TAU, eps=EPS)
-    permuted = second_eigenvector(features[order], tau=TAU, eps=EPS)
-
-    assert permuted.vector == pytest.approx(found.vector[order], abs=1e-8)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -169,13 +143,6 @@ def test_a_zero_token_is_linked_to_nothing_not_even_to_itself(num_tokens, weight
 
     assert found.eigenvalue == pytest.approx(values[0], abs=1e-7)
     assert angle(found.vector, vector, degrees) < 1e-6
-
-
-def test_nothing_but_zero_tokens_is_flagged():
-    found = second_eigenvector(np.zeros((80, 4), np.float32), tau=TAU, eps=EPS)
-
-    assert found.degenerate
-    assert np.isfinite(found.vector).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
@@ -206,3 +173,45 @@ def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
 
     assert found == [(number, {1}) for number in range(8)]
     assert afterwards == (8, {2})
+
+
+def keeps_its_promises(images, *, at_least: int) -> None:
+    """On all blocks and facets of encoders with and without skip connections."""
+    found = []
+    for skip in (True, False):
+        config = ViTConfig(
+            image_size=64, patch_size=16, dim=48, depth=4, num_heads=3,
+            skip_attention=skip, skip_mlp=skip,
+        )  # fmt: skip
+        encoder = encoder_from_model(build_vit(config, seed=0), name="random")
+        extractor = FeatureExtractor(encoder, layers=range(4), facets=("key", "token"), pad=True)
+        for image in images:
+            features, grid = photograph_features(extractor, image, 200, 270)
+            # Centred too: in deep blocks of random encoders all patches are alike.
+            both = [*features, *(one - one.mean((0, 1)) for one in features)]
+            found += [compare(one, grid) for one in both]
+            # A common offset links every pair of patches.
+            found.append(compare(features[0] + 10 * features[0].norm(dim=-1).max(), grid))
+    counts = tally(found)
+    assert {name: kept for name, (kept, _) in counts.items()} == {
+        name: of for name, (_, of) in counts.items()
+    }
+    assert counts["same box"][1] >= at_least <= counts["|cos| > .9999"][1], counts
+    assert counts["complete graphs flagged"][1] >= 2 * len(images)
+
+
+def test_every_graph_of_a_photograph_keeps_the_promises():
+    keeps_its_promises([skimage.data.chelsea()], at_least=17)
+
+
+@pytest.mark.slow
+def test_every_graph_of_four_photographs_keeps_the_promises():
+    names = ("coffee", "astronaut", "chelsea", "rocket")
+    keeps_its_promises([getattr(skimage.data, name)() for name in names], at_least=70)
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_every_graph_of_twelve_more_photographs_keeps_the_promises(photos):
+    images = Voc(root=photos).discovery()
+    keeps_its_promises([images[i].image for i in range(0, 60, 5)], at_least=220)

@@ -10,12 +10,11 @@ from PIL import Image
 
 from probes.features.moments import Moments
 from probes.geometry.estimates import rankme
-from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry, Passes, Roles
+from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.folder import ImageFolder
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
-from ssl_bench.evaluation import Evaluation, ProbeContext
+from ssl_bench.errors import UnfitEncoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     ConvMixerConfig,
@@ -25,9 +24,8 @@ from ssl_bench.models import (
     encoder_from_model,
 )
 from ssl_bench.results import ResultStore
-from ssl_bench.system.progress import show_progress
-from tests.support.configured import configured
 from tests.support.faults import probing
+from tests.support.photographs import evaluated
 
 SMALL: dict[str, Any] = {"view_images": 3, "views": 2, "num_workers": 1}
 FEW = ("cls", "patch_mean")
@@ -52,52 +50,47 @@ def vit(**changes):
     return build_vit(config, seed=0)
 
 
-def context(dataset, model=None, *, seed=0, layers=(0, 1), said=None, progress=show_progress):
-    return ProbeContext(
-        encoder=encoder_from_model(model or vit(), name="tiny"),
-        dataset=dataset,
-        layers=layers,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
+def scores(dataset, model=None, *, seed=0, layers=(0, 1), said=None, **options):
+    records = evaluated(
+        Geometry(**{**SMALL, **options}),
+        dataset,
+        ResultStore(dataset.root.parent / "out"),
+        encoder_from_model(model or vit(), name="tiny"),
+        layers,
         seed=seed,
-        artifacts=dataset.root,
-        progress=progress,
         say=(lambda _: None) if said is None else said.append,
     )
-
-
-def scores(dataset, model=None, *, seed=0, layers=(0, 1), said=None, **options):
-    probe = Geometry(**{**SMALL, **options})
-    found = probe.run(context(dataset, model, seed=seed, layers=layers, said=said))
-    return {(score.layer, score.facet, score.metric): score for score in found}
+    return {(record.layer, record.facet, record.metric): record for record in records}
 
 
 def values(dataset, *more, **options):
     return {cell: score.value for cell, score in scores(dataset, *more, **options).items()}
 
 
-def test_every_cell_gets_a_record(photographs, tmp_path):
-    probe = Geometry(**SMALL)
-    cpu = torch.device("cpu")
-    encoder = encoder_from_model(vit(num_registers=2), name="tiny")
-    evaluation = Evaluation(encoder, photographs, probe, (1, 0), 0, cpu, torch.float32)
+def test_every_cell_gets_a_record(photographs):
+    found = scores(photographs, vit(num_registers=2), layers=(1, 0), pair_images=6)
 
-    records = evaluation.run(ResultStore(tmp_path / "out"), say=lambda _: None)
-
-    assert [(r.layer, r.facet, r.metric) for r in records] == [
+    assert list(found) == [
         (layer, facet, metric)
         for layer in (0, 1)
         for facet, metrics in ((FEW[0], IMAGE_METRICS), (FEW[1], IMAGE_METRICS),
                                ("token", TOKEN_METRICS))
         for metric in metrics
     ]  # fmt: skip
+    records = found.values()
     undefined = {r.metric for r in records if math.isnan(r.value)}
     # Seven images have six variances, none of rank 11.
     assert undefined == {"alpha_req"}
     assert {r.metric for r in records if r.unit == "%"} == {"outlier_share"}
     assert not any(r.is_ranked for r in records)
     counts = {r.metric: r.num_images for r in records}
-    assert (counts["rankme"], counts["lidar"], counts["position_r2"]) == (7, 3, 7)
+    assert [counts[name] for name in ("rankme", "lidar", "uniformity", "position_r2")] == [
+        7,
+        3,
+        6,
+        7,
+    ]
+    assert found[1, "token", "position_r2"].details["num_held_out"] == 1
 
 
 def test_the_vectors_are_those_of_the_central_squares(photographs):
@@ -125,11 +118,10 @@ def test_long_patches_are_looked_for_before_the_norm_that_hides_them(photographs
     assert math.isnan(found[1, "patch_mean", "effective_rank"].value)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_the_size_of_the_batches_changes_nothing(photographs, batch_size):
+def test_the_size_of_the_batches_changes_nothing(photographs):
     options = {"alpha_ranks": (1, 6), "pair_images": 5}
     whole = values(photographs, **options)
-    parts = values(photographs, batch_size=batch_size, **options)
+    parts = values(photographs, batch_size=3, **options)
 
     assert parts == pytest.approx(whole, rel=1e-4, abs=1e-5, nan_ok=True)
 
@@ -172,29 +164,13 @@ def test_large_images_pass_a_cpu_in_batches_that_let_progress_be_seen(photograph
     assert max(seen) == 2
 
 
-def test_views_hang_on_the_seed_and_lie_in_the_image(photographs):
-    probe, images = Geometry(**SMALL), photographs.images()
-    roles = Roles.draw(7, probe, 0)
-    passes = [Passes(probe, context(photographs, seed=s), images, roles) for s in (0, 1)]
-    one, same, other = (passes[n].views()[1, "cls"] for n in (0, 0, 1))
+def test_views_and_what_is_held_out_hang_on_the_seed(photographs):
+    # Of all images, so that the views alone differ.
+    one, same, other = (values(photographs, seed=seed, view_images=7) for seed in (0, 0, 1))
 
-    assert one.shape == (3, 2, 12)
-    assert torch.equal(one, same)
-    assert not torch.isclose(one, other).all()
-    crops = passes[0].crops()(images[0])
-    assert crops.shape == (2, 3, 32, 32)
-    assert 0 <= crops.min() < crops.max() <= 1
-
-
-def test_each_image_has_one_role_and_the_seed_chooses_it():
-    probe = Geometry(view_images=4, pair_images=6)
-    roles = [Roles.draw(10, probe, seed) for seed in (0, 0, 1)]
-
-    assert sorted(roles[0].fitted + roles[0].choosing + roles[0].held_out) == list(range(10))
-    assert [len(some) for some in (roles[0].choosing, roles[0].held_out)] == [2, 2]
-    assert (len(roles[0].compared), len(roles[0].viewed)) == (6, 4)
-    assert roles[0] == roles[1] != roles[2]
-    assert Roles.draw(2, probe, 0).held_out == ()
+    assert one == pytest.approx(same, rel=0, abs=0, nan_ok=True)
+    for cell in ((1, "cls", "alignment"), (1, "token", "position_r2")):
+        assert one[cell] != other[cell]
 
 
 def test_what_an_encoder_does_not_have_is_no_number(photographs):
@@ -212,20 +188,15 @@ def test_what_an_encoder_does_not_have_is_no_number(photographs):
     assert found[1, "patch_mean", "rankme"] >= 1
 
 
-@pytest.mark.parametrize(
-    ("metric", "why"),
-    [
+def test_tables_say_why_a_score_is_no_number(place, capsys):
+    assert main(probing("geometry", "folder", place / "photos")) == 0
+    for metric, why in (
         ("register_patch_cosine", "the encoder has no registers"),
         ("alpha_req", "fewer than two eigenvalues above zero within probe.alpha_ranks"),
-    ],
-)
-def test_tables_say_why_a_score_is_no_number(place, capsys, metric, why):
-    assert main(probing("geometry", "folder", place / "photos")) == 0
-    capsys.readouterr()
-
-    assert main(["table", "--metric", metric]) == 0
-
-    assert f"no number of block 1: {why}" in capsys.readouterr().out
+    ):
+        capsys.readouterr()
+        assert main(["table", "--metric", metric]) == 0
+        assert f"no number of block 1: {why}" in capsys.readouterr().out
 
 
 def test_registers_lie_between_cls_and_the_patches():
@@ -261,9 +232,6 @@ def test_fewer_images_than_dimensions_are_said(photographs):
     found = scores(photographs)[1, "cls", "rankme"]
     assert (found.details["limited_by_images"], found.details["rank_limit"]) == (True, 7)
     assert found.value < 7.001
-    assert not scores(photographs, vit(), facet="attn_out")[1, "attn_out", "rankme"].details[
-        "constant_features"
-    ]
 
 
 def test_intervals_stay_within_what_a_score_can_be(photographs):
@@ -276,29 +244,6 @@ def test_intervals_stay_within_what_a_score_can_be(photographs):
             assert low <= score.ci95[0] <= score.value <= score.ci95[1] <= high
     assert found[1, "cls", "alignment"].ci95
     assert found[1, "cls", "rankme"].ci95 is None
-
-
-def test_features_that_are_not_finite_end_the_probe_with_the_image(photographs):
-    model = vit()
-    with torch.no_grad():
-        model.get_parameter("blocks.1.mlp.fc2.bias")[0] = math.nan
-    with pytest.raises(CheckpointError, match="not finite for"):
-        values(photographs, model)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"facet": ["cls", "cls_patch_mean"]}, "must be among cls, patch_mean, attn_out"),
-        ({"alpha_ranks": [100, 11]}, r"alpha_ranks expects the smaller number first, got \[100,11"),
-        ({"view_area": [0.5, 0.25]}, "view_area expects the smaller number first"),
-        ({"views": 1}, r"probe.views expects a whole number in \[2, 1000\]"),
-        ({"outlier_factor": 0}, "probe.outlier_factor expects a number"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(options, said):
-    with pytest.raises(ConfigurationError, match=said):
-        configured(Geometry, **options)
 
 
 def test_settings_are_what_changes_a_number():

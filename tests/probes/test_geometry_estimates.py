@@ -9,9 +9,13 @@ import torch
 
 from probes.features.moments import Moments
 from probes.geometry.estimates import (
+    PENALTIES,
     RANKME_EPS,
+    PositionFit,
+    PositionSums,
     alignment,
     alpha_req,
+    centred_places,
     lidar,
     outlier_share,
     patch_cosine,
@@ -19,7 +23,6 @@ from probes.geometry.estimates import (
     spread_rank,
     uniformity,
 )
-from probes.geometry.positions import PENALTIES, PositionFit, PositionSums, centred_places
 from tests.support.matrices import normal, rotation
 
 CROSS = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]).double()
@@ -56,6 +59,11 @@ def test_the_constant_of_rankme_raises_each_of_the_values_that_can_be():
     assert rankme(moments(vectors[:2])) < rankme(moments(vectors)) < 1.0001
 
 
+def entropy_rank(values, raised=0.0):
+    shares = values / values.sum() + raised
+    return float((-shares * shares.log()).sum().exp())
+
+
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_spectra_of_a_stream_are_those_of_all_at_once(batch):
     vectors = (normal(60, 12) @ normal(12, 12, seed=1) + 30).float()
@@ -64,14 +72,10 @@ def test_spectra_of_a_stream_are_those_of_all_at_once(batch):
         stream.add(some)
 
     exact = vectors.double()
-    values = torch.linalg.svdvals(exact)
-    shares = values / values.sum() + RANKME_EPS
-    assert rankme(stream) == pytest.approx(float((-shares * shares.log()).sum().exp()), rel=1e-6)
-    values = torch.linalg.svdvals(exact - exact.mean(0))
-    shares = values / values.sum()
-    assert spread_rank(stream) == pytest.approx(
-        float((-shares * shares.log()).sum().exp()), rel=1e-6
-    )
+    raised = entropy_rank(torch.linalg.svdvals(exact), RANKME_EPS)
+    assert rankme(stream) == pytest.approx(raised, rel=1e-6)
+    centred = entropy_rank(torch.linalg.svdvals(exact - exact.mean(0)))
+    assert spread_rank(stream) == pytest.approx(centred, rel=1e-6)
     slopes = [alpha_req(some, (2, 9))[0] for some in (stream, moments(vectors))]
     assert slopes[0] == pytest.approx(slopes[1], rel=1e-6)
 
@@ -79,10 +83,9 @@ def test_spectra_of_a_stream_are_those_of_all_at_once(batch):
 def test_fewer_images_than_dimensions_leave_no_rank_to_rounding():
     # Without a threshold the 92 zeros would come back as roots of 1e-16.
     few = normal(8, 100).float()
-    values = torch.linalg.svdvals(few.double())
-    shares = values / values.sum() + RANKME_EPS
 
-    assert rankme(moments(few)) == pytest.approx(float((-shares * shares.log()).sum().exp()))
+    expected = entropy_rank(torch.linalg.svdvals(few.double()), RANKME_EPS)
+    assert rankme(moments(few)) == pytest.approx(expected)
     assert 6 < spread_rank(moments(few)) <= 7
     low = (normal(300, 3) @ normal(3, 100, seed=1)).float()
     assert rankme(moments(low)) < 3.001
@@ -155,15 +158,11 @@ def test_ranks_agree_with_stable_pretraining_on_one_matrix(images, dim):
     # https://github.com/galilai-group/stable-pretraining/tree/d15ec96d/stable_pretraining/callbacks
     views = normal(images, 1, dim) + normal(images, 10, dim, seed=2) @ normal(dim, dim, seed=3)
 
-    values = torch.linalg.svdvals(views[:, 0])
-    shares = values / values.sum() + 1e-5
-    theirs = float((-shares * shares.log()).sum().exp())
     # Its constant is a hundred times ours.
+    theirs = entropy_rank(torch.linalg.svdvals(views[:, 0]), 1e-5)
     assert rankme(moments(views[:, 0])) == pytest.approx(theirs, rel=5e-3)
     values = restated_lidar(views, delta=1e-4, divisor=images * 9, delta_of_product=0) + 1e-8
-    shares = values / values.sum()
-    theirs = float((-shares * shares.log()).sum().exp())
-    assert lidar(views, delta=1e-4) == pytest.approx(theirs, rel=1e-4)
+    assert lidar(views, delta=1e-4) == pytest.approx(entropy_rank(values), rel=1e-4)
 
 
 def test_rotations_and_scales_leave_the_ranks_alone():

@@ -8,25 +8,25 @@ import pytest
 import torch
 from PIL import Image
 
-from probes.pca import FILE, PCA, MapReference, load_reference, reference_folder, resize
+from probes.pca import (
+    FILE,
+    PCA,
+    load_reference,
+    maps_of,
+    reference_folder,
+    resize,
+    save_reference,
+)
 from probes.pictures import Picture, svg_sheet
-from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
-from tests.support.configured import configured
+from tests.support.photographs import evaluated, noise_photographs
 
 
 @pytest.fixture
 def photographs(tmp_path):
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    for name, size in (("a", (60, 40)), ("b", (40, 60)), ("c", (50, 50))):
-        small = generator.integers(0, 255, (5, 5, 3), dtype=np.uint8)
-        Image.fromarray(small).resize(size).save(folder / f"{name}.png")
-    return ImageFolder(folder)
+    return noise_photographs(tmp_path / "photos")
 
 
 def vit(seed=0, **changes):
@@ -39,17 +39,9 @@ def encoder(name="tiny", model=None):
 
 
 def probe(photographs, store, said=None, *, encoder=encoder(), layers=(0, 1, 2), **options):  # noqa: B008
-    evaluation = Evaluation(
-        encoder=encoder,
-        dataset=photographs,
-        probe=PCA(panels=2, image_size=48, **options),
-        layers=layers,
-        seed=0,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    asked = PCA(**{"panels": 2, "image_size": 48, **options})
     say = (lambda _: None) if said is None else said.append
-    return evaluation.run(store, say=say, overwrite=True)
+    return evaluated(asked, photographs, store, encoder, layers, say=say)
 
 
 def tile(path):
@@ -76,12 +68,7 @@ def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, prot
 
 def test_the_dataset_is_fitted_as_if_it_were_one_batch(photographs, tmp_path):
     whole = probe(photographs, ResultStore(tmp_path / "one"), protocol="dataset")
-    everything = PCA(protocol="batch", panels=3, image_size=48)
-    evaluation = Evaluation(
-        encoder(), photographs, everything, (0, 1, 2), 0, torch.device("cpu"), torch.float32
-    )
-
-    batch = evaluation.run(ResultStore(tmp_path / "other"), say=lambda _: None)
+    batch = probe(photographs, ResultStore(tmp_path / "other"), protocol="batch", panels=3)
 
     assert [r.value for r in whole] == pytest.approx([r.value for r in batch])
 
@@ -89,7 +76,12 @@ def test_the_dataset_is_fitted_as_if_it_were_one_batch(photographs, tmp_path):
 @pytest.mark.parametrize("protocol", ["image", "batch", "dataset"])
 def test_a_block_looks_the_same_whatever_ran_before(photographs, tmp_path, protocol):
     drawn = []
-    for place, commands in (("alone", [(1,)]), ("after", [(0,), (0, 1, 2), (1,)])):
+    for place, commands in (
+        ("alone", [(1,)]),
+        # Drawn again with all others.
+        ("among", [(1,), (0, 1, 2)]),
+        ("after", [(0,), (0, 1, 2), (1,)]),
+    ):
         store = ResultStore(tmp_path / place)
         for layers in commands:
             probe(photographs, store, protocol=protocol, layers=layers)
@@ -97,18 +89,8 @@ def test_a_block_looks_the_same_whatever_ran_before(photographs, tmp_path, proto
         names = ("blocks-1.png", "block01/b.png.png", "block01/c.png.png")
         drawn.append([tile(folder / name) for name in names])
 
-    for one, other in zip(*drawn, strict=True):
-        assert np.array_equal(one, other)
-
-
-def test_one_block_has_the_colours_that_it_has_among_all(photographs, tmp_path):
-    drawn = []
-    for place, layers in (("one", (1,)), ("all", (0, 1, 2))):
-        probe(photographs, ResultStore(tmp_path / place), layers=layers)
-        (path,) = (tmp_path / place).rglob("image/block01/b.png.png")
-        drawn.append(tile(path))
-
-    assert np.array_equal(*drawn)
+    for one, *others in zip(*drawn, strict=True):
+        assert all(np.array_equal(one, other) for other in others)
 
 
 def test_colours_are_taken_over_from_another_checkpoint(photographs, tmp_path):
@@ -118,11 +100,11 @@ def test_colours_are_taken_over_from_another_checkpoint(photographs, tmp_path):
     probe(photographs, store, protocol="batch", encoder=other)
     pictures = store.root / "pictures" / "pca" / "folder"
     (here,), (there,) = pictures.glob("tiny-*/batch"), pictures.glob("other-*/batch")
-    wanted = load_reference(here)
+    _, wanted = load_reference(here)
 
     def distance():
-        maps = load_reference(there).maps
-        return sum(float((maps[image] - m).square().sum()) for image, m in wanted.maps.items())
+        _, maps = load_reference(there)
+        return sum(float((maps[image] - m).square().sum()) for image, m in wanted.items())
 
     alone = distance()
     before = tile(there / "blocks-0-2.png")
@@ -146,7 +128,7 @@ def test_a_constant_block_is_said_and_does_not_become_the_reference(photographs,
     assert (records[2].value, records[2].details["num_constant"]) == (0.0, 2)
     assert "pca: block 2: 2 of 2 maps are constant" in said
     (folder,) = (store.root / "pictures" / "pca" / "folder").glob("silent-*/image")
-    assert all(m.abs().sum() > 0 for m in load_reference(folder).maps.values())
+    assert all(m.abs().sum() > 0 for m in load_reference(folder)[1].values())
 
 
 def test_the_foreground_alone_is_fitted_and_shown(photographs, tmp_path):
@@ -174,13 +156,12 @@ def test_an_unknown_reference_names_the_known_ones(photographs, tmp_path):
 
 
 def test_a_reference_without_the_images_or_damaged_says_what_to_do(tmp_path):
-    reference = MapReference("skip", {"a": torch.ones(2, 3, 3).double()})
-    reference.save(tmp_path)
+    save_reference(tmp_path, "skip", {"a": torch.ones(2, 3, 3).double()})
 
-    assert load_reference(tmp_path).of(["a"])[0].shape == (2, 3, 3)
+    assert maps_of(*load_reference(tmp_path), ["a"])[0].shape == (2, 3, 3)
     assert reference_folder(str(tmp_path), tmp_path / "pictures", "image") == tmp_path
     with pytest.raises(DataError, match=r"lack the images b, c; probe that checkpoint"):
-        load_reference(tmp_path).of(["b", "c"])
+        maps_of(*load_reference(tmp_path), ["b", "c"])
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:50])
     with pytest.raises(DataError, match=r"cannot read .*reference\.npz"):
         load_reference(tmp_path)
@@ -222,18 +203,3 @@ def test_the_longer_side_is_as_asked_and_the_patch_divides_both():
     assert resized.shape == (3, 64, 96)
     assert resized[0].min() == 1
     assert resized[1:].max() == 0
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"protocol": "video"},
-        {"panels": 0},
-        {"grid": "pdf"},
-        {"background": "black"},
-        {"background": "first_component", "protocol": "dataset"},
-    ],
-)
-def test_a_wrong_hyperparameter_is_named(wrong):
-    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        configured(PCA, **wrong)

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import sklearn.decomposition
 import torch
 from torch.nn.functional import interpolate
 
@@ -54,10 +53,6 @@ def test_components_and_variances_equal_those_of_an_svd_in_float64():
     shares = 100 * singular**2 / (singular**2).sum()
     np.testing.assert_allclose(projection.explained.numpy(), shares[:3], atol=1e-9)
     np.testing.assert_allclose(projection.deviations.numpy(), singular[:3] / np.sqrt(200))
-    reference = sklearn.decomposition.PCA(3).fit(tokens.double().numpy())
-    np.testing.assert_allclose(
-        projection.explained.numpy(), 100 * reference.explained_variance_ratio_
-    )
 
 
 def test_projections_have_unit_variance_and_no_mean():
@@ -77,26 +72,21 @@ def test_the_spread_is_the_variance_in_percent_of_the_mean_square():
     assert fit_projection(tokens).spread == pytest.approx(100 * 1 / (9 + 1))
 
 
-def test_features_of_one_dimension_have_one_channel_and_no_noise_in_the_others():
-    line = torch.randn(ROWS, COLS, 1, generator=torch.Generator().manual_seed(0))
-    features = line * torch.tensor([1.0, 2.0, -1.0, 0.5])
-
-    projection = fit_projection(features.flatten(0, 1))
-
-    assert projection.explained.tolist() == pytest.approx([100, 0, 0])
-    assert (projection.apply(features)[..., 1:] == 0).all()
-    assert (colours_of(projection.apply(features))[..., 1:] == 128).all()
-
-
-@pytest.mark.parametrize("dim", [1, 2])
-def test_fewer_channels_than_colours_leave_channels_grey(dim):
-    features = torch.randn(ROWS, COLS, dim, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("dim", [1, 2, 4])
+def test_fewer_dimensions_than_colours_leave_channels_grey_and_no_noise_in_them(dim):
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(ROWS, COLS, min(dim, 2), generator=generator)
+    if dim == 4:
+        features = features[..., :1] * torch.tensor([1.0, 2.0, -1.0, 0.5])
+    filled = 1 if dim == 4 else dim
 
     projection = fit_projection(features.flatten(0, 1))
 
     assert projection.components.shape == (3, dim)
     assert float(projection.explained.sum()) == pytest.approx(100)
-    assert (projection.apply(features)[..., dim:] == 0).all()
+    assert (projection.explained[filled:] == 0).all()
+    assert (projection.apply(features)[..., filled:] == 0).all()
+    assert (colours_of(projection.apply(features))[..., filled:] == 128).all()
 
 
 def test_constant_features_explain_nothing_and_are_grey():
@@ -136,15 +126,6 @@ def test_signs_order_and_mixtures_of_components_change_no_colour(name):
     np.testing.assert_allclose(again, first, atol=1e-9)
     assert (colours_of(again) == colours_of(first)).all()
     assert not torch.allclose(block @ ARBITRARY[name], block)
-
-
-def test_rotated_and_scaled_features_have_the_same_colours():
-    features = anisotropic(ROWS, COLS, 5)
-    reference = maps_of(features)
-
-    turned = aligned([maps_of(7 * features.double() @ rotation(5))], [reference])[0]
-
-    np.testing.assert_allclose(turned, reference, rtol=1e-4, atol=1e-4)
 
 
 def test_an_alignment_is_a_turn_and_the_one_nearest_to_the_reference():
@@ -194,16 +175,6 @@ def test_colours_stretch_each_channel_over_all_maps_from_the_first_to_the_99th_p
     assert high[0] == round(255 * 49 / 98)
 
 
-def test_one_extreme_patch_takes_no_contrast_from_the_others():
-    values = torch.linspace(0, 1, 400, dtype=torch.float64).reshape(20, 20, 1).expand(20, 20, 3)
-    spoiled = values.clone()
-    spoiled[0, 0] = 1e6
-
-    difference = colours_of(spoiled).astype(int) - colours_of(values)
-
-    assert np.abs(difference).max(initial=0, where=np.arange(400).reshape(20, 20, 1) > 0) <= 2
-
-
 def test_two_groups_on_a_line_are_parted_between_them():
     assert two_means(torch.tensor([0.0, 0.1, 0.2, 5.0, 5.4]).double()) == pytest.approx(2.6)
     values = torch.randn(40, generator=torch.Generator().manual_seed(0)).double()
@@ -223,12 +194,9 @@ def test_of_two_clusters_the_one_away_from_the_border_is_the_foreground(sign):
     features[2:4, 3:6] += sign * torch.tensor([4.0, 0.0, 1.0, 0.0])
 
     (mask,) = foreground([features])
+    (whole,) = foreground([torch.full((3, 4, 5), 2.0)])
 
+    assert whole.all(), "constant features have no background"
     expected = torch.zeros(6, 8, dtype=torch.bool)
     expected[2:4, 3:6] = True
     assert (mask == expected).all()
-
-
-def test_constant_features_have_no_background():
-    (mask,) = foreground([torch.full((3, 4, 5), 2.0)])
-    assert mask.all()

@@ -1,5 +1,8 @@
+"""TokenCut over images of many sizes: what is searched once, kept, scored, refused and drawn."""
+
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,22 +12,22 @@ import pytest
 import torch
 from PIL import Image
 
+from probes.pictures import LONGEST_TILE, TILE_HEIGHT, shortened, titled
 from probes.tokencut.cuts import Cut, PatchGrid, discover
-from probes.tokencut.log import DiscoveryLog, ImageResult, unpack_mask
-from probes.tokencut.probe import TokenCut
-from probes.tokencut.scores import corloc_score
+from probes.tokencut.log import ImageResult, pack_mask, unpack_mask
+from probes.tokencut.pictures import FOUND, FURTHER, GROUND_TRUTH, draw_sheets, kinds_of
+from probes.tokencut.probe import TokenCut, corloc_score, same_shape
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, MachineError
+from ssl_bench.errors import DataError, MachineError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.planning import plan_probes
 from ssl_bench.system.progress import show_progress
-from tests.support.configured import configured
 
 SIZES = {
     "a": (40, 56),
@@ -119,6 +122,13 @@ def found_box(image_id: str, layer: int, facet: Facet = "key", cut: Cut = REFERE
 FAR_AWAY = [0.0, 0.0, 1.0, 1.0]
 
 
+def kept(folder: Path, pattern: str = "*") -> dict[str, dict]:
+    """Lines of the log by image, in the order in which images were searched."""
+    (path,) = folder.glob(f"{pattern}/images_*.jsonl")
+    lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
+    return {line["image"]: line for line in lines}
+
+
 def test_corloc_counts_the_images_whose_box_meets_a_true_one(tmp_path):
     box = found_box("a", 2).box.tolist()
     pictures = Pictures({"a": [FAR_AWAY, box], "b": [FAR_AWAY], "c": [FAR_AWAY], "d": []})
@@ -134,32 +144,17 @@ def test_corloc_counts_the_images_whose_box_meets_a_true_one(tmp_path):
     assert score.details["by_num_objects"]["2_to_3"] == {"num_images": 1, "corloc": 100}
 
 
-def test_all_blocks_and_facets_come_from_one_forward_pass_an_image(tmp_path):
-    encoder, calls = tiny_encoder(), []
-    encoder.module.register_forward_pre_hook(lambda *_: calls.append(1))
-    probe, pictures = TokenCut(facet=["key", "token"]), Pictures({"a": [FAR_AWAY], "b": [FAR_AWAY]})
-
-    scores = list(probe.run(context(tmp_path, pictures, (0, 2), encoder)))
-
-    cells = [(score.layer, score.facet, score.metric) for score in scores]
-    assert cells == probe.cells([0, 2])
-    assert len(cells) == 4
-    assert len(calls) == 2
-
-
 def test_what_is_kept_of_an_image_is_what_discover_says(tmp_path):
     list(TokenCut(facet=["key", "value"]).run(context(tmp_path, Pictures({"b": [FAR_AWAY]}))))
 
-    (path,) = tmp_path.glob("reference/images_*.jsonl")
-    header, line = (json.loads(text) for text in path.read_text().splitlines())
-    assert header["key"]["settings"]["tau"] == 0.2
+    (line,) = kept(tmp_path, "reference").values()
     assert line["largest_box"] == pytest.approx(100 / (33 * 47))
     expected = found_box("b", 2, "value")
-    kept = line["cells"]["2/value"]
-    assert kept["box"] == expected.box.tolist()
-    assert kept["eigenvalue"] == pytest.approx(expected.eigenvalue)
-    assert kept["gap"] == pytest.approx(expected.gap)
-    assert (kept["hit"], kept["degenerate"]) == (False, expected.degenerate)
+    found = line["cells"]["2/value"]
+    assert found["box"] == expected.box.tolist()
+    assert found["eigenvalue"] == pytest.approx(expected.eigenvalue)
+    assert found["gap"] == pytest.approx(expected.gap)
+    assert (found["hit"], found["degenerate"]) == (False, expected.degenerate)
 
 
 def test_images_are_searched_at_the_asked_size_and_their_boxes_go_with_them(tmp_path):
@@ -171,9 +166,7 @@ def test_images_are_searched_at_the_asked_size_and_their_boxes_go_with_them(tmp_
 
     list(TokenCut(longer_side=28).run(context(tmp_path, pictures, [2])))
 
-    (path,) = tmp_path.glob("reference_longer_side=28/images_*.jsonl")
-    lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
-    of = {line["image"]: line for line in lines}
+    of = kept(tmp_path, "reference_longer_side=28")
     assert of["a"]["cells"]["2/key"]["box"] == expected.box.tolist()
     assert of["a"]["true_boxes"] == [[4.0, 4.0, 12.0, 12.0]]
     # 33 x 47 pixels: 19.66 are 20, and a box is stretched by as much as its side.
@@ -182,33 +175,16 @@ def test_images_are_searched_at_the_asked_size_and_their_boxes_go_with_them(tmp_
     assert of["a"]["largest_box"] == pytest.approx(100 * 16 * 16 / (40 * 56))
 
 
-def test_images_at_their_own_size_have_the_settings_that_records_always_had():
-    assert {"longer_side", "max_side"}.isdisjoint(TokenCut().settings())
-    assert changed_settings(TokenCut(longer_side=144, max_side=640)) == {"longer_side": 144}
-
-
 def test_larger_images_alone_are_searched_at_the_size_that_none_may_exceed(tmp_path):
     pictures = Pictures({"a": [[8.0, 8.0, 24.0, 24.0]], "b": [FAR_AWAY]})
-    own, (side, least) = {}, (48, 40)
-    for name, probe in {"all": TokenCut(), "most": TokenCut(max_side=side)}.items():
+    for name, probe in {"all": TokenCut(), "most": TokenCut(max_side=48)}.items():
         list(probe.run(context(tmp_path / name, pictures, [2])))
-        (path,) = (tmp_path / name).glob("reference*/images_*.jsonl")
-        lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
-        own[name] = {line["image"]: line for line in lines}
 
+    most = kept(tmp_path / "most")
     # 40 x 56 and 33 x 47 pixels.
-    assert own["most"]["a"]["size"] == [round(least * side / 56), side]
-    assert own["most"]["b"]["size"] == [33, 47]
-    assert own["most"]["b"]["cells"] == own["all"]["b"]["cells"]
-
-
-def test_the_largest_size_of_a_folder_is_the_one_that_was_typed(tmp_path):
-    def settings(typed: str) -> Mapping[str, object]:
-        (plan,) = plan_probes(["tokencut"], ["folder"], [typed], {"folder": str(tmp_path)})
-        return plan.probe.settings()
-
-    assert settings("probe.max_side=900")["max_side"] == 900
-    assert "max_side" not in settings("probe.longer_side=900")
+    assert most["a"]["size"] == [round(40 * 48 / 56), 48]
+    assert most["b"]["size"] == [33, 47]
+    assert most["b"]["cells"] == kept(tmp_path / "all")["b"]["cells"]
 
 
 def test_a_second_run_reads_only_what_the_first_did_not_finish(tmp_path):
@@ -244,11 +220,10 @@ def test_further_blocks_are_added_and_other_settings_and_weights_kept_apart(tmp_
 
 
 def test_ground_truth_without_any_box_ends_the_run_and_says_where_the_found_ones_are(tmp_path):
-    with pytest.raises(DataError, match=r"none of the 2 images of noise .*images_"):
+    with pytest.raises(DataError, match=r"none of the 2 images of noise .*has a box .*images_"):
         list(TokenCut().run(context(tmp_path, Pictures({"a": [], "b": []}))))
 
-    (path,) = tmp_path.glob("reference/images_*.jsonl")
-    assert len(path.read_text().splitlines()) == 3
+    assert kept(tmp_path).keys() == {"a", "b"}
 
 
 @pytest.mark.parametrize("method", ["tokencut", "maskcut"])
@@ -258,19 +233,14 @@ def test_images_without_ground_truth_give_masks_pictures_and_degenerate_graphs(t
 
     scores = list(probe.run(replace(context(tmp_path, pictures, [2]), say=said.append)))
 
-    ((layer, facet, metric),) = probe.cells([2])
-    (score,) = scores
-    assert (score.layer, score.facet, score.metric) == (layer, facet, metric)
-    assert len(said) == 1
-    assert re.match(
-        "noise has no boxes to compare with: only degen.* counted; masks.* in ", said[0]
-    )
+    assert [(score.layer, score.facet, score.metric) for score in scores] == probe.cells([2])
+    (line,) = said
+    assert re.match("noise has no boxes to compare with: only degen.* counted; masks.* in ", line)
     (folder,) = tmp_path.iterdir()
-    (path,) = folder.glob("images_*.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    flags = [line["cells"]["2/key"]["degenerate"] for line in lines]
-    assert score.value == 100 * sum(flags) / len(flags)
-    for line in lines:
+    lines = kept(tmp_path)
+    flags = [line["cells"]["2/key"]["degenerate"] for line in lines.values()]
+    assert scores[0].value == 100 * sum(flags) / len(flags)
+    for line in lines.values():
         cell, grid = line["cells"]["2/key"], tuple(line["grid"])
         assert line["num_boxes"] is cell["hit"] is None
         with Image.open(folder / f"masks/block02_key/{line['image']}.png") as file:
@@ -299,14 +269,13 @@ def test_a_pixel_a_strip_and_one_colour_are_flagged_and_do_not_stop_a_run(tmp_pa
 
     (score,) = TokenCut().run(context(tmp_path, pictures, [2]))
 
-    (path,) = tmp_path.glob("reference/images_*.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    flags = {line["image"]: line["cells"]["2/key"]["degenerate"] for line in lines}
-    assert flags["e"]
-    assert flags["f"]
-    assert score.details["degenerate_percent"] == 25 * sum(flags.values())
-    assert lines[0]["cells"]["2/key"]["box"] == [0, 0, 1, 1]
-    assert lines[0]["cells"]["2/key"]["hit"]
+    cells = {image: line["cells"]["2/key"] for image, line in kept(tmp_path).items()}
+    assert cells["e"]["degenerate"]
+    assert cells["f"]["degenerate"]
+    flags = [cell["degenerate"] for cell in cells.values()]
+    assert score.details["degenerate_percent"] == 25 * sum(flags)
+    assert cells["e"]["box"] == [0, 0, 1, 1]
+    assert cells["e"]["hit"]
     assert np.isfinite(score.value)
 
 
@@ -317,12 +286,12 @@ def test_maskcut_keeps_as_many_objects_as_asked(tmp_path):
         probe = TokenCut(method="maskcut", max_objects=asked, panels=0)
         list(probe.run(context(tmp_path / str(asked), pictures, [2])))
 
-    kept = [
-        json.loads(path.read_text().splitlines()[1])["cells"]["2/key"].get("further_boxes", [])
-        for path in sorted(tmp_path.glob("*/*/images_*.jsonl"))
+    further = [
+        kept(tmp_path / str(asked))["a"]["cells"]["2/key"].get("further_boxes", [])
+        for asked in (1, 2, 4)
     ]
-    assert [len(boxes) for boxes in kept] == [0, 1, 3]
-    assert kept[2][:1] == kept[1]
+    assert [len(boxes) for boxes in further] == [0, 1, 3]
+    assert further[2][:1] == further[1]
     assert TokenCut(method="maskcut", max_objects=4).settings()["max_objects"] == 4
     assert "max_objects" not in TokenCut().settings()
 
@@ -333,18 +302,8 @@ def test_ties_for_the_last_place_of_lost_are_counted_apart_from_degenerate_image
 
     (score,) = probe.run(context(tmp_path, Pictures(boxes), [2]))
 
-    (path,) = tmp_path.glob("*/images_*.jsonl")
-    lines = [json.loads(text)["cells"]["2/key"] for text in path.read_text().splitlines()[1:]]
-    share = 20 * sum(line["tied_cutoff"] for line in lines)
-    assert score.details["tied_cutoff_percent"] == share
-
-
-def test_a_diverged_encoder_is_reported_with_layer_and_image(tmp_path):
-    encoder = tiny_encoder()
-    encoder.module.get_parameter("blocks.1.attn.qkv.weight").data.fill_(torch.nan)
-
-    with pytest.raises(CheckpointError, match=r"layer 1 of tiny.* not finite for a;"):
-        list(TokenCut().run(context(tmp_path, Pictures({"a": [FAR_AWAY]}), [0, 1], encoder)))
+    ties = [line["cells"]["2/key"]["tied_cutoff"] for line in kept(tmp_path).values()]
+    assert score.details["tied_cutoff_percent"] == 20 * sum(ties)
 
 
 def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
@@ -369,47 +328,33 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
     assert "tied_cutoff_percent" not in score.details
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"facet": "keys"}, "facet must be among key, .* got keys"),
-        ({"facet": []}, "got none"),
-        ({"facet": ["key", "cls"]}, "got cls"),
-        ({"tau": 1.0}, "tau expects a number in"),
-        ({"tau": -0.1, "method": "maskcut"}, r"tau must lie in \[0, 1\) for maskcut, got -0.1"),
-        ({"eps": 0.0}, "eps expects a number in"),
-        ({"panels": -1}, "panels expects"),
-        ({"max_objects": 0}, "max_objects expects"),
-        ({"protocol": "mine"}, "probe.protocol expects reference"),
-        ({"longer_side": 0}, "probe.longer_side"),
-        ({"method": "mine"}, "probe.method expects tokencut or lost or maskcut"),
-    ],
-)
-def test_wrong_options_are_refused(options, complaint):
-    with pytest.raises(ConfigurationError, match=complaint):
-        configured(TokenCut, **options)
-
-
-def test_a_changed_option_does_not_pass_for_the_reference():
+def test_settings_and_folders_are_those_of_what_was_changed(tmp_path):
+    config = compose_config("probing", ["probe=tokencut", "dataset=toy"])
+    assert build(config.probe) == TokenCut()
+    # Records of before there were these options have none.
+    assert {"longer_side", "max_side"}.isdisjoint(TokenCut().settings())
     assert changed_settings(TokenCut(facet="token", panels=0)) == {}
+    assert changed_settings(TokenCut(longer_side=144, max_side=640)) == {"longer_side": 144}
     changed = TokenCut(tau=0.3, method="lost")
     assert changed_settings(changed) == {"method": "lost", "tau": 0.3}
     assert changed.settings()["tau"] == 0.3
     # Their pictures do not lie on those of the reference.
     assert changed.folder == "reference_method=lost_tau=0.3"
 
+    def of_a_folder(typed: str) -> Mapping[str, object]:
+        (plan,) = plan_probes(["tokencut"], ["folder"], [typed], {"folder": str(tmp_path)})
+        return plan.probe.settings()
 
-def test_the_configuration_file_is_the_reference():
-    config = compose_config("probing", ["probe=tokencut", "dataset=toy"])
-
-    assert build(config.probe) == TokenCut()
+    # Else 640.
+    assert of_a_folder("probe.max_side=900")["max_side"] == 900
+    assert "max_side" not in of_a_folder("probe.longer_side=900")
 
 
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "reference").write_text("")
 
     with pytest.raises(MachineError, match="cannot write"):
-        DiscoveryLog(tmp_path / "file", {}, {})
+        list(TokenCut().run(context(tmp_path, Pictures({"a": [FAR_AWAY]}))))
 
 
 @pytest.mark.parametrize(
@@ -432,33 +377,125 @@ def test_images_of_one_shape_pass_the_encoder_together_and_keep_their_own_boxes(
     list(probe.run(context(tmp_path, Pictures(boxes), (2,), encoder)))
 
     assert sorted(seen) == shapes
-    (path,) = tmp_path.glob("*/images_*.jsonl")
-    lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
-    kept = {line["image"]: line["cells"]["2/key"]["box"] for line in lines}
-    assert kept == {name: found_box(name, 2, cut=probe).box.tolist() for name in boxes}
+    for name, line in kept(tmp_path).items():
+        expected, cell = found_box(name, 2, cut=probe), line["cells"]["2/key"]
+        assert cell["box"] == expected.box.tolist()
+        # Padding of a batch is zero after normalisation, as that of one image is.
+        assert cell["eigenvalue"] == pytest.approx(expected.eigenvalue, abs=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_finds_the_boxes_of_the_cpu(tmp_path):
-    boxes = {name: [FAR_AWAY] for name in "abcdg"}
-    scores = {
-        device: list(
-            TokenCut(facet=["key", "token"], panels=0).run(
-                replace(context(tmp_path / device, Pictures(boxes)), device=torch.device(device))
-            )
+def test_when_too_many_pixels_wait_for_their_shape_the_largest_group_goes_first():
+    shapes = {"a": (2, 5), "b": (5, 2), "c": (2, 5), "d": (2, 5), "e": (5, 2), "f": (2, 5)}
+    samples = [Sample(name, np.zeros((*s, 3), np.uint8)) for name, s in shapes.items()]
+
+    def names(size: int, waiting_pixels: int) -> list[str]:
+        found = same_shape(
+            samples, lambda s: s.image.shape, lambda _: size, waiting_pixels=waiting_pixels
         )
-        for device in ("cpu", "cuda")
+        return ["".join(sample.image_id for sample in batch) for batch in found]
+
+    assert names(2, 10**6) == ["ac", "be", "df"]
+    assert names(3, 10**6) == ["acd", "be", "f"]
+    # 10 pixels each: a, b and c wait with 30, then the two wide ones go.
+    assert names(9, 29) == ["ac", "be", "df"]
+    assert names(9, 59) == ["acdf", "be"]
+
+
+@pytest.mark.parametrize("method", ["tokencut", "lost", "maskcut"])
+def test_panels_are_drawn_for_the_same_images_of_all_blocks(tmp_path, method):
+    pictures = Pictures({"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]})
+
+    list(TokenCut(method=method, panels=2).run(context(tmp_path, pictures)))
+
+    drawn = {str(path.relative_to(path.parents[1])) for path in tmp_path.glob("*/*/*.png")}
+    blocks = "block00_key", "block02_key"
+    assert drawn == {f"{block}/{name}.png" for block in blocks for name in "bc"}
+
+
+def test_a_contact_sheet_is_drawn_from_the_log_alone(tmp_path):
+    encoder, calls = tiny_encoder(), []
+    boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [found_box("c", 2).box.tolist()]}
+    list(TokenCut().run(context(tmp_path, Pictures(boxes), [2], encoder)))
+    path = tmp_path / "reference/block02_key.png"
+    first = path.read_bytes()
+    path.unlink()
+    encoder.module.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    list(TokenCut().run(context(tmp_path, Pictures(boxes), [2], encoder)))
+
+    assert path.read_bytes() == first
+    assert calls == []
+
+
+def test_a_contact_sheet_has_the_boxes_where_they_are_in_photographs_of_another_size(tmp_path):
+    list(
+        TokenCut(longer_side=448, panels=1).run(context(tmp_path, Pictures({"a": [FAR_AWAY]}), [2]))
+    )
+
+    folder = tmp_path / "reference_longer_side=448"
+    with Image.open(folder / "block02_key.png") as file:
+        _, cols = np.nonzero((np.array(file) == FOUND).all(-1))
+    x0, _, x1, _ = kept(tmp_path)["a"]["cells"]["2/key"]["box"]
+    # The legend has no such colour; a margin of 4 is left of the photograph.
+    scale = TILE_HEIGHT / 320
+    assert cols.min() == pytest.approx(4 + scale * x0, abs=1)
+    assert cols.max() + 1 == pytest.approx(4 + scale * x1, abs=1)
+
+
+def test_degenerate_images_are_a_kind_of_their_own_and_every_image_is_in_one_kind():
+    # Boxes of the truth, whether one was hit, and whether the graph says nothing.
+    images = {
+        "a": (1, True, False), "b": (1, False, False), "c": (1, True, True),
+        "d": (None, None, False), "e": (0, False, False),
+    }  # fmt: skip
+    results = {
+        name: ImageResult(count, 1.0, (1, 1), {"0/key": {"hit": h, "degenerate": d}}, (9, 9))
+        for name, (count, h, d) in images.items()
     }
 
-    assert scores["cuda"] == scores["cpu"]
-    lines = [
-        sorted((tmp_path / device).glob("*/images_*.jsonl"))[0].read_text().splitlines()[1:]
-        for device in scores
-    ]
-    on_cpu, on_gpu = (
-        {json.loads(line)["image"]: json.loads(line) for line in part} for part in lines
-    )
-    for name in boxes:
-        for cell, kept in on_cpu[name]["cells"].items():
-            assert kept["box"] == on_gpu[name]["cells"][cell]["box"] or kept["degenerate"]
+    assert kinds_of(results, "0/key") == {
+        "hits": ["a"], "misses": ["b"], "not scored": ["d", "e"], "degenerate": ["c"],
+    }  # fmt: skip
+
+
+def test_tiles_show_boxes_and_masks_where_they_are(tmp_path):
+    pictures = Pictures({"a": [[8.0, 8.0, 24.0, 24.0]], "c": [FAR_AWAY]})
+    found, further = np.zeros((2, 5, 7), bool)
+    found[2, 5] = further[4, 0] = True
+    shown = {
+        "box": [0, 0, 56, 40], "mask": pack_mask(found), "hit": False, "degenerate": False,
+        "further_boxes": [[32, 8, 56, 32]], "further_masks": [pack_mask(further)],
+    }  # fmt: skip
+    true, pixels = [[8.0, 8.0, 24.0, 24.0]], zlib.crc32(picture("a").tobytes())
+    results = {"a": ImageResult(1, 1.0, (5, 7), {"0/key": shown}, (40, 56), true, pixels)}
+
+    draw_sheets(
+        ["0/key"], ("", ""), tmp_path, pictures, results, patch_size=8, per_kind=1,
+        seen=TokenCut().seen,
+    )  # fmt: skip
+
+    assert pictures.read == ["a"], "only what is shown is read"
+    with Image.open(tmp_path / "block00_key.png") as file:
+        sheet = np.array(file)
+    # Two headings of 18 pixels, two lines of titles, margins of 4; 144 pixels for 40 of the image.
+    tile = sheet[4 + 18 + 4 + 18 + 4 + 36 :][:144, 4 : 4 + round(56 * 3.6)]
+    assert sheet.shape[0] == 4 + 18 + 4 + 18 + 4 + 36 + 144 + 4
+    assert tuple(tile[0, 50]) == tuple(tile[143, 50]) == tuple(tile[70, 0]) == FOUND
+    assert tuple(tile[29, 50]) == tuple(tile[60, 29]) == tuple(tile[60, 85]) == GROUND_TRUTH
+    assert tuple(tile[29, 150]) == FURTHER
+    bright = tile.astype(int).sum(2)
+    inner = [bright[r + 4 : r + 25, c + 4 : c + 25].mean() for r, c in ((58, 144), (116, 2))]
+    assert min(inner) > 250 > 150 > bright[62:84, 95:112].mean()
+
+
+def test_long_titles_are_shortened_in_the_middle_and_wide_images_fit():
+    wide = titled(np.zeros((10, 4000, 3), np.uint8), "first" + 100 * "x" + "last")
+    tall = titled(np.zeros((4000, 10, 3), np.uint8), "block 3")
+
+    assert wide.width == LONGEST_TILE
+    assert tall.height == TILE_HEIGHT + 18
+    assert tall.width > 40, "the title is readable"
+    short = shortened("first" + 100 * "x" + "last", 200)
+    assert short.startswith("first")
+    assert short.endswith("last")
+    assert shortened("short", 200) == "short"

@@ -14,24 +14,13 @@ TAU, EPS = 0.2, 1e-5
 
 
 @dataclass(frozen=True)
-class Reference:
-    """The reference protocol, restated in float64 with dense matrices.
+class Agreement:
+    """What one graph shows.
 
     Attributes:
         complete: Every pair of patches is linked.
-        tied: Another patch outside of the object has the seed's magnitude.
+        well_posed: As the gap and the seed decide, which no patch outside of the object equals.
     """
-
-    vector: np.ndarray
-    gap: float
-    complete: bool
-    tied: bool
-    box: list[float]
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What one graph shows; `well_posed` as the gap and the seed decide."""
 
     gap: float
     complete: bool
@@ -42,7 +31,10 @@ class Agreement:
     same_box: bool
 
 
-def reference(features: Tensor, grid: PatchGrid) -> Reference:
+def compare(features: Tensor, grid: PatchGrid) -> Agreement:
+    """Our solver against the reference protocol in float64 with dense matrices, of one image."""
+    found = discover(features, grid)
+    assert found.eigenvector is not None
     rows, cols, dim = features.shape
     tokens = features.reshape(-1, dim).numpy()
     unit = tokens / np.maximum(np.linalg.norm(tokens, axis=1, keepdims=True), 1e-12)
@@ -50,11 +42,11 @@ def reference(features: Tensor, grid: PatchGrid) -> Reference:
     np.fill_diagonal(linked, True)
     if linked.all():
         # Every vector solves it, and LAPACK takes a second to orthogonalise some.
-        return Reference(np.ones(len(tokens)), 0.0, complete=True, tied=True, box=[])
+        return Agreement(0.0, True, False, found.degenerate, 0.0, False, False)
     weights = np.where(linked, 1.0, EPS)
     degrees = np.diag(weights.sum(1))
     values, vectors = scipy.linalg.eigh(degrees - weights, degrees, subset_by_index=[1, 2])
-    vector = vectors[:, 0]
+    vector, gap = vectors[:, 0], float(values[1] - values[0])
     side, seed = vector > vector.mean(), int(np.argmax(abs(vector)))
     labels, _ = scipy.ndimage.label((side == side[seed]).reshape(rows, cols))  # type: ignore[misc]
     mask = labels == labels[seed // cols, seed % cols]
@@ -62,27 +54,17 @@ def reference(features: Tensor, grid: PatchGrid) -> Reference:
     ys, xs = np.nonzero(mask)
     size = grid.patch_size
     far = min((xs.max() + 1) * size, grid.width), min((ys.max() + 1) * size, grid.height)
-    box = [float(edge) for edge in (xs.min() * size, ys.min() * size, *far)]
-    gap = float(values[1] - values[0])
-    return Reference(vector, gap, complete=False, tied=bool(tied.any()), box=box)
-
-
-def compare(features: Tensor, grid: PatchGrid) -> Agreement:
-    """Our solver against the reference, for one image's features."""
-    expected = reference(features, grid)
-    found = discover(features, grid)
-    assert found.eigenvector is not None
-    one, other = found.eigenvector.ravel(), expected.vector
-    cosine = abs(one @ other) / np.linalg.norm(one) / np.linalg.norm(other)
-    side, true = one > one.mean(), other > other.mean()
+    ours = found.eigenvector.ravel()
+    cosine = abs(ours @ vector) / np.linalg.norm(ours) / np.linalg.norm(vector)
+    same = (ours > ours.mean()) == side
     return Agreement(
-        gap=expected.gap,
-        complete=expected.complete,
-        well_posed=expected.gap > 1e-3 and not expected.tied,
+        gap=gap,
+        complete=False,
+        well_posed=gap > 1e-3 and not tied.any(),
         flagged=found.degenerate,
         cosine=float(cosine),
-        same_bipartition=bool((side == true).all() or (side != true).all()),
-        same_box=found.box.tolist() == expected.box,
+        same_bipartition=bool(same.all() or not same.any()),
+        same_box=found.box.tolist() == [xs.min() * size, ys.min() * size, *far],
     )
 
 

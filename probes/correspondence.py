@@ -1,27 +1,27 @@
-"""Correspondence: does a patch find the same point in another image?"""
+"""Correspondence: does a patch find the same point in another image?
 
+In the order of a run: what is asked and scored (`Correspondence`), pairs of views and points whose
+places in both are known, features, where points are found, pictures. A point is (x, y); in pixels
+the middle of the one in column c and row r is (c + 0.5, r + 0.5).
+"""
+
+import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import cv2
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, UInt8
 from PIL import Image, ImageDraw
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from probes.correspondence.views import (
-    Points,
-    View,
-    ViewPair,
-    Warp,
-    annotated_pair,
-    warped_pair,
-)
 from probes.features.stream import batches, read_ahead
 from probes.pictures import heading, sheet
 from ssl_bench.composition.fields import (
@@ -38,6 +38,7 @@ from ssl_bench.composition.fields import (
     require_some,
 )
 from ssl_bench.composition.presets import changed_settings
+from ssl_bench.data.central_square import central_square
 from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
@@ -51,7 +52,10 @@ from ssl_bench.system.transfers import fetched, sent
 
 Cell = tuple[int, Facet]
 CellFeatures = Mapping[Cell, Float[Tensor, "_rows _cols _dim"]]
-Predictions = Float[Tensor, "batch points 2"]
+View = UInt8[Tensor, "3 _size _size"]
+Matrix = Float64[np.ndarray, "3 3"]
+Points = Float64[np.ndarray, "_points 2"]
+Warp = Literal["homography", "crop", "flip"]
 
 # From a third on, four corners that move inwards may enclose nothing convex.
 Strength = Annotated[float, Within(0, 0.33)]
@@ -59,6 +63,8 @@ NumPoints = Annotated[int, Within(1, 65536)]
 
 _FACETS: tuple[Facet, ...] = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
 _SHOWN_ALPHA = 0.1
+# From the middles of pixels, which OpenCV counts from 0, to the coordinates of this file.
+_HALF = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
 # Unit vectors closer than this to each other tell nothing apart.
 _CONSTANT = 1e-6
 RIGHT, WRONG, EDGE = (40, 220, 60), (255, 70, 60), (0, 0, 0)
@@ -236,7 +242,10 @@ class Correspondence(Probe):
         for batch in batches(numbered, self.batch_size):
             views = {k: v for _, pair in batch for k, v in zip(pair.keys, pair.views, strict=True)}
             features = encoded.features(views)
-            looked_for = sent(padded([pair.source for _, pair in batch]), context.device)
+            looked_for = pad_sequence(
+                [torch.from_numpy(pair.source).float() for _, pair in batch], batch_first=True
+            )
+            looked_for = sent(looked_for, context.device)
             tensors = list[Tensor]()
             for cell in cells:
                 source, target = (
@@ -248,7 +257,9 @@ class Correspondence(Probe):
                     places = best_cells(similarity)
                 else:
                     places = soft_cells(similarity, sigma=self.sigma, temperature=self.temperature)
-                tensors += places, constant(target)
+                unit = F.normalize(target.flatten(1, 2), dim=-1)
+                alike = (unit - unit[:, :1]).abs().amax((1, 2)) < _CONSTANT
+                tensors += places, alike
             # Together, because the host waits for each fetching.
             flat = fetched(tensors)
             for cell, places, same in zip(cells, flat[::2], flat[1::2], strict=True):
@@ -261,24 +272,35 @@ class Correspondence(Probe):
                         title = f"block {cell[0]}, {cell[1]}: {self.metrics[shown]} {percent:.0f} %"
                         path = context.artifacts / self.picture(*cell, pair.pair_id)
                         draw(pair, found, is_right[shown], title, path)
-            grid = next(iter(features.values()))[cells[0]].shape[:2]
+            rows, cols = next(iter(features.values()))[cells[0]].shape[:2]
+            sides = np.array([cols, rows])
             for index, pair in batch:
                 points[index], categories[index] = len(pair.source), pair.category or ""
-                reachable[index] = pair.right(own_cells(pair.truth, grid), self.alphas).sum(1)
+                # The middles of the patches that the points lie in.
+                own = (np.minimum(np.floor(pair.truth * sides), sides - 1) + 0.5) / sides
+                reachable[index] = pair.right(own, self.alphas).sum(1)
                 same_place[index] = pair.right(pair.source, self.alphas).sum(1)
         for (layer, facet), number in itertools.product(cells, range(len(self.alphas))):
             of_cell = right[layer, facet][:, number]
             shares = 100.0 * of_cell / points
             estimate = mean_estimate(shares)
             blind = float(np.mean(100.0 * same_place[:, number] / points))
+            groups: dict[str, list[float]] = defaultdict(list)
+            for share, category in zip(shares.tolist(), categories, strict=True):
+                groups[category].append(share)
+            means = {name: float(np.mean(some)) for name, some in sorted(groups.items()) if name}
             details: dict[str, Any] = {
                 "points": int(points.sum()),
                 "of_all_points": 100.0 * float(of_cell.sum() / points.sum()),
                 "view_size": size,
                 "degenerate_percent": 100.0 * float(np.mean(arbitrary[layer, facet])),
                 **Baseline("same place", blind).as_details(),
-                **category_means(shares, categories),
             }
+            if means:
+                details |= {
+                    "by_category": means,
+                    "of_categories": float(np.mean([*means.values()])),
+                }
             if self.prediction == "cell":
                 details["reachable"] = float(np.mean(100.0 * reachable[:, number] / points))
             yield Score(
@@ -304,33 +326,157 @@ def by_category(ids: Sequence[str]) -> list[int]:
     return sorted(range(len(ids)), key=place)
 
 
-def padded(points: Sequence[Points]) -> Predictions:
-    """Of pairs with different numbers of points; what is filled in is looked at by nobody."""
-    found = torch.zeros(len(points), max(map(len, points)), 2)
-    for row, some in zip(found, points, strict=True):
-        row[: len(some)] = torch.from_numpy(some)
-    return found
+@dataclass(frozen=True)
+class ViewPair:
+    """Two square views and points of the first whose true place in the second is known.
+
+    Attributes:
+        keys: What the views are called; equal for equal views.
+        source: (x, y), relative to the side of the view.
+        truth: The same points in the second view, relative to its side.
+        units: Width and height of the second view in the unit in which errors are told.
+        reference: What alphas are relative to, in that unit.
+    """
+
+    pair_id: str
+    keys: tuple[str, str]
+    views: tuple[View, View]
+    source: Points
+    truth: Points
+    units: tuple[float, float]
+    reference: float
+    category: str | None = None
+
+    def errors(self, predicted: Points) -> Float64[np.ndarray, " _points"]:
+        """How far places lie from the true ones, relative to the reference.
+
+        Args:
+            predicted: Relative to the side of the second view.
+        """
+        return np.linalg.norm((predicted - self.truth) * self.units, axis=1) / self.reference
+
+    def right(
+        self, predicted: Points, alphas: Sequence[float]
+    ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
+        """Which places are near enough, one row an alpha; one at that distance is."""
+        return self.errors(predicted) <= np.array(alphas, np.float64)[:, None]
 
 
-def own_cells(points: Points, grid: Sequence[int]) -> Points:
-    """The middles of the patches that points lie in, relative to width and height."""
-    sides = np.array([grid[1], grid[0]])
-    cells = np.minimum(np.floor(points * sides), sides - 1)
-    return (cells + 0.5) / sides
+def warped_pair(
+    sample: Sample, size: int, seed: int, *, warp: Warp, strength: float, num_points: int
+) -> ViewPair:
+    """The central square of an image, and a warp of it that is drawn with the seed and its id.
+
+    The warp is made of the pixels of the first view: it never shows more than that.
+    """
+    chance = generator_of(seed, sample.image_id)
+    view = central_square(sample.image, size, share=1.0)
+    matrix = drawn_warp(warp, size, strength, chance)
+    points = drawn_points(matrix, size, num_points, chance)
+    target = warped(np.ascontiguousarray(view.permute(1, 2, 0).numpy()), matrix)
+    return ViewPair(
+        pair_id=sample.image_id,
+        keys=(sample.image_id, f"warp of {sample.image_id}"),
+        views=(view, torch.from_numpy(target).permute(2, 0, 1)),
+        source=points / size,
+        truth=moved(points, matrix) / size,
+        units=(float(size), float(size)),
+        reference=float(size),
+    )
 
 
-def category_means(
-    shares: Float64[np.ndarray, " pairs"], categories: Iterable[str]
-) -> dict[str, Any]:
-    """Mean over the pairs of each category, and the mean of these; nothing without categories."""
-    groups: dict[str, list[float]] = defaultdict(list)
-    for share, category in zip(shares.tolist(), categories, strict=True):
-        if category:
-            groups[category].append(share)
-    means = {name: float(np.mean(some)) for name, some in sorted(groups.items())}
-    if not means:
-        return {}
-    return {"by_category": means, "of_categories": float(np.mean([*means.values()]))}
+def annotated_pair(sample: Sample, size: int) -> ViewPair:
+    """Both images of a pair, squashed to squares; errors are told in pixels of the second."""
+    assert sample.pair is not None
+    pair = sample.pair
+
+    def squashed(image: UInt8[np.ndarray, "height width 3"]) -> View:
+        square = Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC)
+        return torch.from_numpy(np.array(square)).permute(2, 0, 1)
+
+    (height, width), (other_height, other_width) = sample.image.shape[:2], pair.image.shape[:2]
+    return ViewPair(
+        pair_id=sample.image_id,
+        keys=pair.image_ids,
+        views=(squashed(sample.image), squashed(pair.image)),
+        source=pair.source / (width, height),
+        truth=pair.target / (other_width, other_height),
+        units=(float(other_width), float(other_height)),
+        reference=pair.extent,
+        category=pair.category,
+    )
+
+
+def generator_of(seed: int, image_id: str) -> np.random.Generator:
+    """Random numbers of an image, the same whatever images come before it."""
+    digest = hashlib.sha256(f"{seed}\0{image_id}".encode(errors="surrogateescape")).digest()
+    return np.random.default_rng(int.from_bytes(digest[:16], "big"))
+
+
+def drawn_warp(kind: Warp, size: int, strength: float, chance: np.random.Generator) -> Matrix:
+    """A matrix that takes points of a square to those of its warp, which is as large.
+
+    The warp shows a part of the square and nothing else.
+
+    Args:
+        kind: As `Correspondence.warp` has them.
+        size: Side of the square in pixels.
+        strength: How far inwards the corners of what is shown lie at most, relative to the side.
+        chance: Where the numbers come from.
+    """
+    if kind == "flip":
+        return np.array([[-1.0, 0.0, size], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    corners = size * np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    if kind == "crop":
+        share = 1.0 - 2.0 * strength * chance.random()
+        shown = share * corners + (1.0 - share) * size * chance.random(2)
+    else:
+        inwards = np.where(corners > 0, -1.0, 1.0)
+        shown = corners + inwards * strength * size * chance.random((4, 2))
+    return homography(shown, corners)
+
+
+def homography(source: Float64[np.ndarray, "4 2"], target: Float64[np.ndarray, "4 2"]) -> Matrix:
+    """The matrix that takes four points to four others, with a positive scale between them."""
+    matrix = cv2.getPerspectiveTransform(source.astype(np.float32), target.astype(np.float32))
+    # The scale is known up to its sign, which tells what lies before the horizon.
+    return matrix * np.sign(matrix[2] @ [*source.mean(0), 1.0])
+
+
+def warped(
+    image: UInt8[np.ndarray, "height width 3"], matrix: Matrix
+) -> UInt8[np.ndarray, "height width 3"]:
+    """The image as `matrix` shows it, bicubic, in a frame of the same size."""
+    height, width = image.shape[:2]
+    return cv2.warpPerspective(
+        image,
+        np.linalg.inv(_HALF) @ matrix @ _HALF,
+        (width, height),
+        flags=cv2.INTER_CUBIC,
+        borderMode=cv2.BORDER_REPLICATE,
+    )
+
+
+def moved(points: Points, matrix: Matrix) -> Points:
+    """Where points go; NaN for those beyond the horizon."""
+    found = np.column_stack([points, np.ones(len(points))]) @ matrix.T
+    scale = np.where(found[:, 2:] > 0, found[:, 2:], np.nan)
+    return found[:, :2] / scale
+
+
+def visible(points: Points, size: int) -> Bool[np.ndarray, " _points"]:
+    """Whether points lie in a square."""
+    x, y = points.T
+    return (x >= 0) & (x < size) & (y >= 0) & (y < size)
+
+
+def drawn_points(matrix: Matrix, size: int, count: int, chance: np.random.Generator) -> Points:
+    """So many middles of pixels, all of which are to be seen in the warp; some may come twice."""
+    found: list[Points] = []
+    while sum(map(len, found)) < count:
+        some = chance.integers(size, size=(2 * count, 2)) + 0.5
+        found.append(some[visible(moved(some, matrix), size)])
+    return np.concatenate(found)[:count]
 
 
 class EncodedViews:
@@ -384,28 +530,18 @@ def similarities(
     target: Float[Tensor, "batch rows cols dim"],
     points: Float[Tensor, "batch points 2"],
 ) -> Float[Tensor, "batch points rows cols"]:
-    """Cosine between what the source has at some points and every patch of the target.
-
-    Args:
-        source: Features of patches.
-        target: The same.
-        points: (x, y) in the source, relative to its width and height.
-    """
-    wanted = F.normalize(at_points(source, points), dim=-1)
+    """Cosine between what the source has at (x, y), relative to its sides, and every patch."""
+    # Between the middles of patches bilinear, beyond the last ones theirs. Without aligned corners
+    # -1 and 1 are the edges of the map, as 0 and 1 are ours.
+    at = F.grid_sample(
+        source.permute(0, 3, 1, 2),
+        (2 * points - 1)[:, :, None],
+        padding_mode="border",
+        align_corners=False,
+    )
+    wanted = F.normalize(at[..., 0].mT, dim=-1)
     offered = F.normalize(target.flatten(1, 2), dim=-1)
     return (wanted @ offered.mT).unflatten(-1, target.shape[1:3])
-
-
-def at_points(
-    features: Float[Tensor, "batch rows cols dim"], points: Float[Tensor, "batch points 2"]
-) -> Float[Tensor, "batch points dim"]:
-    """Features at points between the middles of patches, bilinear; beyond the last ones theirs."""
-    maps = features.permute(0, 3, 1, 2)
-    # Without aligned corners -1 and 1 are the edges of the map, as 0 and 1 are ours.
-    found = F.grid_sample(
-        maps, (2 * points - 1)[:, :, None], padding_mode="border", align_corners=False
-    )
-    return found[..., 0].mT
 
 
 def best_cells(
@@ -423,10 +559,7 @@ def soft_cells(
 ) -> Float[Tensor, "batch points 2"]:
     """The mean place under a softmax of similarities that a Gaussian damps away from the best.
 
-    Args:
-        similarity: Cosines.
-        sigma: Of the Gaussian, in patches.
-        temperature: Of the softmax.
+    `sigma` is of the Gaussian, in patches, `temperature` of the softmax.
 
     Source: `kernel_softargmax_get_matches_logits` of https://github.com/visinf/INSID3 (f1c9622a),
     `utils/keypoints.py`. Theirs gives the index of a cell, ours its middle.
@@ -441,23 +574,12 @@ def soft_cells(
     return weights @ middles.flatten(0, 1) / sides
 
 
-def constant(features: Float[Tensor, "batch rows cols dim"]) -> Bool[Tensor, " batch"]:
-    """Whether all patches of an image look the same, so that rounding chooses among them."""
-    unit = F.normalize(features.flatten(1, 2), dim=-1)
-    return (unit - unit[:, :1]).abs().amax((1, 2)) < _CONSTANT
-
-
 def draw(
     pair: ViewPair, places: Points, right: Bool[np.ndarray, " _points"], title: str, path: Path
 ) -> None:
     """Save both views side by side with lines between the first points of a pair.
 
-    Args:
-        pair: The views and the true places.
-        places: Where the points were found, relative to the second view.
-        right: Whether that is near enough.
-        title: Stands above.
-        path: A PNG.
+    `places` is where they were found, relative to the second view, `right` whether near enough.
     """
 
     def flat(*points: np.ndarray) -> list[float]:

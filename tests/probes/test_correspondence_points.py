@@ -1,4 +1,4 @@
-"""Where points are found by features, and how far that is from the truth."""
+"""Where points of a warp lie, where they are found by features, and how far that is from there."""
 
 import math
 from collections.abc import Sequence
@@ -9,36 +9,110 @@ import pytest
 import torch
 from PIL import Image
 
-from probes.correspondence.probe import (
+from probes.correspondence import (
     GAP,
     SIDE,
     EncodedViews,
-    at_points,
+    ViewPair,
     best_cells,
     by_category,
-    constant,
     draw,
-    own_cells,
+    drawn_points,
+    drawn_warp,
+    generator_of,
+    homography,
+    moved,
     similarities,
     soft_cells,
+    visible,
+    warped,
+    warped_pair,
 )
-from probes.correspondence.views import ViewPair, drawn_warp, generator_of, moved, warped_pair
 from probes.pictures import MARGIN
 from ssl_bench.data.samples import Sample
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import build_vit, encoder_from_model
 from tests.support.faults import TINY
 
+KINDS = ("homography", "crop", "flip")
+SQUARE = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
 
-def test_points_are_found_in_the_middle_of_the_patch_that_is_alike():
-    target = torch.eye(6).view(1, 2, 3, 6)
-    # Patches of the source in another order: its first one is like the target's last.
-    source = torch.eye(6).flip(0).view(1, 2, 3, 6)
-    middles = torch.tensor([[[1 / 6, 0.25], [5 / 6, 0.75], [0.5, 0.25]]])
 
-    found = best_cells(similarities(source, target, middles))
+def test_a_flip_and_a_shift_move_pixels_and_points_alike():
+    image = np.random.default_rng(0).integers(0, 255, (6, 6, 3), dtype=np.uint8)
+    flip = drawn_warp("flip", 6, 0.25, generator_of(0, "a"))
+    shift = np.array([[1.0, 0.0, -2.0], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
 
-    assert found[0].numpy() == pytest.approx(np.array([[5 / 6, 0.75], [1 / 6, 0.25], [0.5, 0.75]]))
+    assert np.array_equal(warped(image, flip), image[:, ::-1])
+    # The first pixel goes to the end of its row.
+    assert moved(np.array([[0.5, 0.5]]), flip).tolist() == [[5.5, 0.5]]
+    assert np.array_equal(warped(image, shift)[1:, :4], image[:5, 2:])
+    assert moved(np.array([[2.5, 0.5]]), shift).tolist() == [[0.5, 1.5]]
+
+
+def test_the_middle_of_a_square_is_enlarged_by_hand():
+    matrix = homography(10.0 + 20.0 * SQUARE, 40.0 * SQUARE)
+
+    found = moved(np.array([[10.0, 10.0], [20.0, 20.0], [15.0, 30.0], [9.0, 20.0]]), matrix)
+
+    assert found == pytest.approx(np.array([[0, 0], [20, 20], [10, 40], [-2, 20.0]]))
+    assert visible(found, 40).tolist() == [True, True, False, False]
+
+
+def test_what_is_shown_lies_before_the_horizon_though_a_corner_lies_behind_it():
+    shown = np.array([[33.0, 33.0], [100.0, 0.0], [100.0, 100.0], [0.0, 67.0]])
+
+    found = moved(np.concatenate([shown, [[0.0, 0.0]]]), homography(shown, 100 * SQUARE))
+
+    assert found[:4] == pytest.approx(100 * SQUARE, abs=1e-3)
+    assert np.isnan(found[4]).all()
+    assert not visible(found[4:], 100).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_warp_shows_where_its_matrix_says(kind):
+    # Red is the column of a pixel, green its row.
+    size, (row, col) = 224, np.indices((224, 224))
+    gradient = np.stack([col, row, 0 * row], -1).astype(np.uint8)
+    for image_id in ("a", "b", "c"):
+        chance = generator_of(0, image_id)
+        matrix = drawn_warp(kind, size, 0.3, chance)
+        points = drawn_points(matrix, size, 300, chance)
+        target = moved(points, matrix)
+        # What the warp shows at the pixel of the target point, against the column and row there.
+        col, row = np.floor(target).astype(int).T
+        seen = warped(gradient, matrix)[row, col, :2]
+        middles = moved(np.column_stack([col, row]) + 0.5, np.linalg.inv(matrix))
+
+        assert visible(target, size).all()
+        assert np.abs(seen + 0.5 - middles).max() < 1.6
+        # A shift by half a pixel would be half a level.
+        assert np.abs((seen + 0.5 - middles).mean(0)).max() < 0.1
+
+
+@pytest.mark.parametrize("kind", ["homography", "crop"])
+def test_a_warp_shows_a_part_of_the_square_and_nothing_else(kind):
+    for number in range(40):
+        matrix = drawn_warp(kind, 100, 0.33, generator_of(number, "a"))
+        corners = moved(100 * SQUARE, np.linalg.inv(matrix) / np.linalg.inv(matrix)[2, 2])
+
+        assert (corners > -1e-3).all()
+        assert (corners < 100 + 1e-3).all()
+        inwards = np.minimum(corners, 100 - corners)
+        assert (inwards < (33 if kind == "homography" else 66) + 1e-3).all()
+
+
+def test_an_image_has_its_own_warp_whatever_comes_before_it():
+    image = np.random.default_rng(1).integers(0, 255, (40, 50, 3), dtype=np.uint8)
+
+    pairs = [
+        warped_pair(Sample(name, image), 32, seed, warp="homography", strength=0.25, num_points=20)
+        for name, seed in (("a", 0), ("a", 0), ("b", 0), ("a", 1))
+    ]
+
+    same, *others = (np.array_equal(pairs[0].truth, pair.truth) for pair in pairs[1:])
+    assert same
+    assert not any(others)
 
 
 def test_a_point_between_patches_is_their_mixture():
@@ -48,8 +122,7 @@ def test_a_point_between_patches_is_their_mixture():
 
     found = similarities(source, target, points)[0, :, 0]
 
-    # Beyond the middle of the outermost patch its own, not a part of it.
-    assert at_points(source, points)[0, 0].tolist() == [1.0, 0.0]
+    # Beyond the middle of the outermost patch its own, not a part of it: the first point.
     # A quarter of the way from the middle of the view: 1/4 of one and 3/4 of the other.
     mixed = np.array([0.25, 1 / math.sqrt(2), 0.75]) / math.hypot(0.25, 0.75)
     half = math.sqrt(0.5)
@@ -77,18 +150,6 @@ def test_the_soft_place_is_that_of_insid3_and_half_a_patch(sigma):
     assert found[0].numpy() == pytest.approx(wanted, abs=1e-5)
 
 
-def test_lengths_of_features_change_nothing():
-    generator = torch.Generator().manual_seed(0)
-    source, target = (torch.randn(2, 4, 5, 7, generator=generator) for _ in range(2))
-    points = torch.rand(2, 9, 2, generator=generator)
-    lengths = 0.1 + 10 * torch.rand(2, 4, 5, 1, generator=generator)
-
-    one = similarities(source, target, points)
-    other = similarities(3.7 * source, lengths * target, points)
-
-    assert other.numpy() == pytest.approx(one.numpy(), abs=1e-5)
-
-
 def test_matches_are_those_of_a_plain_loop_in_float64():
     chance = np.random.default_rng(0)
     source, target = chance.standard_normal((2, 4, 5, 6))
@@ -102,6 +163,7 @@ def test_matches_are_those_of_a_plain_loop_in_float64():
         )
     )
 
+    # Neither looks at the lengths of features.
     for point, place in zip(points, found[0].numpy(), strict=True):
         # Distance to the middles in patches, at most one patch away, none beyond the rim.
         at = np.clip(point * (5, 4) - 0.5, 0, (4, 3))
@@ -139,12 +201,6 @@ def test_features_that_tell_the_position_find_every_point():
         assert pair.errors(found[0].double().numpy()).max() < 1.25 * math.sqrt(0.5) / grid
 
 
-def test_patches_that_are_all_alike_are_known():
-    same = torch.randn(1, 1, 1, 5).expand(1, 3, 4, 5) * torch.linspace(1, 2, 12).view(1, 3, 4, 1)
-
-    assert constant(torch.cat([same, torch.randn(1, 3, 4, 5)])).tolist() == [True, False]
-
-
 def view_pair(truth: Sequence[Sequence[float]], **changed: Any) -> ViewPair:
     view = torch.zeros(3, 8, 8, dtype=torch.uint8)
     told = {"units": (100.0, 100.0), "reference": 50.0, **changed}
@@ -152,38 +208,19 @@ def view_pair(truth: Sequence[Sequence[float]], **changed: Any) -> ViewPair:
     return ViewPair("pair", ("a", "b"), (view, view), places, places, **told)
 
 
-def test_one_of_two_points_lies_within_a_tenth_of_the_box():
+def test_points_are_right_within_a_share_of_the_reference_in_pixels_of_the_second_image():
     pair = view_pair([[0.2, 0.2], [0.5, 0.5]])
-
-    errors = pair.errors(np.array([[0.24, 0.2], [0.5, 0.44]]))
+    found = np.array([[0.24, 0.2], [0.5, 0.44]])
 
     # 4 and 6 pixels of a box of 50.
-    assert errors == pytest.approx([0.08, 0.12])
-    right = pair.right(np.array([[0.24, 0.2], [0.5, 0.44]]), [0.05, 0.1, 0.15])
-    assert right.mean(1).tolist() == [0.0, 0.5, 1.0]
-
-
-def test_a_place_at_that_very_distance_is_right():
-    pair = view_pair([[0.5, 0.5]], units=(8.0, 8.0), reference=8.0)
-
-    # Numbers without rounding.
-    right = pair.right(np.array([[0.75, 0.5]]), [0.25, 0.24])
-
-    assert right.tolist() == [[True], [False]]
-
-
-def test_errors_are_told_in_pixels_of_the_second_image():
-    pair = view_pair([[0.5, 0.5]], units=(200.0, 100.0), reference=50.0)
-
-    errors = [float(pair.errors(np.array([place]))[0]) for place in ([0.6, 0.5], [0.5, 0.6])]
-
-    assert errors == pytest.approx([0.4, 0.2])
-
-
-def test_the_patch_of_a_point_is_the_one_it_lies_in():
-    points = np.array([[0.0, 0.0], [0.49, 0.26], [1.0, 1.0]])
-
-    assert own_cells(points, (4, 2)).tolist() == [[0.25, 0.125], [0.25, 0.375], [0.75, 0.875]]
+    assert pair.errors(found) == pytest.approx([0.08, 0.12])
+    assert pair.right(found, [0.05, 0.1, 0.15]).mean(1).tolist() == [0.0, 0.5, 1.0]
+    # Of an image that is twice as wide as high.
+    wide = view_pair([[0.5, 0.5], [0.5, 0.5]], units=(200.0, 100.0))
+    assert wide.errors(np.array([[0.6, 0.5], [0.5, 0.6]])) == pytest.approx([0.4, 0.2])
+    # One at that very distance is right, in numbers without rounding.
+    even = view_pair([[0.5, 0.5]], units=(8.0, 8.0), reference=8.0)
+    assert even.right(np.array([[0.75, 0.5]]), [0.25, 0.24]).tolist() == [[True], [False]]
 
 
 def test_pairs_of_a_category_and_of_an_image_follow_each_other():
