@@ -29,7 +29,7 @@ from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 from ssl_bench.system.files import open_regular, write_atomically
 from ssl_bench.system.memory import pass_on_memory
-from ssl_bench.system.naming import encoder_name, image_name
+from ssl_bench.system.naming import encoder_name, file_name, image_name
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.transfers import fetched
 
@@ -145,7 +145,13 @@ class PCA(Probe):
 
     @property
     def kind(self) -> str:
-        """Name of the folder of the pictures."""
+        """Name of the folder of the pictures, with what their colours are aligned with."""
+        if self.align_to is None:
+            return self._own_kind
+        return f"{self._own_kind}-as-{file_name('-'.join(Path(self.align_to).parts[-2:]))}"
+
+    @property
+    def _own_kind(self) -> str:
         more = [self.scored_facet] if self.scored_facet != "token" else []
         more += ["foreground"] if self.background != "keep" else []
         more += [f"{self.image_size}px"] if self.own_size not in (None, self.image_size) else []
@@ -161,7 +167,9 @@ class PCA(Probe):
         samples = [images[number] for number in drawn]
         given = None
         if self.align_to is not None:
-            given = load_reference(reference_folder(self.align_to, context.artifacts, self.kind))
+            given = load_reference(
+                reference_folder(self.align_to, context.artifacts, self._own_kind)
+            )
             context.say(f"pca: colours aligned with {given[0]}")
         # The last block of the kind of the asked ones, so that colours hang on no other command.
         encoder = context.encoder

@@ -310,7 +310,6 @@ def _is_of(key: Any, record: Record) -> bool:
     return (
         isinstance(key, dict)
         and key.get("encoder") == record.encoder_id
-        and key.get("dataset_fingerprint") == record.dataset_fingerprint
         and key.get("settings") == settings
         and key.get("dtype") == f"torch.{record.settings.get('dtype')}"
         and key.get("version") == record.version

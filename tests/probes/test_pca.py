@@ -102,16 +102,17 @@ def test_colours_are_taken_over_from_another_checkpoint(photographs, tmp_path):
     (here,), (there,) = pictures.glob("tiny-*/batch"), pictures.glob("other-*/batch")
     _, wanted = load_reference(here)
 
-    def distance():
-        _, maps = load_reference(there)
+    def distance(folder):
+        _, maps = load_reference(folder)
         return sum(float((maps[image] - m).square().sum()) for image, m in wanted.items())
 
-    alone = distance()
     before = tile(there / "blocks-0-2.png")
     probe(photographs, store, said, protocol="batch", encoder=other, align_to="tiny")
 
-    assert distance() < 0.7 * alone
-    assert (tile(there / "blocks-0-2.png") != before).any()
+    turned = there.with_name("batch-as-tiny")
+    assert distance(turned) < 0.7 * distance(there)
+    assert (tile(turned / "blocks-0-2.png") != before).any()
+    assert (tile(there / "blocks-0-2.png") == before).all()
     assert any("colours aligned with tiny" in line for line in said)
 
 

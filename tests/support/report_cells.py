@@ -101,7 +101,7 @@ def plain(**changes) -> Record:
 
 
 def discovery_log(settings, dtype="torch.float32", version=RECORD.version, **outcomes) -> str:
-    key = {"encoder": known_as("a"), "dataset_fingerprint": "b" * 64, "settings": settings}
+    key = {"encoder": known_as("a"), "settings": settings}
     key |= {"dtype": dtype, "version": version}
     lines = [{"key": key, "format": 2}]
     for image, (hit, degenerate, boxes) in outcomes.items():
