@@ -29,6 +29,11 @@ class Download:
     size: int
     into: str = ""
 
+    @property
+    def is_archive(self) -> bool:
+        """Whether it is unpacked; any other file is left as it is."""
+        return self.name.lower().endswith((".tar", ".zip"))
+
 
 @dataclass(frozen=True)
 class Source:

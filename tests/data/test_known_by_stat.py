@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.read_options import ReadOptions, dataset_read_as, read_as
+from ssl_bench.data.files.fingerprints import ReadOptions, dataset_read_as, read_as
 from ssl_bench.data.files.readable import RemainingImages
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int64, UInt8
 from PIL import Image
 
-from ssl_bench.composition.fields import Place, Seed, Within, check_fields
+from ssl_bench.composition.fields import Place, Seed, Within
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.labels import voc_colours
@@ -244,7 +244,7 @@ def _touches_edge(seen: Bool[np.ndarray, "height width"]) -> bool:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Drawn(Layout):
     """Scenes that are drawn when they are first asked for.
 
     Attributes:
@@ -258,9 +258,6 @@ class Drawn:
     num_val: _NumScenes = 60
     seed: Seed = 0
     cache: Place = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "dataset")
 
     def kept(self, kind: str, write: Callable[[Path], None]) -> Path:
         """The folder of the cache that `write` fills where there is none yet.
@@ -364,7 +361,7 @@ def _append(parent: ElementTree.Element, **texts: object) -> None:
 
 
 @dataclass(frozen=True)
-class ToyObjects(Drawn, Layout):
+class ToyObjects(Drawn):
     """Each object of the toy scenes in its box, in a folder for its class."""
 
     name = "toy_objects"
