@@ -141,8 +141,10 @@ def test_corruptions_are_asked_for_by_name_and_severity(text, found):
     assert others == ["probe.tau=1", "seed=2"]
 
 
-def test_without_the_key_images_stay_as_they_are():
+def test_without_the_key_images_stay_as_they_are_and_two_keys_are_refused():
     assert asked_corruptions(["seed=2"]) == ([[]], ["seed=2"])
+    with pytest.raises(ConfigurationError, match="corrupt=snow:1,fog:2"):
+        asked_corruptions(["corrupt=snow:1", "corrupt=fog:2"])
 
 
 @pytest.mark.parametrize(
@@ -166,8 +168,3 @@ def test_what_is_no_corruption_is_refused_with_what_is(text, why):
 
     assert why in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_two_keys_are_refused_with_the_one_that_says_both():
-    with pytest.raises(ConfigurationError, match="corrupt=snow:1,fog:2"):
-        asked_corruptions(["corrupt=snow:1", "corrupt=fog:2"])

@@ -13,7 +13,6 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files import digests
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import DataError
-from tests.core.test_progress import on_a_terminal
 from tests.support.faults import encoder_file, exit_code, fork, photo_folder, pretraining, probing
 from tests.support.repainting import repaint, settle
 
@@ -169,29 +168,6 @@ def test_fault_54_an_interrupt_keeps_what_was_read(
     assert 60 <= kept < 180
 
 
-def test_fault_54_what_threads_are_reading_when_nobody_asks_any_more_is_kept(
-    tmp_path, cache, monkeypatch, files_read
-):
-    root = photo_folder(tmp_path / "many", 40)
-    settle()
-    whole = digests._read
-
-    def slow(part: digests.Part) -> bytes:
-        digest = whole(part)
-        time.sleep(0.1)
-        return digest
-
-    monkeypatch.setattr(digests, "_read", slow)
-    parts = [digests.Part(path) for path in sorted(root.iterdir())]
-    found = digests.identities(parts, digests.Reading("many", root, len(parts)), "content")
-    next(found)
-
-    found.close()
-
-    (path,) = cache.iterdir()
-    assert 2 <= len(digests._kept_in(path)) == len(files_read) < 40
-
-
 def test_a_sweep_reads_each_file_once_whatever_is_planned(place, files_read, capsys):
     (place / "cache").write_text("in the way")
     encoder_file(place / "other.safetensors", seed=1)
@@ -204,14 +180,6 @@ def test_a_sweep_reads_each_file_once_whatever_is_planned(place, files_read, cap
 
     # For what they hold and for how they are turned.
     assert sorted(files_read) == [f"{n}.jpg" for n in (0, 0, 1, 1, 2, 2, 3, 3)]
-
-
-def test_a_terminal_shows_how_far_the_reading_is(tmp_path):
-    root = photo_folder(tmp_path / "photos")
-
-    shown = on_a_terminal(lambda: ImageFolder(root).images().fingerprint())
-
-    assert "sha256 of folder all: " in shown
 
 
 def test_fault_54_a_file_that_is_being_written_is_refused(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssl_bench.data.labels import LabelMap
+from ssl_bench.data.labels import LabelMap, voc_colours
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.errors import DataError
 
@@ -42,3 +42,8 @@ def test_an_unknown_number_is_named_with_its_file(stored, value):
 
     expected = f"mask.png holds label {value}, expected 0-2, 5, 255; look again"
     assert str(caught.value) == expected
+
+
+def test_the_palette_is_that_of_voc():
+    # As published: aeroplane, tvmonitor, and the rim.
+    assert voc_colours()[[1, 20, 255]].tolist() == [[128, 0, 0], [0, 64, 128], [224, 224, 192]]
