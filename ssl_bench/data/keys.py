@@ -12,12 +12,11 @@ from ssl_bench.data.files.fingerprints import FingerprintKind
 
 DType = Literal["float32", "float16", "bfloat16"]
 """As torch names them."""
-Limit = Count | None
 SHARED: Mapping[str, Any] = {
     "data.root": Place,
     "data.fingerprint": FingerprintKind,
     "data.bits": Bits,
-    "data.limit": Limit,
+    "data.limit": Count | None,
     "data.allow_overlap": bool,
     CORRUPT: str | None,
     "seed": Seed,

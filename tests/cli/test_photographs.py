@@ -16,7 +16,6 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.models.loading.addresses import expand
-from ssl_bench.system import progress
 from tests.support.faults import (
     encoder_file,
     fails,
@@ -236,24 +235,6 @@ def test_a_check_of_ones_own_photographs_says_what_a_probe_takes(place, capsys):
     assert main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told == {"dataset": "folder", "images": 3, "left_out": ["1.jpg"]}
-
-
-def test_time_left_is_that_of_the_usual_image(monkeypatch):
-    now, said = [0.0], []
-    monkeypatch.setattr(progress, "say", said.append)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    durations = [30.0, *[2.0] * 20]
-    batches = [*[20.0, 0.0, 0.0, 0.0] * 5]
-    for total, these in ((100, durations), (40, batches)):
-        for number, _ in enumerate(progress.show_progress(range(total), "images", total)):
-            if number == len(these):
-                break
-            now[0] += these[number]
-
-    assert said[0] == "images: 1 of 100 in 30 s"
-    assert said[1] == "images: 16 of 100, about 3 min left"
-    assert "images: 5 of 40, about 3 min left" in said
 
 
 def test_maps_of_two_sizes_lie_side_by_side(place):

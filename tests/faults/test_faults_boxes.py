@@ -9,17 +9,10 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.coco20k import Coco20k
 from ssl_bench.data.layouts.voc import Voc
-from tests.support.faults import OBJECT, encoder_file, fails, picture, probing, records, voc
+from tests.support.faults import OBJECT, fails, picture, probing, records, voc
 from tests.support.spair import PAIRS, spair, write_annotation
 
 STEM = "COCO_train2014_000000000001"
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors")
-    return tmp_path
 
 
 def boxed(place: Path, *corners: object, more: str = "") -> Path:

@@ -16,11 +16,9 @@ from ssl_bench.data.layouts.voc import Voc
 from tests.support.faults import (
     TRAIN,
     class_folders,
-    encoder_file,
     fails,
     mask,
     peak_memory_mib,
-    photo_folder,
     picture,
     probing,
     records,
@@ -28,14 +26,6 @@ from tests.support.faults import (
     spoil,
     voc,
 )
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors")
-    return tmp_path
-
 
 SPOILT = {
     "empty": "is empty",
@@ -48,7 +38,7 @@ SPOILT = {
 
 def stops_or_skips(capsys, place: Path, how: str) -> None:
     """A spoilt photograph is named and stops the run, or is left out and counted."""
-    photos = photo_folder(place / "photos")
+    photos = place / "photos"
     spoil(photos / "1.jpg", how)
 
     stopping = probing("pca", "folder", photos, "--on-bad-image", "fail")
@@ -104,7 +94,7 @@ def test_fault_01_every_probe_leaves_out_what_cannot_be_read_in_any_split(place,
 
 
 def test_fault_02_numbers_with_and_without_skipped_images_never_share_a_table(place, capsys):
-    photos = photo_folder(place / "photos")
+    photos = place / "photos"
     assert main(probing("pca", "folder", photos)) == 0
     spoil(photos / "1.jpg", "half")
     assert main(probing("pca", "folder", photos, "--on-bad-image", "skip")) == 0
@@ -119,7 +109,7 @@ def test_fault_02_numbers_with_and_without_skipped_images_never_share_a_table(pl
 
 
 def test_fault_03_where_no_image_can_be_read_there_is_no_number(place, capsys):
-    photos = photo_folder(place / "photos")
+    photos = place / "photos"
     skipping = probing("pca", "folder", photos, "--on-bad-image", "skip")
     spoil(photos / "1.jpg", "html")
     assert main(skipping) == 0
@@ -157,7 +147,7 @@ def test_fault_04_flipped_bytes_of_an_image_are_found_by_its_sha256(place, capsy
 
 
 def test_fault_04_missing_and_new_files_are_told_apart_and_a_broken_list_is_refused(place, capsys):
-    photos = photo_folder(place / "photos")
+    photos = place / "photos"
     verify = ["data", "verify", str(photos), "--manifest", "lists/photos"]
     picture(9).save(photos / "back\\slash\n.png")
     assert main(verify) == 0
@@ -190,7 +180,7 @@ def bomb(side: int) -> bytes:
 
 @pytest.mark.parametrize("side", [10_000, 30_000])
 def test_fault_05_a_decompression_bomb_is_refused_in_little_memory(place, capsys, side):
-    photos = photo_folder(place / "photos", 2)
+    photos = place / "photos"
     assert main(probing("pca", "folder", photos)) == 0
     (photos / "0.png").write_bytes(bomb(side))
 

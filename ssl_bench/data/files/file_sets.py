@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -55,7 +55,9 @@ class Files:
         for image_id in ids:
             folder, _, name = f"{image_id}{self.suffix}".rpartition("/")
             if folder not in listed:
-                listed[folder] = _files_in(self.folder / folder)
+                listed[folder] = frozenset()
+                with suppress(OSError), os.scandir(self.folder / folder) as entries:
+                    listed[folder] = frozenset(entry.name for entry in entries if entry.is_file())
             # Asked for by name too, because some systems find names in other letters.
             if name not in listed[folder] and not self.path(image_id).is_file():
                 lacking.append(name)
@@ -64,15 +66,6 @@ class Files:
     def _is_one(self, name: str) -> bool:
         other = self.other_suffix is not None and name.endswith(self.other_suffix)
         return name.endswith(self.suffix) and not other and not name.startswith(".")
-
-
-def _files_in(folder: Path) -> frozenset[str]:
-    """Names of the files that lie directly in a folder; none where it cannot be listed."""
-    try:
-        with os.scandir(folder) as entries:
-            return frozenset(entry.name for entry in entries if entry.is_file())
-    except OSError:
-        return frozenset()
 
 
 @dataclass(frozen=True)
@@ -247,7 +240,7 @@ class FileImageSet(FileSet):
                 yield from map(Part, self.files(index))
                 if turned:
                     path = self.path(index)
-                    yield Part(path, "orientation", partial(_orientation, path))
+                    yield Part(path, "orientation", partial(file_orientation, path))
 
         def rows(found: Iterator[str]) -> Iterator[tuple[str, ...]]:
             for index, image_id in enumerate(self.ids):
@@ -286,7 +279,3 @@ class FileImageSet(FileSet):
         if self.boxes:
             self.require_files(self.boxes, self.ids, "annotations")
         return self
-
-
-def _orientation(path: Path) -> bytes:
-    return b"%d" % file_orientation(path)

@@ -10,7 +10,7 @@ from typing import Any
 import cv2
 import numpy as np
 import simplejpeg
-from jaxtyping import Integer, UInt8, UInt16
+from jaxtyping import Integer, UInt8
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError, features
 from PIL.TiffImagePlugin import ImageFileDirectory_v2 as Directory
 
@@ -73,19 +73,24 @@ def read_image(
     """
     data = _bytes_of(path)
     pixels = decode_image(data, path, bits)
-    return _turned(pixels, orientation_of(data)) if upright else pixels
+    orientation = _orientation_of(data) if upright else 1
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 0, 2)
+    down = -1 if orientation in (3, 4, 7, 8) else 1
+    right = -1 if orientation in (2, 3, 6, 7) else 1
+    return np.ascontiguousarray(pixels[::down, ::right])
 
 
-def file_orientation(path: Path) -> int:
-    """How the pixels of a file are to be turned, as `orientation_of` says.
+def file_orientation(path: Path) -> bytes:
+    """How the pixels of a file are to be turned, as EXIF's digit.
 
     Raises:
         DataError: it cannot be read.
     """
-    return orientation_of(_bytes_of(path))
+    return b"%d" % _orientation_of(_bytes_of(path))
 
 
-def orientation_of(data: bytes) -> int:
+def _orientation_of(data: bytes) -> int:
     """EXIF's number, 2 to 8, where pixels as they are decoded are not upright; else 1."""
     # A TIFF is decoded upright; of a PNG all pixels would be decoded to look for it.
     if _is_tiff(data) or (data[1:4] == b"PNG" and not any(mark in data for mark in _PNG_EXIF)):
@@ -98,16 +103,6 @@ def orientation_of(data: bytes) -> int:
         pass_on_memory(error)
         return 1
     return found if found in range(2, 9) else 1
-
-
-def _turned(
-    pixels: UInt8[np.ndarray, "height width 3"], orientation: int
-) -> UInt8[np.ndarray, "rows cols 3"]:
-    if orientation in (5, 6, 7, 8):
-        pixels = pixels.transpose(1, 0, 2)
-    down = -1 if orientation in (3, 4, 7, 8) else 1
-    right = -1 if orientation in (2, 3, 6, 7) else 1
-    return np.ascontiguousarray(pixels[::down, ::right])
 
 
 def decode_image(
@@ -317,7 +312,13 @@ def _squeezed_to_eight_bits(
     if image.format == "PPM" and full < _FULL:
         # PIL has spread its values already.
         return image if image.mode in _COLOUR else _divided(np.asarray(image), _FULL)
-    values = _deep_colours(data, name) if image.mode in _COLOUR else np.asarray(image)
+    values = np.asarray(image)
+    if image.mode in _COLOUR:
+        # PIL has the upper eight bits alone.
+        stored = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+        if stored is None or stored.dtype != np.uint16 or stored.ndim < 3:
+            raise DataError(f"{name} has colours of 16 bits in a rare form; save it as PNG")
+        values = stored[..., 2::-1]
     lowest, most = int(values.min()), int(values.max())
     if lowest < 0 or most > _FULL:
         raise DataError(f"{name} holds values outside 0..65535; save it with 8 or 16 bits")
@@ -348,14 +349,6 @@ def _squeezed_to_eight_bits(
 
 def _divided(values: Integer[np.ndarray, "..."], full: int) -> Image.Image:
     return Image.fromarray((values.astype(np.int64) * 255 // full).astype(np.uint8))
-
-
-def _deep_colours(data: bytes, name: str | Path) -> UInt16[np.ndarray, "height width 3"]:
-    """Red, green and blue as they are stored; PIL has the upper eight bits alone."""
-    values = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
-    if values is None or values.dtype != np.uint16 or values.ndim < 3:
-        raise DataError(f"{name} has colours of 16 bits in a rare form; save it as PNG")
-    return values[..., 2::-1]
 
 
 def _full_scale(image: Image.Image, data: bytes) -> int:
