@@ -43,17 +43,8 @@ def test_a_cut_download_is_no_file_and_the_next_call_goes_on(server, path, knows
     assert server.ranges == ["", "bytes=300000-"]
 
 
-def test_a_part_that_was_complete_is_checked_and_named_without_asking(server, path):
-    published = server.publish(CONTENT)
-    path.parent.mkdir(parents=True)
-    part_of(path).write_bytes(CONTENT)
-
-    assert download(published, path).read_bytes() == CONTENT
-    assert server.ranges == []
-
-
 @pytest.mark.parametrize("size", [len(CONTENT), None])
-def test_a_part_that_is_longer_than_the_file_is_given_up(server, path, size):
+def test_a_part_that_is_longer_than_the_file_is_given_up_and_a_whole_one_named(server, path, size):
     published = replace(server.publish(CONTENT), size=size)
     path.parent.mkdir(parents=True)
     part_of(path).write_bytes(CONTENT + b"more")
@@ -62,6 +53,11 @@ def test_a_part_that_is_longer_than_the_file_is_given_up(server, path, size):
         with pytest.raises(MachineError, match="answers 416"):
             download(published, path)
     assert download(published, path).read_bytes() == CONTENT
+    if size is not None:
+        path.rename(part_of(path))
+        asked = len(server.ranges)
+        assert download(published, path).read_bytes() == CONTENT
+        assert len(server.ranges) == asked
 
 
 @pytest.mark.parametrize("part", [b"", b"of another file"])

@@ -81,9 +81,9 @@ class VocBoxes(Boxes):
 def _corners(one: ElementTree.Element, count: int) -> list[float]:
     # `find`, not `iter`: a person's head, hands and feet have boxes of their own below `part`.
     box = one.find("bndbox")
-    if box is None:
-        raise ValueError(f"object {count} has no bndbox")
     try:
+        if box is None:
+            raise ValueError("it has no bndbox")
         x0, y0, x1, y1 = (number(box.findtext(key, "")) for key in ("xmin", "ymin", "xmax", "ymax"))
     except ValueError as error:
         raise ValueError(f"object {count}: {error}") from error
