@@ -81,16 +81,6 @@ def test_a_share_is_taken_of_every_class_and_shares_do_not_meet(tmp_path):
         ClassFolders(tmp_path, val_split="train:50-100%").val()
 
 
-def test_the_fingerprint_tells_other_labels_of_the_same_files(tmp_path):
-    put(tmp_path, "train/a/1.png", "train/b/2.png")
-    images = ClassFolders(tmp_path).train()
-
-    swapped = LabelledImages(images.images, images.class_names, images.labels[::-1])
-
-    assert images.fingerprint() == ClassFolders(tmp_path).train().fingerprint()
-    assert images.fingerprint() != swapped.fingerprint()
-
-
 def test_a_useless_root_is_refused_when_it_is_used(tmp_path):
     put(tmp_path, "train/1.png")
 

@@ -41,8 +41,8 @@ def images(tmp_path: Path) -> FileImageSet:
 def test_a_sample_holds_the_image_and_its_own_mask(images):
     sample = images.checked()[2]
 
-    assert isinstance(images, ImageSet)
     assert [one.image_id for one in islice(images, 9)] == ["a", "b", "c"]
+    assert isinstance(images, ImageSet)
     assert (len(images), sample.image_id, sample.boxes) == (3, "c", None)
     assert sample.image[0, 0].tolist() == [2, 0, 0]
     assert sample.mask is not None

@@ -28,7 +28,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 
 def test_the_toy_dataset_plays_every_role(toy):
-    assert isinstance(toy, Dataset)
     assert [len(s) for s in (toy.train(), toy.val(), toy.discovery(), toy.images())] == [
         *(12, 6, 18, 12)
     ]
@@ -40,6 +39,7 @@ def test_the_toy_dataset_plays_every_role(toy):
     seen = {number for sample in toy.train() for number in np.unique(sample.mask)}
     assert 8 <= len(seen) <= len(CLASS_NAMES) == 9
     assert 0.15 < np.mean([(sample.mask > 0).mean() for sample in toy.train()]) < 0.5
+    assert isinstance(toy, Dataset)
 
 
 def test_boxes_enclose_what_is_seen_of_each_object(toy):

@@ -111,6 +111,8 @@ def test_fault_82_boxes_are_of_the_size_of_their_image(place, capsys, width, cod
             ("<width>40", f"<width>{width}")
             for width in ("1e400", "40.7", "-40", "nan", "true", "")
         ),
+        ("bndbox>", "box>"),
+        ("</annotation>", ""),
         ("annotation>", "html>"),
         ("<annotation>", "<annotation xmlns='http://host/voc'>"),
         *(
