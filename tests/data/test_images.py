@@ -28,7 +28,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cmyk": ("CMYK", {}),
     "progressive cmyk": ("CMYK", {"progressive": True}),
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
+# The last scan of the last kind is of black, which is nowhere: it misses nothing.
+every_kind = pytest.mark.parametrize("kind", list(KINDS)[:-1])
 
 
 def jpeg(kind: str, width: int, height: int) -> bytes:
@@ -62,7 +63,7 @@ def test_what_is_no_file_or_no_image_is_named(tmp_path):
         read_image(tmp_path / "noise.jpg")
 
 
-@every_kind
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(48, 40), (1, 1), (17, 33), (250, 3)])
 def test_jpegs_of_all_kinds_have_the_pixels_that_pil_finds(kind, size):
     content = jpeg(kind, *size)
