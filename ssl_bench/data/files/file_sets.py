@@ -234,6 +234,7 @@ class FileImageSet(FileSet):
     def _known(self) -> Known:
         # Files that are known by their times alone are not opened to look how they are turned.
         turned = self.upright and self.options.fingerprint == "content"
+        in_a_row = len(self.files(0)) if self.ids else 1
 
         def parts() -> Iterator[Part]:
             for index in range(len(self)):
@@ -243,20 +244,19 @@ class FileImageSet(FileSet):
                     yield Part(path, "orientation", partial(file_orientation, path))
 
         def rows(found: Iterator[str]) -> Iterator[tuple[str, ...]]:
-            for index, image_id in enumerate(self.ids):
-                image, *others = islice(found, len(self.files(index)))
+            for image_id in self.ids:
+                image, *others = islice(found, in_a_row)
                 # The file of an image that is turned has another identity.
                 turn = next(found) if turned else _UPRIGHT
                 image = image if turn == _UPRIGHT else f"{image} {turn}"
                 yield image_id, image, *others, self.boxes.meaning(image_id) if self.boxes else ""
 
-        total = sum(len(self.files(index)) + turned for index in range(len(self)))
         identified = identities(
             parts(),
             self.options.fingerprint,
             title=f"{self.name} {self.split}",
             folder=self.images.folder,
-            total=total,
+            total=(in_a_row + turned) * len(self),
         )
         # What the numbers in masks stand for; nothing for pictures alone.
         meaning = [self.masks.meaning(), self.class_names] if self.masks else []
