@@ -63,6 +63,8 @@ def test_a_nearer_object_hides_a_further_one():
         boxes = np.array(scene.boxes)
         assert 1 <= len(boxes) <= 3
         assert min((scene.mask == number).sum() for number in scene.classes) > 200
+        rim = np.concatenate([scene.mask[[0, -1]].ravel(), scene.mask[:, [0, -1]].ravel()])
+        assert scene.truncated == tuple(number in rim for number in scene.classes)
         # Boxes that meet and masks that never do: somebody is in front.
         overlaps += len(boxes) > 1 and bool(
             (np.maximum(boxes[0, :2], boxes[1, :2]) < np.minimum(boxes[0, 2:], boxes[1, 2:])).all()
