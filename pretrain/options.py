@@ -23,8 +23,7 @@ from ssl_bench.composition.fields import (
     Workers,
     check_fields,
 )
-from ssl_bench.data.files.fingerprints import FingerprintKind
-from ssl_bench.data.files.read_options import ReadOptions, read_as
+from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, read_as
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy

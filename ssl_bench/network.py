@@ -172,28 +172,21 @@ def _complete(published: Published, file: BinaryIO) -> None:
             raise NotFetched(f"{published.url} answers with a web page, perhaps to log in")
         if start and response.status != http.HTTPStatus.PARTIAL_CONTENT:
             start = file.truncate(0)
-        _append(published, file, start, response)
-
-
-def _append(
-    published: Published, file: BinaryIO, start: int, response: http.client.HTTPResponse
-) -> None:
-    size = published.size
-    if size is None and response.length is not None:
-        size = start + response.length
-    if size is None:
-        raise NotFetched(f"{published.url} does not say how long it is")
-    name = published.url.rpartition("/")[2]
-    at = start
-    with Bar(
-        desc=name, initial=at, total=size, unit="B", unit_scale=True, disable=None, leave=False
-    ) as bar:
-        for chunk in _chunks(response):
-            at += file.write(chunk)
-            bar.update(len(chunk))
-    file.flush()
-    if at < size:
-        raise NotFetched(f"{published.url} broke off after {at} of {size} bytes")
+        size = published.size
+        if size is None and response.length is not None:
+            size = start + response.length
+        if size is None:
+            raise NotFetched(f"{published.url} does not say how long it is")
+        name, at = published.url.rpartition("/")[2], start
+        with Bar(
+            desc=name, initial=at, total=size, unit="B", unit_scale=True, disable=None, leave=False
+        ) as bar:
+            for chunk in _chunks(response):
+                at += file.write(chunk)
+                bar.update(len(chunk))
+        file.flush()
+        if at < size:
+            raise NotFetched(f"{published.url} broke off after {at} of {size} bytes")
 
 
 def _chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:

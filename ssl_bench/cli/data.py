@@ -3,24 +3,26 @@
 import argparse
 import os
 import random
+import shutil
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ssl_bench.composition.choices import require_choice
+from ssl_bench.data.files.file_sets import first_of
+from ssl_bench.data.files.fingerprints import ReadOptions, dataset_read_as
 from ssl_bench.data.files.manifests import MANIFEST, check_manifest, write_manifest
-from ssl_bench.data.files.read_options import ReadOptions, dataset_read_as
 from ssl_bench.data.files.readable import Looked, ReadableDataset
-from ssl_bench.data.files.unpacking import UNPACKED, require_space, unpack
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.layouts.coco_stuff import read_classes
 from ssl_bench.data.layouts.voc import CLASS_NAMES
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.sources import SOURCES, Download, Source
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import ConfigurationError, DataError, MachineError
 from ssl_bench.network import download, part_of
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.system.files import lock_when_free, write_text_atomically
@@ -58,11 +60,16 @@ def _list(options: argparse.Namespace) -> int:
         source = _source(options.target)
         row = _as_json(source)
         print(json_text(row) if options.json else "\n".join(_about(row, source)))
-    elif options.json:
+        return 0
+    if options.json:
         print(json_text([_as_json(source) for source in SOURCES.values()]))
-    else:
-        print("\n".join(_line(source) for source in SOURCES.values()))
-        print("`ssl-bench data list NAME` shows one with its tree, files and classes")
+        return 0
+    for source in SOURCES.values():
+        size = size_in_words(source.size) if source.downloads else "-"
+        way = f"download {source.name}" if source.downloads else "by hand"
+        way = "made at first use" if source.is_generated else way
+        print(f"{source.name:<15} {size:>8}  {way:<20} {source.title}; {source.licence}")
+    print("`ssl-bench data list NAME` shows one with its tree, files and classes")
     return 0
 
 
@@ -70,13 +77,6 @@ def _source(name: str | None) -> Source:
     if name is None:
         raise ConfigurationError(f"name a dataset: {', '.join(SOURCES)}")
     return SOURCES[require_choice("dataset", name, list(SOURCES))]
-
-
-def _line(source: Source) -> str:
-    size = size_in_words(source.size) if source.downloads else "-"
-    way = f"download {source.name}" if source.downloads else "by hand"
-    way = "made at first use" if source.is_generated else way
-    return f"{source.name:<15} {size:>8}  {way:<20} {source.title}; {source.licence}"
 
 
 def _as_json(source: Source) -> dict[str, Any]:
@@ -90,6 +90,11 @@ def _as_json(source: Source) -> dict[str, Any]:
 
 def _about(told: dict[str, Any], source: Source) -> list[str]:
     names = ", ".join(told["class_names"]) or "named in the download"
+    files = []
+    for one in source.downloads:
+        published = one.published
+        digest = f"{published.algorithm} {published.digest}" if published.digest else "no digest"
+        files.append(f"{published.url} ({size_in_words(one.size)}, {digest}) into DIR/{one.into}")
     rows = [
         ("title", source.title),
         ("homepage", source.homepage),
@@ -97,17 +102,11 @@ def _about(told: dict[str, Any], source: Source) -> list[str]:
         ("roles", ", ".join(told["roles"])),
         *(("expected", line) for line in source.tree),
         *((role, f"{count:,} images") for role, count in source.counts.items()),
-        *(("file", _file_line(one)) for one in source.downloads),
+        *(("file", line) for line in files),
         *([("by hand", source.by_hand)] if source.by_hand else []),
         *([("classes", f"{source.num_classes}: {names}")] if source.num_classes else []),
     ]
     return [source.name, *(f"  {label:<10} {text}" for label, text in rows)]
-
-
-def _file_line(one: Download) -> str:
-    published = one.published
-    digest = f"{published.algorithm} {published.digest}" if published.digest else "no digest"
-    return f"{published.url} ({size_in_words(one.size)}, {digest}) into DIR/{one.into}"
 
 
 def _class_names(source: Source, dataset: Any) -> Sequence[str]:
@@ -155,11 +154,7 @@ def _download(options: argparse.Namespace) -> int:
 
 
 def _target(one: Download, root: Path) -> Path:
-    return (root if _is_archive(one) else root / one.into) / one.name
-
-
-def _is_archive(one: Download) -> bool:
-    return one.name.lower().endswith(UNPACKED)
+    return (root if one.is_archive else root / one.into) / one.name
 
 
 def _fetch(one: Download, root: Path) -> None:
@@ -170,28 +165,72 @@ def _fetch(one: Download, root: Path) -> None:
         if not (zipfile.is_zipfile(found) or tarfile.is_tarfile(found)):
             raise DataError(f"{found} is no whole zip or tar")
 
-    check = require_archive if _is_archive(one) else None
+    check = require_archive if one.is_archive else None
     with download(one.published, target, check).open("rb") as file:
         # Another process may unpack it.
         lock_when_free(file.fileno())
         if _is_done(one, root):
             return
-        if _is_archive(one):
+        if one.is_archive:
             unpack(target, root / one.into)
             # Before the mark: it must not survive a loss of power that the files do not.
             if hasattr(os, "sync"):
                 os.sync()
-        write_text_atomically(_mark(root, one), _DONE.format(one.published))
+        # A file that says which download is in its place.
+        write_text_atomically(root / _MARKS / one.name, _DONE.format(one.published))
 
 
 def _is_done(one: Download, root: Path) -> bool:
-    mark = _mark(root, one)
+    mark = root / _MARKS / one.name
     return mark.is_file() and mark.read_text(errors="replace") == _DONE.format(one.published)
 
 
-def _mark(root: Path, one: Download) -> Path:
-    """A file that says which download is in its place."""
-    return root / _MARKS / one.name
+def unpack(archive: Path, folder: Path) -> None:
+    """Write the files of a tar or zip archive below a folder; files that are there are replaced.
+
+    Raises:
+        DataError: it is damaged, or holds what leads out of the folder.
+        MachineError: the disk is too small or cannot be written.
+    """
+    title = f"unpacking {archive.name}"
+    try:
+        if archive.suffix.lower() == ".zip":
+            with zipfile.ZipFile(archive) as zipped:
+                names = zipped.namelist()
+                require_space(sum(one.file_size for one in zipped.infolist()), folder)
+                zipped.extractall(folder, show_progress(names, title, len(names)))
+        else:
+            with tarfile.open(archive) as tarred:
+                members = tarred.getmembers()
+                require_space(sum(one.size for one in members), folder)
+                shown = show_progress(members, title, len(members))
+                tarred.extractall(folder, shown, filter="data")
+    except (EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"{archive} is damaged ({error}); delete it and type the command again"
+        ) from error
+    except MachineError:
+        raise
+    except OSError as error:
+        raise MachineError(
+            f"cannot unpack {archive}: {error.strerror or error}; free space or choose another "
+            "--data-root"
+        ) from error
+
+
+def require_space(size: int, folder: Path) -> None:
+    """Find out before hours of work whether so many bytes fit below a folder.
+
+    Raises:
+        MachineError: they do not.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    if size > free:
+        raise MachineError(
+            f"{folder} needs {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; free space or "
+            "choose another --data-root"
+        )
 
 
 def _root(options: argparse.Namespace) -> Path:
@@ -224,7 +263,16 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.json:
         print(json_text({"dataset": source.name, "splits": states}))
     else:
-        print(printable_lines(line for state in states for line in _state_lines(state)))
+        for state in states:
+            counted = state["published"]
+            expected = f" of {counted:,} published" if counted is not None else ""
+            problems = [f"  {one_line(problem)}" for problem in state["problems"]]
+            verdict = f"{len(problems)} problem(s)" if problems else "ok"
+            first = (
+                f"{state['role']:<10} {state['images']:,} images{expected}, {state['read']} read "
+                f"as a sample: {verdict}"
+            )
+            print(printable_lines([first, *problems]))
         names = _class_names(source, plain)
         if source.name == "ade20k" and root is not None:
             inside = Path(root) / "ADEChallengeData2016"
@@ -233,11 +281,14 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(printable(f"classes    {len(names)}: {', '.join(names)}"))
         elif "classification" in dataset.supports and not any(s["problems"] for s in states):
             found = dataset.train().class_names
-            print(printable(f"classes    {len(found)}: {_some(found)}"))
+            print(printable(f"classes    {len(found)}: {first_of(found)}"))
     broken = [state for state in states if state["problems"]]
     if broken:
         count = sum(len(state["problems"]) for state in broken)
         first = f"first {broken[0]['role']}: {broken[0]['problems'][0]}"
+        remedy = source.by_hand
+        if source.downloads:
+            remedy = f"`ssl-bench data download {source.name} --data-root DIR` fetches it"
         fewer = all(
             0 < one["images"] < (one["published"] or 0) and len(one["problems"]) == 1
             for one in broken
@@ -245,14 +296,14 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if fewer:
             raise DataError(
                 f"{source.name} in {root} is a part of what is published, {first}; --subset checks "
-                f"a part as it is; {_remedy(source)}"
+                f"a part as it is; {remedy}"
             )
         if not source.counts or source.is_generated:
             many = "fault" if count == 1 else "faults"
             raise DataError(f"{source.name} in {root} has {count} {many}, {first}")
         raise DataError(
             f"{source.name} in {root} is not as published, {count} in all, {first}; `ssl-bench "
-            f"data list {source.name}` shows what belongs there; {_remedy(source)}"
+            f"data list {source.name}` shows what belongs there; {remedy}"
         )
     return 0
 
@@ -285,23 +336,6 @@ def _checked(dataset: Dataset, role: str, published: int | None) -> dict[str, An
     return {**told, "problems": problems}
 
 
-def _remedy(source: Source) -> str:
-    if source.downloads:
-        return f"`ssl-bench data download {source.name} --data-root DIR` fetches it"
-    return source.by_hand
-
-
-def _state_lines(state: Mapping[str, Any]) -> list[str]:
-    published, problems = state["published"], state["problems"]
-    expected = f" of {published:,} published" if published is not None else ""
-    verdict = f"{len(problems)} problem(s)" if problems else "ok"
-    first = (
-        f"{state['role']:<10} {state['images']:,} images{expected}, {state['read']} read as a "
-        f"sample: {verdict}"
-    )
-    return [first, *(f"  {one_line(problem)}" for problem in problems)]
-
-
 def _verify(options: argparse.Namespace) -> int:
     """Compare the files below a folder with the list of their sha256, or write that list."""
     if options.target is None:
@@ -319,16 +353,12 @@ def _verify(options: argparse.Namespace) -> int:
         print(json_text({"manifest": str(manifest), **asdict(found)}))
     for what, names in (("new, not in the list", found.added), ("missing", found.missing)):
         if names:
-            say(f"{len(names)} {what}: {_some(names)}")
+            say(f"{len(names)} {what}: {first_of(names)}")
     if found.is_damage:
         raise DataError(
             f"{len(found.changed)} files below {root} differ from {manifest} and "
-            f"{len(found.missing)} are missing: {_some([*found.changed, *found.missing])}; fetch "
-            "them again, or --update the list if that is on purpose"
+            f"{len(found.missing)} are missing: {first_of([*found.changed, *found.missing])}; "
+            "fetch them again, or --update the list if that is on purpose"
         )
     say(f"all files below {root} are as {manifest} lists them")
     return 0
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

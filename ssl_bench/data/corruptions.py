@@ -3,8 +3,7 @@
 Of a corrupted dataset the scored images are corrupted; what is fitted sees them as they are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -95,23 +94,16 @@ def corrupted(image: Pixels, corruption: Corruption, image_id: str) -> Pixels:
     text = f"{corruption}\n{image_id}".encode(errors="surrogateescape")
     seed = int.from_bytes(sha256(text).digest()[:4], "big")
     seeded = {"seed": seed} if corruption.name in _SEEDED else {}
-    with _drawing_from(seed):
-        found = corruption_dict[corruption.name](
-            Image.fromarray(image), corruption.severity, **seeded
-        )
-    return np.array(found).astype(np.uint8)
-
-
-@contextmanager
-def _drawing_from(seed: int) -> Iterator[None]:
-    """Let NumPy's global generator begin at a seed, for one thread at a time, and go on after."""
+    corrupt = corruption_dict[corruption.name]
+    # NumPy's global generator begins at the seed, for one thread at a time, and goes on after.
     with _GLOBAL_GENERATOR:
         before = np.random.get_state()
         np.random.seed(seed)
         try:
-            yield
+            found = corrupt(Image.fromarray(image), corruption.severity, **seeded)
         finally:
             np.random.set_state(before)
+    return np.array(found).astype(np.uint8)
 
 
 def asked_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
@@ -121,7 +113,8 @@ def asked_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
         ConfigurationError: there is no such corruption or severity, or the key comes twice.
         MachineError: imagecorruptions is not installed.
     """
-    asked = [text.partition("=")[2] for text in overrides if _is_key(text)]
+    keys = [text.partition("=") for text in overrides]
+    asked = [value for key, _, value in keys if key == KEY]
     if len(asked) > 1:
         raise ConfigurationError(
             f"corrupt= comes {len(asked)} times; several corruptions in one: "
@@ -135,12 +128,8 @@ def asked_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
             "corrupt= needs the package imagecorruptions-imaug, which is not installed; "
             "pip install 'ssl-bench[corruptions]'"
         )
-    others = [text for text in overrides if not _is_key(text)]
+    others = ["".join(parts) for parts in keys if parts[0] != KEY]
     return [[f"{KEY}={one}"] if one else [] for one in found] or [[]], others
-
-
-def _is_key(override: str) -> bool:
-    return override.partition("=")[0] == KEY
 
 
 def _of_part(text: str) -> list[Corruption]:
@@ -151,7 +140,13 @@ def _of_part(text: str) -> list[Corruption]:
             f"corrupt expects NAME:SEVERITY such as snow:3 or snow:1-5, several with commas, or "
             f"clean; got {shown(text)}"
         )
-    ends = [_number(name, number) for number in numbers.split("-", 1)]
+    ends = []
+    for number in numbers.split("-", 1):
+        if not (number.isascii() and number.isdigit() and len(number) < 4):
+            raise ConfigurationError(
+                f"corrupt={shown(name)} expects a severity in 1 to 5, got {shown(number)}"
+            )
+        ends.append(int(number))
     names = NAMES if name == _ALL else (name,)
     # The ends first, for what lies between them is legal where they are.
     for end in ends:
@@ -159,14 +154,6 @@ def _of_part(text: str) -> list[Corruption]:
     if ends[0] > ends[-1]:
         raise ConfigurationError(f"corrupt expects the lower severity first, got {shown(text)}")
     return [Corruption(one, n) for one in names for n in range(ends[0], ends[-1] + 1)]
-
-
-def _number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 4):
-        raise ConfigurationError(
-            f"corrupt={shown(name)} expects a severity in 1 to 5, got {shown(text)}"
-        )
-    return int(text)
 
 
 @dataclass(frozen=True)

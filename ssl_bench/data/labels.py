@@ -1,6 +1,6 @@
 """From the numbers that a mask stores to classes."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -49,15 +49,10 @@ class LabelMap:
         return table
 
     def _stranger(self, value: int, path: Path) -> DataError:
-        return DataError(
-            f"{path} holds label {value}, expected {_as_ranges(self.classes)}; {self.hint}"
-        )
-
-
-def _as_ranges(numbers: Collection[int]) -> str:
-    ordered = enumerate(sorted(numbers))
-    runs = [[n for _, n in run] for _, run in groupby(ordered, key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        ordered = enumerate(sorted(self.classes))
+        runs = [[n for _, n in run] for _, run in groupby(ordered, key=lambda one: one[1] - one[0])]
+        known = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        return DataError(f"{path} holds label {value}, expected {known}; {self.hint}")
 
 
 def voc_colours() -> UInt8[np.ndarray, "256 3"]:

@@ -72,11 +72,7 @@ def cache_folder(configured: str | Path | None) -> Path:
     if configured is not None:
         return expanded(configured)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else _home() / ".cache") / "ssl-bench"
-
-
-def _home() -> Path:
     try:
-        return Path.home()
+        return (base if base.is_absolute() else Path.home() / ".cache") / "ssl-bench"
     except RuntimeError as error:
         raise MachineError(f"no folder for a cache ({error}); set XDG_CACHE_HOME=DIR") from error

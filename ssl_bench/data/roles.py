@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 
@@ -23,10 +24,17 @@ OFFERED = {
 
 
 class Layout:
-    """A dataset on disk: asked for a role that it does not have it says who has it."""
+    """A dataset on disk: asked for a role that it does not have it says who has it.
+
+    Of a dataclass every field is held to its type.
+    """
 
     # A text, of some a property.
     name: Any
+
+    def __post_init__(self) -> None:
+        if is_dataclass(self):
+            check_fields(self, "dataset")
 
     def train(self) -> ImageSet:
         raise lacking(self.name, "segmentation")

@@ -125,24 +125,27 @@ class DatasetView:
     def __init__(
         self, dataset: Dataset, given: Callable[[str, ImageSet], ImageSet], name: str | None = None
     ) -> None:
-        self._dataset, self._given = dataset, given
+        self.dataset, self._given = dataset, given
         self.name = name or dataset.name
 
     @property
     def supports(self) -> frozenset[str]:
-        return self._dataset.supports
+        return self.dataset.supports
 
     def train(self) -> ImageSet:
-        return self._given("train", self._dataset.train())
+        return self._set("train")
 
     def val(self) -> ImageSet:
-        return self._given("val", self._dataset.val())
+        return self._set("val")
 
     def discovery(self) -> ImageSet:
-        return self._given("discovery", self._dataset.discovery())
+        return self._set("discovery")
 
     def images(self) -> ImageSet:
-        return self._given("images", self._dataset.images())
+        return self._set("images")
+
+    def _set(self, role: str) -> ImageSet:
+        return self._given(role, getattr(self.dataset, role)())
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,11 @@ class Download:
     size: int
     into: str = ""
 
+    @property
+    def is_archive(self) -> bool:
+        """Whether it is unpacked; any other file is left as it is."""
+        return self.name.lower().endswith((".tar", ".zip"))
+
 
 @dataclass(frozen=True)
 class Source:
@@ -44,9 +49,9 @@ class Source:
 
     name: str
     title: str
-    homepage: str
-    licence: str
-    tree: tuple[str, ...]
+    homepage: str = "docs/data.md"
+    licence: str = "yours"
+    tree: tuple[str, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     num_classes: int = 0
     downloads: tuple[Download, ...] = ()
@@ -245,9 +250,7 @@ _OWN = (
     Source(
         name="toy",
         title="generated scenes",
-        homepage="docs/data.md",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
-        tree=(),
         counts={"train": 200, "val": 60, "discovery": 260},
         num_classes=9,
         by_hand="nothing to fetch: they are drawn at first use",
@@ -255,17 +258,13 @@ _OWN = (
     Source(
         name="toy_objects",
         title="objects of the generated scenes, cut out",
-        homepage="docs/data.md",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
-        tree=(),
         num_classes=8,
         by_hand="nothing to fetch: they are drawn at first use",
     ),
     Source(
         name="class_folders",
         title="labelled pictures of your own: ImageNet, Tiny-ImageNet, CIFAR-10",
-        homepage="docs/data.md",
-        licence="yours",
         tree=("{train,val}/CLASS/*.jpg",),
         by_hand="a folder for each class below those of the splits; Tiny-ImageNet lies so in "
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip (248 MB, md5 "
@@ -274,8 +273,6 @@ _OWN = (
     Source(
         name="paired_folders",
         title="images and masks of your own",
-        homepage="docs/data.md",
-        licence="yours",
         tree=("images/{train,val}/*.jpg", "masks/{train,val}/*.png", "classes.txt"),
         by_hand="a mask is named as its image and holds a class number a pixel, 255 where none "
         "counts; classes.txt has a name a line; dataset.image_folder, mask_folder, lists, numbers "
@@ -284,8 +281,6 @@ _OWN = (
     Source(
         name="folder",
         title="pictures of your own",
-        homepage="docs/data.md",
-        licence="yours",
         tree=("**/*.jpg",),
         by_hand="any folder of pictures, however deep",
     ),

@@ -1,13 +1,11 @@
 """The forms in which a dataset can be asked for, one on top of the other, opened once."""
 
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 
 from ssl_bench.data.corruptions import Corruption, corrupted_dataset
-from ssl_bench.data.files.fingerprints import FingerprintKind
-from ssl_bench.data.files.read_options import ReadOptions, dataset_read_as
+from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, dataset_read_as
 from ssl_bench.data.limited import limited_dataset
-from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 
 
 def as_asked(
@@ -35,39 +33,19 @@ def as_asked(
     return corrupted_dataset(found, Corruption.of(corrupt)) if corrupt else found
 
 
-class OpenedOnce:
+class OpenedOnce(DatasetView):
     """A dataset as it was when each of its sets was asked for first; of that time are all answers.
 
     Opening a set looks at all of its files.
     """
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+        super().__init__(dataset, lambda _, images: images)
         self._opened: dict[str, ImageSet] = {}
 
-    @property
-    def name(self) -> str:
-        return self.dataset.name
-
-    @property
-    def supports(self) -> frozenset[str]:
-        return self.dataset.supports
-
-    def train(self) -> ImageSet:
-        return self._once("train", self.dataset.train)
-
-    def val(self) -> ImageSet:
-        return self._once("val", self.dataset.val)
-
-    def discovery(self) -> ImageSet:
-        return self._once("discovery", self.dataset.discovery)
-
-    def images(self) -> ImageSet:
-        return self._once("images", self.dataset.images)
-
-    def _once(self, role: str, opened: Callable[[], ImageSet]) -> ImageSet:
+    def _set(self, role: str) -> ImageSet:
         if role not in self._opened:
-            self._opened[role] = opened()
+            self._opened[role] = super()._set(role)
         return self._opened[role]
 
 
@@ -77,8 +55,8 @@ class ListedOnce(OpenedOnce):
     What its files hold is asked anew by each of them.
     """
 
-    def _once(self, role: str, opened: Callable[[], ImageSet]) -> ImageSet:
-        return _unread(super()._once(role, opened))
+    def _set(self, role: str) -> ImageSet:
+        return _unread(super()._set(role))
 
 
 def _unread(images: ImageSet) -> ImageSet:

@@ -402,7 +402,7 @@ def test_the_plan_knows_the_files_of_a_dataset_once_for_all_tasks(place, monkeyp
     monkeypatch.setattr(
         file_sets,
         "identities",
-        lambda parts, reading, kind: read.append(reading.title) or whole(parts, reading, kind),
+        lambda parts, kind, **told: read.append(told["title"]) or whole(parts, kind, **told),
     )
 
     tasks = ["--task", "segmentation,retrieval", "--dataset", "voc2012", "--data-root", "voc"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.unpacking import unpack
+from ssl_bench.cli.data import unpack
 from ssl_bench.system.files import write_text_atomically
 from ssl_bench.system.naming import encoder_folder, file_name, in_order, pictures_folder
 from tests.support.faults import encoder_file, mask, picture, probing, records, save_mask

@@ -81,42 +81,23 @@ def test_a_share_is_taken_of_every_class_and_shares_do_not_meet(tmp_path):
         ClassFolders(tmp_path, val_split="train:50-100%").val()
 
 
-def test_the_fingerprint_tells_other_labels_of_the_same_files(tmp_path):
-    put(tmp_path, "train/a/1.png", "train/b/2.png")
-    images = ClassFolders(tmp_path).train()
-
-    swapped = LabelledImages(images.images, images.class_names, images.labels[::-1])
-
-    assert images.fingerprint() == ClassFolders(tmp_path).train().fingerprint()
-    assert images.fingerprint() != swapped.fingerprint()
-
-
 def test_a_useless_root_is_refused_when_it_is_used(tmp_path):
     put(tmp_path, "train/1.png")
 
-    with pytest.raises(DataError, match="--data-root DIR"):
-        ClassFolders().train()
     with pytest.raises(DataError, match=r"1\.png lies in no class folder"):
         ClassFolders(tmp_path).train()
     with pytest.raises(DataError, match="holds no class folders: expected train/CLASS"):
         ClassFolders(tmp_path / "train").train()
-    with pytest.raises(DataError, match="class_folders has no boxes"):
-        ClassFolders(tmp_path).discovery()
 
 
 def test_images_are_called_as_their_owner_calls_them(tmp_path):
-    for place in ("train/cat/1.png", "val/cat/2.png", "train/dog/3.png", "val/dog/4.png"):
-        put(tmp_path, place)
+    put(tmp_path, "train/cat/1.png", "val/cat/2.png", "train/dog/3.png", "val/dog/4.png")
     named = ClassFolders(tmp_path, name="pets")
 
     assert named.name == named.train().name == named.val().name == "pets"
     assert named.val().fingerprint() == ClassFolders(tmp_path).val().fingerprint()
     assert limited_dataset(named, 1).val().name == "pets-limit1"
     assert ImageFolder(tmp_path, name="pets").images().name == "pets"
-
-
-@pytest.mark.parametrize("layout", [ClassFolders, ImageFolder])
-@pytest.mark.parametrize("name", ["voc2012", "coco20k"])
-def test_they_do_not_pass_for_published_ones(tmp_path, layout, name):
-    with pytest.raises(ConfigurationError, match=f"got '{name}', which stands for a published"):
-        layout(tmp_path, name=name)
+    for layout in (ClassFolders, ImageFolder):
+        with pytest.raises(ConfigurationError, match="got 'voc2012', which stands for a published"):
+            layout(tmp_path, name="voc2012")

@@ -1,6 +1,8 @@
 """Every dataset that can be typed is what its class gives by default."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.utils import instantiate
@@ -17,6 +19,7 @@ from ssl_bench.data.layouts.toy import Toy, ToyObjects
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.data.roles import datasets_with
 from ssl_bench.data.samples import Dataset
+from ssl_bench.errors import ConfigurationError, DataError
 
 FOLDER = Path(__file__).parents[2] / "configs/dataset"
 DEFAULTS = {
@@ -51,14 +54,48 @@ def test_a_yaml_file_builds_the_default_dataset_of_its_name(path):
 
 
 def test_roles_are_found_by_looking_at_the_datasets():
-    assert datasets_with("segmentation") == [
-        "ade20k",
-        "coco_stuff",
-        "paired_folders",
-        "toy",
-        "voc2012",
-    ]
+    masks = ["ade20k", "coco_stuff", "paired_folders", "toy", "voc2012"]
+    assert datasets_with("segmentation") == masks
     assert datasets_with("classification") == ["class_folders", "toy_objects"]
     assert datasets_with("correspondence") == ["spair71k"]
     assert datasets_with("discovery") == ["coco20k", "folder", "toy", "voc2012"]
     assert datasets_with("images") == sorted(set(DEFAULTS) - {"voc2007"})
+
+
+@pytest.mark.parametrize(
+    ("dataset", "role", "said"),
+    [
+        (
+            Ade20k(),
+            "discovery",
+            "ade20k has no boxes; datasets for discovery: coco20k, folder, toy",
+        ),
+        (ClassFolders(), "discovery", "class_folders has no boxes"),
+        (Coco20k(), "val", "coco20k has no masks; datasets for segmentation: ade20k"),
+        (ImageFolder(), "train", "folder has no masks; datasets for segmentation: ade20k"),
+        (ImageFolder(), "val", "folder has no masks"),
+        (
+            ImageMaskFolders(name="ecssd", train_split="all", val_split="all", one_object=True),
+            *("train", "ecssd has no masks; datasets for segmentation"),
+        ),
+        (Spair71k(), "discovery", "spair71k has no boxes"),
+        (ToyObjects(), "discovery", "toy_objects has no boxes"),
+    ],
+)
+def test_a_role_that_a_dataset_lacks_is_refused_with_those_that_have_it(dataset, role, said):
+    with pytest.raises(DataError, match=said):
+        getattr(dataset, role)()
+
+
+@pytest.mark.parametrize("name", sorted(set(DEFAULTS) - {"toy", "toy_objects"}))
+def test_without_a_folder_a_dataset_asks_for_it_when_it_is_used(name):
+    dataset: Any = DEFAULTS[name]
+
+    with pytest.raises(DataError, match="--data-root DIR"):
+        replace(dataset, root=None).images()
+
+
+@pytest.mark.parametrize("dataset", [Ade20k, CocoStuff, ImageMaskFolders, Voc])
+def test_splits_that_share_images_are_refused_before_any_file_is_opened(dataset):
+    with pytest.raises(ConfigurationError, match="share images"):
+        dataset("/nowhere", train_split="trainval", val_split="trainval:0-10%")

@@ -1,6 +1,5 @@
 """Downloads over real HTTP: whole, cut, changed, refused, hanging."""
 
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +29,10 @@ def test_a_published_file_arrives_whole_and_is_fetched_once(server, path, algori
     assert [file.name for file in path.parent.iterdir()] == ["list.txt"]
 
 
-@pytest.mark.parametrize("knows_ranges", [True, False])
-def test_a_cut_download_is_no_file_and_the_next_call_goes_on(server, path, knows_ranges):
+@pytest.mark.parametrize(("knows_ranges", "chunked"), [(True, False), (False, False), (True, True)])
+def test_a_cut_download_is_no_file_and_the_next_call_goes_on(server, path, knows_ranges, chunked):
     published = server.publish(CONTENT)
-    server.cut_after, server.knows_ranges = 300_000, knows_ranges
+    server.cut_after, server.knows_ranges, server.chunked = 300_000, knows_ranges, chunked
 
     with pytest.raises(MachineError, match="broke off after 300000 of 1048576 bytes; type"):
         download(published, path)
@@ -44,17 +43,8 @@ def test_a_cut_download_is_no_file_and_the_next_call_goes_on(server, path, knows
     assert server.ranges == ["", "bytes=300000-"]
 
 
-def test_a_part_that_was_complete_is_checked_and_named_without_asking(server, path):
-    published = server.publish(CONTENT)
-    path.parent.mkdir(parents=True)
-    part_of(path).write_bytes(CONTENT)
-
-    assert download(published, path).read_bytes() == CONTENT
-    assert server.ranges == []
-
-
 @pytest.mark.parametrize("size", [len(CONTENT), None])
-def test_a_part_that_is_longer_than_the_file_is_given_up(server, path, size):
+def test_a_part_that_is_longer_than_the_file_is_given_up_and_a_whole_one_named(server, path, size):
     published = replace(server.publish(CONTENT), size=size)
     path.parent.mkdir(parents=True)
     part_of(path).write_bytes(CONTENT + b"more")
@@ -63,6 +53,11 @@ def test_a_part_that_is_longer_than_the_file_is_given_up(server, path, size):
         with pytest.raises(MachineError, match="answers 416"):
             download(published, path)
     assert download(published, path).read_bytes() == CONTENT
+    if size is not None:
+        path.rename(part_of(path))
+        asked = len(server.ranges)
+        assert download(published, path).read_bytes() == CONTENT
+        assert len(server.ranges) == asked
 
 
 @pytest.mark.parametrize("part", [b"", b"of another file"])
@@ -83,20 +78,6 @@ def test_a_wrong_checksum_is_never_promoted_and_nothing_of_it_is_kept(server, pa
     assert download(published, path).read_bytes() == CONTENT
 
 
-def test_processes_that_want_the_same_file_wait_for_the_first(server, path):
-    published = server.publish(CONTENT)
-    server.delay = 0.1
-    threads = [threading.Thread(target=download, args=(published, path)) for _ in range(4)]
-
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert path.read_bytes() == CONTENT
-    assert len(server.ranges) == 1
-
-
 def test_a_server_that_is_not_there_or_silent_is_told_within_seconds(server, path, monkeypatch):
     assert network.REACH_SECONDS < 5
     monkeypatch.setattr(network, "REACH_SECONDS", 0.2)
@@ -113,16 +94,12 @@ def test_a_server_that_is_not_there_or_silent_is_told_within_seconds(server, pat
     assert MachineError.exit_code == 5
 
 
-def test_an_address_that_is_gone_is_told(server, path):
-    server.publish(CONTENT)
+def test_an_address_that_is_gone_and_a_folder_that_cannot_be_written_are_told(server, path):
+    published = server.publish(CONTENT)
     server.gone = True
-
     with pytest.raises(MachineError, match=r"answers 404 Not Found.*put it at"):
-        download(Published(f"http://127.0.0.1:{server.server_port}/x", "0"), path)
+        download(published, path)
 
-
-def test_a_folder_that_cannot_be_written_is_told(server, tmp_path):
-    (tmp_path / "file").touch()
-
+    path.touch()
     with pytest.raises(MachineError, match="cannot write"):
-        download(server.publish(CONTENT), tmp_path / "file/list.txt")
+        download(published, path / "list.txt")

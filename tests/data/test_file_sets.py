@@ -41,49 +41,27 @@ def images(tmp_path: Path) -> FileImageSet:
 def test_a_sample_holds_the_image_and_its_own_mask(images):
     sample = images.checked()[2]
 
+    assert [one.image_id for one in islice(images, 9)] == ["a", "b", "c"]
     assert isinstance(images, ImageSet)
-    assert len(images) == 3
-    assert sample.image_id == "c"
+    assert (len(images), sample.image_id, sample.boxes) == (3, "c", None)
     assert sample.image[0, 0].tolist() == [2, 0, 0]
     assert sample.mask is not None
     assert sample.mask[:, 0].tolist() == [0, 0, 1, 1]
-    assert sample.boxes is None
 
 
-def test_a_loop_over_the_set_ends(images):
-    assert [sample.image_id for sample in islice(images, 9)] == ["a", "b", "c"]
-
-
-def test_a_mask_of_another_size_is_refused(images, tmp_path):
-    Image.new("L", (4, 6)).save(tmp_path / "masks/b_label.png")
-
-    with pytest.raises(DataError, match=r"b_label\.png is 4 x 6 but its image .*b\.png is 6 x 4"):
-        images[1]
-
-
-@pytest.mark.parametrize("kind", ["images", "masks"])
-def test_missing_files_are_found_without_decoding_any(images, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "ending"), [("images", ".png"), ("masks", "_label.png")])
+def test_missing_files_are_found_without_decoding_any(images, tmp_path, kind, ending):
     for path in tmp_path.glob("*/*.png"):
         path.write_bytes(b"never decoded")
-    many = replace(images, ids=("a", "b", "c", *"defghi"))
     if kind == "masks":
         for name in "defghi":
             (tmp_path / "photos" / f"{name}.png").touch()
-
-    with pytest.raises(DataError, match=f"6 of 9 {kind} of the split all are missing") as caught:
-        many.checked()
-    ending = ".png" if kind == "images" else "_label.png"
     named = ", ".join(f"{name}{ending}" for name in "defgh")
-    assert f"{named}, ...;" in str(caught.value)
+    said = rf"6 of 9 {kind} of the split all are missing in .*: {named}, \.\.\.;"
 
-
-def test_an_empty_split_is_refused(images):
-    with pytest.raises(DataError, match="gives no image for the split all"):
-        replace(images, ids=()).checked()
-
-
-def test_an_image_named_twice_is_refused(images):
-    with pytest.raises(DataError, match="twice"):
+    with pytest.raises(DataError, match=said):
+        replace(images, ids=tuple("abcdefghi")).checked()
+    with pytest.raises(DataError, match="names an image twice"):
         replace(images, ids=("a", "b", "a")).checked()
 
 
@@ -105,20 +83,14 @@ def test_the_fingerprint_follows_ids_contents_and_the_meaning_of_labels(images, 
     assert replace(images).fingerprint() != first
 
 
-def test_the_fingerprint_decodes_no_picture(images, tmp_path):
+def test_the_fingerprint_decodes_no_picture_and_goes_to_another_process(images, tmp_path):
     for path in tmp_path.glob("*/*.png"):
         path.write_bytes(b"no picture")
-
     assert len(images.fingerprint()) == 64
-
-
-def test_a_set_can_be_sent_to_another_process(images):
-    images.fingerprint()
 
     other = pickle.loads(pickle.dumps(images))
 
-    assert other.fingerprint() == images.fingerprint()
-    assert np.array_equal(other[2].mask, images[2].mask)
+    assert (other.fingerprint(), other.ids) == (images.fingerprint(), images.ids)
 
 
 def test_ids_of_a_folder_leave_out_hidden_and_other_files(tmp_path):
@@ -143,11 +115,6 @@ def test_files_that_are_there_are_found_by_listing_their_folders(images, tmp_pat
     assert asked == []
     absent = ["gone", "folder", "deeper/e", "no/f"]
     assert files.missing(["a", *absent]) == ["gone.png", "folder.png", "e.png", "f.png"]
-
-
-def test_a_name_that_the_file_system_finds_is_not_missing(images, tmp_path, monkeypatch):
-    files = Files(tmp_path / "photos", ".png")
-    # As where names are found whatever their letters, though listed as they were written.
+    # Where names are found whatever their letters, though listed as they were written.
     monkeypatch.setattr(Path, "is_file", lambda path: path.name.lower() == "a.png")
-
     assert files.missing(["A"]) == []

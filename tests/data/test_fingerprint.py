@@ -1,19 +1,23 @@
-"""Row 54 of the catalogue of faults: a fingerprint is of what the files hold, read once."""
+"""Row 54 of the catalogue of faults: a fingerprint is of what the files hold, read once.
+
+Or of their sizes and times, where these are to be trusted, and says so.
+"""
 
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.layouts.ade20k import Ade20k
+from ssl_bench.data.files.fingerprints import ReadOptions, dataset_read_as, read_as
+from ssl_bench.data.files.readable import RemainingImages
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco20k import Coco20k
-from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.voc import Voc
@@ -35,17 +39,9 @@ from tests.support.repainting import repaint, settle
 
 pytestmark = pytest.mark.usefixtures("cache")
 
+BY_STAT = ReadOptions("stat")
+
 JSON = "annotations/instances_train2014.json"
-
-
-def paired(root: Path, images: str, masks: str) -> Path:
-    """One photograph and its mask for training, one for validation."""
-    for number, split in enumerate(("train", "val")):
-        for folder in (images, masks):
-            (root / folder.format(split)).mkdir(parents=True)
-        picture(number).save(root / images.format(split) / "000000000001.jpg")
-        save_mask(root / masks.format(split) / "000000000001.png", mask())
-    return root
 
 
 def coco20k(root: Path) -> Path:
@@ -61,19 +57,22 @@ def coco20k(root: Path) -> Path:
 
 def tiny_imagenet(root: Path) -> Path:
     class_folders(root)
-    for name in ("cat", "dog"):
-        for path in (root / "val" / name).iterdir():
-            path.rename(root / "val" / f"{name}{path.name}")
-        (root / "val" / name).rmdir()
-    lines = [f"{name}{n}.jpg\t{name}\t0\t0\n" for name in ("cat", "dog") for n in range(3)]
+    names = [(kind, n) for kind in ("cat", "dog") for n in range(3)]
+    for kind, n in names:
+        (root / f"val/{kind}/{n}.jpg").rename(root / f"val/{kind}{n}.jpg")
+    lines = [f"{kind}{n}.jpg\t{kind}\t0\t0\n" for kind, n in names]
     (root / "val/val_annotations.txt").write_text("".join(lines))
     return root
 
 
 def named_folders(root: Path) -> Path:
-    (paired(root, "images/{}", "masks/{}") / "classes.txt").write_text(
-        "sky\nsea\na\nb\nc\nd\ne\nf\ng"
-    )
+    """One photograph and its mask for training, one for validation."""
+    for number, split in enumerate(("train", "val")):
+        for folder in ("images", "masks"):
+            (root / folder / split).mkdir(parents=True)
+        picture(number).save(root / f"images/{split}/000000000001.jpg")
+        save_mask(root / f"masks/{split}/000000000001.png", mask())
+    (root / "classes.txt").write_text("sky\nsea\na\nb\nc\nd\ne\nf\ng")
     return root
 
 
@@ -105,15 +104,9 @@ CASES: dict[str, tuple[Callable[[Path], Path], Opener, Callable[[Path], None]]] 
         *(coco20k, lambda r: Coco20k(r).discovery()),
         at(JSON, b"[7, 2, 5, 6]", b"[7, 2, 5, 4]"),
     ),
-    "COCO-Stuff mask": (
-        lambda root: paired(root, "images/{}2017", "stuffthingmaps/{}2017"),
-        lambda r: CocoStuff(r).val(),
-        at("stuffthingmaps/val2017/000000000001.png"),
-    ),
-    "ADE20K mask": (
-        lambda root: paired(root, "images/{}ing", "annotations/{}ing"),
-        lambda r: Ade20k(r, "training", "valing").val(),
-        at("annotations/valing/000000000001.png"),
+    "mask": (
+        *(named_folders, lambda r: ImageMaskFolders(r).val()),
+        at("masks/val/000000000001.png"),
     ),
     "names of classes": (
         *(named_folders, lambda r: ImageMaskFolders(r).val()),
@@ -221,3 +214,59 @@ def test_names_that_look_like_two_are_one(tmp_path):
 
     names = ("one", "two", "three", "four")
     assert len({ImageFolder(tmp_path / name).images().fingerprint() for name in names}) == 4
+
+
+def test_sizes_and_times_are_trusted_where_that_is_asked_for(tmp_path, files_read):
+    root = photo_folder(tmp_path / "photos")
+
+    def found() -> str:
+        return read_as(ImageFolder(root).images(), BY_STAT).fingerprint()
+
+    first = found()
+    repaint(root / "1.jpg")
+    assert found() == first
+    os.utime(root / "1.jpg")
+    assert found() != first
+    assert not files_read
+
+
+def test_every_kind_of_image_set_says_that_it_trusts_times(tmp_path):
+    sets: list[Any] = [
+        read_as(ImageFolder(photo_folder(tmp_path / "photos")).images(), BY_STAT),
+        dataset_read_as(Voc(voc(tmp_path).parents[1]), BY_STAT).discovery(),
+        dataset_read_as(ClassFolders(class_folders(tmp_path / "classes")), BY_STAT).val(),
+    ]
+    sets += [RemainingImages(images, (1, 2)) for images in sets]
+
+    found = [images.fingerprint() for images in sets]
+    assert all(fingerprint.startswith("stat-") for fingerprint in found)
+    assert len({fingerprint[5:11] for fingerprint in found}) == 6
+
+
+def test_numbers_that_trust_times_say_so_and_never_meet_others(place, capsys):
+    words = probing("pca", "folder", place / "photos")
+    assert main([*words, "data.fingerprint=stat"]) == 0
+    trusting = capsys.readouterr()
+    assert main(words) == 0
+    reading = capsys.readouterr()
+
+    note = "4 images, their files known by size and time alone; "
+    assert note in trusting.out
+    assert note not in reading.out
+    assert "finished before" not in reading.err
+    kinds = [record.dataset_fingerprint.startswith("stat-") for record in records()]
+    assert sorted(kinds) == [False, True]
+    assert main(["table"]) == 0
+    assert "data stat-" in capsys.readouterr().out
+    assert "expects content or stat" in fails(capsys, [*words, "data.fingerprint=times"], 2)
+
+
+def test_a_run_may_trust_times_and_says_when_it_no_longer_does(place, capsys):
+    run = pretraining(place / "photos", "run", "train.max_minutes=0.0")
+    assert main([*run, "data.fingerprint=stat"]) == 0
+
+    assert main([*run, "data.fingerprint=stat", "--resume"]) == 0
+    said = fails(capsys, [*run, "--resume"], 2)
+
+    assert "data.fingerprint: stat -> content" in said
+    assert "image_files: stat-" in said

@@ -41,28 +41,6 @@ def test_linked_folders_are_followed_and_circles_end(tmp_path):
     assert images[1].image[0, 0, 0] == 200
 
 
-@pytest.mark.parametrize(
-    ("root", "complaint"),
-    [(None, "--data-root"), ("nowhere", "is not a folder"), ("empty", "holds no picture")],
-)
-def test_a_useless_root_is_refused_when_it_is_used(tmp_path, root, complaint):
-    (tmp_path / "empty").mkdir()
-    dataset = ImageFolder(root and tmp_path / root)
-
-    with pytest.raises(DataError, match=complaint):
-        dataset.images()
-
-
-def test_masks_are_refused_and_boxes_are_unknown(tmp_path):
-    put(tmp_path / "1.png")
-    dataset = ImageFolder(tmp_path)
-
-    for role in (dataset.train, dataset.val):
-        with pytest.raises(DataError, match="folder has no masks; datasets for segmentation: ade"):
-            role()
-    assert dataset.discovery()[0].boxes is None
-
-
 @pytest.mark.data
 def test_the_real_folders_give_every_photograph(photos):
     images = ImageFolder(photos / "pretrain128").images()
@@ -70,3 +48,12 @@ def test_the_real_folders_give_every_photograph(photos):
     assert len(images) == 2900
     assert images[0].image.shape[2] == 3
     assert images[0].image_id.startswith("bsds500/")
+
+
+def test_nothing_is_known_of_the_objects_in_a_folder_and_an_empty_one_is_none(tmp_path):
+    put(tmp_path / "some/1.png")
+    (tmp_path / "empty").mkdir()
+
+    assert ImageFolder(tmp_path / "some").discovery()[0].boxes is None
+    with pytest.raises(DataError, match="holds no picture"):
+        ImageFolder(tmp_path / "empty").images()

@@ -1,5 +1,6 @@
 """One adapter for folders of images and masks, in the layouts of Cityscapes, CamVid and others."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ def picture(root: Path, name: str) -> None:
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (3, 2), (9, 8, 7)).save(path)
+
+
+def mask_of(dataset: ImageMaskFolders) -> list[list[int]]:
+    """The first mask that is scored."""
+    mask = dataset.val()[0].mask
+    assert mask is not None
+    return mask.tolist()
 
 
 def from_config(name: str, root: Path, **changes: Any) -> ImageMaskFolders:
@@ -67,26 +75,14 @@ def test_cityscapes_is_found_city_by_city_and_its_ids_become_19_classes(cityscap
     assert isinstance(dataset, Dataset)
     assert train.ids == ("aachen/aachen_000000_000019", "bochum/bochum_000000_000019")
     assert val.ids == ("lindau/lindau_000000_000019",)
-    assert val[0].mask is not None
-    assert val[0].mask.tolist() == [[0, 1, 18], [255, 255, 16]]
-    assert (val.name, val.class_names[0], val.class_names[18]) == (
-        "cityscapes-3",
-        "road",
-        "bicycle",
-    )
+    assert mask_of(dataset) == [[0, 1, 18], [255, 255, 16]]
+    assert (val.name, val.class_names[::18]) == ("cityscapes-3", ("road", "bicycle"))
     assert dataset.images()[1].mask is None
-
-
-def test_remapped_masks_of_cityscapes_give_the_same_classes(cityscapes):
     suffix = "_gtFine_labelTrainIds.png"
     remapped = from_config(
         "cityscapes", cityscapes, mask_suffix=suffix, numbers=None, ignored=[255]
     )
-
-    one, other = remapped.val()[0].mask, from_config("cityscapes", cityscapes).val()[0].mask
-    assert one is not None
-    assert other is not None
-    assert np.array_equal(one, other)
+    assert mask_of(remapped) == mask_of(dataset)
 
 
 def test_camvid_has_masks_in_folders_that_end_in_annot(tmp_path):
@@ -96,7 +92,7 @@ def test_camvid_has_masks_in_folders_that_end_in_annot(tmp_path):
     dataset = from_config("camvid", tmp_path)
 
     assert dataset.train().ids == ("0001TP_006690",)
-    assert dataset.train()[0].mask.tolist() == [[0, 10, 255], [3, 3, 3]]  # type: ignore[union-attr]
+    assert mask_of(dataset) == [[0, 10, 255], [3, 3, 3]]
     assert len(from_config("camvid", tmp_path, val_split="test").val()) == 1
 
 
@@ -121,23 +117,10 @@ def test_a_list_of_names_parts_one_folder_into_splits(tmp_path):
     (tmp_path / "val.txt").write_text("c\nd\n")
     with pytest.raises(DataError, match=r"1 of 2 images of the split val .* d\.png; .*val\.txt"):
         dataset.val()
-
-
-def test_a_list_may_give_names_with_all_that_follows_the_common_part(tmp_path):
-    picture(tmp_path, "images/a_leftImg8bit.png")
-    save(tmp_path, "masks/a_ids.png", MASK)
-    (tmp_path / "val.txt").write_text("images/a_leftImg8bit.png\n")
-    dataset = ImageMaskFolders(
-        tmp_path,
-        image_folder="images",
-        mask_folder="masks",
-        image_suffix="_leftImg8bit.png",
-        mask_suffix="_ids.png",
-        lists="{split}.txt",
-        **NAMED,
-    )
-
-    assert dataset.val().ids == ("a",)
+    # A name may stand there with all that follows the common part.
+    (tmp_path / "701_StillsRaw_full/c.png").rename(tmp_path / "701_StillsRaw_full/c_left.png")
+    (tmp_path / "val.txt").write_text("images/c_left.png\n")
+    assert replace(dataset, image_suffix="_left.png").val().ids == ("c",)
 
 
 def test_images_and_masks_may_lie_beside_each_other(tmp_path):
@@ -156,10 +139,9 @@ def test_images_and_masks_may_lie_beside_each_other(tmp_path):
 def test_classes_may_begin_at_one(folders):
     save(folders, "masks/val/c.png", [[0, 1, 2], [2, 255, 0]])
 
-    mask = ImageMaskFolders(folders, reduce_zero=True, **NAMED).val()[0].mask
+    found = mask_of(ImageMaskFolders(folders, reduce_zero=True, **NAMED))
 
-    assert mask is not None
-    assert mask.tolist() == [[255, 0, 1], [1, 255, 255]]
+    assert found == [[255, 0, 1], [1, 255, 255]]
 
 
 def test_colours_become_classes_and_others_are_named(folders):
@@ -167,25 +149,12 @@ def test_colours_become_classes_and_others_are_named(folders):
     save(folders, "masks/val/c.png", [[ROAD, SKY, VOID], [SKY, SKY, ROAD]])
     dataset = ImageMaskFolders(folders, **colours)
 
-    mask = dataset.val()[0].mask
-    assert mask is not None
-    assert mask.tolist() == [[0, 1, 255], [1, 1, 0]]
+    assert mask_of(dataset) == [[0, 1, 255], [1, 1, 0]]
     swapped = ImageMaskFolders(folders, **{**colours, "colours": [SKY, ROAD]})
     assert swapped.val().fingerprint() != dataset.val().fingerprint()
     save(folders, "masks/val/c.png", [[ROAD, SKY, (1, 2, 3)], [SKY, SKY, ROAD]])
     with pytest.raises(DataError, match=r"c\.png holds the colour \[1, 2, 3\], .*dataset.colours"):
-        dataset.val()[0]
-
-
-def test_a_palette_is_read_as_numbers_and_not_as_colours(folders):
-    mask = Image.fromarray(np.array(MASK, np.uint8), mode="P")
-    mask.putpalette([*ROAD, *SKY, *[7] * 762])
-    mask.save(folders / "masks/val/c.png")
-
-    read = ImageMaskFolders(folders, **NAMED).val()[0].mask
-
-    assert read is not None
-    assert read.tolist() == MASK
+        mask_of(dataset)
 
 
 def test_class_names_may_stand_in_a_file(folders):
@@ -197,35 +166,6 @@ def test_class_names_may_stand_in_a_file(folders):
         DataError, match=r"dataset.class_names=\[road,sky\], or one a line in .*txt"
     ):
         ImageMaskFolders(folders).val()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "complaint"),
-    [
-        (
-            lambda root: save(root, "masks/val/c.png", [[0, 2, 1], [0, 0, 0]]),
-            r"c\.png holds label 2",
-        ),
-        (lambda root: picture(root, "masks/val/c.png"), r"c\.png holds colours \(RGB\)"),
-        (
-            lambda root: save(root, "masks/val/c.png", [[0, 1], [1, 0]]),
-            r"c\.png is 2 x 2 but .*3 x 2",
-        ),
-        (lambda root: (root / "masks/val/c.png").write_bytes(b""), r"c\.png is empty"),
-    ],
-    ids=["label out of range", "colours", "other size", "empty"],
-)
-def test_a_wrong_mask_is_named(folders, spoil, complaint):
-    spoil(folders)
-
-    with pytest.raises(DataError, match=complaint):
-        ImageMaskFolders(folders, **NAMED).val()[0]
-
-
-def test_a_mask_without_any_label_is_kept(folders):
-    save(folders, "masks/val/c.png", [[255] * 3] * 2)
-
-    assert (ImageMaskFolders(folders, **NAMED).val()[0].mask == 255).all()
 
 
 @pytest.mark.parametrize(
@@ -242,28 +182,12 @@ def test_an_image_without_its_partner_is_found_at_once(folders, lost, complaint)
         ImageMaskFolders(folders, **NAMED).train()
 
 
-def test_an_empty_split_and_a_wrong_root_say_what_was_expected(folders, tmp_path):
-    (folders / "images/empty").mkdir()
-    (folders / "masks/empty").mkdir()
-    with pytest.raises(DataError, match="gives no image for the split empty"):
-        ImageMaskFolders(folders, val_split="empty", **NAMED).val()
-    expected = (
-        r"expected images/\{train,val\}/\*\.jpg and masks/\{train,val\}/\*\.png; docs/data.md"
-    )
-    with pytest.raises(DataError, match=expected):
-        ImageMaskFolders(folders / "images", **NAMED).train()
-    with pytest.raises(DataError, match=r"--data-root DIR"):
-        ImageMaskFolders(**NAMED).train()
-
-
 def test_an_absent_split_is_named_with_those_that_are_there(cityscapes):
-    with pytest.raises(DataError, match=r"leftImg8bit has no split test, but val, train"):
+    with pytest.raises(DataError, match=r"gtFine has no split test, but val, train"):
         from_config("cityscapes", cityscapes, val_split="test").val()
     picture(cityscapes, "trainannot/a.png")
     picture(cityscapes, "test/a.png")
-    with pytest.raises(
-        DataError, match=r"has no split test, but train, see|no split test, but train;"
-    ):
+    with pytest.raises(DataError, match="has no split test, but train;"):
         from_config("camvid", cityscapes, train_split="test").train()
 
 
@@ -278,7 +202,6 @@ def test_an_absent_split_is_named_with_those_that_are_there(cityscapes):
         ({"colours": [ROAD, SKY], "ignored_colours": [SKY]}, "2 different colours"),
         ({"colours": [ROAD, SKY], "reduce_zero": True}, "exclude each other"),
         ({"numbers": [1, 2], "reduce_zero": True}, "exclude each other"),
-        ({"train_split": "train:0-60%", "val_split": "train:50-100%"}, "share images"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(folders, changes, complaint):
@@ -294,10 +217,8 @@ def test_ecssd_is_one_set_of_masks_of_one_object(tmp_path, capsys):
 
     assert dataset.supports == {"saliency", "images"}
     assert (dataset.val().name, dataset.val().split) == ("ecssd-2", "all")
-    assert dataset.val()[0].mask.tolist() == [[0, 1, 1], [0, 0, 1]]  # type: ignore[union-attr]
+    assert mask_of(dataset) == [[0, 1, 1], [0, 0, 1]]
     assert dataset.images().ids == ("0001", "0002")
-    with pytest.raises(DataError, match="ecssd has no masks; datasets for segmentation"):
-        dataset.train()
     words = ["data", "check", "ecssd", "--data-root", str(tmp_path), "--subset"]
     assert main(words) == 0
     save(tmp_path, "ground_truth_mask/0002.png", [[0, 255, 127], [0, 0, 255]])

@@ -1,14 +1,12 @@
 """Splits and shares of them."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssl_bench.data.splits import Split, absent_split, read_list, require_disjoint
+from ssl_bench.data.splits import Split, read_list, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
 
 IDS = [f"{number:02d}" for number in range(10)]
@@ -26,7 +24,7 @@ def test_a_share_counts_percent_of_the_sorted_ids():
 
 @given(
     count=st.integers(0, 300),
-    cuts=st.lists(st.decimals(min_value="0.1", max_value="99.9", places=1), unique=True),
+    cuts=st.lists(st.integers(1, 999).map(lambda tenth: tenth / 10), unique=True, max_size=9),
 )
 def test_shares_that_meet_neither_overlap_nor_leave_a_gap(count, cuts):
     ids = [f"{number:04d}" for number in range(count)]
@@ -46,21 +44,14 @@ def test_what_is_no_split_is_a_configuration_error(text):
         Split.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("train", "val", "allowed"),
-    [
-        ("train", "val", True),
-        ("all:0-75%", "all:75-100%", True),
-        ("all:0-76%", "all:75-100%", False),
-        ("all", "all:75-100%", False),
-        ("all:50-100%", "all:0-60%", False),
-        ("train:0-50%", "val:0-50%", True),
-    ],
-)
-def test_training_and_validation_must_not_share_images(train, val, allowed):
-    if allowed:
+def test_training_and_validation_must_not_share_images():
+    for train, val in [("train", "val"), ("all:0-75%", "all:75-100%"), ("a:0-50%", "b:0-50%")]:
         require_disjoint(train, val)
-    else:
+    for train, val in [
+        ("all:0-76%", "all:75-100%"),
+        ("all", "all:75-100%"),
+        ("all:50-100%", "all:0-60%"),
+    ]:
         with pytest.raises(ConfigurationError, match="share images"):
             require_disjoint(train, val)
 
@@ -81,27 +72,9 @@ def test_a_list_may_hold_ids_paths_or_columns(tmp_path, line):
 
 
 def test_an_absent_list_names_those_that_are_meant(tmp_path):
-    for name in (
-        "aeroplane_train",
-        "bicycle_train",
-        "bird_val",
-        "boat_val",
-        "cat_val",
-        "train",
-        "val",
-    ):
+    for name in ("bird_val", "boat_val", "cat_val", "cow_val", "dog_train", "train", "val"):
         (tmp_path / f"{name}.txt").touch()
+    said = r"no split test, but val, train, .*train_split=train:0-75% "
 
-    with pytest.raises(
-        DataError, match=r"no split test, but val, train, .*train_split=train:0-75% "
-    ):
+    with pytest.raises(DataError, match=said):
         read_list(tmp_path / "test.txt")
-
-
-def test_the_advice_for_a_missing_split_can_be_typed():
-    message = str(absent_split("val2017", ["train2017"], Path("maps")))
-
-    typed = [word for word in message.split() if word.startswith("dataset.")]
-    parsed = OverridesParser.create().parse_overrides(typed)
-    assert [override.value() for override in parsed] == ["train2017:0-75%", "train2017:75-100%"]
-    require_disjoint(*(str(override.value()) for override in parsed))

@@ -7,10 +7,9 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ import pytest
 
 from ssl_bench.cli import data as data_command
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files import unpacking
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.sources import SOURCES, Download
 from ssl_bench.errors import DataError
@@ -38,35 +36,14 @@ PNG = encoded("PNG", picture(0))
 MEBIBYTE = 2**20
 
 
-@cache
-def deflated(mebibytes: int) -> bytes:
-    """So many mebibytes of zeros, packed to about a thousandth."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
-    pieces = [packer.compress(bytes(MEBIBYTE)) for _ in range(mebibytes)]
-    return b"".join([*pieces, packer.flush()])
-
-
-def lying_zip(
-    path: Path, members: Sequence[tuple[str, bytes, int]], *, shared: bool = False
-) -> Path:
-    """A zip of deflated members and what each claims for its size.
-
-    Where it is `shared`, all names stand for the bytes of the first.
-    """
-    content, index = io.BytesIO(), io.BytesIO()
-    for number, (name, packed, claimed) in enumerate(members):
-        about = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 0, len(packed), claimed, len(name), 0)
-        offset = content.tell()
-        if number and shared:
-            offset = 0
-        else:
-            content.write(b"PK\3\4" + about + name.encode() + packed)
-        more = struct.pack("<HHHLL", 0, 0, 0, 0, offset)
-        index.write(b"PK\1\2" + struct.pack("<H", 20) + about + more + name.encode())
-    sizes = (len(members), len(members), index.tell(), content.tell(), 0)
-    end = b"PK\5\6" + struct.pack("<HHHHLLH", 0, 0, *sizes)
-    path.write_bytes(content.getvalue() + index.getvalue() + end)
-    return path
+def lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
+    """A zip of one deflated member that claims another size."""
+    about = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 0, len(packed), claimed, len(name), 0)
+    content = b"PK\3\4" + about + name.encode() + packed
+    index = b"PK\1\2" + struct.pack("<H", 20) + about + struct.pack("<HHHLL", 0, 0, 0, 0, 0)
+    index += name.encode()
+    end = b"PK\5\6" + struct.pack("<HHHHLLH", 0, 0, 1, 1, len(index), len(content), 0)
+    path.write_bytes(content + index + end)
 
 
 def peak_mib(work: Callable[[], object]) -> float:
@@ -90,11 +67,8 @@ def peak_mib(work: Callable[[], object]) -> float:
 def fetched(server, monkeypatch):
     """Let voc2012 be one archive of a server; gives a function that fetches bytes as that."""
 
-    def fetch(content: bytes, name: str, *, proven: bool = True) -> list[str]:
-        published = server.publish(content)
-        if not proven:
-            published = replace(published, digest=None, size=None)
-        one = Download(name, published, len(content))
+    def fetch(content: bytes, name: str) -> list[str]:
+        one = Download(name, server.publish(content), len(content))
         source = replace(SOURCES["voc2012"], downloads=(one,))
         monkeypatch.setattr(data_command, "SOURCES", {"voc2012": source})
         return ["data", "download", "voc2012", "--data-root", "data"]
@@ -108,7 +82,7 @@ def test_fault_65_a_bomb_that_is_true_needs_the_space_it_claims(
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.png", bytes(16 * MEBIBYTE))
-    monkeypatch.setattr(unpacking.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**7))
+    monkeypatch.setattr(data_command.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**7))
     assert "0.0 GB are free" in fails(capsys, fetched(content.getvalue(), "voc.zip"), 5)
     assert not list(Path("data").rglob("*.png"))
 
@@ -153,7 +127,7 @@ def test_fault_65_values_of_images_that_inflate_to_gigabytes_are_left_out(place,
     store = ResultStore(place / "results")
     store.save(RECORD, np.zeros(COUNT, np.uint8))
     packed, claimed = ARRAYS[which]
-    lying_zip(store.per_image_path(RECORD), [("arr_0.npy", packed, claimed)])
+    lying_zip(store.per_image_path(RECORD), "arr_0.npy", packed, claimed)
 
     def read() -> None:
         assert store.per_image(RECORD) is None

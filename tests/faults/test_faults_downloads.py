@@ -73,15 +73,6 @@ def test_fault_61_a_length_that_nobody_says_is_no_length(place, capsys, unproven
     assert "does not say how long it is" in refuses(capsys)
 
 
-def test_fault_61_a_cut_transfer_in_chunks_is_no_file_and_goes_on(server, place):
-    published = server.publish(CONTENT)
-    server.chunked, server.cut_after = True, CUT
-    with pytest.raises(MachineError, match=f"broke off after {CUT} of {len(CONTENT)} bytes; type"):
-        download(published, Path("file"))
-    assert download(published, Path("file")).read_bytes() == CONTENT
-    assert server.ranges == ["", f"bytes={CUT}-"]
-
-
 @pytest.mark.parametrize("content", [b"<html>log in</html>", CONTENT[:-30], CONTENT[:CUT], b""])
 def test_fault_61_what_is_no_whole_archive_never_gets_its_name(place, capsys, unproven, content):
     unproven.content = content

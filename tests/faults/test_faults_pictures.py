@@ -45,13 +45,14 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def asking(task: str, place: Path, out: str = "results", layers: str = "0,1") -> list[str]:
-    dataset, more = ("voc2012", []) if task != "conditioning" else ("folder", CONDITIONING)
+def asking(
+    task: str, place: Path, out: str = "results", layers: str = "0,1", *, dataset: str = "voc2012"
+) -> list[str]:
     if task == "conditioning":
-        words = ["probe", "--task", task, "--dataset", dataset, "--data-root", f"{place}/photos"]
-        words += ["--checkpoint", "encoder.safetensors", *more]
+        words = ["probe", "--task", task, "--dataset", "folder", "--data-root", f"{place}/photos"]
+        words += ["--checkpoint", "encoder.safetensors", *CONDITIONING]
     else:
-        words = probing(task, dataset, place)
+        words = probing(task, dataset, place if dataset == "voc2012" else Path("photos"))
     return [*words, "--layer", layers, "--out", out]
 
 
@@ -135,8 +136,8 @@ def test_fault_60_jacobians_are_not_computed_again_for_a_figure(place, monkeypat
     assert pictures("results")[name] == before
 
 
-def test_fault_60_masks_that_were_deleted_are_made_again(place, capsys):
-    words = [*asking("tokencut", place), "--dataset", "folder", "--data-root", "photos"]
+def test_fault_60_masks_that_were_deleted_are_made_again(place):
+    words = asking("tokencut", place, dataset="folder")
     assert main(words) == 0
     before = pictures("results")
     for name in before:
@@ -149,7 +150,7 @@ def test_fault_60_masks_that_were_deleted_are_made_again(place, capsys):
 
 
 @pytest.mark.parametrize("task", ["segmentation", "retrieval", "tokencut", "knn", "classification"])
-def test_fault_60_contributions_of_images_that_were_deleted_are_made_again(place, capsys, task):
+def test_fault_60_contributions_of_images_that_were_deleted_are_made_again(place, task):
     words = asking(task, place)
     voc(place)
     if task in ("knn", "classification"):
@@ -170,9 +171,8 @@ def test_fault_60_contributions_of_images_that_were_deleted_are_made_again(place
 
 
 def test_fault_60_a_sweep_counts_cells_whose_pictures_are_missing(place, capsys):
-    encoder_file(place / "encoder.safetensors")
-    words = asking("pca", place)
-    assert main(words := [*words, "--dataset", "folder", "--data-root", "photos"]) == 0
+    words = asking("pca", place, dataset="folder")
+    assert main(words) == 0
     next(Path("results").rglob("block01/0.jpg.png")).unlink()
     capsys.readouterr()
 
@@ -209,12 +209,15 @@ def shown_digits(page: str) -> set[str]:
     return set(re.findall(r'src="pictures/[^"/]+/[^"/]+/[^"/]+-([0-9a-f]{8})/', page))
 
 
-def test_fault_87_a_replaced_photograph_has_pictures_beside_its_own_score(place):
-    words = asking("pca", place)
-    words = [*words, "--dataset", "folder", "--data-root", "photos"]
+def test_fault_87_a_replaced_photograph_has_pictures_beside_its_own_score(place, capsys):
+    words = asking("pca", place, dataset="folder")
     assert main(words) == 0
     before, (yesterday,) = pictures("results"), {r.dataset_fingerprint for r in records()}
     picture(99).save("photos/0.jpg", quality=95)
+    # Nor are there colours of the same images to align with.
+    encoder_file(place / "other.safetensors", seed=1)
+    aligned = [*words, "--checkpoint", "other.safetensors", "probe.align_to=encoder"]
+    assert "of the same images" in fails(capsys, aligned, 2)
     assert main(words) == 0
 
     assert main(["report", "--out", "results"]) == 0
@@ -229,18 +232,8 @@ def test_fault_87_a_replaced_photograph_has_pictures_beside_its_own_score(place)
     assert f"data {yesterday[:6]}" in page
 
 
-def test_fault_87_another_photograph_gives_no_colours_to_align_with(place, capsys):
-    words = [*asking("pca", place), "--dataset", "folder", "--data-root", "photos"]
-    assert main(words) == 0
-    picture(99).save("photos/0.jpg", quality=95)
-    encoder_file(place / "other.safetensors", seed=1)
-    words[words.index("encoder.safetensors")] = "other.safetensors"
-
-    assert "of the same images" in fails(capsys, [*words, "probe.align_to=encoder"], 2)
-
-
 def test_fault_87_pictures_of_images_that_nothing_names_are_not_shown(place):
-    words = [*asking("tokencut", place), "--dataset", "folder", "--data-root", "photos"]
+    words = asking("tokencut", place, dataset="folder")
     assert main(words) == 0
     (folder,) = Path("results/pictures/tokencut/folder").iterdir()
     folder.rename(folder.with_name(folder.name.rpartition("-")[0]))
@@ -285,7 +278,7 @@ def test_fault_87_a_photograph_replaced_during_a_run_is_one_line(place, capsys, 
         if image_id == "0.jpg":
             picture(99, *size).save("photos/0.jpg", quality=95)
 
-    words = [*asking("tokencut", place), "--dataset", "folder", "--data-root", "photos"]
+    words = asking("tokencut", place, dataset="folder")
     with monkeypatch.context() as patched:
         patched.setattr(DiscoveryLog, "add", add_and_replace)
         said = fails(capsys, words, 3)

@@ -88,21 +88,18 @@ def checked_boxes(
     for name, row in zip(names, rows, strict=True):
         try:
             box = numbers(row, 4)
-            _require_box(box, size, may_be_flat)
+            for axis, low, high in (("x", box[0], box[2]), ("y", box[1], box[3])):
+                if low > high or (low == high and not may_be_flat):
+                    raise ValueError(
+                        f"the box {box} begins at {axis} = {low:g} and ends at {high:g}"
+                    )
+            sides = () if size is None else zip("xy", box[:2], box[2:], size[::-1], strict=True)
+            for axis, low, high, side in sides:
+                # A flat box may lie on the edge of its image.
+                meets = low <= side and high >= 0 if may_be_flat else low < side and high > 0
+                if not meets or low < -side or high > 2 * side:
+                    raise ValueError(f"the box {box} is not in its image, {axis} from 0 to {side}")
         except ValueError as error:
             raise DataError(f"{file}, object {name}: {error}; mend or fetch it again") from error
         found.append(box)
     return np.array(found, np.float64).reshape(-1, 4)
-
-
-def _require_box(box: Sequence[float], size: tuple[int, int] | None, may_be_flat: bool) -> None:
-    for axis, low, high in (("x", box[0], box[2]), ("y", box[1], box[3])):
-        if low > high or (low == high and not may_be_flat):
-            raise ValueError(f"the box {box} begins at {axis} = {low:g} and ends at {high:g}")
-    if size is None:
-        return
-    for axis, low, high, side in zip("xy", box[:2], box[2:], size[::-1], strict=True):
-        # A flat box may lie on the edge of its image.
-        meets = low <= side and high >= 0 if may_be_flat else low < side and high > 0
-        if not meets or low < -side or high > 2 * side:
-            raise ValueError(f"the box {box} is not in its image, {axis} from 0 to {side}")

@@ -7,22 +7,26 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from threading import Lock
-from typing import NamedTuple
+from threading import Event, Lock
+from typing import NamedTuple, TypeVar
 
 from ssl_bench.data.files.fingerprints import FingerprintKind
-from ssl_bench.data.files.threads import in_threads
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.system.files import write_atomically
 from ssl_bench.system.progress import say, say_once, show_progress
 
-_BLOCK = 2**20
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_THREADS = 8
+_AHEAD = 1024
 _MOST_TOGETHER = 32
 _SAVE_SECONDS = 60.0
 _PATIENCE_SECONDS = 10.0
@@ -50,10 +54,6 @@ class FileState(NamedTuple):
     ctime_ns: int
     inode: int
 
-    @classmethod
-    def of(cls, status: os.stat_result) -> "FileState":
-        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-
     def is_settled(self, now_ns: int) -> bool:
         """Whether a change after `now_ns` is sure to give another state."""
         return max(self.mtime_ns, self.ctime_ns) < now_ns - _RACY_NS
@@ -70,7 +70,12 @@ class DigestCache:
     """
 
     def __init__(self, subject: Path) -> None:
-        self._path = _place(str(subject.absolute()))
+        self._path = None
+        try:
+            name = _hashed(str(subject.absolute()), _KEY).hex()
+            self._path = cache_folder(None) / "digests" / name
+        except MachineError as error:
+            _complain(str(error))
         self._known = {} if self._path is None else _kept_in(self._path)
         self._new: dict[bytes, bytes] = {}
         self._lock = Lock()
@@ -98,15 +103,6 @@ class DigestCache:
             write_atomically(self._path, lambda file: file.write(content))
         except MachineError as error:
             _complain(f"{self._path.parent} cannot be written ({error.__cause__})")
-
-
-def _place(subject: str) -> Path | None:
-    try:
-        folder = cache_folder(None)
-    except MachineError as error:
-        _complain(str(error))
-        return None
-    return folder / "digests" / _hashed(subject, _KEY).hex()
 
 
 def _kept_in(path: Path) -> dict[bytes, bytes]:
@@ -144,41 +140,51 @@ class Part(NamedTuple):
     place: str = ""
     read: Callable[[], bytes] | None = None
 
-    @property
-    def name(self) -> str:
-        return f"{self.file.absolute()}\0{self.place}"
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What is read, for messages, and with what it is remembered.
-
-    Attributes:
-        subject: Folder or file that most of it lies in.
-        total: Number of parts.
-    """
-
-    title: str
-    subject: Path
-    total: int
-
-    @property
-    def together(self) -> int:
-        """Parts a thread takes in one go: few enough that none is left with all the large ones."""
-        return min(_MOST_TOGETHER, 1 + self.total // 256)
-
 
 def identities(
-    parts: Iterable[Part], reading: Reading, kind: FingerprintKind
+    parts: Iterable[Part], kind: FingerprintKind, *, title: str, folder: Path, total: int
 ) -> Generator[str, None, None]:
     """Of each part its sha256, or, where these are trusted, size and time of its file.
 
     Closing the iterator, or an interrupt, keeps what has been read so far.
 
+    Args:
+        parts: What is read.
+        kind: Whether it is read at all.
+        title: What messages call all of it.
+        folder: Most of it lies there; what is remembered of it is kept together.
+        total: Number of parts.
+
     Raises:
         DataError: a file cannot be read, or changes meanwhile.
     """
-    return _stamps(parts, reading) if kind == "stat" else _digests(parts, reading)
+    # Few enough for a thread in one go that none is left with all the large ones.
+    together = min(_MOST_TOGETHER, 1 + total // 256)
+    if kind == "stat":
+        states = in_threads(lambda part: file_state(part.file), parts, together=together)
+        yield from (f"{state.size} {state.mtime_ns}" for _, state in states)
+        return
+    cache = DigestCache(folder)
+    start = saved = time.monotonic()
+    is_reported = False
+    try:
+        # Closed before the cache is saved, which then has what its threads were reading.
+        with closing(in_threads(partial(_read_or_known, cache), parts, together=together)) as found:
+            for _, digest in show_progress(found, f"sha256 of {title}", total):
+                now = time.monotonic()
+                if not is_reported and now - start > _PATIENCE_SECONDS:
+                    say(
+                        f"reading the {total:,} files of {title} for their sha256, which is then "
+                        "remembered; data.fingerprint=stat trusts sizes and times instead"
+                    )
+                    is_reported = True
+                # For the case that somebody kills this.
+                if now - saved > _SAVE_SECONDS:
+                    cache.save()
+                    saved = now
+                yield digest.hex()
+    finally:
+        cache.save()
 
 
 def digest_of(path: Path) -> str:
@@ -187,8 +193,7 @@ def digest_of(path: Path) -> str:
     Raises:
         DataError: as `identities`.
     """
-    reading = Reading(path.name, path, 1)
-    return next(_digests([Part(path)], reading))
+    return next(identities([Part(path)], "content", title=path.name, folder=path, total=1))
 
 
 def file_state(path: Path) -> FileState:
@@ -203,56 +208,13 @@ def file_state(path: Path) -> FileState:
         raise _unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is no file; move it out of the folder")
-    return FileState.of(status)
+    return FileState(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-def _stamps(parts: Iterable[Part], reading: Reading) -> Generator[str, None, None]:
-    def stamp(part: Part) -> str:
-        state = file_state(part.file)
-        return f"{state.size} {state.mtime_ns}"
-
-    for _, found in in_threads(stamp, parts, together=reading.together):
-        yield found
-
-
-def _digests(parts: Iterable[Part], reading: Reading) -> Generator[str, None, None]:
-    cache = DigestCache(reading.subject)
-
-    def digest(part: Part) -> str:
-        return _read_or_known(part, cache).hex()
-
-    try:
-        # Closed before the cache is saved, which then has what its threads were reading.
-        with closing(in_threads(digest, parts, together=reading.together)) as pairs:
-            found = (one for _, one in pairs)
-            shown = show_progress(found, f"sha256 of {reading.title}", reading.total)
-            yield from _kept(shown, cache, reading)
-    finally:
-        cache.save()
-
-
-def _kept(found: Iterable[str], cache: DigestCache, reading: Reading) -> Iterator[str]:
-    """Save now and then, for the case that somebody kills this."""
-    start = saved = time.monotonic()
-    is_reported = False
-    for digest in found:
-        now = time.monotonic()
-        if not is_reported and now - start > _PATIENCE_SECONDS:
-            say(
-                f"reading the {reading.total:,} files of {reading.title} for their sha256, which "
-                "is then remembered; data.fingerprint=stat trusts sizes and times instead"
-            )
-            is_reported = True
-        if now - saved > _SAVE_SECONDS:
-            cache.save()
-            saved = now
-        yield digest
-
-
-def _read_or_known(part: Part, cache: DigestCache) -> bytes:
-    begun = time.time_ns()
+def _read_or_known(cache: DigestCache, part: Part) -> bytes:
+    begun, name = time.time_ns(), f"{part.file.absolute()}\0{part.place}"
     before = file_state(part.file)
-    known = cache.get(part.name, before)
+    known = cache.get(name, before)
     if known is not None:
         return known
     digest = _read(part)
@@ -260,27 +222,47 @@ def _read_or_known(part: Part, cache: DigestCache) -> bytes:
     if (after.size, after.mtime_ns) != (before.size, before.mtime_ns):
         raise DataError(f"{part.file} changes while it is read; wait until it is complete")
     if after == before and before.is_settled(begun):
-        cache.put(part.name, before, digest)
+        cache.put(name, before, digest)
     return digest
 
 
 def _read(part: Part) -> bytes:
-    digest = hashlib.sha256()
-    for block in _blocks(part):
-        digest.update(block)
-    return digest.digest()
-
-
-def _blocks(part: Part) -> Iterator[bytes]:
     if part.read is not None:
-        yield part.read()
-        return
+        return hashlib.sha256(part.read()).digest()
     try:
         with part.file.open("rb", buffering=0) as file:
-            yield from iter(partial(file.read, _BLOCK), b"")
+            return hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
         raise _unreadable(part.file, error) from error
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"{path} cannot be read ({error.strerror}); fetch it again")
+
+
+def in_threads(
+    work: Callable[[Item], Result], items: Iterable[Item], *, together: int = 1
+) -> Generator[tuple[Item, Result], None, None]:
+    """Each item with what `work` makes of it, in order; items are taken as they are needed.
+
+    Closing it waits for what is in work and begins nothing more.
+
+    A thread takes some `together` in one go, for work that is shorter than handing it over.
+    """
+    stopped = Event()
+
+    def work_on_all(chunk: list[Item]) -> list[tuple[Item, Result]]:
+        return [(item, work(item)) for item in chunk if not stopped.is_set()]
+
+    remaining = iter(items)
+    chunks = iter(lambda: list(islice(remaining, together)), [])
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        # Piece by piece, because the pool would queue a million at once.
+        while piece := list(islice(chunks, _AHEAD)):
+            for pairs in pool.map(work_on_all, piece):
+                yield from pairs
+    finally:
+        # Whoever is interrupted does not wait for what nobody wants any more.
+        stopped.set()
+        pool.shutdown(cancel_futures=True)

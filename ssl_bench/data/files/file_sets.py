@@ -3,18 +3,18 @@
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float64, UInt8, UInt64
 
-from ssl_bench.data.files.digests import Part, Reading, identities
-from ssl_bench.data.files.fingerprints import Known, extended
+from ssl_bench.data.files.digests import Part, identities
+from ssl_bench.data.files.fingerprints import Known, ReadOptions, extended
 from ssl_bench.data.files.images import file_orientation, read_image, read_indices
-from ssl_bench.data.files.read_options import ReadOptions
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
@@ -55,7 +55,9 @@ class Files:
         for image_id in ids:
             folder, _, name = f"{image_id}{self.suffix}".rpartition("/")
             if folder not in listed:
-                listed[folder] = _files_in(self.folder / folder)
+                listed[folder] = frozenset()
+                with suppress(OSError), os.scandir(self.folder / folder) as entries:
+                    listed[folder] = frozenset(entry.name for entry in entries if entry.is_file())
             # Asked for by name too, because some systems find names in other letters.
             if name not in listed[folder] and not self.path(image_id).is_file():
                 lacking.append(name)
@@ -64,15 +66,6 @@ class Files:
     def _is_one(self, name: str) -> bool:
         other = self.other_suffix is not None and name.endswith(self.other_suffix)
         return name.endswith(self.suffix) and not other and not name.startswith(".")
-
-
-def _files_in(folder: Path) -> frozenset[str]:
-    """Names of the files that lie directly in a folder; none where it cannot be listed."""
-    try:
-        with os.scandir(folder) as entries:
-            return frozenset(entry.name for entry in entries if entry.is_file())
-    except OSError:
-        return frozenset()
 
 
 @dataclass(frozen=True)
@@ -121,13 +114,12 @@ class Boxes:
 
 
 @dataclass(frozen=True)
-class FileImageSet:
-    """An `ImageSet` that decodes a file when asked for it.
+class FileSet:
+    """Images of one split that lie in files.
 
     Attributes:
         source: Where the ids come from, for messages.
         options: How the files are read.
-        upright: Turn the images as EXIF says; not where masks or boxes are drawn on the files.
     """
 
     name: str
@@ -136,13 +128,61 @@ class FileImageSet:
     ids: tuple[str, ...]
     images: Files
     class_names: tuple[str, ...] = ()
-    masks: Masks | None = None
-    boxes: Boxes | None = None
     options: ReadOptions = field(default_factory=ReadOptions)
-    upright: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def read_as(self, options: ReadOptions) -> "FileSet":
+        """The same images, their files read in another way."""
+        return replace(self, options=options)
+
+    def some(self, name: str, kept: Sequence[int]) -> "FileSet":
+        """The images of these indices, under another name."""
+        return replace(self, name=name, ids=tuple(self.ids[index] for index in kept))
+
+    def require_ids(self, what: str) -> None:
+        """There are ids, each of them once.
+
+        Raises:
+            DataError: it is not so.
+        """
+        if not self.ids:
+            raise DataError(f"{self.source} gives no {what} for the split {self.split}")
+        if len(set(self.ids)) < len(self.ids):
+            one = "an image" if what == "image" else f"a {what}"
+            raise DataError(f"{self.source} names {one} twice; make its lines unique")
+
+    def require_files(self, files: "Files | Boxes", ids: Sequence[str], what: str) -> None:
+        """The file of every id is there; nothing is opened.
+
+        Raises:
+            DataError: some are missing.
+        """
+        if missing := files.missing(ids):
+            folder = files.folder if isinstance(files, Files) else self.source
+            raise DataError(
+                f"{len(missing)} of {len(ids)} {what} of the split {self.split} are missing in "
+                f"{folder}: {first_of(missing)}; the ids come from {self.source}"
+            )
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first five of some names, for messages."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+@dataclass(frozen=True)
+class FileImageSet(FileSet):
+    """An `ImageSet` that decodes a file when asked for it.
+
+    Attributes:
+        upright: Turn the images as EXIF says; not where masks or boxes are drawn on the files.
+    """
+
+    masks: Masks | None = None
+    boxes: Boxes | None = None
+    upright: bool = False
 
     def __getitem__(self, index: int) -> Sample:
         """Decode one image with its mask and boxes.
@@ -157,8 +197,8 @@ class FileImageSet:
         mask = self.masks.read(image_id) if self.masks else None
         if self.masks and mask is not None and mask.shape != image.shape[:2]:
             raise DataError(
-                f"{self.masks.files.path(image_id)} is {_size(mask)} but its image "
-                f"{self.images.path(image_id)} is {_size(image)}; fetch both again"
+                f"{self.masks.files.path(image_id)} is {mask.shape[1]} x {mask.shape[0]} but its "
+                f"image {path} is {image.shape[1]} x {image.shape[0]}; fetch both again"
             )
         boxes = self.boxes.read(image_id, image.shape[:2]) if self.boxes else None
         return Sample(image_id, image, mask, boxes)
@@ -187,50 +227,44 @@ class FileImageSet:
 
     def files(self, index: int) -> tuple[Path, ...]:
         """All files of an image: its own, then those of its mask and its boxes."""
-        return tuple(kind.path(self.ids[index]) for kind in self._kinds)
-
-    @property
-    def _kinds(self) -> list[Files]:
-        masks, boxes = self.masks, self.boxes
-        more = [masks.files if masks else None, boxes.files if boxes else None]
-        return [self.images, *(kind for kind in more if kind)]
+        kinds = [self.images, self.masks and self.masks.files, self.boxes and self.boxes.files]
+        return tuple(kind.path(self.ids[index]) for kind in kinds if kind)
 
     @cached_property
     def _known(self) -> Known:
         # Files that are known by their times alone are not opened to look how they are turned.
         turned = self.upright and self.options.fingerprint == "content"
-        in_a_row = len(self._kinds) + turned
-        parts = (part for index in range(len(self)) for part in self._parts(index, turned=turned))
-        reading = Reading(f"{self.name} {self.split}", self.images.folder, in_a_row * len(self))
-        with closing(identities(parts, reading, self.options.fingerprint)) as found:
-            rows = zip(self.ids, *[found] * in_a_row, self._meanings(), strict=True)
-            known = self.options.known_by(
-                self._meaning(), map(_with_turn, rows) if turned else rows
-            )
+        in_a_row = len(self.files(0)) if self.ids else 1
+
+        def parts() -> Iterator[Part]:
+            for index in range(len(self)):
+                yield from map(Part, self.files(index))
+                if turned:
+                    path = self.path(index)
+                    yield Part(path, "orientation", partial(file_orientation, path))
+
+        def rows(found: Iterator[str]) -> Iterator[tuple[str, ...]]:
+            for image_id in self.ids:
+                image, *others = islice(found, in_a_row)
+                # The file of an image that is turned has another identity.
+                turn = next(found) if turned else _UPRIGHT
+                image = image if turn == _UPRIGHT else f"{image} {turn}"
+                yield image_id, image, *others, self.boxes.meaning(image_id) if self.boxes else ""
+
+        identified = identities(
+            parts(),
+            self.options.fingerprint,
+            title=f"{self.name} {self.split}",
+            folder=self.images.folder,
+            total=(in_a_row + turned) * len(self),
+        )
+        # What the numbers in masks stand for; nothing for pictures alone.
+        meaning = [self.masks.meaning(), self.class_names] if self.masks else []
+        with closing(identified) as found:
+            known = self.options.known_by(meaning, rows(found))
         if self.upright and not turned:
             return known._replace(fingerprint=extended(known.fingerprint, ["upright"]))
         return known
-
-    def _parts(self, index: int, *, turned: bool) -> Iterator[Part]:
-        yield from map(Part, self.files(index))
-        if turned:
-            path = self.path(index)
-            yield Part(path, "orientation", partial(_orientation, path))
-
-    def _meaning(self) -> list[object]:
-        """What the numbers in masks stand for; nothing for pictures alone."""
-        return [self.masks.meaning(), self.class_names] if self.masks else []
-
-    def _meanings(self) -> Iterator[str]:
-        return (self.boxes.meaning(image_id) if self.boxes else "" for image_id in self.ids)
-
-    def read_as(self, options: ReadOptions) -> "FileImageSet":
-        """The same images, their files read in another way."""
-        return replace(self, options=options)
-
-    def some(self, name: str, kept: Sequence[int]) -> "FileImageSet":
-        """The images of these indices, under another name."""
-        return replace(self, name=name, ids=tuple(self.ids[index] for index in kept))
 
     def checked(self) -> "FileImageSet":
         """This set, once every file behind it is known to be there; nothing is decoded.
@@ -238,54 +272,10 @@ class FileImageSet:
         Raises:
             DataError: the set is empty, names an image twice, or files are missing.
         """
-        require_ids(self.ids, "image", self.split, self.source)
-        require_files(self.images, self.ids, "images", self.split, self.source)
+        self.require_ids("image")
+        self.require_files(self.images, self.ids, "images")
         if self.masks:
-            require_files(self.masks.files, self.ids, "masks", self.split, self.source)
+            self.require_files(self.masks.files, self.ids, "masks")
         if self.boxes:
-            require_files(self.boxes, self.ids, "annotations", self.split, self.source)
+            self.require_files(self.boxes, self.ids, "annotations")
         return self
-
-
-def require_ids(ids: Sequence[str], what: str, split: str, source: Path) -> None:
-    """Ids that come from `source` for a split: there are some, each of them once.
-
-    Raises:
-        DataError: it is not so.
-    """
-    if not ids:
-        raise DataError(f"{source} gives no {what} for the split {split}")
-    if len(set(ids)) < len(ids):
-        one = "an image" if what == "image" else f"a {what}"
-        raise DataError(f"{source} names {one} twice; make its lines unique")
-
-
-def require_files(
-    files: "Files | Boxes", ids: Sequence[str], what: str, split: str, source: Path
-) -> None:
-    """The file of every id is there; nothing is opened.
-
-    Raises:
-        DataError: some are missing.
-    """
-    if missing := files.missing(ids):
-        first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        folder = files.folder if isinstance(files, Files) else source
-        raise DataError(
-            f"{len(missing)} of {len(ids)} {what} of the split {split} are missing in {folder}: "
-            f"{first}; the ids come from {source}"
-        )
-
-
-def _orientation(path: Path) -> bytes:
-    return b"%d" % file_orientation(path)
-
-
-def _with_turn(row: tuple[str, ...]) -> tuple[str, ...]:
-    """A row in which the file of an image that is turned has another identity."""
-    image_id, file, *others, turn, meaning = row
-    return (image_id, file if turn == _UPRIGHT else f"{file} {turn}", *others, meaning)
-
-
-def _size(pixels: np.ndarray) -> str:
-    return f"{pixels.shape[1]} x {pixels.shape[0]}"

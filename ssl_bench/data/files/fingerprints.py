@@ -3,12 +3,13 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt64
 
-from ssl_bench.data.samples import ImageSet
+from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 
 FingerprintKind = Literal["content", "stat"]
 """Of the bytes of all files, or of their sizes and times alone."""
@@ -38,25 +39,51 @@ class Known(NamedTuple):
     entries: UInt64[np.ndarray, " images"]
 
 
-def known_by(
-    first: Sequence[object], rows: Iterable[tuple[str, ...]], kind: FingerprintKind, seen: object
-) -> Known:
-    """The fingerprint of a first row and of one for each image: its id, its file, what else.
+@dataclass(frozen=True)
+class ReadOptions:
+    """How files are read, as `data.fingerprint` and `data.bits` say.
 
-    `seen` is how the files are read; the fingerprint leaves it to the caller.
+    Attributes:
+        fingerprint: Whether it is of what the files hold, which has to be read once, or trusts
+            their sizes and times.
+        bits: Those that pictures of 16 bits use, where a file does not say it.
     """
-    marks: list[int] = []
-    entries: list[int] = []
 
-    def noted() -> Iterator[Sequence[object]]:
-        yield first
-        for row in rows:
-            marks.append(_mark(row[1]))
-            entries.append(_mark(repr((first, row[1:], seen))))
-            yield row
+    fingerprint: FingerprintKind = "content"
+    bits: int | None = None
 
-    found = fingerprint_of(noted(), kind)
-    return Known(found, np.array(marks, np.uint64), np.array(entries, np.uint64))
+    def fingerprint_of(self, rows: Iterable[Sequence[object]]) -> str:
+        """The fingerprint of a set; another one where the same files are seen in another range."""
+        found = fingerprint_of(rows, self.fingerprint)
+        # With 16 all that can be read without it is read as without it.
+        return found if self.bits in (None, 16) else extended(found, ["bits", self.bits])
+
+    def known_by(self, first: Sequence[object], rows: Iterable[tuple[str, ...]]) -> Known:
+        """What a set is known by: a first row, and one for each image: id, file, what else."""
+        marks: list[int] = []
+        entries: list[int] = []
+        seen = None if self.bits == 16 else self.bits
+
+        def noted() -> Iterator[Sequence[object]]:
+            yield first
+            for row in rows:
+                marks.append(_mark(row[1]))
+                entries.append(_mark(repr((first, row[1:], seen))))
+                yield row
+
+        found = self.fingerprint_of(noted())
+        return Known(found, np.array(marks, np.uint64), np.array(entries, np.uint64))
+
+
+def read_as(images: ImageSet, options: ReadOptions) -> ImageSet:
+    """The same images, their files read so; what lies in no file stays as it is."""
+    own = getattr(images, "read_as", None)
+    return own(options) if own else images
+
+
+def dataset_read_as(dataset: Dataset, options: ReadOptions) -> DatasetView:
+    """A dataset whose files are read as it is asked for."""
+    return DatasetView(dataset, lambda _, images: read_as(images, options))
 
 
 def entries_of(images: ImageSet) -> list[str]:

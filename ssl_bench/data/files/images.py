@@ -2,17 +2,18 @@
 
 import io
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import simplejpeg
-from jaxtyping import Integer, UInt8, UInt16
-from PIL import Image, UnidentifiedImageError, features
-from PIL.TiffImagePlugin import TiffImageFile
+from jaxtyping import Integer, UInt8
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError, features
+from PIL.TiffImagePlugin import ImageFileDirectory_v2 as Directory
 
-from ssl_bench.data.files import tiff
 from ssl_bench.data.labels import voc_colours
 from ssl_bench.errors import DataError, UnreadableImage
 from ssl_bench.system.files import read_regular
@@ -39,6 +40,17 @@ _INDEXED = frozenset({"1", "L", "P"}) | _SIXTEEN_BIT
 _LOSSY_IN_TIFF = frozenset({"jpeg", "tiff_jpeg", "webp"})
 _VOC = voc_colours()
 _VOC_CLASSES = (*range(21), 255)
+# Of two byte orders PIL knows 16 bits with zero for white in one alone; it turns neither.
+TiffImagePlugin.OPEN_INFO.setdefault((b"MM", 0, (1,), 1, (16,), ()), ("I;16B", "I;16B"))
+# Tags of a TIFF; a page of these parts is a smaller copy of another one, or a mask of it.
+_PARTS = 0b101
+_KIND, _BITS, _PHOTOMETRIC, _BANDS, _PLANES = 254, 258, 262, 277, 284
+_EXTRA, _NUMBERS, _LARGEST, _LARGEST_OF_ANY = 338, 339, 281, 341
+_WHITE_IS_ZERO = 0
+_COLOURS = {_WHITE_IS_ZERO: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3, 8: 3}
+_ALPHA = ((1,), (2,))
+_STRIPS, _TILES, _BIG_MOTOROLA = 273, 324, b"MM\0+"
+_SIGNED, _FLOATING, _APART = 2, (3, 5, 6), 2
 
 
 def read_image(
@@ -61,22 +73,27 @@ def read_image(
     """
     data = _bytes_of(path)
     pixels = decode_image(data, path, bits)
-    return _turned(pixels, orientation_of(data)) if upright else pixels
+    orientation = _orientation_of(data) if upright else 1
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 0, 2)
+    down = -1 if orientation in (3, 4, 7, 8) else 1
+    right = -1 if orientation in (2, 3, 6, 7) else 1
+    return np.ascontiguousarray(pixels[::down, ::right])
 
 
-def file_orientation(path: Path) -> int:
-    """How the pixels of a file are to be turned, as `orientation_of` says.
+def file_orientation(path: Path) -> bytes:
+    """How the pixels of a file are to be turned, as EXIF's digit.
 
     Raises:
         DataError: it cannot be read.
     """
-    return orientation_of(_bytes_of(path))
+    return b"%d" % _orientation_of(_bytes_of(path))
 
 
-def orientation_of(data: bytes) -> int:
+def _orientation_of(data: bytes) -> int:
     """EXIF's number, 2 to 8, where pixels as they are decoded are not upright; else 1."""
     # A TIFF is decoded upright; of a PNG all pixels would be decoded to look for it.
-    if tiff.is_tiff(data) or (data[1:4] == b"PNG" and not any(mark in data for mark in _PNG_EXIF)):
+    if _is_tiff(data) or (data[1:4] == b"PNG" and not any(mark in data for mark in _PNG_EXIF)):
         return 1
     try:
         with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
@@ -86,16 +103,6 @@ def orientation_of(data: bytes) -> int:
         pass_on_memory(error)
         return 1
     return found if found in range(2, 9) else 1
-
-
-def _turned(
-    pixels: UInt8[np.ndarray, "height width 3"], orientation: int
-) -> UInt8[np.ndarray, "rows cols 3"]:
-    if orientation in (5, 6, 7, 8):
-        pixels = pixels.transpose(1, 0, 2)
-    down = -1 if orientation in (3, 4, 7, 8) else 1
-    right = -1 if orientation in (2, 3, 6, 7) else 1
-    return np.ascontiguousarray(pixels[::down, ::right])
 
 
 def decode_image(
@@ -179,10 +186,14 @@ def _is_lossless_webp(data: bytes) -> bool:
 
 def _decode(data: bytes, name: str | Path) -> Image.Image:
     try:
-        if tiff.is_tiff(data) and (other := tiff.what_else(data)):
+        if _is_tiff(data) and (other := _other_tiff(data)):
             raise _not_one_picture(name, other)
         with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
-            _refuse_large(image, name)
+            if image.width * image.height > MAX_PIXELS:
+                raise UnreadableImage(
+                    f"{name} has {image.width} x {image.height} pixels, more than {MAX_PIXELS}; "
+                    "shrink it"
+                )
             # Of a TIFF they were pages; a JPEG of a telephone has a small copy or a depth behind.
             frames = getattr(image, "n_frames", 1)
             if frames > 1 and image.format not in _JPEG | {"TIFF", "HEIF"}:
@@ -192,12 +203,17 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        if tiff.is_tiff(data) and (kind := tiff.unknown(data)):
+        if _is_tiff(data) and (kind := _unknown_tiff(data)):
             raise _not_one_picture(name, kind) from error
         for (remedy, kind), brands in zip(KINDS.items(), (_HEIC, _AVIF), strict=True):
             if _brand(data) in brands and _formats(data) is _FORMATS:
                 raise UnreadableImage(f"{name} is {kind}, which {remedy} reads", remedy) from error
-        raise UnreadableImage(f"{name} {_what_else(data)}; fetch it again") from error
+        start, what = data[:64].lstrip(), "is not an image"
+        if not start:
+            what = "is empty"
+        elif start.startswith(b"<"):
+            what = "is a text file, perhaps a web page in place of the download"
+        raise UnreadableImage(f"{name} {what}; fetch it again") from error
     # Damaged files make the decoders raise OSError, SyntaxError, struct.error, IndexError ...
     except Exception as error:
         pass_on_memory(error)
@@ -245,8 +261,15 @@ def _decode_usual_jpeg(data: bytes, name: str | Path) -> UInt8[np.ndarray, "heig
     if int(height) * int(width) > MAX_PIXELS:
         return None
     for_print = colours in ("CMYK", "YCCK")
+    wanted = "CMYK" if for_print else "RGB"
     try:
-        pixels = _whole_jpeg(data, "CMYK" if for_print else "RGB")
+        try:
+            pixels = simplejpeg.decode_jpeg(data, wanted, strict=True)
+        except ValueError as error:
+            # Cameras and websites leave bytes behind the last pixel.
+            if "extraneous bytes before marker 0xd9" not in str(error):
+                raise
+            pixels = simplejpeg.decode_jpeg(data, wanted, strict=False)
     except ValueError as error:
         raise UnreadableImage(
             f"{name} is damaged or cut short ({error}); fetch it again"
@@ -254,37 +277,11 @@ def _decode_usual_jpeg(data: bytes, name: str | Path) -> UInt8[np.ndarray, "heig
     return None if for_print else pixels
 
 
-def _whole_jpeg(data: bytes, colours: str) -> UInt8[np.ndarray, "height width channels"]:
-    try:
-        return simplejpeg.decode_jpeg(data, colours, strict=True)
-    except ValueError as error:
-        # Cameras and websites leave bytes behind the last pixel.
-        if "extraneous bytes before marker 0xd9" not in str(error):
-            raise
-        return simplejpeg.decode_jpeg(data, colours, strict=False)
-
-
-def _refuse_large(image: Image.Image, name: str | Path) -> None:
-    if image.width * image.height > MAX_PIXELS:
-        raise UnreadableImage(
-            f"{name} has {image.width} x {image.height} pixels, more than {MAX_PIXELS}; shrink it"
-        )
-
-
 def _not_one_picture(name: str | Path, what: str) -> UnreadableImage:
     return UnreadableImage(
         f"{name} is {what}, expected one picture, grey or RGB, of 8 or 16 bits; save what is to be "
         "seen of it so, as PNG"
     )
-
-
-def _what_else(data: bytes) -> str:
-    start = data[:64].lstrip()
-    if not start:
-        return "is empty"
-    if start.startswith(b"<"):
-        return "is a text file, perhaps a web page in place of the download"
-    return "is not an image"
 
 
 def _as_rgb(
@@ -315,7 +312,13 @@ def _squeezed_to_eight_bits(
     if image.format == "PPM" and full < _FULL:
         # PIL has spread its values already.
         return image if image.mode in _COLOUR else _divided(np.asarray(image), _FULL)
-    values = _deep_colours(data, name) if image.mode in _COLOUR else np.asarray(image)
+    values = np.asarray(image)
+    if image.mode in _COLOUR:
+        # PIL has the upper eight bits alone.
+        stored = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+        if stored is None or stored.dtype != np.uint16 or stored.ndim < 3:
+            raise DataError(f"{name} has colours of 16 bits in a rare form; save it as PNG")
+        values = stored[..., 2::-1]
     lowest, most = int(values.min()), int(values.max())
     if lowest < 0 or most > _FULL:
         raise DataError(f"{name} holds values outside 0..65535; save it with 8 or 16 bits")
@@ -337,7 +340,7 @@ def _squeezed_to_eight_bits(
             else f"{name} holds values up to {most}, more than data.bits={bits} has; "
             f"data.bits={most.bit_length()} takes them"
         )
-    if tiff.is_inverted(image):
+    if _is_inverted(image):
         values = full - values.astype(np.int64)
     # PIL drops the lower eight bits of colours.
     is_whole = image.mode in _COLOUR and full == _FULL
@@ -348,20 +351,12 @@ def _divided(values: Integer[np.ndarray, "..."], full: int) -> Image.Image:
     return Image.fromarray((values.astype(np.int64) * 255 // full).astype(np.uint8))
 
 
-def _deep_colours(data: bytes, name: str | Path) -> UInt16[np.ndarray, "height width 3"]:
-    """Red, green and blue as they are stored; PIL has the upper eight bits alone."""
-    values = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
-    if values is None or values.dtype != np.uint16 or values.ndim < 3:
-        raise DataError(f"{name} has colours of 16 bits in a rare form; save it as PNG")
-    return values[..., 2::-1]
-
-
 def _full_scale(image: Image.Image, data: bytes) -> int:
     """The largest number that a sample of the file can be, as its header says."""
     if image.format == "PNG":
         return 2 ** data[24] - 1
-    if isinstance(image, TiffImageFile):
-        return min(_FULL, tiff.largest_of(image))
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        return min(_FULL, _largest_of_tiff(image))
     if image.format == "PPM" and image.mode != "1":
         return int(re.sub(rb"#[^\r\n]*", b"", data[:1000]).split(None, 4)[3])
     return 255
@@ -369,7 +364,7 @@ def _full_scale(image: Image.Image, data: bytes) -> int:
 
 def _stored(image: Image.Image, data: bytes, path: Path) -> Integer[np.ndarray, "height width"]:
     """The numbers of a mask as the file has them, which PIL spreads where they use few bits."""
-    if image.mode not in ("1", "P") and tiff.is_inverted(image):
+    if image.mode not in ("1", "P") and _is_inverted(image):
         raise DataError(f"{path} is a TIFF with zero for white; save the mask as PNG")
     values = np.array(image)
     if image.mode in ("1", "P"):
@@ -400,3 +395,76 @@ def _require_order_of_voc(image: Image.Image, path: Path, *, of_voc: bool) -> No
             f"{colours[number].tolist()}: somebody put the palette in another order; take the "
             "masks as they were published"
         )
+
+
+def _is_tiff(data: bytes) -> bool:
+    return data.startswith(tuple(TiffImagePlugin.PREFIXES))
+
+
+def _other_tiff(data: bytes) -> str | None:
+    """What a TIFF is that is no picture of one, three or four bands; None where it is.
+
+    One more band than there are colours is transparency, and dropped as such.
+    """
+    if data.startswith(_BIG_MOTOROLA):
+        return "a BigTIFF with high bytes first"
+    pages = _tiff_pages(data)
+    whole = [page for page in pages if not page.get(_KIND, 0) & _PARTS]
+    if len(whole) > 1:
+        return f"a TIFF of {len(whole)} pages"
+    page = (whole or pages)[0]
+    bands, bits, numbers = page.get(_BANDS, 1), _tiff_bits(page), page.get(_NUMBERS, (1,))
+    photometric = page.get(_PHOTOMETRIC, _WHITE_IS_ZERO)
+    if photometric not in _COLOURS:
+        return f"a TIFF of the photometric interpretation {photometric}"
+    if bands > _COLOURS[photometric] + 1 or (bands == 2 and page.get(_EXTRA) not in _ALPHA):
+        return f"a TIFF of {bands} bands"
+    if any(number in _FLOATING for number in numbers):
+        return f"a TIFF of floating-point numbers of {bits} bits"
+    if _SIGNED in numbers and bits == 8:
+        return "a TIFF of signed numbers of 8 bits"
+    if bits == 16 and bands > 1 and page.get(_PLANES) == _APART:
+        return f"a TIFF of 16 bits with its {bands} bands apart"
+    return None
+
+
+def _unknown_tiff(data: bytes) -> str | None:
+    """What a TIFF is that is whole and cannot be decoded all the same."""
+    page = _tiff_pages(data)[0]
+    if not {_STRIPS, _TILES} & set(page):
+        return None
+    return f"a TIFF of {_tiff_bits(page)} bits and {page.get(_BANDS, 1)} band(s)"
+
+
+def _largest_of_tiff(image: TiffImagePlugin.TiffImageFile) -> int:
+    """The largest number that a sample can be, which tags may say to be less than fits its bits."""
+    page = image.tag_v2
+    stated = [page[tag] for tag in (_LARGEST, _LARGEST_OF_ANY) if tag in page]
+    found = {int(max(one if isinstance(one, tuple) else (one,))) for one in stated}
+    # Any other number is the largest that happens to be in the picture.
+    limits = [one for one in found if one > 255 and one & (one + 1) == 0]
+    return min([2 ** _tiff_bits(page) - 1, *limits])
+
+
+def _is_inverted(image: Image.Image) -> bool:
+    """Whether zero is white in a TIFF."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return False
+    return image.tag_v2.get(_PHOTOMETRIC, _WHITE_IS_ZERO) == _WHITE_IS_ZERO
+
+
+def _tiff_bits(page: Mapping[int, Any]) -> int:
+    """Bits of a sample; the most of all bands."""
+    return max(page.get(_BITS, (1,)))
+
+
+def _tiff_pages(data: bytes) -> list[Directory]:
+    # 16 bytes where it is a BigTIFF.
+    file, header = io.BytesIO(data), data[: 16 if data[2] == 43 else 8]
+    pages, seen = [Directory(header)], set[int]()
+    while (place := pages[-1].next) and place not in seen:
+        seen.add(place)
+        file.seek(place)
+        pages.append(Directory(header))
+        pages[-1].load(file)
+    return pages[1:]

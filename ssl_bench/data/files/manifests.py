@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssl_bench.data.files.threads import in_threads
+from ssl_bench.data.files.digests import in_threads
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular, sha256_of, write_text_atomically
 from ssl_bench.system.paths import real
@@ -48,7 +48,10 @@ def write_manifest(root: Path, manifest: Path) -> int:
     names = _files(root, manifest)
     if not names:
         raise DataError(f"{root} holds no file; name the folder of a dataset")
-    lines = [f"{digest}  {_escaped(name)}\n" for name, digest in _digests(root, names)]
+    lines = []
+    for name, digest in _digests(root, names):
+        escaped = name.replace("\\", "\\\\").replace("\n", "\\n")
+        lines.append(f"{digest}  {escaped}\n")
     write_text_atomically(manifest, "".join(lines))
     return len(names)
 
@@ -86,7 +89,8 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
         if match is None and line:
             raise DataError(f"{manifest} line {number} is not `SHA256  PATH`; write it anew")
         if match is not None:
-            found[_unescaped(match[2])] = match[1]
+            name = re.sub(r"\\(.)", lambda one: "\n" if one[1] == "n" else one[1], match[2])
+            found[name] = match[1]
     if not found:
         raise DataError(f"{manifest} lists no file; write it anew")
     return found
@@ -112,11 +116,3 @@ def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
             raise DataError(f"{root / name} cannot be read ({error.strerror})") from error
 
     return in_threads(digest, show_progress(names, f"reading {root.name}"))
-
-
-def _escaped(name: str) -> str:
-    return name.replace("\\", "\\\\").replace("\n", "\\n")
-
-
-def _unescaped(name: str) -> str:
-    return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name)

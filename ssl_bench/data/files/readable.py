@@ -11,11 +11,10 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-from ssl_bench.data.files.digests import DigestCache, FileState, file_state
+from ssl_bench.data.files.digests import DigestCache, FileState, file_state, in_threads
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.fingerprints import entries_of, extended, marks_of
 from ssl_bench.data.files.images import KINDS
-from ssl_bench.data.files.threads import in_threads
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import DataError, UnreadableImage
 from ssl_bench.system.progress import say, show_progress

@@ -1,23 +1,15 @@
 """ADE20K in the layout of the scene parsing challenge: 150 classes."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
-from ssl_bench.composition.fields import Place, check_fields
-from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
+from ssl_bench.composition.fields import Place
+from ssl_bench.data.files.file_sets import Files, Masks
 from ssl_bench.data.labels import LabelMap
-from ssl_bench.data.layouts.paired_folders import (
-    PairedFolders,
-    ids_of_folders,
-    paired_set,
-    picture_set,
-    split_folder,
-)
+from ssl_bench.data.layouts.paired_folders import PairedFolders, split_folder
 from ssl_bench.data.locations import find_root
-from ssl_bench.data.published import name_of_images
 from ssl_bench.data.samples import IGNORED
-from ssl_bench.data.splits import read_lines, require_disjoint
+from ssl_bench.data.splits import read_lines
 
 NUM_CLASSES = 150
 
@@ -46,31 +38,17 @@ class Ade20k(PairedFolders):
     train_split: str = "training"
     val_split: str = "validation"
 
-    def __post_init__(self) -> None:
-        check_fields(self, "dataset")
-        require_disjoint(self.train_split, self.val_split)
+    def _images(self, split: str) -> Files:
+        return Files(split_folder(self._root() / "images", split), ".jpg")
 
-    def images(self) -> FileImageSet:
-        """The pictures of `train_split`."""
-        folder = split_folder(self._root() / "images", self.train_split)
-        return picture_set(self._images_name, self.train_split, Files(folder, ".jpg"))
-
-    def _segmentation(self, split: str) -> FileImageSet:
+    def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
         root = self._root()
-        masks = Files(split_folder(root / "annotations", split), ".png")
-        return paired_set(
-            self._images_name,
-            split,
-            images=Files(split_folder(root / "images", split), ".jpg"),
-            masks=Masks(masks, LABELS),
-            class_names=class_names(root),
-        )
+        files = Files(split_folder(root / "annotations", split), ".png")
+        return Masks(files, LABELS), class_names(root)
 
-    @cached_property
-    def _images_name(self) -> str:
+    def _counted(self) -> dict[str, Files]:
         folders = {"train": "images/training", "val": "images/validation"}
-        files = {role: Files(self._root() / name, ".jpg") for role, name in folders.items()}
-        return name_of_images(self.name, ids_of_folders(files))
+        return {role: Files(self._root() / name, ".jpg") for role, name in folders.items()}
 
     def _root(self) -> Path:
         return find_root(

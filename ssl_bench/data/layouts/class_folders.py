@@ -8,10 +8,9 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from jaxtyping import UInt64
 
-from ssl_bench.composition.fields import Place, check_fields
-from ssl_bench.data.files.file_sets import FileImageSet, Files
-from ssl_bench.data.files.fingerprints import extended, marks_of
-from ssl_bench.data.files.read_options import ReadOptions, read_as
+from ssl_bench.composition.fields import Place
+from ssl_bench.data.files.file_sets import FileImageSet, Files, first_of
+from ssl_bench.data.files.fingerprints import ReadOptions, extended, marks_of, read_as
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
 from ssl_bench.data.locations import given_folder
@@ -90,7 +89,7 @@ class ClassFolders(Layout):
     name: str = "class_folders"
 
     def __post_init__(self) -> None:
-        check_fields(self, "dataset")
+        super().__post_init__()
         require_own_name(self.name)
 
     def train(self) -> LabelledImages:
@@ -218,10 +217,23 @@ class ClassFolders(Layout):
 
     def _labelled(self, split: str, classes: dict[str, str]) -> LabelledImages:
         """The share of a split, with `classes` naming the class of every image of the whole."""
-        _require_several(self._class_names, self._root)
-        folder = self._folder(split)
-        _require_known(classes, self._class_names, folder)
-        ids = _share_of_each_class(split, classes)
+        known, folder = self._class_names, self._folder(split)
+        if len(known) < 2:
+            raise DataError(
+                f"{self._root} has the single class {', '.join(known)}; expected "
+                "SPLIT/CLASS/PICTURE with two classes or more"
+            )
+        if unknown := sorted(set(classes.values()).difference(known)):
+            raise DataError(
+                f"{folder} has the class {first_of(unknown)}, which the {len(known)} training "
+                "classes lack; dataset.known_only=true leaves such images out"
+            )
+        # Of the sorted ids as a whole, a share would be some classes whole and others not at all.
+        by_class: dict[str, list[str]] = {}
+        for image_id, name in classes.items():
+            by_class.setdefault(name, []).append(image_id)
+        share = Split.parse(split)
+        ids = tuple(sorted(i for names in by_class.values() for i in share.cut(names)))
         files = FileImageSet(
             name=self.name,
             split=split,
@@ -230,8 +242,8 @@ class ClassFolders(Layout):
             images=Files(folder, ""),
             upright=True,
         ).checked()
-        numbers = {name: number for number, name in enumerate(self._class_names)}
-        return LabelledImages(files, self._class_names, tuple(numbers[classes[i]] for i in ids))
+        numbers = {name: number for number, name in enumerate(known)}
+        return LabelledImages(files, known, tuple(numbers[classes[i]] for i in ids))
 
 
 def _first_folder(image_id: str) -> str:
@@ -252,35 +264,10 @@ def _listed_classes(folder: Path, ids: Iterable[str]) -> dict[str, str]:
         return {image_id: _first_folder(image_id) for image_id in ids}
     rows = (line.split() for line in read_lines(listing))
     named = {row[0]: row[1] for row in rows if len(row) > 1}
-    classes = {image_id: named.get(PurePosixPath(image_id).name) for image_id in ids}
-    unnamed = [image_id for image_id, name in classes.items() if name is None]
-    if unnamed:
-        raise DataError(f"{listing} names no class for {unnamed[0]}; take both as published")
-    return {image_id: name for image_id, name in classes.items() if name is not None}
-
-
-def _require_several(class_names: Sequence[str], root: Path) -> None:
-    if len(class_names) < 2:
-        raise DataError(
-            f"{root} has the single class {', '.join(class_names)}; expected SPLIT/CLASS/PICTURE "
-            "with two classes or more"
-        )
-
-
-def _require_known(classes: dict[str, str], known: Sequence[str], folder: Path) -> None:
-    unknown = sorted(set(classes.values()).difference(known))
-    if unknown:
-        names = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-        raise DataError(
-            f"{folder} has the class {names}, which the {len(known)} training classes lack; "
-            "dataset.known_only=true leaves such images out"
-        )
-
-
-def _share_of_each_class(split: str, classes: dict[str, str]) -> tuple[str, ...]:
-    # Of the sorted ids as a whole, a share would be some classes whole and others not at all.
-    by_class: dict[str, list[str]] = {}
-    for image_id, name in classes.items():
-        by_class.setdefault(name, []).append(image_id)
-    share = Split.parse(split)
-    return tuple(sorted(i for ids in by_class.values() for i in share.cut(ids)))
+    classes = {}
+    for image_id in ids:
+        name = PurePosixPath(image_id).name
+        if name not in named:
+            raise DataError(f"{listing} names no class for {image_id}; take both as published")
+        classes[image_id] = named[name]
+    return classes

@@ -4,15 +4,14 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from ssl_bench.composition.fields import Place, check_fields
+from ssl_bench.composition.fields import Place
 from ssl_bench.data.files.boxes import checked_boxes, numbers, whole
 from ssl_bench.data.files.digests import digest_of
 from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files
@@ -109,7 +108,7 @@ class Coco20k(Layout):
     cache: Place = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "dataset")
+        super().__post_init__()
         Split.parse(self.discovery_split)
 
     def discovery(self) -> FileImageSet:
@@ -124,8 +123,12 @@ class Coco20k(Layout):
         root, split = self._root(), Split.parse(self.discovery_split)
         source = self._list(root)
         listed = read_list(source)
+        # A shorter list is another benchmark and must not pass for COCO20k.
+        name = name_of_images(self.name, {"discovery": listed})
+        if name == self.name and (md5 := LIST.hexdigest(source)) != LIST.digest:
+            raise DataError(f"{source} has md5 {md5}, published was {LIST.digest}; fetch it again")
         return FileImageSet(
-            name=_require_published(source, listed),
+            name=name,
             split=self.discovery_split,
             source=source,
             ids=split.cut(listed),
@@ -161,17 +164,6 @@ def _number(image_id: str) -> int:
     return int(digits)
 
 
-def _require_published(source: Path, listed: Sequence[str]) -> str:
-    """The name of the set: a shorter list is another benchmark and must not pass for COCO20k."""
-    name = name_of_images(Coco20k.name, {"discovery": listed})
-    if name != Coco20k.name:
-        return name
-    md5 = LIST.hexdigest(source)
-    if md5 != LIST.digest:
-        raise DataError(f"{source} has md5 {md5}, published was {LIST.digest}; fetch it again")
-    return name
-
-
 def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
     """Read COCO's instances, the second time from a small file in the cache.
 
@@ -189,8 +181,9 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
     boxes = parse_boxes(annotations)
     if digest_of(annotations) != digest:
         raise DataError(f"{annotations} changes while it is read; wait until it is complete")
+    arrays = {name: getattr(boxes, name) for name in _STORED}
     with suppress(MachineError):
-        write_atomically(index, partial(_write, boxes))
+        write_atomically(index, lambda file: np.savez(file, **arrays))
     return boxes
 
 
@@ -205,7 +198,10 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
     try:
         content = json.loads(read_regular(annotations))
         images = {
-            whole(one["id"], "the id of an image"): _stated_size(one) for one in content["images"]
+            whole(one["id"], "the id of an image"): [
+                whole(one.get(side, 0), side) for side in ("height", "width")
+            ]
+            for one in content["images"]
         }
         objects = [whole(one["id"], "the id of an annotation") for one in content["annotations"]]
         if len(set(objects)) < len(objects) or len(images) < len(content["images"]):
@@ -245,11 +241,3 @@ def _object(annotation: dict[str, Any]) -> tuple[int, int, list[float]] | None:
     except ValueError as error:
         raise ValueError(f"object {name}: {error}") from error
     return name, owner, [x, y, x + width, y + height]
-
-
-def _stated_size(image: dict[str, Any]) -> list[int]:
-    return [whole(image.get(side, 0), side) for side in ("height", "width")]
-
-
-def _write(boxes: CocoBoxes, file: BinaryIO) -> None:
-    np.savez(file, **{name: getattr(boxes, name) for name in _STORED})

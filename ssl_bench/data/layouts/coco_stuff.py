@@ -1,26 +1,17 @@
 """COCO-Stuff 164k: things and stuff in one mask, 171 classes or 27 groups of them."""
 
 import csv
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from ssl_bench.composition.fields import Place, check_fields
-from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
+from ssl_bench.composition.fields import Place
+from ssl_bench.data.files.file_sets import Files, Masks
 from ssl_bench.data.labels import LabelMap
-from ssl_bench.data.layouts.paired_folders import (
-    PairedFolders,
-    ids_of_folders,
-    paired_set,
-    picture_set,
-    split_folder,
-)
+from ssl_bench.data.layouts.paired_folders import PairedFolders, split_folder
 from ssl_bench.data.locations import find_root, first_folder
-from ssl_bench.data.published import name_of_images
 from ssl_bench.data.samples import IGNORED
-from ssl_bench.data.splits import Split, require_disjoint
+from ssl_bench.data.splits import Split
 
 REMAPPED = "_labelTrainIds.png"
 """End of the names of masks that another suite has already turned into 0..170."""
@@ -55,59 +46,39 @@ class CocoStuff(PairedFolders):
     val_split: str = "val2017"
     classes: Literal[171, 27] = 171
 
-    def __post_init__(self) -> None:
-        check_fields(self, "dataset")
-        require_disjoint(self.train_split, self.val_split)
+    def _images(self, split: str) -> Files:
+        root, name = self._root(), Split.parse(split).name
+        return Files(first_folder([root / "images" / name, root / name]), ".jpg")
 
-    def images(self) -> FileImageSet:
-        """The pictures of `train_split`."""
-        return picture_set(self._images_name, self.train_split, self._images(self.train_split))
-
-    def _segmentation(self, split: str) -> FileImageSet:
-        root = self._root()
+    def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
+        root, classes = self._root(), read_classes()
         maps = first_folder(
             [root / "stuffthingmaps", root / "annotations/stuffthingmaps", root / "annotations"]
         )
-        classes = read_classes()
-        fine = tuple(name for name, _ in classes.values())
-        return paired_set(
-            self._images_name,
-            split,
-            masks=self._masks(split_folder(maps, split), classes),
-            images=self._images(split),
-            class_names=fine if self.classes == 171 else COARSE_NAMES,
-        )
-
-    def _masks(self, folder: Path, classes: Mapping[int, tuple[str, str]]) -> Masks:
+        folder, numbers = split_folder(maps, split), list(classes)
         files = Files(folder, ".png", other_suffix=REMAPPED)
-        numbers = list(classes)
         # mmsegmentation writes remapped masks beside the published ones; some keep only those.
         if not files.ids() and Files(folder, REMAPPED).ids():
             files, numbers = Files(folder, REMAPPED), list(range(len(classes)))
         if self.classes == 171:
-            meanings = range(len(classes))
+            meanings, names = list(range(len(classes))), tuple(name for name, _ in classes.values())
         else:
             meanings = [COARSE_NAMES.index(group) for _, group in classes.values()]
+            names = COARSE_NAMES
         labels = LabelMap(
             {**dict(zip(numbers, meanings, strict=True)), 255: IGNORED},
             hint=f"published masks are named ID.png, remapped ones must be named ID{REMAPPED}",
         )
-        return Masks(files, labels)
+        return Masks(files, labels), names
 
-    @cached_property
-    def _images_name(self) -> str:
+    def _counted(self) -> dict[str, Files]:
         root, names = self._root(), {"train": "train2017", "val": "val2017"}
-        files = {
+        return {
             role: Files(parent / name, ".jpg")
             for role, name in names.items()
             for parent in (root, root / "images")
             if (parent / name).is_dir()
         }
-        return name_of_images(self.name, ids_of_folders(files))
-
-    def _images(self, split: str) -> Files:
-        root, name = self._root(), Split.parse(split).name
-        return Files(first_folder([root / "images" / name, root / name]), ".jpg")
 
     def _root(self) -> Path:
         return find_root(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssl_bench.composition.fields import Place, check_fields
+from ssl_bench.composition.fields import Place
 from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.locations import given_folder
 from ssl_bench.data.published import require_own_name
@@ -36,7 +36,7 @@ class ImageFolder(Layout):
     name: str = "folder"
 
     def __post_init__(self) -> None:
-        check_fields(self, "dataset")
+        super().__post_init__()
         require_own_name(self.name)
 
     def discovery(self) -> FileImageSet:

@@ -1,28 +1,22 @@
 """Images and masks in folders, whatever these are called: Cityscapes, CamVid, your own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from ssl_bench.composition.fields import MaskValue, Place, Rgb, check_fields, shown
+from ssl_bench.composition.fields import MaskValue, Place, Rgb, shown
 from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.files.images import read_mask_colours
 from ssl_bench.data.labels import LabelMap
-from ssl_bench.data.layouts.paired_folders import (
-    PairedFolders,
-    ids_of_folders,
-    paired_set,
-    picture_set,
-)
+from ssl_bench.data.layouts.paired_folders import PairedFolders
 from ssl_bench.data.locations import find_root
-from ssl_bench.data.published import PUBLISHED, name_of_images
+from ssl_bench.data.published import PUBLISHED
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import IGNORED
-from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
+from ssl_bench.data.splits import Split, absent_split, read_lines, read_list
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.system.written import files_below
 
@@ -144,25 +138,15 @@ class ImageMaskFolders(PairedFolders):
     def supports(self) -> frozenset[str]:
         """Heads are fitted where there are two splits."""
         saliency = {"saliency"} if self.one_object else set()
-        return frozenset({"images", *saliency, *(["segmentation"] if self._has_two else [])})
-
-    @property
-    def _has_two(self) -> bool:
-        return not self.one_object or self.train_split != self.val_split
+        has_two = not self.one_object or self.train_split != self.val_split
+        return frozenset({"images", *saliency, *(["segmentation"] if has_two else [])})
 
     def __post_init__(self) -> None:
-        check_fields(self, "dataset")
-        if self._has_two:
-            require_disjoint(self.train_split, self.val_split)
-        if self.colours is not None and (self.numbers is not None or self.reduce_zero):
+        super().__post_init__()
+        if (self.colours is not None) + (self.numbers is not None) + self.reduce_zero > 1:
             raise ConfigurationError(
-                "dataset.colours and dataset.numbers or reduce_zero exclude each other: masks hold "
-                "either colours or numbers"
-            )
-        if self.numbers is not None and self.reduce_zero:
-            raise ConfigurationError(
-                "dataset.numbers and dataset.reduce_zero=true exclude each other; give the numbers "
-                "alone"
+                "dataset.colours, dataset.numbers and dataset.reduce_zero=true exclude each other; "
+                "give one of them"
             )
         if self._together and self.image_suffix == self.mask_suffix:
             raise ConfigurationError(
@@ -176,55 +160,43 @@ class ImageMaskFolders(PairedFolders):
         Raises:
             DataError: both splits are the same one, or files are missing.
         """
-        if not self._has_two:
+        if "segmentation" not in self.supports:
             raise lacking(self.name, "segmentation")
         return super().train()
 
-    def images(self) -> FileImageSet:
-        """The pictures of `train_split`."""
-        files = self._files(self.image_folder, self.image_suffix, self.train_split)
-        if self.lists is None:
-            return picture_set(self._images_name, self.train_split, files)
-        return self._listed(self.train_split, files).checked()
+    def _images(self, split: str) -> Files:
+        return self._files(self.image_folder, self.image_suffix, split)
 
     def _segmentation(self, split: str) -> FileImageSet:
-        images = self._files(self.image_folder, self.image_suffix, split)
-        files = self._files(self.mask_folder, self.mask_suffix, split)
-        names = self._class_names()
-        if self.one_object and len(names) != 2:
-            raise ConfigurationError(
-                "dataset.one_object=true wants two names, background and object, got "
-                f"{shown(list(names))}"
-            )
-        masks = self._masks(files, len(names))
-        if self.lists is None:
-            name = self._images_name
-            found = paired_set(name, split, images=images, masks=masks, class_names=names)
-        else:
-            listed = self._listed(split, images)
-            found = replace(listed, masks=masks, class_names=names).checked()
-        if isinstance(masks, TwoClassMasks):
+        found = super()._segmentation(split)
+        if isinstance(found.masks, TwoClassMasks):
             # The first shows what all are like, before a model is loaded.
-            masks.read(found.ids[0])
+            found.masks.read(found.ids[0])
         return found
 
-    def _listed(self, split: str, images: Files) -> FileImageSet:
-        assert self.lists is not None
+    def _set(self, split: str, masks: Masks | None, class_names: tuple[str, ...]) -> FileImageSet:
+        if self.lists is None:
+            return super()._set(split, masks, class_names)
         share = Split.parse(split)
         source = self._root() / self.lists.replace(_SPLIT, share.name)
         # A list may name an image by its file, with all that follows the common part.
         ending = PurePosixPath(self.image_suffix).stem
-        ids = share.cut([name.removesuffix(ending) for name in read_list(source)])
-        return FileImageSet(self._images_name, split, source, ids, images)
+        return FileImageSet(
+            name=self._images_name,
+            split=split,
+            source=source,
+            ids=share.cut([name.removesuffix(ending) for name in read_list(source)]),
+            images=self._images(split),
+            class_names=class_names,
+            masks=masks,
+        )
 
-    @cached_property
-    def _images_name(self) -> str:
+    def _counted(self) -> dict[str, Files]:
         root, folder = self._root(), self.image_folder
-        files = {
+        return {
             role: NestedFiles(root / folder.replace(_SPLIT, role), self.image_suffix)
             for role in PUBLISHED.get(self.name, ())
         }
-        return name_of_images(self.name, ids_of_folders(files))
 
     def _files(self, pattern: str, suffix: str, split: str) -> NestedFiles:
         other = self.mask_suffix if suffix == self.image_suffix else self.image_suffix
@@ -265,9 +237,16 @@ class ImageMaskFolders(PairedFolders):
         lines = (line.strip() for line in read_lines(path))
         return tuple(line for line in lines if line)
 
-    def _masks(self, files: Files, count: int) -> Masks:
+    def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
+        files, names = self._files(self.mask_folder, self.mask_suffix, split), self._class_names()
+        if self.one_object and len(names) != 2:
+            raise ConfigurationError(
+                "dataset.one_object=true wants two names, background and object, got "
+                f"{shown(list(names))}"
+            )
         if self.colours is not None:
-            return self._colour_masks(files, count)
+            return self._colour_masks(files, len(names)), names
+        count = len(names)
         first = int(self.reduce_zero)
         numbers = range(first, first + count) if self.numbers is None else self.numbers
         ignored = {IGNORED} if self.ignored is None else set(self.ignored)
@@ -286,7 +265,7 @@ class ImageMaskFolders(PairedFolders):
         )
         labels = LabelMap({**classes, **dict.fromkeys(ignored, IGNORED)}, hint)
         is_unsaid = self.ignored is None and list(numbers) == [0, 1]
-        return (TwoClassMasks if is_unsaid else Masks)(files, labels)
+        return (TwoClassMasks if is_unsaid else Masks)(files, labels), names
 
     def _colour_masks(self, files: Files, count: int) -> ColourMasks:
         assert self.colours is not None

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from ssl_bench.composition.fields import Place, check_fields
+from ssl_bench.composition.fields import Place
 from ssl_bench.data.files.boxes import checked_boxes, numbers
-from ssl_bench.data.files.digests import Part, Reading, identities
-from ssl_bench.data.files.file_sets import FileImageSet, Files, require_files, require_ids
+from ssl_bench.data.files.digests import Part, identities
+from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet
 from ssl_bench.data.files.images import read_image
-from ssl_bench.data.files.read_options import ReadOptions
 from ssl_bench.data.locations import find_root
 from ssl_bench.data.published import name_of_images
 from ssl_bench.data.roles import Layout
@@ -32,24 +31,14 @@ CATEGORIES = (
 
 
 @dataclass(frozen=True)
-class SpairPairs:
+class SpairPairs(FileSet):
     """The pairs of a split: a sample's image is the source, and its `pair` has the target.
 
-    Attributes:
-        ids: Lines of the layout.
+    Ids are the lines of the layout.
     """
 
-    name: str
-    split: str
-    source: Path
-    ids: tuple[str, ...]
-    images: Files
-    annotations: Files
     class_names: tuple[str, ...] = CATEGORIES
-    options: ReadOptions = field(default_factory=ReadOptions)
-
-    def __len__(self) -> int:
-        return len(self.ids)
+    annotations: Files = field(kw_only=True)
 
     def __getitem__(self, index: int) -> Sample:
         """Decode both images of a pair and read its points.
@@ -58,20 +47,28 @@ class SpairPairs:
             DataError: a file is unreadable or no annotation of SPair-71k.
         """
         pair_id = self.ids[index]
-        *image_ids, category = _parts(pair_id, self.source)
-        images = [read_image(self.images.path(one), self.options.bits) for one in image_ids]
+        one, other, category = _parts(pair_id, self.source)
+        images = [read_image(self.images.path(i), self.options.bits) for i in (one, other)]
         file = self.annotations.path(pair_id)
-        told = _annotation(file, category)
+        try:
+            told = json.loads(read_regular(file))
+        except (OSError, ValueError, RecursionError) as error:
+            raise _damaged(file, str(error)) from error
+        if not isinstance(told, dict) or told.get("category") != category:
+            raise _damaged(file, f"it is not of the category {category}")
         source = _points(told, "src_kps", images[0].shape[1::-1], file)
         target = _points(told, "trg_kps", images[1].shape[1::-1], file)
         if len(source) != len(target):
             raise _damaged(file, f"{len(source)} src_kps and {len(target)} trg_kps")
+        ((left, top, right, bottom),) = checked_boxes(
+            [told.get("trg_bndbox")], file, ["trg_bndbox"], images[1].shape[:2]
+        )
         pair = Pair(
-            image_ids=(image_ids[0], image_ids[1]),
+            image_ids=(one, other),
             image=images[1],
             source=source,
             target=target,
-            extent=_extent(told, images[1].shape[:2], file),
+            extent=max(right - left, bottom - top),
             category=category,
         )
         return Sample(pair_id, images[0], pair=pair)
@@ -88,8 +85,14 @@ class SpairPairs:
     def _fingerprint(self) -> str:
         paths = [self.annotations.path(pair_id) for pair_id in self.ids]
         paths += [self.images.path(image_id) for image_id in self._image_ids]
-        reading = Reading(f"{self.name} {self.split}", self.images.folder, len(paths))
-        with closing(identities(map(Part, paths), reading, self.options.fingerprint)) as found:
+        identified = identities(
+            map(Part, paths),
+            self.options.fingerprint,
+            title=f"{self.name} {self.split}",
+            folder=self.images.folder,
+            total=len(paths),
+        )
+        with closing(identified) as found:
             rows = zip((*self.ids, *self._image_ids), found, strict=True)
             return self.options.fingerprint_of(rows)
 
@@ -98,23 +101,15 @@ class SpairPairs:
         lines = (_parts(pair_id, self.source) for pair_id in self.ids)
         return tuple(sorted({image_id for one in lines for image_id in one[:2]}))
 
-    def read_as(self, options: ReadOptions) -> "SpairPairs":
-        """The same pairs, their files read in another way."""
-        return replace(self, options=options)
-
-    def some(self, name: str, kept: Sequence[int]) -> "SpairPairs":
-        """The pairs of these indices, under another name."""
-        return replace(self, name=name, ids=tuple(self.ids[index] for index in kept))
-
     def checked(self) -> "SpairPairs":
         """This set, once every file behind it is known to be there.
 
         Raises:
             DataError: it is empty, names a pair twice, or files are missing.
         """
-        require_ids(self.ids, "pair", self.split, self.source)
-        require_files(self.images, self._image_ids, "images", self.split, self.source)
-        require_files(self.annotations, self.ids, "pairs", self.split, self.source)
+        self.require_ids("pair")
+        self.require_files(self.images, self._image_ids, "images")
+        self.require_files(self.annotations, self.ids, "pairs")
         return self
 
 
@@ -136,7 +131,7 @@ class Spair71k(Layout):
     val_split: str = "test"
 
     def __post_init__(self) -> None:
-        check_fields(self, "dataset")
+        super().__post_init__()
         Split.parse(self.val_split)
 
     def val(self) -> SpairPairs:
@@ -200,16 +195,6 @@ def _parts(line: str, file: Path) -> tuple[str, str, str]:
     return f"{category}/{parts[1]}", f"{category}/{parts[2]}", category
 
 
-def _annotation(file: Path, category: str) -> dict[str, Any]:
-    try:
-        told = json.loads(read_regular(file))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(file, str(error)) from error
-    if not isinstance(told, dict) or told.get("category") != category:
-        raise _damaged(file, f"it is not of the category {category}")
-    return told
-
-
 def _points(
     told: dict[str, Any], key: str, sides: Sequence[int], file: Path
 ) -> Float64[np.ndarray, "points 2"]:
@@ -225,13 +210,6 @@ def _points(
     if not ((found >= 0) & (found <= np.array(sides))).all():
         raise _damaged(file, f"{key} has points outside of the image of {sides[0]} x {sides[1]}")
     return found + 0.5
-
-
-def _extent(told: dict[str, Any], size: tuple[int, int], file: Path) -> float:
-    ((left, top, right, bottom),) = checked_boxes(
-        [told.get("trg_bndbox")], file, ["trg_bndbox"], size
-    )
-    return max(right - left, bottom - top)
 
 
 def _damaged(file: Path, why: str) -> DataError:

@@ -9,16 +9,15 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64, Int64, UInt8
+from jaxtyping import Float32, Float64, Int64, UInt8
 from PIL import Image
 
-from ssl_bench.composition.fields import Place, Seed, Within, check_fields
+from ssl_bench.composition.fields import Place, Seed, Within
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.labels import voc_colours
@@ -98,16 +97,17 @@ class Scene:
     truncated: tuple[bool, ...]
 
 
-@dataclass(frozen=True)
 class Painter:
-    """Draws the scenes of one split; scene `index` of a seed is always the same.
+    """Draws the scenes of one split, "train" or "val"; scene `index` of a seed is always the same.
 
-    Attributes:
-        split: "train" or "val".
+    Raises:
+        MachineError: an installed package lacks its photograph.
     """
 
-    split: str
-    seed: int
+    def __init__(self, split: str, seed: int) -> None:
+        self.split, self.seed = split, seed
+        self._textures = [_load(photograph, split) for photograph in TEXTURES.values()]
+        self._backgrounds = [_load(photograph, split) for photograph in BACKGROUNDS]
 
     def scene(self, index: int) -> Scene:
         rng = np.random.default_rng([self.seed, sorted(_SHARES).index(self.split), index])
@@ -119,21 +119,20 @@ class Painter:
             texture = _texture(rng, self._textures[number - 1], height, width)
             pixels = _paste(pixels, texture, depth)
         seen = _seen(depths)
+        boxes = []
+        for number in range(len(depths)):
+            rows, cols = np.nonzero(seen == number)
+            box = (cols.min(), rows.min(), cols.max() + 1, rows.max() + 1)
+            boxes.append((int(box[0]), int(box[1]), int(box[2]), int(box[3])))
         return Scene(
             image=pixels.round().clip(0, 255).astype(np.uint8),
             mask=np.array([0, *classes], np.uint8)[seen + 1],
             classes=tuple(classes.tolist()),
-            boxes=tuple(_box(seen == number) for number in range(len(depths))),
-            truncated=tuple(_touches_edge(seen == number) for number in range(len(depths))),
+            boxes=tuple(boxes),
+            truncated=tuple(
+                x0 == 0 or y0 == 0 or x1 == width or y1 == height for x0, y0, x1, y1 in boxes
+            ),
         )
-
-    @cached_property
-    def _textures(self) -> list[Float32[np.ndarray, "_ _ 3"]]:
-        return [_load(photograph, self.split) for photograph in TEXTURES.values()]
-
-    @cached_property
-    def _backgrounds(self) -> list[Float32[np.ndarray, "_ _ 3"]]:
-        return [_load(photograph, self.split) for photograph in BACKGROUNDS]
 
 
 def _load(photograph: Photograph, split: str) -> Float32[np.ndarray, "height width 3"]:
@@ -234,17 +233,8 @@ def _paste(
     return np.where(inside[..., None], lit, pixels * (1 - 0.5 * shadow)[..., None])
 
 
-def _box(seen: Bool[np.ndarray, "height width"]) -> tuple[int, int, int, int]:
-    rows, cols = np.flatnonzero(seen.any(axis=1)), np.flatnonzero(seen.any(axis=0))
-    return int(cols[0]), int(rows[0]), int(cols[-1]) + 1, int(rows[-1]) + 1
-
-
-def _touches_edge(seen: Bool[np.ndarray, "height width"]) -> bool:
-    return bool(seen[[0, -1]].any() or seen[:, [0, -1]].any())
-
-
 @dataclass(frozen=True)
-class Drawn:
+class Drawn(Layout):
     """Scenes that are drawn when they are first asked for.
 
     Attributes:
@@ -258,9 +248,6 @@ class Drawn:
     num_val: _NumScenes = 60
     seed: Seed = 0
     cache: Place = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "dataset")
 
     def kept(self, kind: str, write: Callable[[Path], None]) -> Path:
         """The folder of the cache that `write` fills where there is none yet.
@@ -364,7 +351,7 @@ def _append(parent: ElementTree.Element, **texts: object) -> None:
 
 
 @dataclass(frozen=True)
-class ToyObjects(Drawn, Layout):
+class ToyObjects(Drawn):
     """Each object of the toy scenes in its box, in a folder for its class."""
 
     name = "toy_objects"

@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Float64
 
-from ssl_bench.composition.fields import Place, Within, check_fields
+from ssl_bench.composition.fields import Place, Within
 from ssl_bench.data.files.boxes import checked_boxes, number
 from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
@@ -59,15 +59,19 @@ class VocBoxes(Boxes):
             root = ElementTree.fromstring(read_regular(path))
             if root.tag != "annotation":
                 raise ValueError(f"it is about {root.tag}")
-            objects = root.findall("object")
-            numbers = [
-                n for n, o in enumerate(objects, 1) if not (self.exclude_difficult and _is_hard(o))
-            ]
-            corners = [_corners(objects[n - 1], n) for n in numbers]
-            stated = _stated_size(root)
+            objects = {
+                count: one
+                for count, one in enumerate(root.findall("object"), 1)
+                if not (self.exclude_difficult and _is_hard(one))
+            }
+            corners = [_corners(one, count) for count, one in objects.items()]
+            told = [root.findtext(f"size/{key}") for key in ("height", "width")]
+            height, width = (0.0 if text is None else number(text) for text in told)
         except (ElementTree.ParseError, LookupError, OSError, ValueError) as error:
             raise DataError(f"{path} is not an annotation of VOC ({error})") from error
-        return checked_boxes(corners, path, numbers, size, stated=stated)
+        # A file need not say the size, or says 0.
+        stated = (height, width) if height and width else None
+        return checked_boxes(corners, path, list(objects), size, stated=stated)
 
     def meaning(self, image_id: str) -> str:
         del image_id
@@ -77,9 +81,9 @@ class VocBoxes(Boxes):
 def _corners(one: ElementTree.Element, count: int) -> list[float]:
     # `find`, not `iter`: a person's head, hands and feet have boxes of their own below `part`.
     box = one.find("bndbox")
-    if box is None:
-        raise ValueError(f"object {count} has no bndbox")
     try:
+        if box is None:
+            raise ValueError("it has no bndbox")
         x0, y0, x1, y1 = (number(box.findtext(key, "")) for key in ("xmin", "ymin", "xmax", "ymax"))
     except ValueError as error:
         raise ValueError(f"object {count}: {error}") from error
@@ -91,13 +95,6 @@ def _is_hard(one: ElementTree.Element) -> bool:
     if not set(told) <= {"0", "1"}:
         raise ValueError(f"difficult and truncated expect 0 or 1, got {' and '.join(told)}")
     return "1" in told
-
-
-def _stated_size(root: ElementTree.Element) -> tuple[float, float] | None:
-    """Height and width of the image; None where a file does not say it, or says 0."""
-    told = [root.findtext(f"size/{key}") for key in ("height", "width")]
-    height, width = (0 if text is None else number(text) for text in told)
-    return (height, width) if height and width else None
 
 
 @dataclass(frozen=True)
@@ -172,7 +169,7 @@ class Voc(Layout):
     exclude_difficult: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "dataset")
+        super().__post_init__()
         require_disjoint(self.train_split, self.val_split)
 
     @property
