@@ -71,6 +71,21 @@ def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_setting
     assert kinds == {"hits": ("a",), "misses": ("b",), "degenerate": ("c",)}
 
 
+def test_every_image_that_tokencut_scored_is_a_hit_a_miss_or_degenerate(place):
+    words = ["probe", "--task", "tokencut", "--checkpoint", "encoder.safetensors", "--layer", "1"]
+    assert main([*words, "--dataset", "toy", "dataset.num_train=2", "dataset.num_val=3"]) == 0
+    records = ResultStore(Path("results")).records()
+    (checkpoint,) = checkpoints_of(records)
+    (panel,) = [p for p in panels_of(records, (checkpoint,)) if p.metric == "corloc"]
+
+    (kinds,) = outcomes_of(Path("results"), records, panel, checkpoint).values()
+
+    (record,) = [r for r in records if r.metric == "corloc"]
+    assert sum(map(len, kinds.values())) == record.num_images
+    degenerate = {*kinds["degenerate"]}
+    assert 100 * len(degenerate) / record.num_images == record.details["degenerate_percent"]
+
+
 @pytest.mark.parametrize("ids", [("dog", "cat", "cow", "sky"), None])
 def test_the_worst_and_best_images_are_named_where_ids_were_kept(tmp_path, ids):
     store = ResultStore(tmp_path)
