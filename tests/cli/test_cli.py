@@ -177,12 +177,6 @@ def test_bad_input_is_one_line_and_its_exit_code(workplace, capsys, arguments, c
     assert "Traceback" not in err
 
 
-def test_every_protocol_of_a_probe_can_be_asked_for(workplace):
-    assert main([*PROBE, "--layer", "0", "probe.protocol=batch"]) == 0
-
-    assert ResultStore(workplace / "results").records()[0].protocol == "batch"
-
-
 @pytest.mark.slow
 def test_no_checkpoint_at_all_says_how_to_make_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

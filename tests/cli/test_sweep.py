@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,11 @@ import torch
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
-from ssl_bench.data.files import file_sets
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import dataset_roots
 from ssl_bench.results import ResultStore
-from ssl_bench.results.reading import RecordReader
-from tests.core.test_results import RECORD
 from tests.support.faults import (
     DINO_LIKE,
     class_folders,
@@ -393,36 +389,3 @@ def test_printed_commands_are_words_for_a_shell_and_leave_the_same_cells(place, 
     capsys.readouterr()
     assert main([*sweep, "--print"]) == 0
     assert capsys.readouterr().out == ""
-
-
-def test_the_plan_knows_the_files_of_a_dataset_once_for_all_tasks(place, monkeypatch):
-    voc(place / "voc")
-    read = []
-    whole = file_sets.identities
-    monkeypatch.setattr(
-        file_sets,
-        "identities",
-        lambda parts, reading, kind: read.append(reading.title) or whole(parts, reading, kind),
-    )
-
-    tasks = ["--task", "segmentation,retrieval", "--dataset", "voc2012", "--data-root", "voc"]
-    assert main(["sweep", *tasks, "--checkpoint", "runs/*", "--dry-run"]) == 0
-
-    assert sorted(read) == ["voc2012-7 train", "voc2012-7 val"]
-
-
-def test_the_plan_reads_the_records_of_its_cells_alone(place, monkeypatch, capsys):
-    store = ResultStore(Path("results"))
-    for task, dataset in (("pca", "folder"), ("pca", "voc2012"), ("knn", "folder")):
-        store.save(replace(RECORD, task=task, dataset=dataset))
-    assert main(["probe", *PHOTOS, "--checkpoint", "runs/one", "--layer", "1"]) == 0
-    mine = [record for record in records() if record.model == "one"]
-    read = []
-    whole = RecordReader.read
-    monkeypatch.setattr(
-        RecordReader, "read", lambda self, path: read.append(path) or whole(self, path)
-    )
-
-    planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
-
-    assert read == [store.path(record.key()) for record in mine]

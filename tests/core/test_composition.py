@@ -36,12 +36,6 @@ def test_overrides_reach_the_component_as_plain_python():
     assert type(probe.panels) is int
 
 
-def test_as_plain_resolves_references():
-    config = compose_config("probing", ["probe=pca", "dataset=folder", "data.root=/photos"])
-
-    assert as_plain(config)["dataset"]["root"] == "/photos"
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -79,18 +73,6 @@ def test_a_wrong_override_is_one_line_that_says_what_to_do(override, message):
 def _built_both(config: DictConfig) -> None:
     build(config.probe)
     build(config.dataset)
-
-
-def test_several_names_may_stand_where_one_is_the_default():
-    config = compose_config("probing", ["probe=tokencut", "probe.facet=[token,key]"])
-
-    assert build(config.probe).facets == ("key", "token")
-
-
-def test_a_whole_number_is_a_number_where_a_fraction_is_the_default():
-    config = compose_config("probing", ["probe=tokencut", "probe.tau=0"])
-
-    assert config.probe.tau == 0
 
 
 @pytest.mark.parametrize("group", ["probe", "dataset", "model", "optimizer", "objective"])
