@@ -137,46 +137,6 @@ def test_several_checkpoints_become_columns_of_one_table(workplace, capsys):
     assert table.count("\n| 2 |") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["probe", "--task", "tokencat"], 2, "unknown task 'tokencat'; did you mean tokencut"),
-        (["probe", "--task", "pca", "--dataset", "voc"], 2, "did you mean voc"),
-        (["probe", "--task", "pca", "--laier", "1"], 2, "did you mean --layer"),
-        (["prob"], 2, "did you mean `ssl-bench probe`?"),
-        (["probe"], 2, "--task"),
-        ([*PROBE, "--layer", "3"], 2, "layers must lie in 0..2"),
-        ([*PROBE, "--layer", "last"], 2, "layers must be"),
-        ([*PROBE, "probe.panesl=2"], 2, "did you mean probe.panels"),
-        ([*PROBE, "probe.protocol=vidoe"], 2, "unknown protocol 'vidoe'"),
-        ([*PROBE, "dtype=float8"], 2, "got 'float8'"),
-        ([*PROBE, "--device", "gpu"], 2, "expected --device cpu"),
-        ([*PROBE, "--checkpoint", "runs/none"], 4, "no checkpoint at"),
-        (
-            ["probe", "--task", "tokencut", "--dataset", "ade20k"],
-            3,
-            "ade20k has no boxes or masks of one object for tokencut",
-        ),
-        (["probe", "--task", "pca", "--dataset", "voc2012", "--data-root", "x"], 3, "x"),
-        (["table", "--task", "pca"], 3, "no records"),
-        (["table", "--format", "xml"], 2, "unknown format 'xml'"),
-        (["table", "seed=1"], 2, "takes no 'seed=1'"),
-        (["pretrain", "model=vit_tinny_skip"], 2, "did you mean vit_tiny_skip"),
-        (["pretrain", "train.epoch=1"], 2, "did you mean train.epochs"),
-        (["pretrain", "--resume"], 2, "--resume and --extend need --out"),
-    ],
-)
-def test_bad_input_is_one_line_and_its_exit_code(workplace, capsys, arguments, code, message):
-    assert main(arguments) == code
-
-    out, err = capsys.readouterr()
-    last = err.splitlines()[-1]
-    assert out == ""
-    assert last.startswith("ssl-bench: ")
-    assert message in last
-    assert "Traceback" not in err
-
-
 @pytest.mark.slow
 def test_no_checkpoint_at_all_says_how_to_make_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -24,7 +24,7 @@ from ssl_bench.reproduce import (
     tables_of,
 )
 from ssl_bench.tables.published import published_tables
-from tests.support.faults import class_folders, fails, photo_folder, voc
+from tests.support.faults import class_folders, photo_folder, voc
 from tests.support.faults import records as recorded
 from tests.support.runs import log_rows
 from tests.support.without_torch import said_without_torch
@@ -168,30 +168,6 @@ def test_looking_takes_no_torch_and_shows_what_it_needs(tmp_path):
     assert "voc2012 2 GB" in said
     assert "left out, because the runs end before their epoch: 'skipless, adamw, 200" in said
     assert "ssl-bench pretrain experiment=supervised_imagenet_skip_adamw monitor.results=" in (said)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["cutting_the_skip/tabel2"], "did you mean cutting_the_skip/table2"),
-        (["nothing like it"], "`ssl-bench reproduce` lists them"),
-        (["cutting_the_skip", "--run"], "expected one PAPER/TABLE, got cutting_the_skip"),
-        (["--run"], "expected one PAPER/TABLE, got none"),
-        (["table2", "--row", "skp, adamw"], "did you mean skip, adamw"),
-        (["table2", "--dataset", "voc"], "unknown dataset 'voc'"),
-        (["table2", "--data-root", "/data"], "expected --data-root NAME=DIR"),
-        (["table2", "--data-root", "imagenet=/data"], "did you mean imagenet1k"),
-        (["table2", "--run"], "trains on imagenet1k, expected a folder of it, got none; give"),
-        (["table2", "--run", "--print"], "not allowed with argument"),
-    ],
-)
-def test_a_wrong_line_is_answered_with_what_was_expected(
-    tmp_path, monkeypatch, capsys, arguments, said
-):
-    monkeypatch.chdir(tmp_path)
-
-    assert said in fails(capsys, ["reproduce", *arguments], 2)
     assert not list(tmp_path.iterdir())
 
 
