@@ -62,10 +62,6 @@ def test_the_first_page_is_short_and_begins_with_three_commands():
     assert first == [["pip", "install"], ["ssl-bench", "probe"], ["ssl-bench", "report"]]
 
 
-def test_the_tutorial_has_commands():
-    assert "ssl-bench pretrain" in "\n".join(blocks(ROOT / "docs" / "tutorial.md", ""))
-
-
 @pytest.fixture(scope="module")
 def maker() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "docs/_notebook.py"))

@@ -118,7 +118,7 @@ class Draw:
         (name,) = self.chance.choices(list(WEIGHTS), list(WEIGHTS.values()))
         words = [name]
         for action in self.commands[name]._actions:
-            if action.dest not in LEFT_OUT and (action.required or self.chance.random() < 0.3):
+            if action.dest not in LEFT_OUT and (action.required or self.chance.random() < 0.2):
                 words += self.flag(action)
         words += self.overrides(name) if name in WITH_OVERRIDES else []
         if self.chance.random() < 0.04:
@@ -148,12 +148,12 @@ class Draw:
             small = ["dataset.num_train=3", "dataset.num_val=2"] * (self.chance.random() < 0.7)
             small += ["probe.image_size=32"] * (self.chance.random() < 0.5)
         known = [*keys(compose_config(root, chosen)), *self.chance.choices(STRANGE_KEYS, k=2)]
-        several = self.chance.choices(known, k=self.chance.choice((0, 1, 1, 1, 2, 3)))
+        several = self.chance.choices(known, k=self.chance.choice((0, 0, 1, 1, 1, 2, 3)))
         values = self.chance.choices((*NUMBERS, *WORDS), k=len(several))
         return [*small, *(f"{key}={value}" for key, value in zip(several, values, strict=True))]
 
     def word(self, right: str) -> str:
-        return right if self.chance.random() < 0.88 else self.chance.choice(WORDS)
+        return right if self.chance.random() < 0.93 else self.chance.choice(WORDS)
 
 
 @contextlib.contextmanager
