@@ -125,18 +125,6 @@ def test_objects_are_looked_for_in_a_plain_folder_and_found_once(workplace, caps
     assert "1 scores: 1 finished, 0 pending" in capsys.readouterr().out
 
 
-def test_several_checkpoints_become_columns_of_one_table(workplace, capsys):
-    checkpoints = ["--checkpoint", "runs/older", "--checkpoint", "runs/newer"]
-
-    assert main([*PROBE, *checkpoints]) == 0
-    capsys.readouterr()
-    assert main(["table", "--task", "pca", "--format", "markdown"]) == 0
-
-    table = capsys.readouterr().out
-    assert "| block | newer | older |" in table
-    assert table.count("\n| 2 |") == 1
-
-
 @pytest.mark.slow
 def test_no_checkpoint_at_all_says_how_to_make_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@ from dataclasses import fields, replace
 
 import pytest
 import yaml
+from omegaconf import DictConfig
 
 from pretrain.description import describe
 from pretrain.objectives.dino import Dino
@@ -76,15 +77,6 @@ def test_every_file_of_a_group_composes_and_builds(group):
 
         assert build(config[group]) is not None
         assert has_key(config, "data.root")
-
-
-def test_the_presets_of_a_probe_keep_its_keys():
-    for preset in choices("probe/segmentation/protocol"):
-        config = compose_config(
-            "probing", ["probe=segmentation", f"probe/segmentation/protocol={preset}"]
-        )
-
-        assert build(config.probe).protocol == preset
 
 
 def _components(config) -> Iterator[tuple[str, type]]:
