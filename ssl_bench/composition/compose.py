@@ -65,12 +65,10 @@ def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
     for group, key, value in named:
         _check_choice(root, group, key, value)
     groups = [f"{group}={value}" for group, _, value in named if _is_choice(group)]
-    defaults = _defaults(config_folder(), root, tuple(groups))
-    config = deepcopy(defaults)
+    config = deepcopy(_defaults(config_folder(), root, tuple(groups)))
     for group, key, value in named:
         if not _is_choice(group):
             _set(config, key, value)
-    _require_same_components(defaults, config)
     return config
 
 
@@ -226,8 +224,16 @@ def _check_choice(root: str, group: str, key: str, value: Any) -> None:
 def _set(config: DictConfig, key: str, value: Any) -> None:
     known = flattened(config)
     parents = {name.rsplit(".", depth)[0] for name in known for depth in range(name.count(".") + 1)}
-    if key not in known and key not in parents:
+    if key not in parents:
         raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, keys(config))}")
+    # The choice of a file alone decides what is built.
+    if names := [name for name in _names_in({key: value}) if name in (TARGET, *RESERVED)]:
+        raise ConfigurationError(
+            f"{key} cannot take {', '.join(names)}, which name code to run; choose a file of "
+            "configs/ such as probe=pca, or see docs/extending.md for classes of your own"
+        )
+    if key not in known and not isinstance(value, Mapping):
+        raise ConfigurationError(f"{key} is no value; override its keys, such as {key}.KEY=VALUE")
     try:
         OmegaConf.update(config, key, value)
     except OmegaConfBaseException as error:
@@ -236,34 +242,13 @@ def _set(config: DictConfig, key: str, value: Any) -> None:
         ) from error
 
 
-def _require_same_components(defaults: DictConfig, config: DictConfig) -> None:
-    """Refuse values that change what is built: the choice of a file alone decides that."""
-    expected, came = (dict(_mappings(c)) for c in (defaults, config))
-    for key in sorted(expected.keys() | came.keys()):
-        if key not in came:
-            raise ConfigurationError(
-                f"{key} is no value; override its keys, such as {key}.KEY=VALUE"
-            )
-        if came[key] != expected.get(key, {}):
-            names = ", ".join(came[key] or expected[key])
-            raise ConfigurationError(
-                f"{key} cannot take {names}, which name code to run; choose a file of configs/ "
-                "such as probe=pca, or see docs/extending.md for classes of your own"
-            )
-
-
-def _mappings(config: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The key of every mapping with those of its entries that say what is built."""
-
-    def walk(key: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-        if isinstance(value, dict):
-            yield key, {name: value[name] for name in value if name in (TARGET, *RESERVED)}
-        items = value.items() if isinstance(value, dict) else ()
-        items = enumerate(value) if isinstance(value, list) else items
-        for name, item in items:
-            yield from walk(f"{key}.{name}" if key else str(name), item)
-
-    return walk("", OmegaConf.to_container(config, resolve=False))
+def _names_in(value: Any) -> Iterator[str]:
+    """The parts of all keys in a value, however deep they lie."""
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        yield from str(name).split(".")
+        yield from _names_in(item)
+    for item in value if isinstance(value, list | tuple) else ():
+        yield from _names_in(item)
 
 
 def value_of(config: DictConfig, key: str) -> Any:

@@ -10,9 +10,7 @@ import pytest
 from ssl_bench.cli import reproduce as reproduce_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
-from ssl_bench.composition.compose import compose_config
-from ssl_bench.errors import DataError, Preempted
-from ssl_bench.reproduce import (
+from ssl_bench.cli.reproduce import (
     TRAINING_GB,
     Asked,
     Plan,
@@ -23,6 +21,8 @@ from ssl_bench.reproduce import (
     run_state,
     tables_of,
 )
+from ssl_bench.composition.compose import compose_config
+from ssl_bench.errors import DataError, Preempted
 from ssl_bench.tables.published import published_tables
 from tests.support.faults import class_folders, photo_folder, voc
 from tests.support.faults import records as recorded
@@ -220,8 +220,8 @@ def carried(plan: Plan, endings) -> dict[str, tuple[str, int]]:
         return 0
 
     return {
-        outcome.step.title: (outcome.state, outcome.exit_code)
-        for outcome in carry_out(plan, execute, debug=False)
+        step.title: (outcome.state, outcome.exit_code)
+        for step, outcome in carry_out(plan, execute, debug=False)
     }
 
 
@@ -248,7 +248,7 @@ def test_who_asks_to_stop_stops_all(tmp_path, monkeypatch, capsys, error, code):
         asked.append(line)
         raise error
 
-    monkeypatch.setattr(reproduce_command, "run", run)
+    monkeypatch.setattr(reproduce_command, "run_command", run)
 
     assert main(["reproduce", "table1", "--run", "data.root=images"]) == code
     assert len(asked) == 1

@@ -23,7 +23,7 @@ from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import dataset_roots
 from ssl_bench.results import ResultStore
-from ssl_bench.slurm import SlurmOptions, submit_array
+from ssl_bench.slurm import submit_array
 from tests.support.faults import (
     DINO_LIKE,
     PRETRAIN,
@@ -421,9 +421,8 @@ def test_tasks_of_an_array_leave_the_cells_of_the_plan(place, cluster):
 
 def test_submitit_runs_a_task_here_and_learns_of_its_exit_code(tmp_path):
     good, bad = ([sys.executable, "-c", f"raise SystemExit({code})"] for code in (0, 3))
-    options = SlurmOptions(partition=None, minutes=1, gpus=0, cpus=1, logs=tmp_path)
 
-    jobs = submit_array([good, bad], options, cluster="local")
+    jobs = submit_array([good, bad], minutes=1, gpus=0, cpus=1, logs=tmp_path, cluster="local")
 
     assert jobs[0].exception() is None
     assert "exit code 3" in str(jobs[1].exception())
@@ -439,8 +438,8 @@ def test_a_task_that_slurm_takes_the_node_from_runs_again(tmp_path, minutes, why
         "first = not runs.exists();"
         "runs.open('a').write(f'{os.getppid()}\\n'); time.sleep(20 * first)"
     )
-    options = SlurmOptions(partition=None, minutes=minutes, gpus=0, cpus=1, logs=tmp_path)
-    (job,) = submit_array([[sys.executable, "-c", script, str(runs)]], options, cluster="local")
+    words = [sys.executable, "-c", script, str(runs)]
+    (job,) = submit_array([words], minutes=minutes, gpus=0, cpus=1, logs=tmp_path, cluster="local")
     end = time.monotonic() + 60
     while not (runs.exists() and runs.read_text()) and time.monotonic() < end:
         time.sleep(0.1)

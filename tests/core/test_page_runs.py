@@ -14,11 +14,11 @@ import pytest
 from omegaconf import DictConfig
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.cli.reproduce import tables_of
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import compose_config, has_key, with_root
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, build_vit, save_encoder
-from ssl_bench.reproduce import tables_of
 from tests.support.faults import mask, photo_folder, picture, save_mask, unchecked_types, voc
 from tests.support.page_commands import COMMANDS, ROOT, PageCommand
 from tests.support.spair import spair
