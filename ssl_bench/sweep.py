@@ -40,7 +40,7 @@ from ssl_bench.results import CellKey, ResultStore, encoder_id
 from ssl_bench.results.store import first_few
 from ssl_bench.system.device import named_device
 from ssl_bench.system.endings import Outcome, attempted
-from ssl_bench.system.escaping import printable
+from ssl_bench.system.escaping import aligned
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
 
@@ -218,21 +218,19 @@ def plan_table(jobs: Sequence[Job]) -> str:
         name, known_as = job.encoder.name, encoder_id(job.encoder.identity())
         rows.append(
             (
-                printable(name if counts[name] == 1 else f"{name} {known_as[:8]}"),
+                name if counts[name] == 1 else f"{name} {known_as[:8]}",
                 called(job.planned.probe) + job.blocks,
                 f"{job.dataset} {job.split}",
                 str(len(job.keys) - len(job.pending)),
                 str(len(job.pending)),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     scores, pending = sum(len(job.keys) for job in jobs), sum(len(job.pending) for job in jobs)
     many = "job" if len(jobs) == 1 else "jobs"
     total = f"{len(jobs)} {many}, {scores} scores: {scores - pending} finished, {pending} pending"
     if any(job.is_share for job in jobs):
         total += "; for so many --jobs blocks are shared out, and each job encodes the images"
-    return "\n".join([*lines, total])
+    return f"{aligned(rows)}\n{total}"
 
 
 def probe_command(job: Job) -> list[str]:

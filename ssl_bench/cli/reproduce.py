@@ -25,7 +25,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.results.record import SUPERVISED, Record, encoder_id
 from ssl_bench.results.store import ResultStore
 from ssl_bench.system.endings import Outcome, attempted
-from ssl_bench.system.escaping import printable_lines, shell_words
+from ssl_bench.system.escaping import aligned, printable_lines, shell_words
 from ssl_bench.system.files import read_digests
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say
@@ -382,15 +382,9 @@ def _quoted(path: Path) -> str:
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run came.
-
-    Attributes:
-        step: Optimizer steps taken.
-        epoch: Passes over the images in these steps.
-    """
+    """How far a run came: optimizer steps taken, and whether these were all."""
 
     step: int
-    epoch: float
     is_finished: bool
 
     def __str__(self) -> str:
@@ -413,7 +407,7 @@ def run_state(folder: Path) -> RunState | None:
     # Somebody's own files may hold anything.
     except (OSError, ValueError, KeyError, TypeError, struct.error, yaml.YAMLError):
         return None
-    return RunState(step, epoch, is_finished)
+    return RunState(step, is_finished)
 
 
 def _recorded(out: Path) -> list[Record]:
@@ -434,11 +428,11 @@ def shown_plan(plan: Plan) -> str:
     states = {run.name: run_state(plan.asked.runs / run.name) for run in plan.runs}
     if states:
         rows = [(name, "-" if state is None else str(state)) for name, state in states.items()]
-        blocks.append(_aligned([("run", "there"), *rows]))
+        blocks.append(aligned([("run", "there"), *rows]))
     if probes := [step for step in plan.steps if not step.is_run]:
         records = _recorded(plan.asked.out)
         rows = [_probe_row(step, records) for step in probes]
-        blocks.append(_aligned([("probe", "checkpoint", "scores recorded"), *rows]))
+        blocks.append(aligned([("probe", "checkpoint", "scores recorded"), *rows]))
     return "\n\n".join([*blocks, "\n".join(_notes(plan, states))])
 
 
@@ -460,7 +454,16 @@ def _notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[str]:
     if states:
         left = [state for state in states.values() if state is None or not state.is_finished]
         yield f"{len(states)} runs, {len(left)} not finished"
-    yield f"images: {_said_gigabytes(plan.images)}"
+    sizes = dict.fromkeys(plan.images, 0.0)
+    sizes |= {name: SOURCES[name].size / 1e9 for name in plan.images if name in SOURCES}
+    sizes |= {name: size for name, size in TRAINING_GB.items() if name in sizes}
+    # Nobody knows of one's own.
+    words = [
+        f"{name} {f'{size:.2g} GB' if size or name in TRAINING_GB else '?'}"
+        for name, size in sizes.items()
+    ]
+    total = f"{', '.join(words)}; {sum(sizes.values()):.3g} GB to download"
+    yield f"images: {total if words else 'none'}"
     supervised = [c.dataset for c in plan.table.columns if c.task == SUPERVISED]
     if supervised and plan.runs:
         yield f"a record is named after the folder of the images, so call that {supervised[0]}"
@@ -476,23 +479,6 @@ def _notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[str]:
         yield f"doubtful: {plan.table.doubts}"
     if plan.steps:
         yield "--print shows the commands, --run runs them here"
-
-
-def _said_gigabytes(names: Sequence[str]) -> str:
-    """What each has to be downloaded, and the sum; nobody knows of one's own."""
-    sizes = dict.fromkeys(names, 0.0)
-    sizes |= {name: SOURCES[name].size / 1e9 for name in names if name in SOURCES}
-    sizes |= {name: size for name, size in TRAINING_GB.items() if name in names}
-    words = [
-        f"{name} {f'{size:.2g} GB' if size or name in TRAINING_GB else '?'}"
-        for name, size in sizes.items()
-    ]
-    return f"{', '.join(words)}; {sum(sizes.values()):.3g} GB to download" if words else "none"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def carry_out(

@@ -58,6 +58,13 @@ def printable_lines(lines: Iterable[str]) -> str:
     return "\n".join(map(printable, lines))
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of as many cells each, the cells of a column below each other."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+
+
 def latex(text: str) -> str:
     """A cell of a LaTeX table."""
     escaped = "".join(_LATEX.get(character, character) for character in printable(text))
