@@ -275,21 +275,6 @@ def values(out: str) -> dict:
 
 
 @pytest.mark.slow
-def test_jobs_in_two_processes_leave_the_same_cells(place, capsys):
-    sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*"]
-    assert main([*sweep, "--out", "through"]) == 0
-    weights = encoder_file(place / "runs/broken/last.safetensors", seed=7)
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-
-    assert main([*sweep, "--jobs", "2"]) == 4
-
-    assert values("results") == values("through")
-    (line,) = (n for n in capsys.readouterr().err.splitlines() if n.startswith("failed"))
-    assert "broken: " in line
-    assert "sha256" in line
-
-
-@pytest.mark.slow
 def test_jobs_that_share_the_blocks_of_one_probe_leave_one_table(place, capsys):
     tasks = ["--task", "segmentation,tokencut", "--checkpoint", "runs/one", *SMALL[1:]]
     sweep = ["sweep", *tasks, "dataset.num_train=4", "dataset.num_val=3", "probe.panels=0"]

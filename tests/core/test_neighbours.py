@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from probes.retrieval import NeighbourSearch
 from ssl_bench import neighbours
 from ssl_bench.errors import MachineError
-from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors, takes_faiss
+from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors
 from tests.support.simulated_cuda import is_simulated
 
 
@@ -108,16 +108,6 @@ def test_faiss_is_taken_where_it_helps(monkeypatch, num_vectors, num_queries, en
     nearest_vectors(unit_vectors(num_queries), unit_vectors(num_vectors), 20, engine=engine)
 
     assert bool(rows) != by_faiss
-
-
-def test_few_numbers_are_compared_by_a_product_unless_faiss_is_asked_for():
-    memory = unit_vectors(5, dim=512)
-    taken = [
-        takes_faiss(unit_vectors(count, dim=512), memory, engine)
-        for count in (255, 256)
-        for engine in ("auto", "faiss", "torch")
-    ]
-    assert taken == [False, True, False, True, True, False]
 
 
 def test_a_search_gives_its_engine_what_it_remembers():

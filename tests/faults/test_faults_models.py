@@ -198,13 +198,6 @@ def test_fault_22_wrong_shapes_are_refused(place, capsys):
     assert "blocks.1.mlp.fc1.weight (255 x 64, expected 256 x 64) of another shape" in said
 
 
-@pytest.mark.parametrize("layer", ["2", "-3", "0,7", "one", "1.5", ""])
-def test_fault_22_layers_beyond_the_depth_name_the_valid_ones(place, capsys, layer):
-    said = fails(capsys, with_checkpoint("encoder.safetensors", "--layer", layer), 2)
-
-    assert "0..1" in said or "all, an index, a range like 0-3, or a list" in said
-
-
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
