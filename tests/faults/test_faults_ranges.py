@@ -130,7 +130,7 @@ def test_fault_80_pictures_of_fewer_bits_are_never_black(place, capsys):
         assert ".png has 16 bits and values up to" in said
         assert "data.bits=12" in said
     assert main(checking) == 3
-    for command in (words, pretraining(deep, "run"), checking):
+    for command in (words, pretraining(deep, "other"), checking):
         assert main([*command, "data.bits=12"]) == 0
     assert "data.bits" in fails(capsys, [*checking, "data.bits=17"], 2)
     assert main([*words, "data.bits=16", "--out", "dark"]) == 0
