@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -106,7 +106,12 @@ def plan_sweep(
     questions = sharing_datasets(plan)
     for question in questions:
         question.require_images()
-    encoders = _distinct(identify_encoder(uri) for uri in uris)
+    encoders: dict[str, EncoderIdentity] = {}
+    for encoder in map(identify_encoder, uris):
+        first = encoders.setdefault(encoder_id(encoder.identity()), encoder)
+        if first is not encoder:
+            # Its cells are the same.
+            say(f"{encoder.uri} is the encoder of {first.uri}, which stands for both")
     store = ResultStore(Path(options.out))
     asked = []
     for planned, question in zip(plan, questions, strict=True):
@@ -117,7 +122,7 @@ def plan_sweep(
         asked.append((planned, probe.split(dataset), beside))
     jobs, unfit = list[Job](), list[UnfitEncoder]()
     least = -(-at_least // (len(encoders) * len(asked)))
-    for encoder in encoders:
+    for encoder in encoders.values():
         asked_layers = layers_asked(encoder.uri, options.layer)
         for planned, images, settings in asked:
             try:
@@ -179,16 +184,6 @@ def _shares(
         say(f"{called(probe)} is one job: {why}")
         return [layers]
     return shares
-
-
-def _distinct(encoders: Iterable[EncoderIdentity]) -> list[EncoderIdentity]:
-    """Without those that came before under another address: their cells are the same."""
-    found: dict[str, EncoderIdentity] = {}
-    for encoder in encoders:
-        first = found.setdefault(encoder_id(encoder.identity()), encoder)
-        if first is not encoder:
-            say(f"{encoder.uri} is the encoder of {first.uri}, which stands for both")
-    return list(found.values())
 
 
 def _arguments(
