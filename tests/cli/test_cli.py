@@ -1,10 +1,8 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -125,14 +123,6 @@ def test_objects_are_looked_for_in_a_plain_folder_and_found_once(workplace, caps
     assert "1 scores: 1 finished, 0 pending" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_no_checkpoint_at_all_says_how_to_make_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-
-    assert main(["probe", "--task", "pca"]) == 4
-    assert "ssl-bench pretrain" in capsys.readouterr().err
-
-
 def test_debug_shows_the_traceback(workplace):
     with pytest.raises(ValueError, match="layers must lie"):
         main([*PROBE, "--layer", "9", "--debug"])
@@ -146,34 +136,6 @@ def test_a_broken_image_loses_no_finished_cell(workplace, capsys):
 
     assert "1.png" in capsys.readouterr().err
     assert len(ResultStore(workplace / "results").records()) == 1
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(workplace):
-    command = [sys.executable, "-m", "ssl_bench", *PROBE, "--layer", "0"]
-    Image.new("RGB", (640, 480), (9, 0, 0)).save("photos/many0.png")
-    for i in range(1, 400):
-        shutil.copy("photos/many0.png", f"photos/many{i}.png")
-
-    options = ["probe.panels=403", "probe.image_size=640"]
-    # A test run that was started in the background would hand down an ignored SIGINT.
-    with subprocess.Popen(
-        [*command, *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=_environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "layers 0" in line:
-                break
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-
-    assert process.returncode == 130
-    assert rest.strip().endswith("is saved; the same command goes on with the rest")
 
 
 def test_records_are_plain_json_with_every_promised_field(workplace):
@@ -226,7 +188,3 @@ def test_pictures_show_every_block_beside_the_photograph(workplace):
     names = {Path(p).parent.name for p in pictures}
     assert {"block00", "block02"} <= names
     assert any(p.endswith("blocks-0_2.png") for p in pictures)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

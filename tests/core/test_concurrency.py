@@ -2,10 +2,8 @@
 
 import json
 import os
-import random
 import signal
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,45 +61,6 @@ def test_fault_33_commands_that_run_together_finish_the_same_table(place):
 
     assert [exit_code(child) for child in sweeps] == [0] * WRITERS
     assert_complete(Path("results"), 2)
-
-
-@pytest.mark.slow
-def test_fault_33_a_sweep_whose_jobs_are_killed_and_sent_again_equals_one_that_ran_through(place):
-    protocols = [("image", "token"), ("batch", "token"), ("image", "key"), ("batch", "value")]
-    jobs = [
-        [f"probe.protocol={protocol}", f"probe.facet={facet}", f"seed={seed}"]
-        for protocol, facet in protocols
-        for seed in range(3)
-    ]
-
-    def run(job: int, out: str) -> int:
-        return main(probing("pca", "folder", place / "photos", "--out", out, *jobs[job]))
-
-    start = time.monotonic()
-    assert exit_code(fork(lambda: run(0, "timed"), stderr=place / "said")) == 0
-    seconds = time.monotonic() - start
-    chance, kills = random.Random(0), Counter()
-    pending = list(range(len(jobs)))
-    while pending:
-        job = pending.pop(0)
-        child = fork(lambda j=job: run(j, "killed"), stderr=place / "said")
-        # Each job is killed twice, at any moment, and then left alone.
-        if kills[job] < 2:
-            time.sleep(0.8 * seconds * chance.random())
-            os.kill(child, signal.SIGKILL)
-        code = exit_code(child)
-        assert code in (0, -signal.SIGKILL)
-        if code:
-            kills[job] += 1
-            pending.append(job)
-    for job in range(len(jobs)):
-        assert run(job, "through") == 0
-
-    killed, through = ResultStore(Path("killed")), ResultStore(Path("through"))
-    values = [{r.key(): r.value for r in store.records()} for store in (killed, through)]
-    assert values[0] == values[1]
-    assert killed.unreadable == {}
-    assert sum(kills.values()) > len(jobs) // 2
 
 
 def test_a_list_of_digests_is_never_half_written(place):

@@ -80,20 +80,6 @@ def test_fault_28_forty_kills_while_saving_leave_forty_checkpoints_that_load(pla
     assert not list(run.glob("*.tmp"))
 
 
-def test_fault_28_orphans_among_the_records_are_removed_and_files_being_written_are_not(place):
-    (place / "results/records/pca").mkdir(parents=True)
-    names = (f".ssl-bench-{number:032x}.tmp" for number in range(2))
-    orphan, fresh = (place / "results/records/pca" / name for name in names)
-    for path in (orphan, fresh):
-        path.write_text("{")
-    os.utime(orphan, (0, 0))
-
-    assert main(probing("pca", "folder", place / "photos")) == 0
-
-    assert fresh.exists()
-    assert not orphan.exists()
-
-
 @pytest.mark.parametrize(
     ("number", "workers"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGHUP, 2)]
 )
