@@ -217,8 +217,15 @@ def _check_choice(root: str, group: str, key: str, value: Any) -> None:
     store = ConfigStore.instance().store
     if value in (runs := runs_of_papers(group)):
         store(group=group, name=value, node=runs[value].node(), package="_global_")
-    else:
-        store(group=group, name=value, node=entry_point_call(entry_points(group)[value]))
+        return
+    # Of another package, of which the configuration says the address alone: see `completed`.
+    point = entry_points(group)[value]
+    for item in fields(_loaded(point)):
+        if item.init and default_of(item) is MISSING:
+            raise ConfigurationError(
+                f"the entry point {point.name} = {point.value} needs a default for {item.name}"
+            )
+    store(group=group, name=value, node={TARGET: f"{point.module}.{point.attr}"})
 
 
 def _set(config: DictConfig, key: str, value: Any) -> None:
@@ -327,22 +334,6 @@ def component_class(address: Any, key: str) -> type:
         f"{', '.join(PACKAGES)} nor an entry point in a group such as ssl_bench.probe of an "
         "installed package; see docs/extending.md"
     )
-
-
-def entry_point_call(point: metadata.EntryPoint) -> dict[str, Any]:
-    """The configuration of a class of another package: its address alone, see `completed`.
-
-    Raises:
-        ConfigurationError: it is no dataclass, or a field has no default.
-    """
-    lacking = [
-        item.name for item in fields(_loaded(point)) if item.init and default_of(item) is MISSING
-    ]
-    if lacking:
-        raise ConfigurationError(
-            f"the entry point {point.name} = {point.value} needs a default for {lacking[0]}"
-        )
-    return {TARGET: f"{point.module}.{point.attr}"}
 
 
 def completed(value: Any, key: str) -> Any:

@@ -15,9 +15,10 @@ from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import component_class, compose_config
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import load_encoder
-from tests.support.faults import encoder_file, fails, photo_folder, pretraining
+from tests.support.faults import fails, pretraining
 
-PCA = ["probe", "--task", "pca", "--dataset", "folder", "--data-root", "photos"]
+PCA = ["probe", "--task", "pca", "--checkpoint", "encoder.safetensors", "--dataset", "folder"]
+PCA += ["--data-root", "photos"]
 PLUGIN = """
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,15 +50,6 @@ used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesi
 resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 2**20,) * 2)
 sys.exit(main(sys.argv[1:]))
 """
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A folder with photographs and an encoder, which is the current one."""
-    monkeypatch.chdir(tmp_path)
-    photo_folder(tmp_path / "photos")
-    encoder_file(tmp_path / "runs/tiny/last.safetensors")
-    return tmp_path
 
 
 def run(words, place, *python, **options) -> subprocess.CompletedProcess[str]:
@@ -174,7 +166,7 @@ def test_fault_70_a_home_that_is_not_there_is_refused_in_keys(place, capsys, key
 
 @pytest.mark.slow
 def test_fault_71_closed_streams_change_nothing_but_what_is_said(place):
-    words = ["probe", "--task", "pca", "--dataset", "folder", "--data-root", "photos", "--layer"]
+    words = [*PCA, "--layer"]
     closed = 'exec "$0" -m ssl_bench.cli "$@" <&- 2>&-'
     command = ["bash", "-c", closed, sys.executable, *words]
 
@@ -253,7 +245,7 @@ def test_fault_72_an_image_is_not_damaged_where_memory_does_not_suffice(place, c
     ],
 )
 def test_fault_73_values_without_a_meaning_name_the_legal_ones(place, capsys, words, said):
-    command = ["probe", "--dataset", "folder", "--data-root", "photos", "--task", *words]
+    command = ["probe", *PCA[3:], "--task", *words]
 
     line = fails(capsys, command, 2 if said else 5)
 
