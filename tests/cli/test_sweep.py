@@ -116,17 +116,6 @@ def test_equal_weights_are_planned_once(place, capsys):
     assert "runs/two is the encoder of runs/copy" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stated", ["one", "several"])
-def test_the_identity_of_a_checkpoint_is_that_of_the_loaded_encoder(place, stated):
-    path = place / "runs/one/last.safetensors"
-    if stated == "several":
-        sidecar = path.with_name(path.name + ".sha256")
-        sidecar.write_text(f"{'0' * 64}  {path.name}\n" + sidecar.read_text())
-
-    for uri in ("runs/one", str(path)):
-        identity, encoder = identify_encoder(uri), load_encoder(uri)
-        assert identity.identity() == encoder.identity()
-        assert (identity.name, identity.depth) == (encoder.name, encoder.depth) == ("one", 2)
 
 
 def test_the_identity_of_other_weights_is_that_of_the_loaded_encoder(place):
