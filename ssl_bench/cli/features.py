@@ -127,11 +127,7 @@ def _splits(dataset: Dataset, asked: str | None) -> list[ImageSet]:
 
 
 def _require_same(path: Path, about: Mapping[str, Any]) -> None:
-    """Begin in an empty folder, or go on with what was begun there.
-
-    Raises:
-        ConfigurationError: the folder holds features of something else.
-    """
+    """Begin in an empty folder, or go on with what was begun there."""
     # What was refused before the first features leaves a folder that anything may begin in.
     if path.is_file() and any(path.parent.glob("*-[0-9]*.*")):
         try:

@@ -141,11 +141,7 @@ def _wrapped(head: str, words: str) -> list[str]:
 
 
 def _lines(target: str, overrides: Sequence[str]) -> list[str]:
-    """The keys that a name like "probe.tokencut", "train" or "train.epochs" stands for.
-
-    Raises:
-        ConfigurationError: nothing is called so.
-    """
+    """The keys that a name like "probe.tokencut", "train" or "train.epochs" stands for."""
     group, _, rest = target.partition(".")
     name, _, field = rest.partition(".")
     named = f"{group}.{field}" if field else group

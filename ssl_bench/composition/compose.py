@@ -436,11 +436,7 @@ def _plain(default: Any) -> Any:
 
 
 def _attribute(address: str) -> Any:
-    """What stands at an address; None where nothing does.
-
-    Raises:
-        BrokenFile: the module is there and cannot be imported.
-    """
+    """What stands at an address; None where nothing does."""
     module, _, name = address.rpartition(".")
     try:
         return getattr(import_module(module), name, None) if module else None
