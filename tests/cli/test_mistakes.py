@@ -38,7 +38,6 @@ MISTAKES = [
     (f"{PCA} probe.epochs=3", "unknown key 'probe.epochs'"),
     ("probe --task segmentation probe.epochs=3", "probe.training.epochs"),
     ("probe --task segmentation probe.lr=3", "unknown key"),
-    ("probe --task seg", "did you mean segmentation?"),
     ("probe --task kn", "did you mean knn?"),
     ("probe --task pca --checkpoint facebook/dinov2-small", "hf-hub:facebook/dinov2-small"),
     ("probe --task pca --checkpoint dino_vits16", "torchhub:facebookresearch/dino:dino_vits16"),
