@@ -116,8 +116,6 @@ def test_equal_weights_are_planned_once(place, capsys):
     assert "runs/two is the encoder of runs/copy" in capsys.readouterr().err
 
 
-
-
 def test_the_identity_of_other_weights_is_that_of_the_loaded_encoder(place):
     weights = load_encoder(str(encoder_file(place / "like.safetensors", config=DINO_LIKE)))
     torch.save({"teacher": weights.module.state_dict()}, "dino.pth")
