@@ -279,7 +279,8 @@ def confine(timer: signal.Signals, mebibytes: int) -> None:
     torch.set_num_threads(1)
     signal.signal(timer, ring)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + mebibytes * 2**20,) * 2)
+    limit = used + mebibytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def fuzz(name: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
