@@ -86,8 +86,9 @@ def _near_flag(flags: Sequence[str], word: str) -> str:
     root = next((flag for flag in ("--data-root", "--out") if flag in flags), None)
     if root and not word.startswith("-") and Path(word).is_dir():
         return f"a folder is given as {root} {word}"
-    if close := difflib.get_close_matches(word[:100].replace("_", "-"), flags, n=1):
-        return f"did you mean {close[0]}?"
+    name, names = word[:100].lstrip("-").replace("_", "-"), [flag.lstrip("-") for flag in flags]
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.65):
+        return f"did you mean --{close[0]}?"
     return f"flags: {', '.join(flags)}; what has none is KEY=VALUE, which `ssl-bench keys` lists"
 
 

@@ -16,7 +16,7 @@ SWEEP = PCA.replace("probe", "sweep", 1)
 MISTAKES = [
     ("trian", "`ssl-bench pretrain`"),
     ("nothing --task pca", "commands: probe, features, sweep"),
-    ("probe --temperature 0.3", "KEY=VALUE, which `ssl-bench keys` lists"),
+    ("probe --tau 0.3", "KEY=VALUE, which `ssl-bench keys` lists"),
     ("probe --checkpoint x", "required: --task"),
     ("pretain", "`ssl-bench pretrain`"),
     ("--device cpu probe", "the command comes first"),
