@@ -8,23 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.manifests import check_manifest, write_manifest
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
-from tests.support.faults import encoder_file, exit_code, fork, photo_folder, probing
+from tests.support.faults import exit_code, fork, probing
 
 WRITERS = 8
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors")
-    photo_folder(tmp_path / "photos", 2)
-    return tmp_path
 
 
 def assert_complete(root: Path, cells: int) -> None:
