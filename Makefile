@@ -28,8 +28,7 @@ gpu-report: $(READY)
 # Its tracer makes the tests 1.4 times as long, so that no other target asks for it.
 coverage: $(READY)
 	mkdir -p build
-	$(PYTEST) -m "not slow and not gpu and not browser" --cov --cov-report=json:build/coverage.json
-	$(BIN)/python -m tests.support.room_coverage build/coverage.json
+	$(PYTEST) -m "not slow and not gpu and not browser" --cov --cov-report=term-missing:skip-covered
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

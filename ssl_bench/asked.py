@@ -51,11 +51,7 @@ def asked_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[
 
 
 def require_on_bad_image(options: argparse.Namespace) -> None:
-    """The value of --on-bad-image is one, or the dataset's own way is left.
-
-    Raises:
-        ConfigurationError: it is another.
-    """
+    """Refuse what --on-bad-image does not take; without it each dataset has its own way."""
     if options.on_bad_image is not None:
         require_choice("--on-bad-image", options.on_bad_image, get_args(OnBadImage))
 
@@ -97,11 +93,7 @@ def _importable(tasks: Sequence[str]) -> list[str]:
 
 
 def _batch_sizes(tasks: Sequence[str], size: int) -> list[str]:
-    """What --batch-size is short for: how many images the encoder takes at once changes no score.
-
-    Raises:
-        ConfigurationError: no task has such a key.
-    """
+    """What --batch-size is short for: no score hangs on how many images the encoder takes."""
     configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
     taken = [key for key in BATCH_SIZES if any(has_key(config, key) for config in configs)]
     if not taken:

@@ -19,22 +19,6 @@ _MOST_RESTARTS = 3
 
 
 @dataclass(frozen=True)
-class SlurmOptions:
-    """What each task of the array asks for; the rest goes through sbatch's SBATCH_* variables.
-
-    Attributes:
-        minutes: After which SLURM stops a task; it is queued again and goes on.
-        logs: Folder that every node sees; gets output and errors of each task.
-    """
-
-    partition: str | None
-    minutes: int
-    gpus: int
-    cpus: int
-    logs: Path
-
-
-@dataclass(frozen=True)
 class CommandTask:
     """Runs a command, and runs it again when SLURM took the node away or time was up.
 
@@ -60,17 +44,36 @@ class CommandTask:
 
 def submit_array(
     commands: Sequence[Sequence[str]],
-    options: SlurmOptions,
     *,
+    logs: Path,
+    minutes: int,
+    gpus: int,
+    cpus: int,
+    partition: str | None = None,
     cluster: Literal["slurm", "local", "debug"] = "slurm",
 ) -> "list[submitit.Job[None]]":
     """Submit one task a command and do not wait; on `cluster` "local" and "debug" they run here.
 
+    What is not said here goes through sbatch's SBATCH_* variables.
+
+    Args:
+        commands: Words of each.
+        logs: Folder that every node sees; gets output and errors of each task.
+        minutes: After which SLURM stops a task; it is queued again and goes on.
+        gpus: Of each task.
+        cpus: Of each task.
+        partition: None for the cluster's own.
+        cluster: Where they run.
+
     Raises:
         MachineError: submitit or SLURM is not there, or SLURM refuses.
     """
-    if cluster == "slurm":
-        _require_slurm()
+    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+    if cluster == "slurm" and missing:
+        raise MachineError(
+            f"no {' and no '.join(missing)} in PATH; run this on a machine that submits to SLURM, "
+            "or use --print"
+        )
     try:
         import submitit
         from submitit.core.utils import FailedJobError
@@ -78,27 +81,16 @@ def submit_array(
         raise MachineError(
             "--slurm needs submitit; run: pip install 'ssl-bench[slurm]', or use --print"
         ) from error
-    executor = submitit.AutoExecutor(
-        options.logs, cluster=cluster, slurm_max_num_timeout=_MOST_RESTARTS
-    )
+    executor = submitit.AutoExecutor(logs, cluster=cluster, slurm_max_num_timeout=_MOST_RESTARTS)
     executor.update_parameters(
         name="ssl-bench",
-        timeout_min=options.minutes,
-        gpus_per_node=options.gpus,
-        cpus_per_task=options.cpus,
-        **({"slurm_partition": options.partition} if options.partition else {}),
+        timeout_min=minutes,
+        gpus_per_node=gpus,
+        cpus_per_task=cpus,
+        **({"slurm_partition": partition} if partition else {}),
     )
     try:
         with executor.batch():
-            return [executor.submit(CommandTask(tuple(w), options.cpus)) for w in commands]
+            return [executor.submit(CommandTask(tuple(w), cpus)) for w in commands]
     except FailedJobError as error:
         raise MachineError(f"sbatch refused the array: {error}") from error
-
-
-def _require_slurm() -> None:
-    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
-    if missing:
-        raise MachineError(
-            f"no {' and no '.join(missing)} in PATH; run this on a machine that submits to SLURM, "
-            "or use --print"
-        )

@@ -11,14 +11,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -40,8 +39,8 @@ from ssl_bench.planning import PlannedProbe, evaluate, sharing_datasets
 from ssl_bench.results import CellKey, ResultStore, encoder_id
 from ssl_bench.results.store import first_few
 from ssl_bench.system.device import named_device
-from ssl_bench.system.endings import failure
-from ssl_bench.system.escaping import printable
+from ssl_bench.system.endings import Outcome, attempted
+from ssl_bench.system.escaping import aligned
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
 
@@ -107,7 +106,12 @@ def plan_sweep(
     questions = sharing_datasets(plan)
     for question in questions:
         question.require_images()
-    encoders = _distinct(identify_encoder(uri) for uri in uris)
+    encoders: dict[str, EncoderIdentity] = {}
+    for encoder in map(identify_encoder, uris):
+        first = encoders.setdefault(encoder_id(encoder.identity()), encoder)
+        if first is not encoder:
+            # Its cells are the same.
+            say(f"{encoder.uri} is the encoder of {first.uri}, which stands for both")
     store = ResultStore(Path(options.out))
     asked = []
     for planned, question in zip(plan, questions, strict=True):
@@ -118,7 +122,7 @@ def plan_sweep(
         asked.append((planned, probe.split(dataset), beside))
     jobs, unfit = list[Job](), list[UnfitEncoder]()
     least = -(-at_least // (len(encoders) * len(asked)))
-    for encoder in encoders:
+    for encoder in encoders.values():
         asked_layers = layers_asked(encoder.uri, options.layer)
         for planned, images, settings in asked:
             try:
@@ -182,16 +186,6 @@ def _shares(
     return shares
 
 
-def _distinct(encoders: Iterable[EncoderIdentity]) -> list[EncoderIdentity]:
-    """Without those that came before under another address: their cells are the same."""
-    found: dict[str, EncoderIdentity] = {}
-    for encoder in encoders:
-        first = found.setdefault(encoder_id(encoder.identity()), encoder)
-        if first is not encoder:
-            say(f"{encoder.uri} is the encoder of {first.uri}, which stands for both")
-    return list(found.values())
-
-
 def _arguments(
     options: argparse.Namespace, planned: PlannedProbe, uri: str, layers: str
 ) -> tuple[str, ...]:
@@ -219,42 +213,19 @@ def plan_table(jobs: Sequence[Job]) -> str:
         name, known_as = job.encoder.name, encoder_id(job.encoder.identity())
         rows.append(
             (
-                printable(name if counts[name] == 1 else f"{name} {known_as[:8]}"),
+                name if counts[name] == 1 else f"{name} {known_as[:8]}",
                 called(job.planned.probe) + job.blocks,
                 f"{job.dataset} {job.split}",
                 str(len(job.keys) - len(job.pending)),
                 str(len(job.pending)),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     scores, pending = sum(len(job.keys) for job in jobs), sum(len(job.pending) for job in jobs)
     many = "job" if len(jobs) == 1 else "jobs"
     total = f"{len(jobs)} {many}, {scores} scores: {scores - pending} finished, {pending} pending"
     if any(job.is_share for job in jobs):
         total += "; for so many --jobs blocks are shared out, and each job encodes the images"
-    return "\n".join([*lines, total])
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a job that had pending cells.
-
-    Attributes:
-        exit_code: As `ssl-bench probe` ends.
-        error: One line, empty where the job finished.
-        wants_memory: Whether it ended because memory did not suffice.
-    """
-
-    job: Job
-    seconds: float
-    exit_code: int = 0
-    error: str = ""
-    wants_memory: bool = False
-
-    @property
-    def state(self) -> Literal["finished", "failed"]:
-        return "failed" if self.exit_code else "finished"
+    return f"{aligned(rows)}\n{total}"
 
 
 def probe_command(job: Job) -> list[str]:
@@ -264,99 +235,71 @@ def probe_command(job: Job) -> list[str]:
 
 def run_here(
     jobs: Sequence[Job], store: ResultStore, device: torch.device, *, debug: bool
-) -> Iterator[Outcome]:
+) -> Iterator[tuple[Job, Outcome]]:
     """Run jobs one after the other in this process; `debug` raises the first error.
 
     An encoder is loaded once where its jobs are neighbours, and images pass it once for those of
     them that look at the same.
     """
     load, passed = lru_cache(maxsize=1)(announced_encoder), PassedImages()
+
+    def compute(job: Job) -> None:
+        encoder = load(job.encoder.uri)
+        evaluate([job.planned], encoder, store, layers=job.layers, device=device, passed=passed)
+
     for number, job in enumerate(jobs, 1):
         say(f"job {number} of {len(jobs)}: {job.title}")
-        yield _attempted(
-            job,
-            lambda job: evaluate(
-                [job.planned],
-                load(job.encoder.uri),
-                store,
-                layers=job.layers,
-                device=device,
-                passed=passed,
-            ),
-            debug=debug,
-        )
-
-
-def _attempted(job: Job, compute: Callable[[Job], object], *, debug: bool) -> Outcome:
-    start, code, text = time.monotonic(), 0, ""
-    try:
-        compute(job)
-    # Whatever it is, memory that does not suffice included: the other jobs may fare better.
-    except Exception as error:
-        if debug:
-            raise
-        code, text = failure(error, "sweep")
-    return Outcome(job, time.monotonic() - start, code, text)
+        yield job, attempted(partial(compute, job), "sweep", debug=debug)
 
 
 def run_in_processes(
     jobs: Sequence[Job], count: int, devices: Sequence[str] = ()
-) -> Iterator[Outcome]:
+) -> Iterator[tuple[Job, Outcome]]:
     """Run jobs in `count` processes at a time, which share the cores of this machine.
 
     Each sees one of `devices`, as CUDA_VISIBLE_DEVICES names them, and no two the same one as long
-    as there are as many. Jobs that ended for want of memory are run once more after the others, one
-    at a time.
+    as there are as many; without any, jobs see what this process does. Jobs that ended for want of
+    memory are run once more after the others, one at a time.
     """
-    places = Places(devices, count)
-    short: list[Job] = []
-    for outcome in _run_at_once(jobs, count, places):
-        if outcome.wants_memory and count > 1:
-            say(f"memory did not suffice for {outcome.job.title} beside others: later, alone")
-            short.append(outcome.job)
-        else:
-            yield outcome
-    yield from _run_at_once(short, 1, places)
-
-
-class Places:
-    """Devices that jobs are at work on.
-
-    Args:
-        devices: As CUDA_VISIBLE_DEVICES names them; without any, jobs see what this process does.
-        count: How many jobs are at work together.
-    """
-
-    def __init__(self, devices: Sequence[str], count: int) -> None:
-        self.count = count
-        self._at_work = dict.fromkeys(devices, 0)
-        self._lock = threading.Lock()
+    short, at_work, lock = list[Job](), dict.fromkeys(devices, 0), threading.Lock()
+    # What this process may use; the numerical libraries all obey this variable.
+    threads = max(1, torch.get_num_threads() // count)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
 
     @contextmanager
-    def taken(self) -> Iterator[Mapping[str, str]]:
+    def device_taken() -> Iterator[Mapping[str, str]]:
         """The environment of a job on the device with the fewest jobs."""
-        # What this process may use; the numerical libraries all obey this variable.
-        threads = max(1, torch.get_num_threads() // self.count)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        if not self._at_work:
+        if not at_work:
             yield environment
             return
-        with self._lock:
-            device = min(self._at_work, key=lambda one: self._at_work[one])
-            self._at_work[device] += 1
+        with lock:
+            device = min(at_work, key=lambda one: at_work[one])
+            at_work[device] += 1
         try:
             yield {**environment, "CUDA_VISIBLE_DEVICES": device}
         finally:
-            with self._lock:
-                self._at_work[device] -= 1
+            with lock:
+                at_work[device] -= 1
+
+    for job, outcome in _run_at_once(jobs, count, device_taken):
+        if outcome.wants_memory and count > 1:
+            say(f"memory did not suffice for {job.title} beside others: later, alone")
+            short.append(job)
+        else:
+            yield job, outcome
+    yield from _run_at_once(short, 1, device_taken)
 
 
-def _run_at_once(jobs: Sequence[Job], count: int, places: Places) -> Iterator[Outcome]:
+def _run_at_once(
+    jobs: Sequence[Job],
+    count: int,
+    device_taken: Callable[[], AbstractContextManager[Mapping[str, str]]],
+) -> Iterator[tuple[Job, Outcome]]:
     running: set[subprocess.Popen[str]] = set()
 
-    def compute(job: Job) -> Outcome:
+    def compute(job: Job) -> tuple[Job, Outcome]:
         start = time.monotonic()
-        with places.taken() as environment:
+        with device_taken() as environment:
             process = subprocess.Popen(
                 probe_command(job),
                 env=environment,
@@ -370,13 +313,17 @@ def _run_at_once(jobs: Sequence[Job], count: int, places: Places) -> Iterator[Ou
             with process:
                 said = process.communicate()[1]
             running.discard(process)
+        code, error = process.returncode, ""
+        if code < 0:
+            error = f"ended by signal {-code}; if memory was short, take --jobs 1"
+        elif code:
+            last = "".join(said.strip().splitlines()[-1:])
+            error = last.removeprefix("ssl-bench: ") or f"exit code {code}"
         # A signal has no code of its own; most often it is the system's, for want of memory.
-        code = process.returncode if process.returncode >= 0 else MachineError.exit_code
-        error = _error(process, said)
-        short = process.returncode == -getattr(signal, "SIGKILL", 9) or is_out_of_memory(
-            MachineError(error)
-        )
-        return Outcome(job, time.monotonic() - start, code, error, wants_memory=short)
+        killed = code == -getattr(signal, "SIGKILL", 9)
+        short = killed or is_out_of_memory(MachineError(error))
+        code = code if code >= 0 else MachineError.exit_code
+        return job, Outcome(time.monotonic() - start, code, error, wants_memory=short)
 
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(compute, job) for job in jobs]
@@ -389,12 +336,3 @@ def _run_at_once(jobs: Sequence[Job], count: int, places: Places) -> Iterator[Ou
             for process in list(running):
                 process.terminate()
             raise
-
-
-def _error(process: subprocess.Popen[str], said: str) -> str:
-    if process.returncode == 0:
-        return ""
-    if process.returncode < 0:
-        return f"ended by signal {-process.returncode}; if memory was short, take --jobs 1"
-    last = said.strip().splitlines()[-1:]
-    return "".join(last).removeprefix("ssl-bench: ") or f"exit code {process.returncode}"

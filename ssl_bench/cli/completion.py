@@ -28,20 +28,13 @@ _ssl_bench_target() {
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the script for a shell."""
-    del overrides
-    print(completion_script(build_parser(), options.shell))
-    return 0
-
-
-def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for a shell, with the names of probes and datasets as they are now.
-
-    The parser is changed: it can no longer read lists with commas.
+    """Print the script for a shell, with the names of probes and datasets as they are now.
 
     Raises:
         MachineError: shtab is not installed.
     """
+    del overrides
+    parser, shell = build_parser(), options.shell
     try:
         import shtab
     except ImportError as error:
@@ -65,7 +58,8 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
             complete = shtab.DIRECTORY
         if complete:
             action.complete = complete  # type: ignore[attr-defined]
-    return shtab.complete(parser, shell=shell, preamble=_functions(shell, names))
+    print(shtab.complete(parser, shell=shell, preamble=_functions(shell, names)))
+    return 0
 
 
 def _functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:

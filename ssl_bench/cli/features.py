@@ -127,11 +127,7 @@ def _splits(dataset: Dataset, asked: str | None) -> list[ImageSet]:
 
 
 def _require_same(path: Path, about: Mapping[str, Any]) -> None:
-    """Begin in an empty folder, or go on with what was begun there.
-
-    Raises:
-        ConfigurationError: the folder holds features of something else.
-    """
+    """Begin in an empty folder, or go on with what was begun there."""
     # What was refused before the first features leaves a folder that anything may begin in.
     if path.is_file() and any(path.parent.glob("*-[0-9]*.*")):
         try:
@@ -160,26 +156,26 @@ def _write_split(
     rows, per_file = list[dict[str, Any]](), max(1, min(_MOST_IMAGES, _MOST_BYTES // each))
     starts = range(0, len(images), per_file)
     names = {start: out / f"{images.split}-{start:07}.{options.format}" for start in starts}
-    listed = {start: _listed(names[start]) for start in starts}
-    there = [start for start in starts if listed[start] is not None]
-    if there:
-        say(f"{images.split}: {len(there)} of {len(starts)} files were written before, kept")
-    lacking = [start for start in starts if start not in there]
+    listed = {start: told for start in starts if (told := _listed(names[start]))}
+    if listed:
+        say(f"{images.split}: {len(listed)} of {len(starts)} files were written before, kept")
+    lacking = [start for start in starts if start not in listed]
     for start in show_progress(lacking, f"features of {images.split}"):
         numbers = range(start, min(start + per_file, len(images)))
-        _write(names[start], _features(images, numbers, extractor, size, options), options.format)
+        found = _features(images, numbers, extractor, size, options)
+        _write(names[start], found, options.format)
+        listed[start] = found["image_id"].tolist(), found["label"].tolist()
     for start in starts:
-        ids, labels = listed[start] or _read(names[start])
         rows += [
             {
                 "image_id": image_id,
                 "split": images.split,
-                "label": label,
-                "class": images.class_names[label] if label is not None else None,
+                "label": label if label >= 0 else None,
+                "class": images.class_names[label] if label >= 0 else None,
                 "file": names[start].name,
                 "row": row,
             }
-            for row, (image_id, label) in enumerate(zip(ids, labels, strict=True))
+            for row, (image_id, label) in enumerate(zip(*listed[start], strict=True))
         ]
     return rows
 
@@ -236,22 +232,16 @@ def _write(path: Path, found: dict[str, np.ndarray], style: str) -> None:
     write_atomically(path, lambda file: file.write(safetensors.numpy.save(arrays, metadata=told)))
 
 
-def _listed(path: Path) -> tuple[list[str], list[int | None]] | None:
-    """Ids and classes of the images of a file; None where there is none, or a damaged one."""
+def _listed(path: Path) -> tuple[list[str], list[int]] | None:
+    """Ids and classes (-1 for none) of a file's images; None where it is not there or damaged."""
     try:
-        return _read(path)
+        if path.suffix == ".npz":
+            with np.load(path) as held:
+                return held["image_id"].tolist(), held["label"].tolist()
+        with safetensors.safe_open(path, "numpy") as held:
+            told = held.metadata()
+        return json.loads(told["image_id"]), json.loads(told["label"])
     # A damaged file makes the readers of both formats fail in any way.
     except Exception as error:
         pass_on_memory(error)
         return None
-
-
-def _read(path: Path) -> tuple[list[str], list[int | None]]:
-    if path.suffix == ".npz":
-        with np.load(path) as held:
-            ids, labels = held["image_id"].tolist(), held["label"].tolist()
-    else:
-        with safetensors.safe_open(path, "numpy") as held:
-            told = held.metadata()
-        ids, labels = json.loads(told["image_id"]), json.loads(told["label"])
-    return ids, [None if label < 0 else label for label in labels]

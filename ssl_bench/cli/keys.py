@@ -141,41 +141,28 @@ def _wrapped(head: str, words: str) -> list[str]:
 
 
 def _lines(target: str, overrides: Sequence[str]) -> list[str]:
-    """The keys that a name like "probe.tokencut", "train" or "train.epochs" stands for.
-
-    Raises:
-        ConfigurationError: nothing is called so.
-    """
+    """The keys that a name like "probe.tokencut", "train" or "train.epochs" stands for."""
     group, _, rest = target.partition(".")
+    name, _, field = rest.partition(".")
+    named = f"{group}.{field}" if field else group
     if group in _PROBING and rest:
-        name, _, field = rest.partition(".")
-        return _of_probing(group, name, field, overrides)
-    if group in _RUN and rest.partition(".")[0] in choices(group):
-        name, _, field = rest.partition(".")
+        require_choice("task" if group == "probe" else group, name, choices(group))
+        if group == "dataset":
+            config = compose_config("data", [f"dataset={name}", *overrides])
+            return _within(config, (named, *([] if field else ["data"])))
+        shared = [] if field else ["data", "seed", "corrupt", "dtype"]
+        return _within(probing_config(name, "toy", overrides), (named, *shared))
+    if group in _RUN and name in choices(group):
         config = compose_config("pretraining", [f"{group}={name}", *overrides])
-        return _within(config, () if group == "experiment" else (_joined(group, field),))
+        return _within(config, () if group == "experiment" else (named,))
     if target == "experiment":
         return _wrapped("experiment.NAME", ", ".join(choices(target)))
     if group == "experiment":
-        require_choice(group, rest.partition(".")[0], choices(group))
+        require_choice(group, name, choices(group))
     if group in _PROBING:
         raise ConfigurationError(f"name one: {', '.join(f'{group}.{n}' for n in choices(group))}")
     config = compose_config("pretraining", overrides)
     return _within(config, () if target == "pretrain" else (target,))
-
-
-def _of_probing(group: str, name: str, field: str, overrides: Sequence[str]) -> list[str]:
-    require_choice("task" if group == "probe" else group, name, choices(group))
-    if group == "dataset":
-        config = compose_config("data", [f"dataset={name}", *overrides])
-        return _within(config, (_joined("dataset", field), *([] if field else ["data"])))
-    config = probing_config(name, "toy", overrides)
-    shared = [] if field else ["data", "seed", "corrupt", "dtype"]
-    return _within(config, (_joined("probe", field), *shared))
-
-
-def _joined(group: str, field: str) -> str:
-    return f"{group}.{field}" if field else group
 
 
 def _within(config: DictConfig, within: Sequence[str]) -> list[str]:

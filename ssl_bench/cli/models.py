@@ -3,9 +3,8 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ssl_bench.errors import CheckpointError, SslBenchError
 from ssl_bench.models import Encoder, load_encoder
@@ -20,8 +19,7 @@ _NO_KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     """A way to name an encoder."""
 
     form: str
@@ -176,7 +174,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _listing() -> dict[str, object]:
     return {
-        "addresses": [asdict(address) for address in ADDRESSES],
+        "addresses": [address._asdict() for address in ADDRESSES],
         "layouts": [{"name": layout.name, "source": layout.source} for layout in LAYOUTS],
         "torchhub": {repository: dict(names) for repository, names in HUB_WEIGHTS.items()},
         "timm": list(TIMM_PATTERNS),

@@ -4,8 +4,6 @@ import argparse
 from collections.abc import Sequence
 from contextlib import suppress
 
-import torch
-
 from ssl_bench.asked import (
     announced_encoder,
     asked_encoders,
@@ -22,7 +20,7 @@ from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand, is_baseline, layers_asked
 from ssl_bench.planning import PlannedProbe, evaluate, probing_config
-from ssl_bench.results import Record, ResultStore
+from ssl_bench.results import Record
 from ssl_bench.sweep import plan_sweep, plan_table
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
@@ -47,27 +45,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Before the folder, which no wrong word leaves.
     plan = asked_probes(options, overrides)
     store = opened_store(options.out)
-    records = _probed(options, plan, store, device)
-    if options.json:
-        print(json_text([record.as_json() for record in records]))
-    elif records:
-        print_main_tables(depth_tables(records), store)
-    look = f"ssl-bench report --out {store.root}"
-    say(f"records and pictures in {store.root}; to look at them: {look}")
-    return 0
-
-
-def _probed(
-    options: argparse.Namespace,
-    plan: Sequence[PlannedProbe],
-    store: ResultStore,
-    device: torch.device,
-) -> list[Record]:
-    """Records of all asked checkpoints."""
     records, passed = list[Record](), PassedImages()
-    among_all = options.task == "all" and len(plan) > 1
-    named = expand(options.checkpoint or [])
-    uris = asked_encoders(options)
+    named, uris = expand(options.checkpoint or []), asked_encoders(options)
     # What is wrong with the last one is known before the first is probed.
     for uri in uris if len(uris) > 1 else []:
         encoder = identify_encoder(uri)
@@ -83,12 +62,18 @@ def _probed(
             layers=layers_asked(uri, options.layer),
             device=device,
             overwrite=options.overwrite,
-            needs_all=not among_all,
+            needs_all=options.task != "all" or len(plan) == 1,
             # A baseline that nobody named may fit nothing.
             needs_any=uri in named or not is_baseline(uri),
             passed=passed,
         )
-    return records
+    if options.json:
+        print(json_text([record.as_json() for record in records]))
+    elif records:
+        print_main_tables(depth_tables(records), store)
+    look = f"ssl-bench report --out {store.root}"
+    say(f"records and pictures in {store.root}; to look at them: {look}")
+    return 0
 
 
 def _require_fitting_sizes(

@@ -3,15 +3,15 @@
 import argparse
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from ssl_bench.cli.dispatch import run
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.model import Line, Panel, headline_panels, panels_of
+from ssl_bench.report.model import Panel, headline_panels, panels_of
 from ssl_bench.results import ResultStore
-from ssl_bench.system.escaping import printable, shell_words
+from ssl_bench.system.escaping import aligned, shell_words
 from ssl_bench.system.progress import in_words, say
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves
@@ -92,18 +92,14 @@ def headline_table(panels: Sequence[Panel]) -> str:
     layers = list(dict.fromkeys(round(depth * n / last) for n in range(SHOWN_BLOCKS)))
     rows = [("task", "metric", "encoder", *(f"block {layer}" for layer in layers))]
     rows += [
-        (panel.task, panel.measured, line.checkpoint.label, *_values(line, layers))
+        (
+            *(panel.task, panel.measured, line.checkpoint.label),
+            *(point.parts[0] if point else "-" for point in map(line.at, layers)),
+        )
         for panel in panels
         for line in panel.lines
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(printable("  ".join(map(str.ljust, row, widths)).rstrip()) for row in rows)
-
-
-def _values(line: Line, layers: Sequence[int]) -> Iterator[str]:
-    for layer in layers:
-        point = line.at(layer)
-        yield point.parts[0] if point else "-"
+    return aligned(rows)
 
 
 def _run(*words: str) -> None:

@@ -1,29 +1,56 @@
-"""`ssl-bench reproduce`: the runs and probes of a published table, and ours beside it."""
+"""`ssl-bench reproduce`: from a published table to its runs and probes, and ours beside it.
+
+`plan_table` gives the commands of a table, in order, each of which can be given again; `shown_plan`
+says what lies there already; `carry_out` runs them. No torch before that: looking costs a second.
+"""
 
 import argparse
+import difflib
+import json
+import re
+import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from ssl_bench.cli.dispatch import run
-from ssl_bench.composition.choices import choices, require_choice
-from ssl_bench.errors import ConfigurationError
-from ssl_bench.reproduce import (
-    Asked,
-    Plan,
-    all_experiments,
-    carry_out,
-    listing,
-    plan_table,
-    shown_plan,
-    table_beside,
-    tables_of,
-)
-from ssl_bench.system.escaping import printable_lines, shell_words
+import yaml
+
+from ssl_bench.cli.dispatch import run as run_command
+from ssl_bench.composition.choices import choices, config_folder, require_choice
+from ssl_bench.composition.papers import Experiment, experiments, papers
+from ssl_bench.data.sources import SOURCES
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
+from ssl_bench.results.record import SUPERVISED, Record, encoder_id
+from ssl_bench.results.store import ResultStore
+from ssl_bench.system.endings import Outcome, attempted
+from ssl_bench.system.escaping import aligned, printable_lines, shell_words
+from ssl_bench.system.files import read_digests
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say
+from ssl_bench.tables.paper import PaperTable, paper_table
 from ssl_bench.tables.printing.sheets import default_format, render_tables
-from ssl_bench.tables.published import published_tables
+from ssl_bench.tables.published import PublishedColumn, PublishedTable, published_tables
+
+TRAINING_GB = {
+    "imagenet1k": 154.6,
+    "tiny_imagenet": 0.25,
+    "cifar10": 0.17,
+    "cifar100": 0.17,
+    "svhn": 0.25,
+    "mnist": 0.012,
+    "copying": 0.0,
+}
+"""Gigabytes of the published archives that runs train on: the training and validation images of
+ILSVRC 2012 (147.9 and 6.7), tiny-imagenet-200.zip, cifar-10-python.tar.gz, cifar-100-python.tar.gz,
+SVHN's train_32x32.mat and test_32x32.mat, MNIST's four files."""
+_IN_EPOCHS = ("train.warmup_epochs", "objective.teacher_temperature_epochs")
+# Lies nowhere: the objective draws it.
+_DRAWN = frozenset({"copying"})
+_OF_PROBES = ("probe.", "dataset.")
+_PLAIN = re.compile(r"[A-Za-z/._][\w/.-]*")
+_LONGEST_HEADER = 100 * 2**20
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -42,22 +69,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             )
         print(listing(tables))
         return 0
-    plan = plan_table(tables[0], _asked(options, overrides))
-    if options.run:
-        plan.require_roots()
-    if options.print:
-        print("\n".join(shell_words(["ssl-bench", *step.words]) for step in plan.steps))
-    elif options.run:
-        return _run(plan, debug=options.debug)
-    elif options.table:
-        _print_table(plan)
-    else:
-        print(printable_lines(shown_plan(plan).splitlines()))
-    return 0
-
-
-def _asked(options: argparse.Namespace, overrides: Sequence[str]) -> Asked:
-    return Asked(
+    asked = Asked(
         runs=Path(options.runs),
         out=Path(options.out),
         roots=_roots(options.data_root),
@@ -66,6 +78,26 @@ def _asked(options: argparse.Namespace, overrides: Sequence[str]) -> Asked:
         rows=tuple(options.row or ()),
         datasets=tuple(options.dataset.split(",") if options.dataset else ()),
     )
+    plan = plan_table(tables[0], asked)
+    if options.print:
+        print("\n".join(shell_words(["ssl-bench", *step.words]) for step in plan.steps))
+        return 0
+    if not (options.run or options.table):
+        print(printable_lines(shown_plan(plan).splitlines()))
+        return 0
+    outcomes: list[Outcome] = []
+    if options.run:
+        plan.require_roots()
+        for step, outcome in carry_out(plan, run_command, debug=options.debug):
+            outcomes.append(outcome)
+            say(outcome.line(f"{len(outcomes)} of {len(plan.steps)}", step.title))
+        counts = Counter(outcome.state for outcome in outcomes)
+        say("")
+        say(f"{counts['finished']} steps finished, {counts['failed']} failed")
+        if counts["failed"]:
+            say("the same command again goes on with what is not finished")
+    print(render_tables([table_beside(plan)], default_format()))
+    return next((one.exit_code for one in outcomes if one.exit_code), 0)
 
 
 def _roots(text: str | None) -> dict[str, str]:
@@ -84,20 +116,417 @@ def _roots(text: str | None) -> dict[str, str]:
     }
 
 
-def _run(plan: Plan, *, debug: bool) -> int:
-    outcomes = []
-    for outcome in carry_out(plan, run, debug=debug):
-        outcomes.append(outcome)
-        said = f": {outcome.error}" if outcome.error else ""
-        say(f"{outcome.state} {len(outcomes)} of {len(plan.steps)}, {outcome.step.title}{said}")
-    counts = Counter(outcome.state for outcome in outcomes)
-    say("")
-    say(f"{counts['finished']} steps finished, {counts['failed']} failed")
-    if counts["failed"]:
-        say("the same command again goes on with what is not finished")
-    _print_table(plan)
-    return next((one.exit_code for one in outcomes if one.exit_code), 0)
+def all_experiments() -> dict[str, Experiment]:
+    """The runs of all papers by name."""
+    return experiments(config_folder())
 
 
-def _print_table(plan: Plan) -> None:
-    print(render_tables([table_beside(plan)], default_format()))
+def tables_of(name: str) -> list[PublishedTable]:
+    """The table of a name such as "cutting_the_skip/table2", or all of a paper.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    known = {full_name(table): table for table in published_tables()}
+    found = [table for full, table in known.items() if name in (full, table.name, table.paper)]
+    if found:
+        return found
+    names = [*known, *dict.fromkeys(table.paper for table in known.values())]
+    close = difflib.get_close_matches(name[:200], names, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}?" if close else "`ssl-bench reproduce` lists them"
+    raise ConfigurationError(f"expected PAPER/TABLE or PAPER, got {name[:200]!r}; {hint}")
+
+
+def full_name(table: PublishedTable) -> str:
+    return f"{table.paper}/{table.name}"
+
+
+def is_run(address: str) -> bool:
+    """Whether a row is a run of this suite; else it is weights that somebody published."""
+    return ":" not in address
+
+
+def split_address(address: str) -> tuple[str, int | None]:
+    """Run and epoch of NAME or NAME@EPOCH."""
+    name, _, epoch = address.partition("@")
+    return name, int(epoch) if epoch else None
+
+
+def runs_of(table: PublishedTable) -> list[Experiment]:
+    """The runs behind the rows of a table, each behind the one that it begins with."""
+    known, found = all_experiments(), dict[str, Experiment]()
+    for address in filter(is_run, table.runs.values()):
+        run = known[split_address(address)[0]]
+        if run.after is not None:
+            found.setdefault(run.after, known[run.after])
+        found.setdefault(run.name, run)
+    return list(found.values())
+
+
+def listing(tables: Sequence[PublishedTable]) -> str:
+    """Papers with their tables, a line each."""
+    lines = []
+    for paper in papers(config_folder()):
+        own = [table for table in tables if table.paper == paper.name]
+        if own:
+            lines += ["", f"{paper.title} ({paper.reference})"]
+            width = max(len(full_name(table)) for table in own)
+            lines += [
+                f"  {full_name(one):{width}}  {one.where}: {one.title}; {_extent(one)}"
+                for one in own
+            ]
+    return "\n".join(lines[1:])
+
+
+def _extent(table: PublishedTable) -> str:
+    if not table.runs:
+        return f"{len(table.rows)} rows, no run is set down"
+    runs = runs_of(table)
+    if not runs:
+        return f"{len(table.rows)} rows, published weights"
+    here = "all" if len(table.runs) == len(table.rows) else f"{len(table.runs)} of them"
+    return f"{len(table.rows)} rows, {here} by {len(runs)} runs"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was typed beside the table.
+
+    Attributes:
+        runs: Folder of the run folders.
+        out: Folder of the records.
+        roots: Where images lie, by the name of a dataset or of images to train on.
+        overrides: Those of probes and datasets reach the probes, all others every run.
+        rows: Only these; all if there is none.
+        datasets: Only these; all if there is none.
+    """
+
+    runs: Path
+    out: Path
+    roots: Mapping[str, str]
+    overrides: tuple[str, ...] = ()
+    device: str | None = None
+    rows: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+
+    @property
+    def of_runs(self) -> list[str]:
+        return [word for word in self.overrides if not word.startswith(_OF_PROBES)]
+
+    def checkpoint(self, address: str) -> str:
+        return str(self.runs / address) if is_run(address) else address
+
+    def where(self, images: str) -> list[str]:
+        """Flags for where images lie and what computes."""
+        root = ["--data-root", self.roots[images]] if images in self.roots else []
+        return [*root, *(["--device", self.device] if self.device else [])]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, which skips what it finds finished.
+
+    Attributes:
+        run: The run that it makes or probes; None for published weights.
+        needs: The run that must be finished before; None where there is none.
+        words: `ssl-bench` with these.
+        columns: Of the table, which it fills; none for a run.
+    """
+
+    title: str
+    run: str | None
+    needs: str | None
+    words: tuple[str, ...]
+    columns: tuple[PublishedColumn, ...] = ()
+
+    @property
+    def is_run(self) -> bool:
+        return not self.columns
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done for a table.
+
+    Attributes:
+        checkpoints: Address of the encoder of a row, by row.
+        images: Names of all that must be at hand, images to train on first.
+        unreached: Rows whose epoch the overrides leave out.
+        without: Rows for which this suite has no run.
+    """
+
+    table: PublishedTable
+    asked: Asked
+    runs: tuple[Experiment, ...]
+    steps: tuple[Step, ...]
+    checkpoints: Mapping[str, str]
+    images: tuple[str, ...]
+    unreached: tuple[str, ...]
+    without: tuple[str, ...]
+
+    def require_roots(self) -> None:
+        """Make sure that no run trains on toy scenes in place of the paper's images.
+
+        Raises:
+            ConfigurationError: it is not said where the images lie.
+        """
+        is_said = any(word.startswith("data.root=") for word in self.asked.overrides)
+        missing = {run.images for run in self.runs} - set(self.asked.roots) - _DRAWN
+        if missing and not is_said:
+            name = min(missing)
+            raise ConfigurationError(
+                f"{full_name(self.table)} trains on {name}, expected a folder of it, got none; give"
+                f" data.root=DIR or --data-root {name}=DIR"
+            )
+
+
+def plan_table(table: PublishedTable, asked: Asked) -> Plan:
+    """The steps for a table; looks at no file.
+
+    Raises:
+        ConfigurationError: a row or a dataset that the table does not have.
+    """
+    rows = [require_choice("row", row, table.rows) for row in asked.rows] or list(table.rows)
+    known = list(dict.fromkeys(column.dataset for column in table.columns))
+    wanted = [require_choice("dataset", name, known) for name in asked.datasets] or known
+    columns = [column for column in table.columns if column.task and column.dataset in wanted]
+    ran = {row: table.runs[row] for row in rows if row in table.runs}
+    late = [r for r, a in ran.items() if is_run(a) and not _reaches(asked, split_address(a)[1])]
+    addresses = {row: address for row, address in ran.items() if row not in late}
+    names = {split_address(address)[0] for address in filter(is_run, addresses.values())}
+    names |= {run.after for run in runs_of(table) if run.name in names and run.after}
+    runs = [run for run in runs_of(table) if run.name in names]
+    probed = [column for column in columns if column.task != SUPERVISED]
+    return Plan(
+        table=table,
+        asked=asked,
+        runs=tuple(runs),
+        steps=(
+            *(_run_step(run, table, columns, asked) for run in runs),
+            *(step for one in addresses.values() for step in _probe_steps(one, probed, asked)),
+        ),
+        checkpoints={row: asked.checkpoint(address) for row, address in addresses.items()},
+        images=tuple(dict.fromkeys([*(run.images for run in runs), *(c.dataset for c in probed)])),
+        unreached=tuple(late),
+        without=tuple(row for row in rows if row not in table.runs),
+    )
+
+
+def _reaches(asked: Asked, epoch: int | None) -> bool:
+    """Whether a run with the asked overrides may come to an epoch in its middle."""
+    said = dict(word.split("=", 1) for word in asked.of_runs)
+    epochs = said.get("train.epochs", "")
+    is_shorter = epochs.isdecimal() and epoch is not None and int(epochs) < epoch
+    return epoch is None or not ("train.max_steps" in said or is_shorter)
+
+
+def _run_step(
+    run: Experiment, table: PublishedTable, columns: Sequence[PublishedColumn], asked: Asked
+) -> Step:
+    said = {word.partition("=")[0] for word in asked.of_runs}
+    own = [f"experiment={run.name}"]
+    # Of all tables of its paper, so that one run serves them all.
+    kept = {
+        epoch
+        for other in published_tables()
+        for name, epoch in map(split_address, filter(is_run, other.runs.values()))
+        if other.paper == table.paper and name == run.name and epoch is not None
+    }
+    kept = {epoch for epoch in kept if _reaches(asked, epoch)}
+    if kept and "train.keep_epochs" not in said:
+        own.append(f"train.keep_epochs=[{','.join(map(str, sorted(kept)))}]")
+    if "train.max_steps" in said:
+        # Schedules that a run of a few steps would not reach the end of; null is a share of it.
+        recipe = _recipe_values(run.recipe)
+        own += [f"{key}=null" for key in _IN_EPOCHS if recipe.get(key) and key not in said]
+    is_row = run.name in table.runs.values()
+    if is_row and any(column.task == SUPERVISED for column in columns):
+        own.append(f"monitor.results={_quoted(asked.out)}")
+    if run.after is not None:
+        own.append(f"init_from={_quoted(asked.runs / run.after)}")
+    place = ["--out", str(asked.runs / run.name), "--resume", *asked.where(run.images)]
+    words = ("pretrain", *own, *asked.of_runs, *place)
+    return Step(f"pretrain {run.name}", run.name, run.after, words)
+
+
+def _recipe_values(name: str) -> dict[str, Any]:
+    """What the file of a recipe says itself, by keys such as "train.epochs"."""
+    text = (config_folder() / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
+    parts = yaml.load(text, yaml.CSafeLoader).items()
+    sections = {name: values for name, values in parts if isinstance(values, dict)}
+    return {f"{part}.{key}": values[key] for part, values in sections.items() for key in values}
+
+
+def _probe_steps(address: str, columns: Sequence[PublishedColumn], asked: Asked) -> Iterator[Step]:
+    questions: dict[tuple[str, str, tuple[str, ...]], list[PublishedColumn]] = {}
+    for column in columns:
+        questions.setdefault((column.task, column.dataset, column.probe), []).append(column)
+    run = split_address(address)[0] if is_run(address) else None
+    of_probes = [word for word in asked.overrides if word.startswith(_OF_PROBES)]
+    for (task, dataset, overrides), filled in questions.items():
+        place = ["--checkpoint", asked.checkpoint(address), "--out", str(asked.out)]
+        more = [*overrides, *of_probes, *asked.where(dataset)]
+        yield Step(
+            title=f"{' '.join([task, *overrides])} on {dataset}, {address}",
+            run=run,
+            needs=run,
+            words=("probe", "--task", task, "--dataset", dataset, *place, *more),
+            columns=tuple(filled),
+        )
+
+
+def _quoted(path: Path) -> str:
+    """A path as a value, which may hold any character."""
+    return str(path) if _PLAIN.fullmatch(str(path)) else "'" + str(path).replace("'", "\\'") + "'"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run came: optimizer steps taken, and whether these were all."""
+
+    step: int
+    is_finished: bool
+
+    def __str__(self) -> str:
+        return f"{'finished' if self.is_finished else 'begun'}, {self.step} steps"
+
+
+def run_state(folder: Path) -> RunState | None:
+    """What the weights and the configuration of a run folder say; None where there is no run."""
+    try:
+        with (folder / "last.safetensors").open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _LONGEST_HEADER:
+                return None
+            said = json.loads(file.read(length))["__metadata__"]
+        config = (folder / "config.yaml").read_text(encoding="utf-8")
+        train = yaml.load(config, yaml.CSafeLoader)["train"]
+        step, epoch = int(said["step"]), float(said["epoch"])
+        most = train["max_steps"]
+        is_finished = epoch >= train["epochs"] or (most is not None and step >= most)
+    # Somebody's own files may hold anything.
+    except (OSError, ValueError, KeyError, TypeError, struct.error, yaml.YAMLError):
+        return None
+    return RunState(step, is_finished)
+
+
+def _recorded(out: Path) -> list[Record]:
+    """All records of a folder, none where there are none."""
+    store = ResultStore(out)
+    try:
+        found = store.records()
+    except DataError:
+        return []
+    if store.unreadable:
+        say(store.said_unreadable())
+    return found
+
+
+def shown_plan(plan: Plan) -> str:
+    """The plan in full; reads run folders and records, and writes nothing."""
+    blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
+    states = {run.name: run_state(plan.asked.runs / run.name) for run in plan.runs}
+    if states:
+        rows = [(name, "-" if state is None else str(state)) for name, state in states.items()]
+        blocks.append(aligned([("run", "there"), *rows]))
+    if probes := [step for step in plan.steps if not step.is_run]:
+        records = _recorded(plan.asked.out)
+        rows = [_probe_row(step, records) for step in probes]
+        blocks.append(aligned([("probe", "checkpoint", "scores recorded"), *rows]))
+    return "\n\n".join([*blocks, "\n".join(_notes(plan, states))])
+
+
+def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
+    """What is asked, of which encoder, and how many scores of it there are.
+
+    The encoder at RUN or RUN@EPOCH is known by the digest beside its weights.
+    """
+    address = Path(step.words[step.words.index("--checkpoint") + 1])
+    name, epoch = split_address(address.name)
+    weights = "last.safetensors" if epoch is None else f"epoch{epoch:04}.safetensors"
+    known = {digest for digest, _ in read_digests(address.with_name(name) / f"{weights}.sha256")}
+    own = [record for record in records if record.checkpoint_sha256 in known]
+    count = sum(any(column.is_measured_by(record) for column in step.columns) for record in own)
+    return step.title.rpartition(", ")[0], str(address), str(count)
+
+
+def _notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[str]:
+    if states:
+        left = [state for state in states.values() if state is None or not state.is_finished]
+        yield f"{len(states)} runs, {len(left)} not finished"
+    sizes = dict.fromkeys(plan.images, 0.0)
+    sizes |= {name: SOURCES[name].size / 1e9 for name in plan.images if name in SOURCES}
+    sizes |= {name: size for name, size in TRAINING_GB.items() if name in sizes}
+    # Nobody knows of one's own.
+    words = [
+        f"{name} {f'{size:.2g} GB' if size or name in TRAINING_GB else '?'}"
+        for name, size in sizes.items()
+    ]
+    total = f"{', '.join(words)}; {sum(sizes.values()):.3g} GB to download"
+    yield f"images: {total if words else 'none'}"
+    supervised = [c.dataset for c in plan.table.columns if c.task == SUPERVISED]
+    if supervised and plan.runs:
+        yield f"a record is named after the folder of the images, so call that {supervised[0]}"
+    if plan.unreached:
+        rows = ", ".join(map(repr, plan.unreached))
+        yield f"left out, because the runs end before their epoch: {rows}"
+    if plan.without:
+        yield f"no run is set down for: {', '.join(map(repr, plan.without))}"
+    strange = [column.name for column in plan.table.columns if not column.task]
+    if strange:
+        yield f"no probe of this suite for: {', '.join(strange)}"
+    if plan.table.doubts:
+        yield f"doubtful: {plan.table.doubts}"
+    if plan.steps:
+        yield "--print shows the commands, --run runs them here"
+
+
+def carry_out(
+    plan: Plan, execute: Callable[[Sequence[str]], int], *, debug: bool
+) -> Iterator[tuple[Step, Outcome]]:
+    """Run the steps one after the other in this process; `debug` raises the first error.
+
+    What fails stops those steps alone that need it. `execute` runs `ssl-bench` with words and gives
+    its exit code.
+
+    Raises:
+        Preempted, KeyboardInterrupt: a run was asked to stop, and everything is saved.
+    """
+    failed: set[str] = set()
+    for number, step in enumerate(plan.steps, 1):
+        say("")
+        say(f"step {number} of {len(plan.steps)}: {step.title}")
+        if step.needs in failed:
+            outcome = Outcome(0.0, 1, f"{step.needs}, which it needs, is not finished")
+        else:
+            say(f"$ ssl-bench {shell_words(step.words)}")
+            outcome = attempted(lambda words=step.words: execute(words), step.words[0], debug=debug)
+        if step.is_run and step.run:
+            state = None if outcome.exit_code else run_state(plan.asked.runs / step.run)
+            if not outcome.exit_code and (state is None or not state.is_finished):
+                late = "its time was up before its end; the same command goes on with it"
+                outcome = replace(outcome, exit_code=1, error=late)
+            if outcome.exit_code:
+                failed.add(step.run)
+        yield step, outcome
+
+
+def table_beside(plan: Plan) -> PaperTable:
+    """The published table with what was recorded of the plan's encoders."""
+    from ssl_bench.models import identify_encoder
+
+    records, encoders = _recorded(plan.asked.out), {}
+    known = {record.encoder_id for record in records}
+    for row, address in plan.checkpoints.items():
+        try:
+            encoders[row] = encoder_id(identify_encoder(address).identity())
+        # There is none yet.
+        except CheckpointError:
+            continue
+    return paper_table(
+        plan.table,
+        records,
+        ResultStore(plan.asked.out),
+        encoders={row: one for row, one in encoders.items() if one in known},
+        choice="holdout",
+    )

@@ -9,10 +9,9 @@ from typing import Any
 
 from ssl_bench.asked import opened_store
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.slurm import SlurmOptions, submit_array
+from ssl_bench.slurm import submit_array
 from ssl_bench.sweep import (
     Job,
-    Outcome,
     plan_sweep,
     plan_table,
     probe_command,
@@ -20,9 +19,10 @@ from ssl_bench.sweep import (
     run_in_processes,
 )
 from ssl_bench.system.device import choose_device, visible_devices
+from ssl_bench.system.endings import Outcome
 from ssl_bench.system.escaping import json_text, shell_words
 from ssl_bench.system.launch import require_single_process
-from ssl_bench.system.progress import in_words, say
+from ssl_bench.system.progress import say
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
 
@@ -76,29 +76,28 @@ def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
     else:
         running = run_here(jobs, store, device, debug=options.debug)
     outcomes: dict[tuple[str, ...], Outcome] = {}
-    for outcome in running:
-        outcomes[outcome.job.arguments] = outcome
-        said = f": {outcome.error}" if outcome.error else ""
-        count = f"{len(outcomes)} of {len(jobs)}"
-        say(f"{outcome.state} {count} in {in_words(outcome.seconds)}, {outcome.job.title}{said}")
+    for job, outcome in running:
+        outcomes[job.arguments] = outcome
+        say(outcome.line(f"{len(outcomes)} of {len(jobs)}", job.title))
     # In the order of the plan, whichever came first.
     return {job.arguments: outcomes[job.arguments] for job in jobs}
 
 
 def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
-    slurm = SlurmOptions(
+    opened_store(options.out)
+    logs = Path(options.slurm_logs or Path(options.out) / "slurm")
+    submitted = submit_array(
+        [probe_command(job) for job in jobs],
         partition=options.slurm_partition,
         minutes=options.slurm_minutes,
         gpus=options.slurm_gpus,
         cpus=options.slurm_cpus,
-        logs=Path(options.slurm_logs or Path(options.out) / "slurm"),
+        logs=logs,
     )
-    opened_store(options.out)
-    submitted = submit_array([probe_command(job) for job in jobs], slurm)
     array = submitted[0].job_id.partition("_")[0]
     say(
-        f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {slurm.logs}; when it "
-        "has ended, the same command submits what is still pending"
+        f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {logs}; when it has "
+        "ended, the same command submits what is still pending"
     )
 
 

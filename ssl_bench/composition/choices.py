@@ -43,34 +43,6 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"valid: {', '.join(names[:_SHOWN])}{more}"
 
 
-# What other programs and papers call them.
-_CALLED = {
-    "task": {
-        "linear": "classification or segmentation",
-        "linear_probe": "classification or segmentation",
-        "seg": "segmentation",
-        "k-nn": "knn",
-        "object_discovery": "discovery for many objects of an image, tokencut for one",
-        "corloc": "tokencut",
-        "lost": "tokencut or discovery, with probe.method=lost",
-        "maskcut": "discovery, or tokencut with probe.method=maskcut",
-        "hummingbird": "retrieval, with probe.protocol=hbird",
-        "pck": "correspondence, with probe.protocol=spair",
-        "cka": "conditioning",
-        "kmeans": "clustering",
-        "rankme": "geometry",
-    },
-    "dataset": {
-        "imagenet": "class_folders, with --data-root FOLDER of train/CLASS and val/CLASS",
-        "imagefolder": "class_folders, or folder for pictures without classes",
-        "images": "folder",
-        "voc": "voc2012 or voc2007",
-        "coco": "coco_stuff or coco20k",
-    },
-    "format": {"html": "`ssl-bench report`, which writes pages", "md": "markdown", "tex": "latex"},
-}
-
-
 def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
     """Give back a name that is one of the valid ones.
 
@@ -78,9 +50,7 @@ def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
         ConfigurationError: it is not; the message names the nearest.
     """
     if name not in valid:
-        called = _CALLED.get(kind, {}).get(name.lower())
-        hint = f"did you mean {called}?" if called else nearest(name, valid)
-        raise ConfigurationError(f"unknown {kind} {shown(name)}; {hint}")
+        raise ConfigurationError(f"unknown {kind} {shown(name)}; {nearest(name, valid)}")
     return name
 
 

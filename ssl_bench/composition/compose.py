@@ -65,12 +65,10 @@ def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
     for group, key, value in named:
         _check_choice(root, group, key, value)
     groups = [f"{group}={value}" for group, _, value in named if _is_choice(group)]
-    defaults = _defaults(config_folder(), root, tuple(groups))
-    config = deepcopy(defaults)
+    config = deepcopy(_defaults(config_folder(), root, tuple(groups)))
     for group, key, value in named:
         if not _is_choice(group):
             _set(config, key, value)
-    _require_same_components(defaults, config)
     return config
 
 
@@ -219,15 +217,30 @@ def _check_choice(root: str, group: str, key: str, value: Any) -> None:
     store = ConfigStore.instance().store
     if value in (runs := runs_of_papers(group)):
         store(group=group, name=value, node=runs[value].node(), package="_global_")
-    else:
-        store(group=group, name=value, node=entry_point_call(entry_points(group)[value]))
+        return
+    # Of another package, of which the configuration says the address alone: see `completed`.
+    point = entry_points(group)[value]
+    for item in fields(_loaded(point)):
+        if item.init and default_of(item) is MISSING:
+            raise ConfigurationError(
+                f"the entry point {point.name} = {point.value} needs a default for {item.name}"
+            )
+    store(group=group, name=value, node={TARGET: f"{point.module}.{point.attr}"})
 
 
 def _set(config: DictConfig, key: str, value: Any) -> None:
     known = flattened(config)
     parents = {name.rsplit(".", depth)[0] for name in known for depth in range(name.count(".") + 1)}
-    if key not in known and key not in parents:
+    if key not in parents:
         raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, keys(config))}")
+    # The choice of a file alone decides what is built.
+    if names := [name for name in _names_in({key: value}) if name in (TARGET, *RESERVED)]:
+        raise ConfigurationError(
+            f"{key} cannot take {', '.join(names)}, which name code to run; choose a file of "
+            "configs/ such as probe=pca, or see docs/extending.md for classes of your own"
+        )
+    if key not in known and not isinstance(value, Mapping):
+        raise ConfigurationError(f"{key} is no value; override its keys, such as {key}.KEY=VALUE")
     try:
         OmegaConf.update(config, key, value)
     except OmegaConfBaseException as error:
@@ -236,34 +249,13 @@ def _set(config: DictConfig, key: str, value: Any) -> None:
         ) from error
 
 
-def _require_same_components(defaults: DictConfig, config: DictConfig) -> None:
-    """Refuse values that change what is built: the choice of a file alone decides that."""
-    expected, came = (dict(_mappings(c)) for c in (defaults, config))
-    for key in sorted(expected.keys() | came.keys()):
-        if key not in came:
-            raise ConfigurationError(
-                f"{key} is no value; override its keys, such as {key}.KEY=VALUE"
-            )
-        if came[key] != expected.get(key, {}):
-            names = ", ".join(came[key] or expected[key])
-            raise ConfigurationError(
-                f"{key} cannot take {names}, which name code to run; choose a file of configs/ "
-                "such as probe=pca, or see docs/extending.md for classes of your own"
-            )
-
-
-def _mappings(config: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The key of every mapping with those of its entries that say what is built."""
-
-    def walk(key: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-        if isinstance(value, dict):
-            yield key, {name: value[name] for name in value if name in (TARGET, *RESERVED)}
-        items = value.items() if isinstance(value, dict) else ()
-        items = enumerate(value) if isinstance(value, list) else items
-        for name, item in items:
-            yield from walk(f"{key}.{name}" if key else str(name), item)
-
-    return walk("", OmegaConf.to_container(config, resolve=False))
+def _names_in(value: Any) -> Iterator[str]:
+    """The parts of all keys in a value, however deep they lie."""
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        yield from str(name).split(".")
+        yield from _names_in(item)
+    for item in value if isinstance(value, list | tuple) else ():
+        yield from _names_in(item)
 
 
 def value_of(config: DictConfig, key: str) -> Any:
@@ -342,22 +334,6 @@ def component_class(address: Any, key: str) -> type:
         f"{', '.join(PACKAGES)} nor an entry point in a group such as ssl_bench.probe of an "
         "installed package; see docs/extending.md"
     )
-
-
-def entry_point_call(point: metadata.EntryPoint) -> dict[str, Any]:
-    """The configuration of a class of another package: its address alone, see `completed`.
-
-    Raises:
-        ConfigurationError: it is no dataclass, or a field has no default.
-    """
-    lacking = [
-        item.name for item in fields(_loaded(point)) if item.init and default_of(item) is MISSING
-    ]
-    if lacking:
-        raise ConfigurationError(
-            f"the entry point {point.name} = {point.value} needs a default for {lacking[0]}"
-        )
-    return {TARGET: f"{point.module}.{point.attr}"}
 
 
 def completed(value: Any, key: str) -> Any:
@@ -460,11 +436,7 @@ def _plain(default: Any) -> Any:
 
 
 def _attribute(address: str) -> Any:
-    """What stands at an address; None where nothing does.
-
-    Raises:
-        BrokenFile: the module is there and cannot be imported.
-    """
+    """What stands at an address; None where nothing does."""
     module, _, name = address.rpartition(".")
     try:
         return getattr(import_module(module), name, None) if module else None

@@ -37,7 +37,11 @@ def changed_settings(probe: Any) -> dict[str, Any]:
         return {}
     usual = replace(probe, **values)
     # What only another choice has, such as C of L-BFGS, is compared with its own default.
-    settings = {**_other_defaults(probe, usual), **usual.settings()}
+    others = {name: getattr(usual, name) for name in defaults(type(probe))}
+    for part in (getattr(probe, item.name) for item in fields(probe)):
+        if is_dataclass(part):
+            others |= defaults(type(part))
+    settings = others | usual.settings()
     return {
         name: value
         for name, value in sorted(probe.settings().items())
@@ -68,16 +72,6 @@ def _said(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_said, value))
     return f"{value:,}" if type(value) is int else str(value)
-
-
-def _other_defaults(probe: Any, usual: Any) -> dict[str, Any]:
-    """Defaults of all fields, those of the components of a probe among them."""
-    parts = [getattr(probe, item.name) for item in fields(probe)]
-    found = {name: getattr(usual, name) for name in defaults(type(probe))}
-    for part in parts:
-        if is_dataclass(part):
-            found |= defaults(type(part))
-    return found
 
 
 def preset_values(probe: Any, protocol: str) -> dict[str, Any]:

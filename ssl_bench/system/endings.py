@@ -9,13 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
+from typing import Literal
 
 from ssl_bench.errors import INTERRUPTED, MachineError, Preempted, SslBenchError
 from ssl_bench.system.escaping import one_line
 from ssl_bench.system.imports import broken_file
 from ssl_bench.system.memory import is_out_of_memory, memory_error
-from ssl_bench.system.progress import is_heard
+from ssl_bench.system.progress import in_words, is_heard
 
 _LONGEST = 1000
 # What schedulers, shutdowns and terminals that are closed send.
@@ -136,9 +138,48 @@ def _known(error: Exception, command: str) -> SslBenchError | None:
     return None
 
 
-def failure(error: Exception, command: str) -> tuple[int, str]:
-    """Exit code and one line for what ended a part of a command while other parts go on."""
-    known = _known(error, command)
-    if known is None:
-        return 1, f"{type(error).__name__}: {one_line(error)}"
-    return known.exit_code, one_line(known)
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a part of a command, such as a job of a sweep, while other parts go on.
+
+    Attributes:
+        exit_code: As a command of its own would end.
+        error: One line, empty where it finished.
+        wants_memory: Whether it ended because memory did not suffice.
+    """
+
+    seconds: float
+    exit_code: int = 0
+    error: str = ""
+    wants_memory: bool = False
+
+    @property
+    def state(self) -> Literal["finished", "failed"]:
+        return "failed" if self.exit_code else "finished"
+
+    def line(self, count: str, title: str) -> str:
+        """Such as "finished 2 of 9 in 40 s, pca on toy val, skip"."""
+        said = f": {self.error}" if self.error else ""
+        return f"{self.state} {count} in {in_words(self.seconds)}, {title}{said}"
+
+
+def attempted(work: Callable[[], int | None], command: str, *, debug: bool) -> Outcome:
+    """Do a part of a command, whose errors end that part alone; `debug` raises them.
+
+    Raises:
+        Preempted, KeyboardInterrupt: somebody asked to stop, and everything is saved.
+    """
+    start = time.monotonic()
+    code, text = 0, ""
+    try:
+        code = work() or 0
+    except Preempted:
+        raise
+    # Whatever it is, memory that does not suffice included: the other parts may fare better.
+    except Exception as error:
+        if debug:
+            raise
+        known = _known(error, command)
+        code = 1 if known is None else known.exit_code
+        text = one_line(known or f"{type(error).__name__}: {error}")
+    return Outcome(time.monotonic() - start, code, text)

@@ -58,6 +58,13 @@ def printable_lines(lines: Iterable[str]) -> str:
     return "\n".join(map(printable, lines))
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of as many cells each, the cells of a column below each other."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+
+
 def latex(text: str) -> str:
     """A cell of a LaTeX table."""
     escaped = "".join(_LATEX.get(character, character) for character in printable(text))
@@ -67,12 +74,8 @@ def latex(text: str) -> str:
 
 def markdown(text: str) -> str:
     """A line or cell of Markdown, as GitHub and the pages of the project read it."""
-    return _MARKDOWN.sub(_reference, printable(text))
-
-
-def _reference(found: re.Match[str]) -> str:
     named = {"|": "\\|", "&": "&amp;", "<": "&lt;", ">": "&gt;"}
-    return named.get(found[0]) or f"&#{ord(found[0])};"
+    return _MARKDOWN.sub(lambda sign: named.get(sign[0], f"&#{ord(sign[0])};"), printable(text))
 
 
 def csv_field(value: Any) -> Any:
@@ -96,16 +99,14 @@ def json_text(
         text: What to do with each text, instead of leaving it whole.
     """
     separators = (",", ":") if indent is None else None
-    plain = plain_json(value, text=text or _whole)
+    whole = text or (lambda one: one.encode(errors="backslashreplace").decode())
+    plain = plain_json(value, text=whole)
     return json.dumps(plain, indent=indent, separators=separators, default=list)
-
-
-_WHOLE = (int, bool)
 
 
 def plain_json(value: Any, *, infinity: str | None = None, text: Callable[[str], str] = str) -> Any:
     """Values of which JSON has all: null for what is no number, `infinity` for infinity."""
-    if value is None or type(value) in _WHOLE:
+    if value is None or type(value) in (int, bool):
         # Asked first, because whether something is a mapping takes long to know.
         return value
     if isinstance(value, str):
@@ -122,10 +123,6 @@ def plain_json(value: Any, *, infinity: str | None = None, text: Callable[[str],
     if isinstance(value, (list, tuple)):
         return [plain_json(item, infinity=infinity, text=text) for item in value]
     return value
-
-
-def _whole(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()
 
 
 def in_page(value: Any) -> Any:
@@ -159,10 +156,9 @@ def is_of_files(text: str) -> bool:
 
 def shell_words(words: Sequence[str]) -> str:
     """A command that can be shown and typed; bash and zsh read `$'...'` as it was."""
-    return " ".join(shlex.quote(w) if w.isprintable() else _shell_bytes(w) for w in words)
-
-
-def _shell_bytes(word: str) -> str:
     plain = {*range(32, 127)} - {*b"\\'"}
-    signs = (chr(b) if b in plain else f"\\x{b:02x}" for b in os.fsencode(word))
-    return f"$'{''.join(signs)}'"
+    typed = []
+    for word in words:
+        signs = (chr(b) if b in plain else f"\\x{b:02x}" for b in os.fsencode(word))
+        typed.append(shlex.quote(word) if word.isprintable() else f"$'{''.join(signs)}'")
+    return " ".join(typed)

@@ -150,7 +150,13 @@ def unfinished(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             temporary.replace(path)
-        _sync_folder(path.parent)
+        if os.name == "posix":
+            # Else the rename itself may be lost when the machine loses power.
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -262,13 +268,3 @@ def read_digests(sidecar: Path) -> list[tuple[str, str]]:
         return []
     found = (_DIGEST_LINE.fullmatch(line.strip()) for line in lines)
     return [(match[1].lower(), match[2] or "") for match in found if match]
-
-
-def _sync_folder(folder: Path) -> None:
-    # Without this the rename itself may be lost when the machine loses power.
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -32,7 +32,11 @@ def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
     digest = sha256(os.fsencode(text)).hexdigest()[:_DIGITS]
     if is_hidden:
         plain = b"_" + plain
-    return f"{_first_bytes(plain, max(0, _LONGEST - added - 1 - _DIGITS))}~{digest}"
+    count = max(0, _LONGEST - added - 1 - _DIGITS)
+    while count < len(plain) and plain[count] & 0xC0 == 0x80:
+        # Not within a character.
+        count -= 1
+    return f"{os.fsdecode(plain[:count])}~{digest}"
 
 
 def in_order(name: str) -> tuple[list[tuple[int, str]], str]:
@@ -81,10 +85,3 @@ def pictures_folder(encoder: str, fingerprint: str) -> str:
 def image_digits(fingerprint: str) -> str:
     """What names of folders hold of a fingerprint."""
     return fingerprint.rpartition("-")[2][:_SHA_DIGITS]
-
-
-def _first_bytes(plain: bytes, count: int) -> str:
-    while count < len(plain) and plain[count] & 0xC0 == 0x80:
-        # Not within a character.
-        count -= 1
-    return os.fsdecode(plain[:count])

@@ -1,10 +1,8 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -125,72 +123,6 @@ def test_objects_are_looked_for_in_a_plain_folder_and_found_once(workplace, caps
     assert "1 scores: 1 finished, 0 pending" in capsys.readouterr().out
 
 
-def test_several_checkpoints_become_columns_of_one_table(workplace, capsys):
-    checkpoints = ["--checkpoint", "runs/older", "--checkpoint", "runs/newer"]
-
-    assert main([*PROBE, *checkpoints]) == 0
-    capsys.readouterr()
-    assert main(["table", "--task", "pca", "--format", "markdown"]) == 0
-
-    table = capsys.readouterr().out
-    assert "| block | newer | older |" in table
-    assert table.count("\n| 2 |") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["probe", "--task", "tokencat"], 2, "unknown task 'tokencat'; did you mean tokencut"),
-        (["probe", "--task", "pca", "--dataset", "voc"], 2, "did you mean voc"),
-        (["probe", "--task", "pca", "--laier", "1"], 2, "did you mean --layer"),
-        (["prob"], 2, "did you mean `ssl-bench probe`?"),
-        (["probe"], 2, "--task"),
-        ([*PROBE, "--layer", "3"], 2, "layers must lie in 0..2"),
-        ([*PROBE, "--layer", "last"], 2, "layers must be"),
-        ([*PROBE, "probe.panesl=2"], 2, "did you mean probe.panels"),
-        ([*PROBE, "probe.protocol=vidoe"], 2, "unknown protocol 'vidoe'"),
-        ([*PROBE, "dtype=float8"], 2, "got 'float8'"),
-        ([*PROBE, "--device", "gpu"], 2, "expected --device cpu"),
-        ([*PROBE, "--checkpoint", "runs/none"], 4, "no checkpoint at"),
-        (
-            ["probe", "--task", "tokencut", "--dataset", "ade20k"],
-            3,
-            "ade20k has no boxes or masks of one object for tokencut",
-        ),
-        (["probe", "--task", "pca", "--dataset", "voc2012", "--data-root", "x"], 3, "x"),
-        (["table", "--task", "pca"], 3, "no records"),
-        (["table", "--format", "xml"], 2, "unknown format 'xml'"),
-        (["table", "seed=1"], 2, "takes no 'seed=1'"),
-        (["pretrain", "model=vit_tinny_skip"], 2, "did you mean vit_tiny_skip"),
-        (["pretrain", "train.epoch=1"], 2, "did you mean train.epochs"),
-        (["pretrain", "--resume"], 2, "--resume and --extend need --out"),
-    ],
-)
-def test_bad_input_is_one_line_and_its_exit_code(workplace, capsys, arguments, code, message):
-    assert main(arguments) == code
-
-    out, err = capsys.readouterr()
-    last = err.splitlines()[-1]
-    assert out == ""
-    assert last.startswith("ssl-bench: ")
-    assert message in last
-    assert "Traceback" not in err
-
-
-def test_every_protocol_of_a_probe_can_be_asked_for(workplace):
-    assert main([*PROBE, "--layer", "0", "probe.protocol=batch"]) == 0
-
-    assert ResultStore(workplace / "results").records()[0].protocol == "batch"
-
-
-@pytest.mark.slow
-def test_no_checkpoint_at_all_says_how_to_make_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-
-    assert main(["probe", "--task", "pca"]) == 4
-    assert "ssl-bench pretrain" in capsys.readouterr().err
-
-
 def test_debug_shows_the_traceback(workplace):
     with pytest.raises(ValueError, match="layers must lie"):
         main([*PROBE, "--layer", "9", "--debug"])
@@ -204,34 +136,6 @@ def test_a_broken_image_loses_no_finished_cell(workplace, capsys):
 
     assert "1.png" in capsys.readouterr().err
     assert len(ResultStore(workplace / "results").records()) == 1
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(workplace):
-    command = [sys.executable, "-m", "ssl_bench", *PROBE, "--layer", "0"]
-    Image.new("RGB", (640, 480), (9, 0, 0)).save("photos/many0.png")
-    for i in range(1, 400):
-        shutil.copy("photos/many0.png", f"photos/many{i}.png")
-
-    options = ["probe.panels=403", "probe.image_size=640"]
-    # A test run that was started in the background would hand down an ignored SIGINT.
-    with subprocess.Popen(
-        [*command, *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=_environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "layers 0" in line:
-                break
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-
-    assert process.returncode == 130
-    assert rest.strip().endswith("is saved; the same command goes on with the rest")
 
 
 def test_records_are_plain_json_with_every_promised_field(workplace):
@@ -284,7 +188,3 @@ def test_pictures_show_every_block_beside_the_photograph(workplace):
     names = {Path(p).parent.name for p in pictures}
     assert {"block00", "block02"} <= names
     assert any(p.endswith("blocks-0_2.png") for p in pictures)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -97,8 +97,3 @@ def test_other_shells_get_a_script_with_the_names_too(capsys, shell):
 
     written = capsys.readouterr().out
     assert all(name in written for name in ("sweep", "segmentation", "ade20k"))
-
-
-def test_a_shell_that_is_not_known_is_one_line(capsys):
-    assert main(["completion", "ksh"]) == 2
-    assert "choose from" in capsys.readouterr().err

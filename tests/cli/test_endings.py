@@ -23,17 +23,6 @@ def probed(task: str, *more: str, data: list[str] = PHOTOS) -> list[str]:
     return ["probe", "--task", task, *both, *data, *more]
 
 
-@pytest.mark.slow
-def test_of_many_tables_the_headline_is_printed_and_the_others_are_named(capsys):
-    assert main(probed("conditioning,pca", "probe.image_size=32")) == 0
-
-    out, err = capsys.readouterr()
-    titles = [line for line in out.splitlines() if ": " in line and " on folder" in line]
-    assert {title.split()[1] for title in titles} == {"condition_number", "explained_variance"}
-    assert "more tables of conditioning: ssl-bench table --task conditioning --out results" in err
-    assert err.splitlines()[-1].endswith("to look at them: ssl-bench report --out results")
-
-
 def test_images_that_are_left_out_are_counted(capsys):
     assert main(probed("pca", "probe.image_size=32", "probe.panels=3")) == 0
     assert "pca: 3 of 4 images; --pictures 4 takes all" in capsys.readouterr().err

@@ -84,24 +84,6 @@ def test_without_a_name_all_names_are_listed(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "mend"),
-    [
-        ("tokencut", "did you mean `ssl-bench keys probe.tokencut`?"),
-        ("probe", "name one: probe.classification, "),
-        ("trian", "did you mean train"),
-        ("experiment.mnits", "did you mean"),
-        ("probe.tokencat", "did you mean tokencut?"),
-        ("probe.knn probe.nothing=1", "unknown key 'probe.nothing'"),
-        ("train.epoch", "did you mean train.epochs"),
-    ],
-)
-def test_what_is_not_there_gets_the_nearest_name(capsys, words, mend):
-    assert main(["keys", *words.split()]) == 2
-
-    assert mend in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     "target",
     [
         "pretrain",

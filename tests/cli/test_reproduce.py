@@ -10,9 +10,7 @@ import pytest
 from ssl_bench.cli import reproduce as reproduce_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
-from ssl_bench.composition.compose import compose_config
-from ssl_bench.errors import DataError, Preempted
-from ssl_bench.reproduce import (
+from ssl_bench.cli.reproduce import (
     TRAINING_GB,
     Asked,
     Plan,
@@ -23,8 +21,10 @@ from ssl_bench.reproduce import (
     run_state,
     tables_of,
 )
+from ssl_bench.composition.compose import compose_config
+from ssl_bench.errors import DataError, Preempted
 from ssl_bench.tables.published import published_tables
-from tests.support.faults import class_folders, fails, photo_folder, voc
+from tests.support.faults import class_folders, photo_folder, voc
 from tests.support.faults import records as recorded
 from tests.support.runs import log_rows
 from tests.support.without_torch import said_without_torch
@@ -171,30 +171,6 @@ def test_looking_takes_no_torch_and_shows_what_it_needs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["cutting_the_skip/tabel2"], "did you mean cutting_the_skip/table2"),
-        (["nothing like it"], "`ssl-bench reproduce` lists them"),
-        (["cutting_the_skip", "--run"], "expected one PAPER/TABLE, got cutting_the_skip"),
-        (["--run"], "expected one PAPER/TABLE, got none"),
-        (["table2", "--row", "skp, adamw"], "did you mean skip, adamw"),
-        (["table2", "--dataset", "voc"], "unknown dataset 'voc'"),
-        (["table2", "--data-root", "/data"], "expected --data-root NAME=DIR"),
-        (["table2", "--data-root", "imagenet=/data"], "did you mean imagenet1k"),
-        (["table2", "--run"], "trains on imagenet1k, expected a folder of it, got none; give"),
-        (["table2", "--run", "--print"], "not allowed with argument"),
-    ],
-)
-def test_a_wrong_line_is_answered_with_what_was_expected(
-    tmp_path, monkeypatch, capsys, arguments, said
-):
-    monkeypatch.chdir(tmp_path)
-
-    assert said in fails(capsys, ["reproduce", *arguments], 2)
-    assert not list(tmp_path.iterdir())
-
-
 def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
     """What `run_state` reads of a run."""
     folder.mkdir(parents=True)
@@ -244,8 +220,8 @@ def carried(plan: Plan, endings) -> dict[str, tuple[str, int]]:
         return 0
 
     return {
-        outcome.step.title: (outcome.state, outcome.exit_code)
-        for outcome in carry_out(plan, execute, debug=False)
+        step.title: (outcome.state, outcome.exit_code)
+        for step, outcome in carry_out(plan, execute, debug=False)
     }
 
 
@@ -272,7 +248,7 @@ def test_who_asks_to_stop_stops_all(tmp_path, monkeypatch, capsys, error, code):
         asked.append(line)
         raise error
 
-    monkeypatch.setattr(reproduce_command, "run", run)
+    monkeypatch.setattr(reproduce_command, "run_command", run)
 
     assert main(["reproduce", "table1", "--run", "data.root=images"]) == code
     assert len(asked) == 1

@@ -61,7 +61,7 @@ def lines() -> list[list[str]]:
 def test_jobs_at_work_together_have_devices_of_their_own(place):
     jobs = [_Job(f"job{number}") for number in range(6)]
     outcomes = list(run_in_processes(jobs, 3, ["GPU-a", "GPU-b", "7"]))
-    assert {outcome.state for outcome in outcomes} == {"finished"}
+    assert {outcome.state for _, outcome in outcomes} == {"finished"}
     at_work: set[str] = set()
     for what, _, device in lines():
         assert (device in at_work) == (what == "end")
@@ -85,14 +85,14 @@ def test_without_a_device_jobs_see_what_this_process_sees(place, monkeypatch):
 def test_a_job_that_wanted_memory_is_run_again_alone(place, capsys, ends):
     jobs = [_Job("hungry", ends), *(_Job(f"job{number}") for number in range(4))]
     outcomes = list(run_in_processes(jobs, 2))
-    assert [outcome.state for outcome in outcomes] == ["finished"] * 5
+    assert [outcome.state for _, outcome in outcomes] == ["finished"] * 5
     assert lines()[-2:] == [["begin", "hungry", "none"], ["end", "hungry", "none"]]
     assert "memory did not suffice for hungry beside others" in capsys.readouterr().err
 
 
 def test_what_fails_alone_too_or_for_another_reason_has_failed(place):
     jobs = [_Job("hungry", "killed"), _Job("wrong", "fails"), _Job("good")]
-    outcomes = {outcome.job.title: outcome for outcome in run_in_processes(jobs, 2)}
+    outcomes = {job.title: outcome for job, outcome in run_in_processes(jobs, 2)}
     assert {title: one.exit_code for title, one in outcomes.items()} == {
         "hungry": 5,
         "wrong": 3,

@@ -36,10 +36,9 @@ def test_overrides_reach_the_component_as_plain_python():
     assert type(probe.panels) is int
 
 
-def test_as_plain_resolves_references():
-    config = compose_config("probing", ["probe=pca", "dataset=folder", "data.root=/photos"])
-
-    assert as_plain(config)["dataset"]["root"] == "/photos"
+def built_both(config: DictConfig) -> None:
+    build(config.probe)
+    build(config.dataset)
 
 
 @pytest.mark.parametrize(
@@ -47,50 +46,26 @@ def test_as_plain_resolves_references():
     [
         ("probe.panel=3", r"unknown key 'probe.panel'; did you mean probe.panels"),
         ("probe.panels=many", r"probe.panels expects a whole number .*got 'many'"),
-        ("probe.panels=2.5", r"expects a whole number"),
         ("probe.panels=true", r"expects a whole number"),
         ("probe.facet=3", r"probe.facet expects text, got"),
-        ("probe.facet=[key,3]", r"probe.facet expects text, got"),
         ("dataset=voc2021", r"unknown dataset='voc2021' .*did you mean voc2012"),
         ("probe.panels", r"expected KEY=VALUE, got 'probe.panels'"),
         ("probe.panels=[1", r"panels"),
-        ("probe.panels=???", r"expects a whole number .*, got '\?\?\?'"),
-        ("probe={a: 1}", r"unknown probe="),
         ("probe.new=1", r"unknown key 'probe.new'"),
         ("dataset.cache=[1]", r"dataset.cache expects a path"),
         ("dataset.cache='~nosuchuser/x'", r"dataset.cache expects a path .*, got '~nosuchuser/x'"),
-        ("dataset.cache=''", r"dataset.cache expects a path"),
-        ("dataset.num_train=1e9", r"dataset.num_train expects a whole number"),
         ("data=3", r"data is no value; override its keys, such as data.KEY=VALUE"),
         (f"probe.panels={'9' * 5000}", r"cannot read"),
         (f"probe.panels={'[' * 2000}", r"cannot read"),
         ("probe.panels=choice(1,2)", r"cannot read"),
-        ("probe.panels=1,2", r"panels"),
         ("probe.panels=0", r"panels expects a whole number in \[1, 1000000000\], got 0"),
     ],
 )
 def test_a_wrong_override_is_one_line_that_says_what_to_do(override, message):
     with pytest.raises(ConfigurationError, match=message) as caught:
-        _built_both(compose_config("probing", [*PCA, override]))
+        built_both(compose_config("probing", [*PCA, override]))
 
     assert "\n" not in str(caught.value)
-
-
-def _built_both(config: DictConfig) -> None:
-    build(config.probe)
-    build(config.dataset)
-
-
-def test_several_names_may_stand_where_one_is_the_default():
-    config = compose_config("probing", ["probe=tokencut", "probe.facet=[token,key]"])
-
-    assert build(config.probe).facets == ("key", "token")
-
-
-def test_a_whole_number_is_a_number_where_a_fraction_is_the_default():
-    config = compose_config("probing", ["probe=tokencut", "probe.tau=0"])
-
-    assert config.probe.tau == 0
 
 
 @pytest.mark.parametrize("group", ["probe", "dataset", "model", "optimizer", "objective"])
@@ -102,15 +77,6 @@ def test_every_file_of_a_group_composes_and_builds(group):
 
         assert build(config[group]) is not None
         assert has_key(config, "data.root")
-
-
-def test_the_presets_of_a_probe_keep_its_keys():
-    for preset in choices("probe/segmentation/protocol"):
-        config = compose_config(
-            "probing", ["probe=segmentation", f"probe/segmentation/protocol={preset}"]
-        )
-
-        assert build(config.probe).protocol == preset
 
 
 def _components(config) -> Iterator[tuple[str, type]]:

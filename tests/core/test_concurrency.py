@@ -2,36 +2,20 @@
 
 import json
 import os
-import random
 import signal
 import time
-from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.manifests import check_manifest, write_manifest
-from ssl_bench.errors import CheckpointError
-from ssl_bench.models import build_vit, load_encoder
 from ssl_bench.results import ResultStore
-from ssl_bench.system.files import sha256_of
 from tests.core.test_results import RECORD
-from tests.support.faults import TINY, encoder_file, exit_code, fork, photo_folder, probing
+from tests.support.faults import exit_code, fork, probing
 
 WRITERS = 8
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors")
-    photo_folder(tmp_path / "photos", 2)
-    return tmp_path
 
 
 def assert_complete(root: Path, cells: int) -> None:
@@ -59,27 +43,6 @@ def test_fault_33_eight_writers_of_the_same_and_of_other_cells_lose_nothing(plac
         assert (kept == record.layer).all()
 
 
-@pytest.mark.slow
-def test_fault_33_killed_writers_leave_no_half_of_a_cell(place):
-    def write_for_ever(writer: int) -> None:
-        for number in range(10**9):
-            record = replace(RECORD, layer=number % 40, depth=40, seed=writer % 4)
-            ResultStore(Path("results")).save(record)
-
-    chance = random.Random(0)
-    for _ in range(5):
-        writers = [fork(lambda w=w: write_for_ever(w)) for w in range(WRITERS)]
-        for child in writers:
-            time.sleep(0.03 * chance.random())
-            os.kill(child, signal.SIGKILL)
-        assert [exit_code(child) for child in writers] == [-signal.SIGKILL] * WRITERS
-
-        store = ResultStore(Path("results"))
-        found = store.records()
-        assert store.unreadable == {}
-        assert all(store.load(record.key()) == record for record in found)
-
-
 def test_fault_33_commands_that_run_together_finish_the_same_table(place):
     def sweep(number: int) -> int:
         layers = ("0", "1", "0,1", "1,0")[number % 4]
@@ -89,71 +52,6 @@ def test_fault_33_commands_that_run_together_finish_the_same_table(place):
 
     assert [exit_code(child) for child in sweeps] == [0] * WRITERS
     assert_complete(Path("results"), 2)
-
-
-@pytest.mark.slow
-def test_fault_48_the_sha256_of_a_checkpoint_that_training_replaces_is_that_of_its_weights(place):
-    path = place / "run/last.safetensors"
-    weights = {}
-    for seed in (0, 1):
-        encoder_file(path, seed=seed)
-        weights[sha256_of(path)] = build_vit(TINY, seed=seed).state_dict()
-
-    def save_for_ever() -> None:
-        for number in count():
-            encoder_file(path, seed=number % 2)
-
-    child = fork(save_for_ever)
-    whole = 0
-    for _ in range(300):
-        with suppress(CheckpointError):
-            encoder = load_encoder(str(path))
-            found = encoder.module.state_dict()
-            assert all(found[k].equal(w) for k, w in weights[encoder.sha256].items())
-            whole += 1
-    os.kill(child, signal.SIGKILL)
-    exit_code(child)
-
-    assert whole > 0
-
-
-@pytest.mark.slow
-def test_fault_33_a_sweep_whose_jobs_are_killed_and_sent_again_equals_one_that_ran_through(place):
-    protocols = [("image", "token"), ("batch", "token"), ("image", "key"), ("batch", "value")]
-    jobs = [
-        [f"probe.protocol={protocol}", f"probe.facet={facet}", f"seed={seed}"]
-        for protocol, facet in protocols
-        for seed in range(3)
-    ]
-
-    def run(job: int, out: str) -> int:
-        return main(probing("pca", "folder", place / "photos", "--out", out, *jobs[job]))
-
-    start = time.monotonic()
-    assert exit_code(fork(lambda: run(0, "timed"), stderr=place / "said")) == 0
-    seconds = time.monotonic() - start
-    chance, kills = random.Random(0), Counter()
-    pending = list(range(len(jobs)))
-    while pending:
-        job = pending.pop(0)
-        child = fork(lambda j=job: run(j, "killed"), stderr=place / "said")
-        # Each job is killed twice, at any moment, and then left alone.
-        if kills[job] < 2:
-            time.sleep(0.8 * seconds * chance.random())
-            os.kill(child, signal.SIGKILL)
-        code = exit_code(child)
-        assert code in (0, -signal.SIGKILL)
-        if code:
-            kills[job] += 1
-            pending.append(job)
-    for job in range(len(jobs)):
-        assert run(job, "through") == 0
-
-    killed, through = ResultStore(Path("killed")), ResultStore(Path("through"))
-    values = [{r.key(): r.value for r in store.records()} for store in (killed, through)]
-    assert values[0] == values[1]
-    assert killed.unreadable == {}
-    assert sum(kills.values()) > len(jobs) // 2
 
 
 def test_a_list_of_digests_is_never_half_written(place):

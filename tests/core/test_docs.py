@@ -55,17 +55,6 @@ def test_the_picture_of_the_rooms_shows_the_contracts_of_imports():
     ]  # fmt: skip
 
 
-def test_the_first_page_is_short_and_begins_with_three_commands():
-    page = ROOT / "README.md"
-    assert len(page.read_text().split()) <= 800
-    first = [line.partition("#")[0].split()[:2] for line in blocks(page, "")[0].splitlines()]
-    assert first == [["pip", "install"], ["ssl-bench", "probe"], ["ssl-bench", "report"]]
-
-
-def test_the_tutorial_has_commands():
-    assert "ssl-bench pretrain" in "\n".join(blocks(ROOT / "docs" / "tutorial.md", ""))
-
-
 @pytest.fixture(scope="module")
 def maker() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "docs/_notebook.py"))

@@ -1,10 +1,5 @@
 import os
-import resource
-import signal
 import stat
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -43,50 +38,6 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_beside_it(tmp_path
 
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
     assert (tmp_path / "a.txt").read_text() == "old"
-
-
-def test_a_file_system_that_is_full_keeps_the_old_file(tmp_path):
-    write_text_atomically(tmp_path / "a.txt", "old")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-    try:
-        with pytest.raises(MachineError, match=r"cannot write .*a\.txt"):
-            write_text_atomically(tmp_path / "a.txt", "n" * 5000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, previous)
-
-    assert (tmp_path / "a.txt").read_text() == "old"
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from ssl_bench.system.files import write_atomically
-path = Path(sys.argv[1])
-print("ready", flush=True)
-for letter in __import__("itertools").cycle(b"ab"):
-    write_atomically(path, lambda file: file.write(bytes([letter]) * 400_000))
-"""
-
-
-def test_a_killed_writer_leaves_the_whole_old_or_the_whole_new_file(tmp_path):
-    path = tmp_path / "file"
-    for attempt in range(6):
-        command = [sys.executable, "-c", WRITER, str(path)]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
-            assert writer.stdout is not None
-            writer.stdout.readline()
-            while not path.exists():
-                time.sleep(0.001)
-            time.sleep(0.005 * attempt)
-            writer.kill()
-
-        content = path.read_bytes()
-        assert len(content) == 400_000
-        assert len(set(content)) == 1
 
 
 def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):

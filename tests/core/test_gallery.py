@@ -22,15 +22,6 @@ def test_its_text_is_of_the_records_that_there_are(gallery):
     assert PAGE.read_text() == gallery["page"](), "run: python docs/_gallery.py"
 
 
-def test_no_curve_is_of_a_handful_of_images(gallery, monkeypatch):
-    # 54 photographs are segmented.
-    few, many = "voc2012-100 val", "cifar10-limit1000 test"
-    assert {few, many} <= _places(gallery)
-    monkeypatch.setitem(gallery["shown"].__globals__, "FEWEST_IMAGES", 55)
-    assert many in _places(gallery)
-    assert few not in _places(gallery)
-
-
 @pytest.mark.slow
 def test_its_pictures_are_drawn_from_these_records(gallery, tmp_path):
     gallery["draw"](tmp_path)
@@ -49,10 +40,6 @@ def test_a_photograph_over_the_blocks_of_an_encoder_that_comes_along(tmp_path, m
     monkeypatch.setattr("sys.argv", ["_front.py", "--out", str(drawn)])
     front["main"]()
     assert _differ_by(drawn, front["PICTURE"]) < 2, "run: python docs/_front.py"
-
-
-def _places(gallery: dict[str, Any]) -> set[str]:
-    return {panel.where for those in gallery["shown"]().values() for panel in those}
 
 
 def _differ_by(*files: Path) -> float:

@@ -7,8 +7,6 @@ from ssl_bench.metrics import class_counts, scattered_counts
 from ssl_bench.models.initialisers.statistics import effective_rank
 from ssl_bench.scores import iou_per_class, is_hit, mean_iou, pixel_accuracy
 
-NAN = float("nan")
-
 
 def _masks(*rows):
     return torch.tensor(rows, dtype=torch.uint8)
@@ -63,14 +61,6 @@ def test_mean_iou_of_a_dataset_equals_torchmetrics():
     assert float(ours) == pytest.approx(100 * float(reference.compute()), abs=1e-4)
 
 
-def test_counts_are_summed_over_the_dataset_before_any_ratio_is_taken():
-    first = class_counts(_masks([1, 1, 1, 0])[None], _masks([1, 1, 1, 1]), 2)[0]
-    second = class_counts(_masks([0])[None], _masks([1]), 2)[0]
-    per_image = (iou_per_class(first.numpy()) + iou_per_class(second.numpy())) / 2
-    assert float(iou_per_class((first + second).numpy())[1]) == pytest.approx(60.0)
-    assert float(per_image[1]) == pytest.approx(37.5)
-
-
 def test_a_class_that_is_neither_true_nor_predicted_is_left_out_of_the_mean():
     counts = class_counts(_masks([0, 0, 1])[None], _masks([0, 1, 1]), 4)[0]
     assert np.isnan(iou_per_class(counts.numpy())).tolist() == [False, False, True, True]
@@ -79,28 +69,13 @@ def test_a_class_that_is_neither_true_nor_predicted_is_left_out_of_the_mean():
 
 def test_a_class_that_is_only_predicted_counts_as_zero():
     counts = class_counts(_masks([2, 0])[None], _masks([0, 0]), 3)[0]
-    assert iou_per_class(counts.numpy()).tolist() == pytest.approx([50, NAN, 0], nan_ok=True)
-
-
-def test_pixels_ignored_by_the_ground_truth_do_not_count_whatever_is_predicted():
-    target = _masks([255, 255, 1])
-    one = class_counts(_masks([0, 1, 1])[None], target, 2)
-    other = class_counts(_masks([1, 0, 1])[None], target, 2)
-    assert torch.equal(one, other)
-    assert one.sum() == 3
+    nan = float("nan")
+    assert iou_per_class(counts.numpy()).tolist() == pytest.approx([50, nan, 0], nan_ok=True)
 
 
 def test_the_last_class_below_the_ignored_label_is_counted():
     counts = class_counts(_masks([254, 0])[None], _masks([254, 255]), 255)[0]
     assert counts[:, 254].tolist() == [1, 1, 1]
-
-
-def test_counts_keep_growing_past_the_integers_of_float32():
-    # 2^24 is where float32 stops: 2^24 + 1 == 2^24 there.
-    counts = torch.tensor([[2**24, 1], [2**24, 1], [2**24, 1]])
-    total = counts + torch.tensor([[1, 0], [1, 0], [1, 0]])
-    assert total[0, 0] == 2**24 + 1
-    assert total.dtype == class_counts(_masks([1])[None], _masks([1]), 2).dtype == torch.int64
 
 
 def test_hits_of_cases_counted_by_hand():

@@ -1,7 +1,7 @@
 """Neighbours are those of the whole product to the bit, whatever chose the candidates."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from probes.retrieval import NeighbourSearch
 from ssl_bench import neighbours
 from ssl_bench.errors import MachineError
-from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors, takes_faiss
+from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors
 from tests.support.simulated_cuda import is_simulated
 
 
@@ -110,16 +110,6 @@ def test_faiss_is_taken_where_it_helps(monkeypatch, num_vectors, num_queries, en
     assert bool(rows) != by_faiss
 
 
-def test_few_numbers_are_compared_by_a_product_unless_faiss_is_asked_for():
-    memory = unit_vectors(5, dim=512)
-    taken = [
-        takes_faiss(unit_vectors(count, dim=512), memory, engine)
-        for count in (255, 256)
-        for engine in ("auto", "faiss", "torch")
-    ]
-    assert taken == [False, True, False, True, True, False]
-
-
 def test_a_search_gives_its_engine_what_it_remembers():
     memory, queries = unit_vectors(400), unit_vectors(9, seed=1)
     by_engine = [
@@ -137,40 +127,6 @@ def test_a_faiss_without_gpu_is_refused_for_tensors_of_a_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", faiss)
     with pytest.raises(MachineError, match=r"faiss 9.9 finds no GPU; take probe.engine=torch"):
         faiss_nearest(*_elsewhere(), 3)
-
-
-def test_tensors_of_a_gpu_go_to_faiss_as_they_are(monkeypatch):
-    asked = []
-
-    def knn_gpu(*arguments, **options):
-        asked.append((arguments, options))
-        return arguments[1:3]
-
-    faiss = SimpleNamespace(
-        METRIC_INNER_PRODUCT=0, StandardGpuResources=str, get_num_gpus=lambda: 1, knn_gpu=knn_gpu
-    )
-    for name in ("faiss", "faiss.contrib", "faiss.contrib.torch_utils"):
-        monkeypatch.setitem(sys.modules, name, faiss)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: pytest.MonkeyPatch.context())
-    neighbours._gpu_memory.cache_clear()
-    queries, memory = _elsewhere()
-
-    found = neighbours._faiss_nearest_on_gpu(faiss, queries, memory, 3)
-
-    neighbours._gpu_memory.cache_clear()
-    ((arguments, options),) = asked
-    assert (found[0] is queries, found[1] is memory, arguments[3]) == (True, True, 3)
-    assert options == {"metric": 0, "device": 0}
-
-
-def test_on_a_gpu_faiss_is_taken_where_it_is_asked_for():
-    queries, memory = (torch.empty(count, 4, device="meta") for count in (8, 10**6))
-    taken = {
-        engine: neighbours._is_for_faiss(queries, memory, 20, engine)
-        for engine in ("auto", "faiss", "torch")
-    }
-    assert taken == {"auto": False, "faiss": True, "torch": False}
-    assert not neighbours._is_for_faiss(queries, memory, 2017, "faiss")
 
 
 @pytest.mark.gpu

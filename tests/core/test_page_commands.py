@@ -19,7 +19,6 @@ from ssl_bench.cli.reproduce import command as reproduce
 from ssl_bench.cli.table import _check_together
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.composition.compose import build, compose_config, with_root
-from ssl_bench.errors import ConfigurationError
 from ssl_bench.tables.published import published_table
 from tests.core.test_extending import commands as copied_commands
 from tests.support.page_commands import COMMANDS, ROOT, PageCommand
@@ -204,22 +203,3 @@ def test_every_command_of_the_program_has_a_check():
     parser = build_parser()
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     assert set(CHECKS) == set(commands.choices)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "probe --task pca probe.neighbors=3",
-        "probe --task pac",
-        "pretrain train.epoch=3",
-        "sweep --chekpoint x",
-        "table --pivot --paper table2",
-    ],
-)
-def test_a_wrong_word_on_a_page_would_be_refused(line, monkeypatch):
-    def check() -> None:
-        asked = typed(tuple(line.split()), monkeypatch)
-        CHECKS[asked.command](asked)
-
-    with pytest.raises(ConfigurationError):
-        check()

@@ -1,17 +1,27 @@
 """Every command that a page shows ends well, on pictures and encoders of its own."""
 
+import itertools
+import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
+from omegaconf import DictConfig
 
 from ssl_bench.cli.__main__ import main
-from tests.support.faults import unchecked_types
+from ssl_bench.cli.reproduce import tables_of
+from ssl_bench.composition.choices import choices
+from ssl_bench.composition.compose import compose_config, has_key, with_root
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, build_vit, save_encoder
+from tests.support.faults import mask, photo_folder, picture, save_mask, unchecked_types, voc
 from tests.support.page_commands import COMMANDS, ROOT, PageCommand
-from tests.support.page_cuts import cut_down
-from tests.support.page_places import furnish
+from tests.support.spair import spair
 
 NOT_RUN: Mapping[str, str] = {
     "ssl-bench data download": "needs the network",
@@ -100,3 +110,215 @@ def prepare(words: list[str], place: Path) -> None:
         shutil.rmtree(out, ignore_errors=True)
     if "init_from=runs/mae" in words:
         assert main(cut_down(MASKED, place)) == 0
+
+
+TRAINING: Mapping[str, object] = {
+    "model.dim": 24,
+    "model.depth": 2,
+    "model.num_heads": 2,
+    "model.head_width": 8,
+    "model.num_states": 4,
+    "model.kernel_size": 3,
+    "objective.out_dim": 32,
+    "objective.hidden_dim": 16,
+    "objective.bottleneck_dim": 8,
+    "objective.crops.num_locals": 2,
+    "objective.freeze_last_layer_epochs": 0.0,
+    "objective.teacher_temperature_epochs": 0.0,
+    "objective.decoder_dim": 24,
+    "objective.decoder_heads": 2,
+    "objective.decoder_depth": 1,
+    "objective.test_lengths": "[4]",
+    "train.batch_size": 2,
+    "train.max_steps": 2,
+    "train.num_workers": 0,
+    "train.warmup_epochs": 0.0,
+    "train.repeats": 1,
+    "monitor.knn_epochs": "null",
+    "data.in_memory": "false",
+}
+PROBING: Mapping[str, object] = {
+    "probe.training.epochs": 1,
+    "probe.num_images": 2,
+    "probe.panels": 2,
+    "probe.num_points": 16,
+    "probe.view_images": 2,
+    "probe.pool.queries": 4,
+    "probe.pool.epochs": 1,
+    "dataset.num_train": 4,
+    "dataset.num_val": 3,
+}
+HERE = {"FILE": "FILE.safetensors", "FILE_OR_URI": "FILE.safetensors", "runs/mixer": "mixer"}
+RUNS = {"RUN": "runs/skip", "OTHER": "runs/skipless"}
+PUBLISHED = re.compile(r"(timm:\w+)\.\w+")
+
+
+def cut_down(words: Sequence[str], place: Path) -> list[str]:
+    """The same command with few steps and small sizes, on what `furnish` put there."""
+    found = [re.sub(r"(^|=|,)/(?=data|photos|classes|shared)", rf"\1{place}/", w) for w in words]
+    here = HERE | (RUNS if found[0] == "compare" else {})
+    found = [PUBLISHED.sub(r"\1", here.get(word, word)) for word in found]
+    found = [re.sub(r"^(corrupt=.*):1-5$", r"\1:5", word) for word in found]
+    if "--pictures" in found:
+        place_of = found.index("--pictures")
+        found = [*found[:place_of], *found[place_of + 2 :]]
+    if found[0] in ("probe", "sweep"):
+        if "--jobs" in found and "--task" not in found:
+            found += ["--task", "pca"]
+        changes = _changes(found, PROBING, _probing(found))
+        return [*_without_slurm(found), *(f"{key}={value}" for key, value in changes)]
+    if found[0] == "pretrain":
+        return _trained_briefly(found, _pretraining(found))
+    if found[0] == "reproduce" and "--run" in found:
+        (table,) = tables_of(found[1])
+        name = next(iter(table.runs.values()))
+        return _trained_briefly(found, compose_config("pretraining", [f"experiment={name}"]))
+    if found[:2] == ["data", "check"] and "--subset" not in found and "DIR" not in found:
+        return [*found, "--subset"]
+    return found
+
+
+def _trained_briefly(words: Sequence[str], config: DictConfig) -> list[str]:
+    changes = dict(_changes(words, TRAINING, [config]))
+    if "--batch-size" in words:
+        changes["--batch-size"] = changes.pop("train.batch_size")
+        place = words.index("--batch-size")
+        words = [*words[:place], *words[place + 2 :]]
+    kept = [word for word in words if word.partition("=")[0] not in changes]
+    return [*kept, *(f"{key}={value}" for key, value in changes.items())]
+
+
+def _without_slurm(words: Sequence[str]) -> list[str]:
+    """`--print` in place of `--slurm` and its flags, each of which takes one word."""
+    if "--slurm" not in words:
+        return list(words)
+    dropped = {n + more for n, w in enumerate(words) for more in (0, 1) if w.startswith("--slurm-")}
+    kept = [word for number, word in enumerate(words) if number not in dropped]
+    return ["--print" if word == "--slurm" else word for word in kept]
+
+
+def _pretraining(words: Sequence[str]) -> DictConfig:
+    root = next((w for flag, w in itertools.pairwise(words) if flag == "--data-root"), None)
+    typed = [word for word in words if "=" in word and not word.startswith("-")]
+    return compose_config("pretraining", with_root(typed, root))
+
+
+def _probing(words: Sequence[str]) -> list[DictConfig]:
+    flags = dict(itertools.pairwise(words))
+    tasks = flags.get("--task", "all")
+    names = choices("probe") if tasks == "all" else tasks.split(",")
+    dataset = flags.get("--dataset", "toy").split(",")[0]
+    given = [word for word in words if word.startswith("probe.")]
+    return [_composed([f"probe={name}", f"dataset={dataset}"], given) for name in names]
+
+
+def _composed(choice: list[str], given: list[str]) -> DictConfig:
+    """With what is given, which decides which keys there are, where this probe takes it."""
+    try:
+        return compose_config("probing", [*choice, *given])
+    except ConfigurationError:
+        return compose_config("probing", choice)
+
+
+def _changes(
+    words: Sequence[str], sizes: Mapping[str, object], configs: Sequence[DictConfig]
+) -> Iterator[tuple[str, object]]:
+    """The sizes that something has; those of the image only where the page says none."""
+    if configs and "probe" in configs[0] and not any("image_size" in word for word in words):
+        takers = {
+            *("segmentation", "retrieval", "clustering", "pca", "conditioning", "correspondence"),
+        }
+        if any(config.probe._target_.split(".")[1] in takers for config in configs):
+            yield "probe.image_size", 32
+    for key, value in sizes.items():
+        if any(has_key(config, key) for config in configs):
+            yield key, value
+
+
+ENCODER = ViTConfig(image_size=32, patch_size=8, dim=12, depth=12, num_heads=2)
+MIXER = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
+KEPT = ("runs/skip", "runs/skipless", "runs/vit", "RUN")
+
+
+def furnish(place: Path) -> None:
+    """Encoders under the names of the pages, and a few pictures in every layout."""
+    for seed, run in enumerate(KEPT):
+        for name, epoch in (("epoch0001", 1), ("epoch0002", 2), ("last", 3)):
+            told = {"step": str(2 * epoch), "epoch": f"{epoch}.00"}
+            model = build_vit(ENCODER, seed=10 * seed + epoch)
+            save_encoder(place / run / f"{name}.safetensors", model, told)
+    for name, epoch in (("epoch0100", "100.00"), ("epoch0200", "200.00")):
+        model = build_vit(ENCODER, seed=int(name[-3:]))
+        save_encoder(place / f"RUN/{name}.safetensors", model, {"step": "9", "epoch": epoch})
+    save_encoder(place / "mixer/last.safetensors", build_encoder(MIXER, seed=0), {})
+    save_encoder(place / "FILE.safetensors", build_vit(ENCODER, seed=99), {})
+    for root in ("data", "data/voc", "part"):
+        voc(place / root)
+    ade = ("images", "annotations", "training,validation")
+    for root in ("data", "data/ade"):
+        _pairs(place / root / "ADEChallengeData2016", *ade)
+    _pairs(place / "data/coco", "images", "stuffthingmaps", "train2017,val2017")
+    _pairs(place / "DIR", "images", "masks", "train,val", numbers=(0, 1), suffix=".png")
+    _coco20k(place / "data/coco")
+    _ecssd(place / "data/ecssd")
+    _pairs(place / "my_masks", "images", "masks", "train,val", numbers=(0, 1))
+    spair(place / "data/spair")
+    for name in ("data/imagenet", "data/tiny_imagenet", "photos", "classes"):
+        _classes(place / name, kinds=2, count=101)
+    for name in ("data/cifar10", "data/mnist"):
+        _classes(place / name, kinds=10, count=2)
+    for name in ("my_photos", "coco/val2017", "coco/first_40"):
+        (place / name).parent.mkdir(exist_ok=True)
+        photo_folder(place / name)
+
+
+def _classes(root: Path, *, kinds: int, count: int) -> None:
+    for number, (split, kind) in enumerate(product(("train", "val"), range(kinds))):
+        (root / split / f"class{kind}").mkdir(parents=True)
+        for image in range(count):
+            path = root / split / f"class{kind}/{image}.jpg"
+            picture(1000 * number + image).save(path, quality=95)
+
+
+def _pairs(
+    root: Path,
+    images: str,
+    masks: str,
+    splits: str,
+    *,
+    numbers: tuple[int, int] = (3, 8),
+    suffix: str = ".jpg",
+) -> None:
+    """Two images a split, with a square of one class on another."""
+    for first, split in enumerate(splits.split(",")):
+        for folder in (images, masks):
+            (root / folder / split).mkdir(parents=True)
+        for image in range(2):
+            name = f"{2 * first + image:012d}"
+            picture(2 * first + image).save(root / images / split / f"{name}{suffix}")
+            labels = np.where(mask() == 8, *reversed(numbers)).astype(np.uint8)
+            save_mask(root / masks / split / f"{name}.png", labels)
+
+
+def _ecssd(root: Path) -> None:
+    """Two images with masks of one object, 255 where it is."""
+    for folder in ("images", "ground_truth_mask"):
+        (root / folder).mkdir(parents=True)
+    for number in (0, 1):
+        picture(number).save(root / f"images/{number:04d}.jpg")
+        save_mask(
+            root / f"ground_truth_mask/{number:04d}.png",
+            np.where(mask() == 8, 255, 0).astype(np.uint8),
+        )
+
+
+def _coco20k(root: Path) -> None:
+    (root / "images/train2014").mkdir(parents=True)
+    (root / "annotations").mkdir()
+    names = [f"COCO_train2014_{number:012d}.jpg" for number in (7, 9)]
+    for number, name in enumerate(names):
+        picture(number).save(root / "images/train2014" / name)
+    (root / "coco_20k_filenames_subset.txt").write_text("\n".join(names))
+    boxes = [{"id": n, "image_id": n, "bbox": [8, 8, 16, 16], "iscrowd": 0} for n in (7, 9)]
+    content = {"images": [{"id": 7}, {"id": 9}], "annotations": boxes}
+    (root / "annotations/instances_train2014.json").write_text(json.dumps(content))

@@ -71,10 +71,6 @@ def test_every_spread_stands_behind_its_value(texts, number):
     ]
 
 
-def test_a_number_is_read_whole_or_not_at_all():
-    assert numbers("61.4 86.30% 178.7 1.2.3 <b>5</b>\t5") == {61.4: 1, 86.3: 1, 178.7: 1, 5: 2}
-
-
 def test_every_value_of_the_thesis_and_the_condition_numbers_are_there():
     tables = {table.where: table for table in published_tables() if "mimetic" in table.paper}
     sizes = {w: len(table.values) for w, table in tables.items() if w.startswith("table")}

@@ -99,10 +99,6 @@ def test_a_probe_of_somebody_else_has_protocols_of_any_name():
     assert changed_settings(Norms(2.0)) == {}
 
 
-def test_a_protocol_that_no_file_knows_has_nothing_to_differ_from():
-    assert changed_settings(Segmentation(protocol="theirs", panels=2)) == {}
-
-
 def test_what_was_changed_stands_behind_the_name_of_the_protocol():
     record = recorded(image_size=512, epochs=2)
 
@@ -110,11 +106,3 @@ def test_what_was_changed_stands_behind_the_name_of_the_protocol():
     (table,) = depth_tables([record])
     assert "protocol capi, epochs=2, image_size=512" in table.title
     assert recorded().named_protocol == "capi"
-
-
-def test_long_values_are_shortened_in_the_name():
-    rates = [10.0**-n for n in range(9)]
-
-    assert recorded(learning_rates=rates).named_protocol == (
-        "capi, learning_rates=[1.0,0.1,0.01,0.001,0..."
-    )

@@ -49,16 +49,3 @@ def test_a_table_has_every_key_of_its_objective_with_the_default(name):
 
     assert {key for key in table if "." not in key} == {k for k in config if k not in PLACES}
     assert table == {key: value(config, key) for key in table}
-
-
-@pytest.mark.parametrize("name", SECTIONS)
-def test_a_section_names_what_its_learner_logs_and_its_source(name):
-    target = compose_config("pretraining", [f"objective={name}"]).objective._target_
-    path = target.rpartition(".")[0].replace(".", "/")
-    code = (ROOT / f"{path}.py").read_text()
-    logged = re.search(r"\*Logged:\* (.*?)\n\*Source:\*", section(name), re.DOTALL)
-
-    assert logged
-    assert all(f'"{word}"' in code for word in re.findall(r"`(\w+)`", logged[1]) if word != "loss")
-    links = re.findall(r"https?://[^)\s]+", section(name))
-    assert any(link in code for link in links)

@@ -240,38 +240,6 @@ def test_a_module_without_cls_has_its_mean_patch_scored(tmp_path, capsys):
         ssl_bench.probe(encoder, task="geometry", out=tmp_path, layer=-1, facet="cls", **FEW)
 
 
-def test_a_file_of_python_without_a_name_says_what_to_type(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("encoder = 3\n")
-    with pytest.raises(CheckpointError, match=r"name the module in it: mine\.py:NAME"):
-        ssl_bench.probe("mine.py", task="geometry")
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("", "has no own; it has nothing"),
-        ("own = 3", "gives a int; expected a torch.nn.Module"),
-        ("import nothing_of_this_name", "line 1, cannot be imported"),
-        ("def own():\n    return 1 / 0", "line 2, cannot be imported"),
-        ("own = (", "line 1, cannot be imported"),
-    ],
-)
-def test_a_file_that_gives_no_module_is_named(tmp_path, content, said):
-    (tmp_path / "model.py").write_text(content)
-    with pytest.raises(CheckpointError, match=re.escape(said)):
-        ssl_bench.load_encoder(f"{tmp_path}/model.py:own")
-    with pytest.raises(CheckpointError, match="no file"):
-        ssl_bench.load_encoder(f"{tmp_path}/other.py:own")
-
-
-def test_wrong_words_in_python_are_one_line(tmp_path):
-    with pytest.raises(ConfigurationError, match="did you mean"):
-        ssl_bench.probe(own_module.own(), task="geometri", out=tmp_path)
-    with pytest.raises(ConfigurationError, match="unknown key"):
-        ssl_bench.probe(own_module.own(), task="geometry", out=tmp_path, nothing=3)
-
-
 def photographs(folder: Path, count: int) -> None:
     folder.mkdir()
     random = np.random.default_rng(0)
@@ -446,29 +414,29 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
         function(own, nothing=1)
 
 
-def test_a_plan_knows_what_a_module_of_ones_own_has_finished(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("mine.py", "encoder = 3\n", "name the module in it: mine.py:NAME"),
+        ("mine.py:own", "", "has no own; it has nothing"),
+        ("mine.py:own", "own = 3", "gives a int; expected a torch.nn.Module"),
+        ("mine.py:own", "import nothing_of_this_name", "line 1, cannot be imported"),
+        ("mine.py:own", "def own():\n    return 1 / 0", "line 2, cannot be imported"),
+        ("mine.py:own", "own = (", "line 1, cannot be imported"),
+        (
+            "mine.py:own",
+            "def own(dim): return dim",
+            "own cannot be called without arguments",
+        ),
+        ("notes.pth", "milk, bread and a longer line\n", "it begins as a text does"),
+    ],
+)
+def test_a_file_that_holds_no_encoder_is_named(tmp_path, monkeypatch, name, content, said):
     monkeypatch.chdir(tmp_path)
-    photographs(tmp_path / "photos", 2)
-    words = ["--dataset", "folder", "--data-root", "photos", "--layer", "1"]
-    command = ["probe", "--task", "tokencut", "--checkpoint", f"{FILE}:own", *words]
-    assert main(command) == 0
-    capsys.readouterr()
+    Path(name.partition(":")[0]).write_text(content)
 
-    assert main([*command, "--dry-run"]) == 0
-
-    assert "1 finished, 0 pending" in capsys.readouterr().out
-
-
-def test_a_function_that_needs_arguments_is_named_with_its_file(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text("def sized(dim): return dim\n")
-    assert main(["models", f"{tmp_path}/mine.py:sized"]) == 4
-    assert "mine.py:sized cannot be called without arguments" in capsys.readouterr().err
-
-
-def test_a_text_is_no_file_of_weights(tmp_path, capsys):
-    (tmp_path / "notes.pth").write_text("milk, bread and a longer line\n")
-    assert main(["models", f"{tmp_path}/notes.pth"]) == 4
-    assert "it begins as a text does" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        ssl_bench.load_encoder(name)
 
 
 PICTURE = np.zeros((8, 8, 3), np.uint8)
@@ -500,3 +468,15 @@ def test_images_that_bicubic_resizing_left_outside_are_taken():
     images = torch.linspace(-0.1, 1.1, 3072).view(1, 3, 32, 32)
     found = ssl_bench.extract_features(own_module.own(), images, layers=[0])
     assert found[0]["token"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"task": "geometri"}, "did you mean"),
+        ({"task": "geometry", "nothing": 3}, "unknown key"),
+    ],
+)
+def test_wrong_words_in_python_are_one_line(tmp_path, words, said):
+    with pytest.raises(ConfigurationError, match=said):
+        ssl_bench.probe(own_module.own(), out=tmp_path, **words)

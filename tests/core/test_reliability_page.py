@@ -27,22 +27,6 @@ def catalogue() -> dict[int, dict[str, str]]:
     return yaml.safe_load((ROOT / "docs/_faults.yaml").read_text())
 
 
-def test_a_row_is_its_text_and_the_number_of_its_tests(faults, tmp_path):
-    (tmp_path / "tests/faults").mkdir(parents=True)
-    (tmp_path / "tests/faults/test_some.py").write_text(
-        "def test_fault_01_a(place):\n    ...\n\n\ndef test_fault_01_b():\n    ...\n"
-    )
-    (tmp_path / "rows.yaml").write_text("1:\n  fault: 'a file'\n  outcome: '3, its name'\n")
-    place = faults["table"].__globals__
-    place |= {"ROOT": tmp_path, "CATALOGUE": tmp_path / "rows.yaml"}
-
-    assert faults["table"]().splitlines()[2:] == ["| 1 | a file | 3, its name | 2 |"]
-
-    (tmp_path / "rows.yaml").write_text("2:\n  fault: a\n  outcome: b\n")
-    with pytest.raises(ValueError, match="only one of both for 1, 2"):
-        faults["table"]()
-
-
 def test_the_page_has_the_table_that_holds(faults):
     assert PAGE.read_text() == faults["page"](), "run: python docs/_faults.py"
 

@@ -13,7 +13,6 @@ import torch
 from pretrain.crops.multi import MultiCrop
 from ssl_bench.cli.__main__ import main
 from tests.device.runs import OBJECTIVES, SMALL
-from tests.support.faults import class_folders
 from tests.support.runs import end_after_parts, log_rows
 from tests.support.simulated_cuda import LEDGER, is_simulated
 
@@ -23,15 +22,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    return class_folders(tmp_path_factory.mktemp("walk") / "classes")
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+@pytest.fixture
+def photos(data):
+    return data["class_folders"]
 
 
 def trained(photos, out, objective, *more, device="cuda"):

@@ -94,21 +94,6 @@ def test_fault_56_any_damage_to_kept_features_is_said_and_they_are_computed_agai
     assert path.read_bytes() == whole
 
 
-def test_fault_56_an_altered_bit_changes_no_number_of_the_command(place, capsys):
-    voc(place)
-    assert main(from_disk(place, "before")) == 0
-    path = kept(place / "cache")
-    path.write_bytes(flipped(path.read_bytes(), 0.3))
-    capsys.readouterr()
-
-    assert main(from_disk(place, "after")) == 0
-
-    said = [line for line in capsys.readouterr().err.splitlines() if str(path) in line]
-    assert said == [f"{path} gives other features than were written; computing them again"]
-    values = [{(r.layer, r.metric): r.value for r in records(out)} for out in ("before", "after")]
-    assert values[0] == values[1]
-
-
 def test_fault_56_features_that_change_between_two_readings_are_never_used(tmp_path):
     # Entries larger than a buffer of the operating system's reader.
     probe, said = quick_probe(**SMALL, image_size=128, cache=str(tmp_path)), []

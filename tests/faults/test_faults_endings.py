@@ -36,18 +36,6 @@ def has_rows() -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_fault_91_a_hang_up_saves_a_run_as_termination_does(place, workers):
-    run = pretraining(place / "photos", "run", LONG, f"train.num_workers={workers}")
-    child = fork(lambda: main(run), stderr=place / "said")
-    wait_for(has_rows)
-    os.kill(child, signal.SIGHUP)
-
-    assert exit_code(child) == 75
-    assert load_state(Path("run"), CPU)[0]["step"] == len(log_rows("run"))
-    assert "submit again with --resume" in (place / "said").read_text()
-
-
 def test_fault_91_a_terminal_that_is_closed_does_not_end_what_saves(place):
     run = pretraining(place / "photos", "run", LONG)
     child, terminal = pty.fork()

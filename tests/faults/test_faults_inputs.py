@@ -18,10 +18,8 @@ from ssl_bench.errors import DataError
 from tests.support.faults import (
     PRETRAIN,
     class_folders,
-    encoder_file,
     fails,
     mask,
-    photo_folder,
     picture,
     pretraining,
     probing,
@@ -29,13 +27,6 @@ from tests.support.faults import (
     save_mask,
     voc,
 )
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors")
-    return tmp_path
 
 
 def flat(root: Path, count: int = 5) -> Path:
@@ -49,7 +40,7 @@ def flat(root: Path, count: int = 5) -> Path:
 
 @pytest.mark.parametrize("out", ["photos/results", "photos/a/b", "photos"])
 def test_fault_83_pictures_of_one_task_are_no_photographs_of_the_next(place, capsys, out):
-    photos = photo_folder(place / "photos")
+    photos = place / "photos"
     words = probing("pca", "folder", photos, "--out", out, "--task", "pca,conditioning")
 
     assert main([word for word in words if not word.startswith("probe.")]) == 0
@@ -61,40 +52,23 @@ def test_fault_83_pictures_of_one_task_are_no_photographs_of_the_next(place, cap
     assert "left out, because ssl-bench wrote it: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("moved", ["old", "old/kept/deep"])
-def test_fault_83_results_are_known_when_they_were_moved_or_are_old(place, moved):
-    photos = photo_folder(place / "photos")
+def test_fault_83_what_was_written_is_known_wherever_it_lies(place):
+    photos = place / "photos"
     assert main(probing("pca", "folder", photos)) == 0
-    shutil.copytree("results/pictures/pca", photos / moved / "as_one_likes")
+    for moved in ("old", "old/kept/deep"):
+        shutil.copytree("results/pictures/pca", photos / moved / "as_one_likes")
     shutil.copytree("results", photos / "before", ignore=shutil.ignore_patterns(".ssl-bench-*"))
     (photos / "link").symlink_to(place / "results")
-
-    assert len(ImageFolder(photos).images()) == 4
-
-
-def test_fault_83_a_report_below_the_data_is_no_data(place):
-    photos = photo_folder(place / "photos")
-    assert main(probing("pca", "folder", photos)) == 0
     assert main(["report", "--out", "results", "--into", "photos/page"]) == 0
+    Toy(1, 1, cache=photos / "cache").images()
 
     assert list((photos / "page").rglob("*.png"))
     assert len(ImageFolder(photos).images()) == 4
-
-
-def test_fault_83_folders_are_no_results_by_their_name(place):
-    photos = photo_folder(place / "photos")
+    # None by its name.
     for name in ("results/pictures", "records", "pictures", "runs/images"):
         (photos / name).mkdir(parents=True)
         picture(9).save(photos / name / "own.png")
-
     assert len(ImageFolder(photos).images()) == 8
-
-
-def test_fault_83_generated_scenes_within_the_data_are_no_data(place):
-    photos = photo_folder(place / "photos")
-    Toy(1, 1, cache=photos / "cache").images()
-
-    assert len(ImageFolder(photos).images()) == 4
 
 
 def test_fault_83_every_layout_passes_over_what_was_written(place):
@@ -103,7 +77,7 @@ def test_fault_83_every_layout_passes_over_what_was_written(place):
         (parts / kind / "train/city").mkdir(parents=True)
     picture(0).save(parts / "images/train/city/a.jpg")
     save_mask(parts / "masks/train/city/a.png", mask())
-    photos = photo_folder(place / "photos")
+    photos = place / "photos"
     assert main(probing("pca", "folder", photos)) == 0
     for folder in (classes / "train/cat", parts / "masks/train", parts / "images/train/city"):
         shutil.copytree("results", folder / "results")
@@ -116,7 +90,7 @@ def test_fault_83_every_layout_passes_over_what_was_written(place):
 
 
 def test_fault_83_tasks_of_a_command_see_one_list(place, monkeypatch):
-    photos = photo_folder(place / "photos")
+    photos = place / "photos"
     once = ImageFolder.images
     listed = []
 
@@ -267,7 +241,7 @@ def test_fault_85_the_monitor_takes_classes_below_its_root(place):
     root = flat(place / "set")
     more = ["monitor.knn_epochs=1", f"monitor.root={root}", "monitor.neighbours=1"]
 
-    assert main(pretraining(photo_folder(place / "photos"), "run", *more)) == 0
+    assert main(pretraining(place / "photos", "run", *more)) == 0
 
     rows = [json.loads(line) for line in Path("run/log.jsonl").read_text().splitlines()]
     assert "knn_top1" in rows[-1]

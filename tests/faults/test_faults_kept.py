@@ -13,7 +13,6 @@ import torch
 
 from probes.knn import KNN
 from probes.tokencut.probe import TokenCut
-from ssl_bench.data.files.digests import DigestCache, FileState
 from ssl_bench.data.layouts.coco20k import read_boxes
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.data.samples import Sample
@@ -167,17 +166,6 @@ def toy_scenes(folder: Path, facts: Facts) -> str:
     return Toy(cache=folder, **asked).kept(kind, lambda _: None).name
 
 
-def digests(folder: Path, facts: Facts) -> str:
-    """A file a subject, in it an entry a name and state."""
-    state = {"size": 1, "mtime_ns": 2, "ctime_ns": 3, "inode": 4}
-    cache = DigestCache(Path(facts.get("subject", "/data")))
-    told = FileState(**{name: facts.get(name, value) for name, value in state.items()})
-    cache.put(facts.get("name", "a.jpg"), told, bytes(32))
-    cache.save()
-    (path,) = folder.glob("**/digests/*")
-    return path.name + path.read_bytes().hex()
-
-
 def coco_boxes(folder: Path, facts: Facts) -> str:
     image = {"id": 1, "file_name": "1.jpg", "height": 9, "width": 9}
     box = {"id": 1, "image_id": 1, "category_id": 1, "iscrowd": 0, "area": 4.0, "segmentation": []}
@@ -297,18 +285,6 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
             "seed": 7,
             "kind": "other",
             "ssl_bench.data.layouts.toy.VERSION": 99,
-        },
-    ),
-    "digests of files": (
-        digests,
-        {
-            "subject": "/other",
-            "name": "b.jpg",
-            "size": 9,
-            "mtime_ns": 9,
-            "ctime_ns": 9,
-            "inode": 9,
-            "ssl_bench.data.files.digests._HEADER": b"ssl-bench sha256 of files 2\n",
         },
     ),
     "boxes of COCO": (coco_boxes, {"bbox": [1, 1, 2, 3]}),

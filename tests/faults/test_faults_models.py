@@ -173,18 +173,6 @@ def test_fault_20_a_flipped_bit_of_the_weights_is_found(place, capsys, name, sha
     assert re.search("copy or download (both|it) again", said)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "teacher.", "module.backbone.", "_orig_mod."])
-def test_fault_21_known_prefixes_are_stripped_and_the_weights_are_those(place, capsys, prefix):
-    saved_dino(place / "plain.pth")
-    saved_dino(place / "dino.pth", lambda weights: {prefix + n: w for n, w in weights.items()})
-
-    assert main(with_checkpoint("dino.pth")) == 0
-    assert "30 of 30 tensors of the file loaded" in capsys.readouterr().err
-    assert main(with_checkpoint("plain.pth", "--out", "plain")) == 0
-
-    assert records()[0].value == records("plain")[0].value
-
-
 def test_fault_21_weights_that_are_missing_or_unknown_are_never_left_random(place, capsys):
     def renamed(weights):
         return {n.replace("blocks.1.attn", "encoder.1.attn"): w for n, w in weights.items()}
@@ -208,13 +196,6 @@ def test_fault_22_wrong_shapes_are_refused(place, capsys):
     said = fails(capsys, with_checkpoint("thin.pth"), 4)
 
     assert "blocks.1.mlp.fc1.weight (255 x 64, expected 256 x 64) of another shape" in said
-
-
-@pytest.mark.parametrize("layer", ["2", "-3", "0,7", "one", "1.5", ""])
-def test_fault_22_layers_beyond_the_depth_name_the_valid_ones(place, capsys, layer):
-    said = fails(capsys, with_checkpoint("encoder.safetensors", "--layer", layer), 2)
-
-    assert "0..1" in said or "all, an index, a range like 0-3, or a list" in said
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,16 @@ def test_fault_80_bits_that_no_file_states_are_asked_for(place, kind, bits):
 def test_fault_80_pictures_of_fewer_bits_are_never_black(place, capsys):
     deep = deep_class_folders(place / "deep", 12)
     words = probing("knn", "class_folders", deep)
+    checking = ["data", "check", "class_folders", "--data-root", str(deep)]
 
-    said = fails(capsys, words, 3)
-    assert ".png has 16 bits and values up to" in said
-    assert "data.bits=12" in said
-    assert main([*words, "data.bits=12"]) == 0
+    for command in (words, pretraining(deep, "run")):
+        said = fails(capsys, command, 3)
+        assert ".png has 16 bits and values up to" in said
+        assert "data.bits=12" in said
+    assert main(checking) == 3
+    for command in (words, pretraining(deep, "other"), checking):
+        assert main([*command, "data.bits=12"]) == 0
+    assert "data.bits" in fails(capsys, [*checking, "data.bits=17"], 2)
     assert main([*words, "data.bits=16", "--out", "dark"]) == 0
     usual = deep_class_folders(place / "usual", 8)
     assert main(probing("knn", "class_folders", usual, "--out", "usual")) == 0
@@ -149,24 +154,6 @@ def test_fault_80_one_picture_of_fewer_bits_does_not_stop_a_folder(place, capsys
     assert said in capsys.readouterr().err
     assert main([*words, "data.bits=12"]) == 0
     assert "taken: 6 photographs of folder" in capsys.readouterr().err
-
-
-def test_fault_80_data_check_says_it_too(place, capsys):
-    deep = deep_class_folders(place / "deep", 12)
-    checking = ["data", "check", "class_folders", "--data-root", str(deep)]
-
-    assert main(checking) == 3
-    assert "has 16 bits and values up to" in capsys.readouterr().err
-    assert main([*checking, "data.bits=12"]) == 0
-    assert "data.bits" in fails(capsys, [*checking, "data.bits=17"], 2)
-
-
-@pytest.mark.slow
-def test_fault_80_pretraining_never_learns_from_black_pictures(place, capsys):
-    deep = deep_class_folders(place / "deep", 12)
-
-    assert "data.bits=12" in fails(capsys, pretraining(deep, "run"), 3)
-    assert main(pretraining(deep, "other", "data.bits=12")) == 0
 
 
 def test_fault_80_what_a_file_states_is_taken(place):
@@ -278,15 +265,6 @@ def test_fault_80_what_is_no_picture_is_called_by_what_it_is(place, capfd, other
     assert capfd.readouterr().err == ""
 
 
-def test_fault_80_a_stack_stops_a_run_or_is_left_out(place, capsys):
-    put(OTHERS["stack"][0], "photos/9.tif")
-    words = probing("pca", "folder", place / "photos", "--on-bad-image")
-
-    assert "photos/9.tif is a TIFF of 3 pages" in fails(capsys, [*words, "fail"], 3)
-    assert main([*words, "skip"]) == 0
-    assert records()[0].details["left_out"] == {"all": {"count": 1, "first": ["9.tif"]}}
-
-
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
 def test_fault_80_animations_are_refused_and_single_frames_read(place, kind):
     first, *others = (Image.new("RGB", (9, 9), (red, 0, 0)) for red in (250, 120, 0))
@@ -360,15 +338,6 @@ def test_fault_81_masks_of_every_layout_are_lossless(tmp_path, called, mode):
         for images in (dataset.train(), dataset.val()):
             with pytest.raises(DataError, match=rf"\.png is a {called}, which changes"):
                 images[0]
-
-
-def test_fault_81_a_jpeg_named_png_is_no_mask(place, capsys):
-    base = voc(place)
-    Image.fromarray(mask()).save(path := base / "SegmentationClass/v1.png", "JPEG", quality=100)
-
-    said = fails(capsys, probing("segmentation", "voc2012", place), 3)
-
-    assert f"{path.relative_to(place)} is a JPEG" in said
 
 
 def reordered(indices: np.ndarray, order: list[int]) -> Image.Image:

@@ -8,45 +8,29 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
-from ssl_bench.system.files import open_within
 from tests.core.test_results import RECORD
-from tests.support.report_cells import (
-    cell,
-    discovery_log,
-    files_of,
-    folder_of,
-    save,
-    save_pictures,
-    skipless,
-)
+from tests.support.report_cells import cell, files_of, folder_of, save, save_pictures, skipless
 
 PICTURES = f"pictures/tokencut/toy/{folder_of(cell())}/reference"
 
 
+def report_of(root: Path) -> set[str]:
+    """The pictures of a report, in which no secret is."""
+    assert main(["report", "--out", str(root)]) == 0
+    names = files_of(root / "report")
+    for name in names:
+        assert b"the key of" not in (root / "report" / name).read_bytes()
+    return {name for name in names if name.startswith("pictures/")}
+
+
 @pytest.fixture
-def store(tmp_path) -> ResultStore:
-    """One record with one picture, and a secret beside the folder of results."""
+def root(tmp_path) -> Path:
+    """Results with one picture, and a secret beside their folder."""
     store = ResultStore(tmp_path / "results")
     store.save(cell())
     save_pictures(store.root, PICTURES.removeprefix("pictures/") + "/good")
     (tmp_path / "secret").write_text("the key of the house")
-    return store
-
-
-def report_of(store: ResultStore) -> set[str]:
-    assert main(["report", "--out", str(store.root)]) == 0
-    names = files_of(store.root / "report")
-    for name in names:
-        assert b"the key of" not in (store.root / "report" / name).read_bytes()
-    return {name for name in names if name.startswith("pictures/")}
-
-
-def link_to_secret(place: Path) -> None:
-    place.symlink_to(place.parents[5] / "secret")
-
-
-def secret_bytes(place: Path) -> None:
-    place.write_text("the key of the house")
+    return store.root
 
 
 def huge(place: Path) -> None:
@@ -58,60 +42,43 @@ def huge(place: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "make", "why"),
     [
-        ("evil.png", link_to_secret, "links are not followed"),
+        ("evil.png", lambda place: place.symlink_to(place.parents[5] / "secret"), "not followed"),
         ("evil.png", lambda place: place.symlink_to(place.with_name("good.png")), "a link"),
-        ("evil.png", lambda place: place.symlink_to("/dev/zero"), "a link"),
-        ("evil.png", lambda place: place.symlink_to("nowhere"), "a link"),
         ("folder", lambda place: place.symlink_to(place.parents[5]), "a link"),
         ("evil.png", os.mkfifo, "a folder, pipe or device"),
-        ("evil.png", Path.mkdir, "a folder, pipe or device"),
-        ("evil.png", secret_bytes, "no PNG"),
-        ("evil.png", lambda place: place.write_bytes(b""), "no PNG"),
+        ("evil.png", lambda place: place.write_text("the key of the house"), "no PNG"),
         ("evil.png", huge, "8,589,934,592 bytes"),
         ("evil.svg", lambda place: place.write_text("<svg/>"), "an SVG can hold scripts"),
     ],
 )
 def test_fault_66_what_is_no_picture_of_this_folder_is_left_out_and_said(
-    store, capsys, name, make, why
+    root, capsys, name, make, why
 ):
-    place = store.root / PICTURES / name
+    place = root / PICTURES / name
     make(place)
 
-    assert report_of(store) == {f"{PICTURES}/good.png"}
+    assert report_of(root) == {f"{PICTURES}/good.png"}
 
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"1 picture cannot be shown: {place}: ")
     assert why in said
-    (page,) = (store.root / "report").glob("checkpoint-*.html")
+    (page,) = (root / "report").glob("checkpoint-*.html")
     assert "evil" not in page.read_text()
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3, 4])
-def test_fault_66_no_folder_of_pictures_is_reached_through_a_link(store, capsys, level):
-    parts = Path(PICTURES).parts[: level + 1]
-    place = store.root.joinpath(*parts)
-    place.rename(store.root.parent / "elsewhere")
-    place.symlink_to(store.root.parent / "elsewhere")
+@pytest.mark.parametrize("level", [0, 2, 4])
+def test_fault_66_no_folder_of_pictures_is_reached_through_a_link(root, capsys, level):
+    place = root.joinpath(*Path(PICTURES).parts[: level + 1])
+    place.rename(root.parent / "elsewhere")
+    place.symlink_to(root.parent / "elsewhere")
 
-    assert report_of(store) == set()
+    assert report_of(root) == set()
 
     assert f"picture cannot be shown: {place}: a link" in capsys.readouterr().err
 
 
-def test_fault_66_a_picture_that_became_a_link_since_is_not_followed(store):
-    good = store.root / PICTURES / "good.png"
-    before = good.is_symlink
-    good.rename(good.with_name("away.png"))
-    good.symlink_to(store.root.parent / "secret")
-    assert before()
-
-    # As if it were a file still when it was looked at.
-    with pytest.raises(OSError, match="symbolic"), open_within(good, good, 100):
-        pass
-
-
 @pytest.mark.parametrize("kind", ["link", "pipe", "below a link"])
-@pytest.mark.parametrize("what", ["record", "contributions", "ids", "log"])
+@pytest.mark.parametrize("what", ["record", "contributions", "ids"])
 def test_fault_66_records_and_what_lies_beside_them_are_not_read_through_links(
     tmp_path, capsys, what, kind
 ):
@@ -123,10 +90,7 @@ def test_fault_66_records_and_what_lies_beside_them_are_not_read_through_links(
         "record": store.path(cell(layer=0).key()),
         "contributions": store.per_image_path(cell(layer=0)),
         "ids": store.root / "images" / f"{RECORD.dataset_fingerprint[:16]}.json",
-        "log": store.root / PICTURES / "images_1.jsonl",
     }[what]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
     moved = path.parent if kind == "below a link" else path
     moved.rename(tmp_path / "elsewhere")
     if kind == "pipe":
@@ -134,30 +98,12 @@ def test_fault_66_records_and_what_lies_beside_them_are_not_read_through_links(
     else:
         moved.symlink_to(tmp_path / "elsewhere")
 
-    both_records = (what, kind) in [("record", "below a link"), ("contributions", "below a link")]
-    assert main(["report", "--out", str(store.root)]) == (3 if both_records else 0)
+    no_record = kind == "below a link" and what != "ids"
+    assert main(["report", "--out", str(store.root)]) == (3 if no_record else 0)
 
     said = capsys.readouterr().err
-    if what == "record" or both_records:
+    if what == "record" or no_record:
         assert "pipe or device" in said if kind == "pipe" else "links are not followed" in said
-    if what == "contributions" and not both_records:
-        assert f"ignored {path}: a link" in said
+    elif what == "contributions":
+        assert f"ignored {path}: a " in said
     assert store.image_ids(RECORD.dataset_fingerprint) == (None if what == "ids" else ("a", "b"))
-
-
-def test_fault_66_a_log_is_not_read_through_a_link(tmp_path):
-    store = ResultStore(tmp_path / "results")
-    store.save(cell(settings={"tau": 0.2, "dtype": "float32"}))
-    log = store.root / PICTURES / "images_1.jsonl"
-    log.parent.mkdir(parents=True)
-    log.write_text(discovery_log({"tau": 0.2}, secret=(True, False, 1)))
-
-    def shown() -> bool:
-        assert main(["report", "--out", str(store.root)]) == 0
-        (page,) = (store.root / "report").glob("checkpoint-*.html")
-        return "secret" in page.read_text()
-
-    assert shown()
-    log.rename(tmp_path / "elsewhere")
-    log.symlink_to(tmp_path / "elsewhere")
-    assert not shown()

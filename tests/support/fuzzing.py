@@ -1,7 +1,7 @@
 """Mutated inputs for the readers of this program, in a process without type checks.
 
 `python -m tests.support.fuzzing KIND COUNT` prints how many inputs were refused and read, and every
-input that ended in anything but an answer or an error of our own.
+input that ended in anything but an answer or an error of our own. `command_fuzzing` draws commands.
 """
 
 import io
@@ -265,12 +265,22 @@ KINDS: dict[str, Callable[[], Kind]] = {
 }
 
 
-class _TooSlow(BaseException):
-    pass
+class TooSlow(BaseException):
+    """Time was up."""
 
 
-def _too_slow(*_: object) -> None:
-    raise _TooSlow(f"more than {SECONDS_EACH} s")
+def confine(timer: signal.Signals, mebibytes: int) -> None:
+    """Raise `TooSlow` when a timer rings, and `MemoryError` beyond what is loaded and so much."""
+
+    def ring(*_: object) -> None:
+        raise TooSlow
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    signal.signal(timer, ring)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = used + mebibytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def fuzz(name: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
@@ -301,12 +311,7 @@ def fuzz(name: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
 
 def main() -> int:
     names, count = sys.argv[1].split(","), int(sys.argv[2])
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _too_slow)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit = used + MEBIBYTES * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    confine(signal.SIGALRM, MEBIBYTES)
     failed = False
     for name in names:
         with tempfile.TemporaryDirectory() as folder:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.support.simulated_cuda.ledger import LEDGER, where
-from tests.support.simulated_cuda.operators import making, uncounted_checks
-from tests.support.simulated_cuda.places import (
+from tests.support.simulated_cuda.ledger import (
     KIND,
+    LEDGER,
     Place,
     SimulatedDeviceError,
     is_on_device,
@@ -20,8 +19,15 @@ from tests.support.simulated_cuda.places import (
     place_of,
     put,
     tensors_in,
+    where,
 )
-from tests.support.simulated_cuda.transfers import moved, on_host, refuse_float64
+from tests.support.simulated_cuda.operators import (
+    making,
+    moved,
+    on_host,
+    refuse_float64,
+    uncounted_checks,
+)
 
 Arguments = Sequence[Any]
 Options = dict[str, Any]

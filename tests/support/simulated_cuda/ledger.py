@@ -1,14 +1,94 @@
-"""What happened on the device, by file and line of the project."""
+"""Where each storage is supposed to lie, and what happened on the device, by file and line."""
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+# The true answer, which the modes cannot reach.
+_true_device = torch._C.TensorBase.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# The type of the device that is simulated.
+KIND = ["cuda"]
+
+
+class SimulatedDeviceError(RuntimeError):
+    """What a real device would refuse."""
+
+
+class Place(Enum):
+    """UNDECIDED is what torch makes inside of an operator: it lies with what it first meets."""
+
+    HOST = auto()
+    PINNED = auto()
+    DEVICE = auto()
+    UNDECIDED = auto()
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Of the storage; what no storage in memory stands behind counts as the host's."""
+    storage = storage_of(tensor)
+    return Place.HOST if storage is None else getattr(storage, "place", Place.HOST)
+
+
+def put(tensor: Tensor, place: Place) -> Tensor:
+    """Say where a tensor, and whatever shares its storage, lies from now on."""
+    storage = storage_of(tensor)
+    if storage is not None:
+        # torch keeps a storage's Python object, with what is written on it, as long as the storage.
+        vars(storage)["place"] = place
+    return tensor
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """The storage, if it is memory of this process."""
+    if _true_device(tensor).type != "cpu" or tensor.layout is not torch.strided:
+        return None
+    with torch._C.DisableTorchFunction():
+        try:
+            return tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return None
+
+
+def is_on_device(tensor: Tensor) -> bool:
+    return place_of(tensor) is Place.DEVICE
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Whether a tensor has values; those on "meta" have none and are left alone."""
+    return _true_device(tensor).type == "cpu"
+
+
+def names_device(device: Any) -> bool:
+    """Whether what stands for a device in a call of torch is the simulated one."""
+    if device is None:
+        return False
+    return isinstance(device, int) or torch.device(device).type == KIND[0]
+
+
+def place_named(device: Any) -> Place:
+    return Place.DEVICE if names_device(device) else Place.HOST
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in arguments or results, however they are nested."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
 
 _ROOT = str(Path(__file__).parents[3])
 _ITSELF = str(Path(__file__).parent)
@@ -135,3 +215,43 @@ def where() -> str:
 
 
 LEDGER = Ledger()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one unit.
+
+    Attributes:
+        waits: For what the host reads back.
+        uploads: From memory that is not pinned.
+        places: Files and lines, with how often each waits or uploads.
+    """
+
+    waits: float
+    uploads: float
+    places: dict[str, float]
+
+
+def counts_of(work: Callable[[int], object], few: int, many: int) -> Counts:
+    """What `many` units cost more than `few`, by unit."""
+    # Moves the encoder, for one.
+    work(few)
+    found = [_counted(work, number) for number in (few, many)]
+    share = 1 / (many - few)
+    waits, uploads = (
+        (getattr(found[1], kind).total() - getattr(found[0], kind).total()) * share
+        for kind in ("waits", "uploads")
+    )
+    places: dict[str, float] = {}
+    for kind in ("waits", "uploads"):
+        after, before = (getattr(ledger, kind) for ledger in reversed(found))
+        for event in after.keys() | before.keys():
+            name = f"{event.where} {event.what}"
+            places[name] = places.get(name, 0) + (after[event] - before[event]) * share
+    return Counts(waits, uploads, {name: n for name, n in sorted(places.items()) if n})
+
+
+def _counted(work: Callable[[int], object], number: int) -> Ledger:
+    with LEDGER.counting() as found:
+        work(number)
+    return found

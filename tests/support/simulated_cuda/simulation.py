@@ -1,8 +1,12 @@
-"""Begins and ends the simulation in this process."""
+"""What torch says of the machine meanwhile, and how the simulation begins and ends."""
 
+import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,18 +14,209 @@ import torch
 import torch._decomp.decompositions_for_jvp
 import torch._dynamo
 import torch.distributed as dist
+from torch import Tensor
 
 from pretrain.crops import augmentation
-from tests.support.simulated_cuda import machine
-from tests.support.simulated_cuda.asking import Asking
-from tests.support.simulated_cuda.autocasting import (
-    autocast_of_cuda,
-    patched_question,
-    patched_start,
+from tests.support.simulated_cuda.asking import CURRENT, Asking
+from tests.support.simulated_cuda.ledger import (
+    KIND,
+    LEDGER,
+    Ledger,
+    Place,
+    names_device,
+    put,
+    tensors_in,
 )
-from tests.support.simulated_cuda.ledger import LEDGER, Ledger
 from tests.support.simulated_cuda.operators import Operators
-from tests.support.simulated_cuda.places import Place, names_device, put, tensors_in
+
+NAME = "simulated CUDA device"
+MEMORY_BYTES = 80 * 2**30
+_PROPERTIES = SimpleNamespace(
+    name=NAME, total_memory=MEMORY_BYTES, major=9, minor=0, multi_processor_count=132,
+    L2_cache_size=50 * 2**20,
+)  # fmt: skip
+
+
+class Generator(torch.Generator):
+    """Draws on the host and says it is where it was asked to be."""
+
+    _place: torch.device
+
+    def __new__(cls, device: Any = "cpu") -> "Generator":
+        made = super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
+        made._place = torch.device(KIND[0] if names_device(device) else "cpu")
+        return made
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._place
+
+
+class Stream:
+    """The only one; everything in it is done as soon as it is asked for."""
+
+    cuda_stream, device, device_index = 0, torch.device("cuda", 0), 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None:
+        LEDGER.wait("Stream.synchronize")
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or CudaEvent()
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def query(self) -> bool:
+        return True
+
+
+class CudaEvent:
+    """Waiting for it is waiting for what was asked for before it, not for all."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, _: Any = None) -> None: ...
+
+    def wait(self, _: Any = None) -> None: ...
+
+    def synchronize(self) -> None:
+        LEDGER.wait_for_event()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 1.0
+
+
+def _set_device(device: Any) -> None:
+    CURRENT[0] = device if isinstance(device, int) else torch.device(device).index or 0
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    LEDGER.forbids_waits = mode in (2, "error")
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _zero(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def _true(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _false(*_: Any, **__: Any) -> bool:
+    return False
+
+
+CUDA: dict[str, Any] = {
+    "is_available": _true,
+    "is_initialized": _true,
+    "is_bf16_supported": _true,
+    "_is_in_bad_fork": _false,
+    "is_current_stream_capturing": _false,
+    "device_count": lambda: 1,
+    "current_device": lambda: CURRENT[0],
+    "set_device": _set_device,
+    "get_device_name": lambda *_: NAME,
+    "get_device_properties": lambda *_: _PROPERTIES,
+    "get_device_capability": lambda *_: (9, 0),
+    "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
+    "synchronize": lambda *_: LEDGER.wait("torch.cuda.synchronize"),
+    "set_sync_debug_mode": _set_sync_debug_mode,
+    "get_sync_debug_mode": lambda: 2 if LEDGER.forbids_waits else 0,
+    "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+    "current_stream": lambda *_: Stream(),
+    "default_stream": lambda *_: Stream(),
+    "stream": lambda *_: contextlib.nullcontext(),
+    "Stream": Stream,
+    "Event": CudaEvent,
+    **dict.fromkeys(
+        ("init", "_lazy_init", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all",
+         "set_rng_state", "reset_peak_memory_stats"), _nothing,
+    ),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), _zero),
+}  # fmt: skip
+ACCELERATOR: dict[str, Any] = {
+    "is_available": _true,
+    "current_accelerator": lambda *_, **__: torch.device("cuda"),
+    "current_device_index": lambda: CURRENT[0],
+    "device_count": lambda: 1,
+    "set_device_index": _nothing,
+    "synchronize": lambda *_: LEDGER.wait("torch.accelerator.synchronize"),
+    "current_stream": lambda *_: Stream(),
+}
+
+
+_LOW = (torch.bfloat16, torch.float16)
+# Computed in float32 by CUDA's autocast and not by the CPU's: "CUDA Ops that can autocast to
+# float32" of https://docs.pytorch.org/docs/stable/amp.html, as far as the project calls them.
+FLOAT32 = (
+    "acos", "binary_cross_entropy_with_logits", "cosine_similarity", "cumprod", "cumsum", "dist",
+    "exp", "expm1", "group_norm", "kl_div", "l1_loss", "layer_norm", "linalg_vector_norm", "log",
+    "log10", "log1p", "log2", "log_softmax.int", "logsumexp", "norm.Scalar", "norm.ScalarOpt_dim",
+    "pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "reciprocal", "rsqrt",
+    "smooth_l1_loss", "softmax.int", "softplus", "sum", "sum.dim_IntList",
+)  # fmt: skip
+
+
+def autocast_of_cuda() -> torch.library.Library:
+    """Registers the float32 list; it is gone with the object."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # They replace the CPU's rule that nothing is cast.
+        warnings.simplefilter("ignore")
+        for name in FLOAT32:
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(name, partial(_in_float32, operator), "AutocastCPU")
+    return library
+
+
+def patched_start(start: Callable[..., None]) -> Callable[..., None]:
+    """`torch.autocast.__init__`, for which "cuda" is the CPU."""
+
+    def begin(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *more: Any,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.float16
+        start(self, device_type, dtype, *more, **options)
+
+    return begin
+
+
+def patched_question(ask: Callable[[str], Any]) -> Callable[..., Any]:
+    """`torch.is_autocast_enabled` and the like; without a device they mean CUDA."""
+    return lambda device="cuda": ask("cpu" if device == "cuda" else device)
+
+
+def _in_float32(operator: Any, *args: Any, **options: Any) -> Any:
+    hidden: Any = torch._C
+    keys = hidden.DispatchKeySet(hidden.DispatchKey.AutocastCPU)
+    with hidden._ExcludeDispatchKeyGuard(keys):
+        raised = {name: _raised(value) for name, value in options.items()}
+        return operator(*map(_raised, args), **raised)
+
+
+def _raised(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
+
 
 # It relies on what torch does inside; other versions may do it otherwise.
 TESTED_TORCH = "2.15"
@@ -37,7 +232,7 @@ def why_not() -> str | None:
 
 
 def is_simulated() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_name() == machine.NAME
+    return torch.cuda.is_available() and torch.cuda.get_device_name() == NAME
 
 
 @contextmanager
@@ -60,11 +255,11 @@ def _modes() -> Iterator[None]:
 
 
 def _patches() -> Iterator[tuple[Any, str, Any]]:
-    for name, value in machine.CUDA.items():
+    for name, value in CUDA.items():
         yield torch.cuda, name, value
-    for name, value in machine.ACCELERATOR.items():
+    for name, value in ACCELERATOR.items():
         yield torch.accelerator, name, value
-    yield torch, "Generator", machine.Generator
+    yield torch, "Generator", Generator
     yield torch, "load", loading(torch.load)
     yield torch.autocast, "__init__", patched_start(torch.autocast.__init__)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):

@@ -1,4 +1,11 @@
-"""Begins and ends the simulation in this process."""
+"""An MPS device without a Mac: values stay on the host, and float64 is refused as Metal refuses it.
+
+The machinery is that of `tests.support.simulated_cuda`, which says where a tensor is supposed to
+lie, and refuses what mixes devices. Here a tensor of the device can have no float64, and no
+operator may leave one there.
+
+Not seen: which operators have no kernel for Metal, its rounding, its autocast, speed, memory.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -7,12 +14,10 @@ from unittest.mock import patch
 
 import torch
 
-from tests.support.simulated_cuda import machine
 from tests.support.simulated_cuda.asking import Asking
-from tests.support.simulated_cuda.ledger import LEDGER, Ledger
+from tests.support.simulated_cuda.ledger import KIND, LEDGER, Ledger
 from tests.support.simulated_cuda.operators import Operators
-from tests.support.simulated_cuda.places import KIND
-from tests.support.simulated_cuda.simulation import grouping, loading, running
+from tests.support.simulated_cuda.simulation import Generator, grouping, loading, running
 
 
 @contextmanager
@@ -21,7 +26,7 @@ def simulation() -> Iterator[Ledger]:
     group = "_group_tensors_by_device_and_dtype"
     patches = [
         (torch.backends.mps, "is_available", lambda: True),
-        (torch, "Generator", machine.Generator),
+        (torch, "Generator", Generator),
         (torch, "load", loading(torch.load)),
         (torch._C, group, grouping(getattr(torch._C, group))),
         (threading.Thread, "run", running(threading.Thread.run)),

@@ -1,0 +1,19 @@
+"""Where the walks begin: an encoder in a folder of its own, and data of every role."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.faults import data_of_every_role, encoder_file
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return data_of_every_role(tmp_path_factory.mktemp("walk"))
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    encoder_file(tmp_path / "encoder.safetensors")
+    return tmp_path
