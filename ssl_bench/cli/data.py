@@ -16,7 +16,7 @@ from ssl_bench.composition.choices import require_choice
 from ssl_bench.data.files.file_sets import first_of
 from ssl_bench.data.files.fingerprints import ReadOptions, dataset_read_as
 from ssl_bench.data.files.manifests import MANIFEST, check_manifest, write_manifest
-from ssl_bench.data.files.readable import Looked, ReadableDataset
+from ssl_bench.data.files.readable import faults_of, require_readable
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.layouts.coco_stuff import read_classes
 from ssl_bench.data.layouts.voc import CLASS_NAMES
@@ -250,12 +250,18 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     plain, reading = _built(source.name, root, overrides)
     dataset = dataset_read_as(plain, reading)
     if getattr(plain, "leaves_out_unreadable", False):
-        # Pictures of one's own: what a probe leaves out of them is said, and no fault of anybody.
-        readable = ReadableDataset(dataset, Looked())
-        told = {"dataset": source.name, "images": len(readable.images())}
-        gone = [image_id for ids in readable.left_out().values() for image_id in ids]
+        # Pictures of one's own: a probe takes what can be read.
+        images = dataset.images()
+        faults = faults_of(images, {})
+        gone = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]
         if options.json:
-            print(json_text({**told, "left_out": gone}))
+            taken = len(images) - len(gone)
+            print(json_text({"dataset": source.name, "images": taken, "left_out": gone}))
+        else:
+            problems = [f"  {one_line(str(fault))}" for fault in faults if fault is not None]
+            verdict = f"{len(gone)} cannot be read" if gone else "ok"
+            print(printable_lines([f"{len(images)} files of images: {verdict}", *problems]))
+        require_readable(images, faults)
         return 0
     counts = {} if options.subset else source.counts
     roles = [role for role, kinds in _CHECKED.items() if dataset.supports.intersection(kinds)]

@@ -230,11 +230,27 @@ def test_a_check_of_ones_own_photographs_says_what_a_probe_takes(place, capsys):
     spoil(photo_folder(place / "photos") / "1.jpg", "half")
     words = ["data", "check", "folder", "--data-root", "photos"]
 
-    assert main(words) == 0
-    assert capsys.readouterr().err == ("taken: 3 photographs of folder; 1 cannot be read: 1.jpg\n")
-    assert main([*words, "--json"]) == 0
+    assert main(words) == 3
+    said = capsys.readouterr()
+    first, why = said.out.splitlines()
+    assert first == "4 files of images: 1 cannot be read"
+    assert "1.jpg is damaged or cut short" in why
+    assert "1 of 4 images of folder all cannot be read" in said.err
+    assert main([*words, "--json"]) == 3
     told = json.loads(capsys.readouterr().out)
     assert told == {"dataset": "folder", "images": 3, "left_out": ["1.jpg"]}
+    Path("photos/1.jpg").unlink()
+    assert main(words) == 0
+    assert capsys.readouterr().out == "3 files of images: ok\n"
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_all_or_none_is_known_before_any_image_is_projected(place, capsys, more):
+    spoil(photo_folder(place / "photos", 12) / "7.jpg", "half")
+    words = probing("pca", "folder", place / "photos")
+    said = fails(capsys, [*words, "--pictures", "2", "--on-bad-image", "fail", *more], 3)
+    assert "1 of 12 images of folder all cannot be read" in said
+    assert "7.jpg" in said
 
 
 def test_maps_of_two_sizes_lie_side_by_side(place):

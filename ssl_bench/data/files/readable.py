@@ -90,11 +90,14 @@ class ReadableDataset(DatasetView):
 
     A set is looked through when it is opened, before anything is computed: each file is decoded
     once, and not again by later commands as long as its size and times are the same.
+
+    Args:
+        fails: Refuse a set with such an image instead.
     """
 
-    def __init__(self, dataset: Dataset, looked: Looked) -> None:
+    def __init__(self, dataset: Dataset, looked: Looked, *, fails: bool = False) -> None:
         super().__init__(dataset, self._readable)
-        self._looked = looked
+        self._looked, self._fails = looked, fails
         self._left_out: dict[_Key, list[str]] = {}
 
     def left_out(self) -> dict[str, list[str]]:
@@ -110,8 +113,11 @@ class ReadableDataset(DatasetView):
 
         Raises:
             DataError: there is none, or one is faulty in another way.
+            UnreadableImage: one cannot be read, and all are asked for.
         """
-        faults = _faults_of(images, self._looked.faults)
+        faults = faults_of(images, self._looked.faults)
+        if self._fails:
+            require_readable(images, faults)
         kept = tuple(index for index, fault in enumerate(faults) if fault is None)
         line = _taken(images, faults)
         if line not in self._looked.said:
@@ -127,11 +133,26 @@ class ReadableDataset(DatasetView):
 def as_readable(
     view: Dataset, dataset: Dataset, on_bad_image: OnBadImage | None, looked: Looked
 ) -> Dataset:
-    """A view of a dataset without what cannot be read: of "skip", or where that is its own way."""
-    skips = getattr(dataset, "leaves_out_unreadable", False)
-    if on_bad_image is not None:
-        skips = on_bad_image == "skip"
-    return ReadableDataset(view, looked) if skips else view
+    """A view of a dataset without what cannot be read: of "skip", or where that is its own way.
+
+    Where it is, the images are looked through beforehand with "fail" too.
+    """
+    if on_bad_image == "skip" or getattr(dataset, "leaves_out_unreadable", False):
+        return ReadableDataset(view, looked, fails=on_bad_image == "fail")
+    return view
+
+
+def require_readable(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> None:
+    """Refuse a set of which an image cannot be read.
+
+    Raises:
+        UnreadableImage: one cannot; the others like it are counted.
+    """
+    broken = [fault for fault in faults if fault is not None]
+    if broken:
+        count = f"{len(broken)} of {len(images)} images of {_title(images)} cannot be read"
+        first = "the first of them: " if len(broken) > 1 else ""
+        raise UnreadableImage(f"{count}, {first}{broken[0]}")
 
 
 def summary(left_out: dict[str, list[str]]) -> str:
@@ -154,7 +175,7 @@ def counts_and_first(left_out: dict[str, list[str]]) -> dict[str, dict[str, int 
     return {split: {"count": len(i), "first": i[:_SHOWN]} for split, i in left_out.items()}
 
 
-def _faults_of(
+def faults_of(
     images: ImageSet, known: dict[object, UnreadableImage | None]
 ) -> list[UnreadableImage | None]:
     """What is wrong with each image; pixels of files are decoded as they lie there."""
