@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from ssl_bench.evaluation import Score
-from ssl_bench.results.reading import holds
+from ssl_bench.intervals import holds
 from ssl_bench.system.files import write_atomically
 
 

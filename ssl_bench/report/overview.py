@@ -22,7 +22,7 @@ from ssl_bench.report.model import (
     spot_of,
 )
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.pairs.comparison import difference
+from ssl_bench.tables.comparison import difference
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {

@@ -18,7 +18,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.pairs.image_scores import Scored, stored_curve
+from ssl_bench.results.contributions import Scored, stored_curve
 from tests.support.configured import configured
 from tests.support.faults import unchecked_types
 from tests.support.spair import spair

@@ -13,7 +13,7 @@ from ssl_bench.report.comparing import extremes_of, outcomes_of, pairs_of
 from ssl_bench.report.model import panels_of
 from ssl_bench.report.pictures import PictureFiles, galleries_of, gallery_pairs
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.pairs.comparison import comparisons
+from ssl_bench.tables.comparison import comparisons
 from tests.support.faults import encoder_file, photo_folder
 from tests.support.report_cells import (
     EMPTY,

@@ -11,15 +11,15 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import Share
 from ssl_bench.results import ResultStore
+from ssl_bench.results.contributions import ImageCurve, Scored
 from ssl_bench.scores import iou_per_class
-from ssl_bench.tables.pairs.comparison import (
+from ssl_bench.tables.comparison import (
     Comparison,
     Difference,
     between_checkpoints,
     comparisons,
     difference,
 )
-from ssl_bench.tables.pairs.image_scores import ImageCurve, Scored
 from ssl_bench.tables.printing.sheets import NO_VALUE
 from tests.core.test_results import RECORD
 from tests.support.report_cells import around, known_as

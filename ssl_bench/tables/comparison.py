@@ -10,9 +10,9 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import Estimate
 from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
+from ssl_bench.results.contributions import Scored, stored_curve
 from ssl_bench.tables.epochs import by_run, epoch_of, require_one_encoder_an_epoch
 from ssl_bench.tables.notes import trusted_note
-from ssl_bench.tables.pairs.image_scores import Scored, stored_curve
 from ssl_bench.tables.printing.sheets import NO_VALUE, Cell, Sheet
 from ssl_bench.tables.series import difference as differing_from
 from ssl_bench.tables.series import said_training, settings_text
