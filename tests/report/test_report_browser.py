@@ -1,46 +1,17 @@
-"""A report in a browser: opened from disk, sorted, filtered, in the dark and on a phone."""
+"""A report in a browser: opened from disk, sorted, filtered, by the keyboard."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.support.report_cells import SKIP, SKIPLESS
-from tests.support.report_pages import NAME, PAGES, SHEET_WIDTH, browsed_report, open_page
+from tests.support.report_pages import PAGES, SHEET_WIDTH, browsed_report, open_page
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 pytestmark = pytest.mark.browser
-# Of WCAG 2.2, level AA, for text of usual size.
-LEAST_CONTRAST = 4.5
-
-# Ratio of the luminances of a text and of what lies behind it.
-CONTRAST = """
-const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
-const luminance = ([r, g, b]) => {
-  const linear = [r, g, b].map((v) => v / 255)
-    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
-};
-const behind = (element) => {
-  for (let e = element; e; e = e.parentElement) {
-    const colour = parse(getComputedStyle(e).backgroundColor);
-    if (colour.length < 4 || colour[3] === 1) return colour;
-  }
-  return [255, 255, 255];
-};
-const ratios = {};
-for (const element of document.querySelectorAll("body *")) {
-  const own = [...element.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
-  if (!own || element.closest("svg, script, dialog, option")) continue;
-  const [one, other] = [parse(getComputedStyle(element).color), behind(element)].map(luminance);
-  const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
-  const name = `${element.tagName} ${element.className}`;
-  ratios[name] = Math.min(ratios[name] ?? 99, ratio);
-}
-return ratios;
-"""
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +45,6 @@ def test_pages_open_from_disk_without_complaints_and_with_their_pictures(browser
     widths = browser.execute_script(loaded)
     assert set(widths) <= {60, SHEET_WIDTH}
     assert widths
-
-
-def test_nothing_is_fetched_from_elsewhere_and_scripts_in_the_page_do_not_run(browser, report):
-    open_page(browser, report, "index.html")
-
-    fetched = browser.execute_script(
-        "return performance.getEntriesByType('resource').map(e => e.name)"
-    )
-    assert all(name.startswith("file:") for name in fetched)
-    browser.execute_script(
-        "const s = document.createElement('script'); s.textContent = 'window.ran = 1';"
-        "document.body.append(s)"
-    )
-    assert browser.execute_script("return window.ran") is None
-    assert "Content Security Policy" in browser.get_log("browser")[0]["message"]
 
 
 def test_a_head_sorts_by_number_and_back(browser, report):
@@ -186,56 +142,9 @@ def test_the_slider_and_the_choice_of_an_image_change_both_sides(browser, report
 
 
 @pytest.mark.parametrize("pattern", PAGES)
-def test_a_name_with_markup_is_text(browser, report, pattern):
+def test_the_keyboard_skips_to_the_content_and_every_link_leads_somewhere(browser, report, pattern):
     open_page(browser, report, pattern)
 
-    assert NAME in find(browser, "body").text
-    scripts = browser.find_elements(By.CSS_SELECTOR, "script:not([src]):not([type])")
-    assert scripts == []
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_all_words_can_be_read_by_day_and_by_night(browser, report, dark):
-    for pattern in PAGES:
-        open_page(browser, report, pattern, dark=dark)
-        browser.execute_script(
-            "document.querySelectorAll('details').forEach(d => { d.open = true })"
-        )
-
-        ratios = browser.execute_script(CONTRAST)
-
-        assert len(ratios) > 10
-        assert {name: ratio for name, ratio in ratios.items() if ratio < LEAST_CONTRAST} == {}
-    page = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
-    assert page == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
-
-
-@pytest.mark.parametrize("pattern", PAGES)
-def test_a_phone_shows_every_page_without_scrolling_sideways(browser, report, pattern):
-    open_page(browser, report, pattern, width=400)
-    browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
-
-    wide = browser.execute_script(
-        "return [...document.querySelectorAll('body *')]"
-        ".filter(e => !e.closest('.scroll, .skip, .tall')"
-        " && e.getBoundingClientRect().right > 400.5).map(e => e.outerHTML.slice(0, 99))"
-    )
-    assert wide == []
-    root = "document.documentElement"
-    assert browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth") == 0
-
-
-@pytest.mark.parametrize("pattern", PAGES)
-def test_everything_has_a_name_for_those_who_listen(browser, report, pattern):
-    open_page(browser, report, pattern)
-
-    unnamed = """
-      const names = (e) => e.getAttribute('alt') || e.getAttribute('aria-label')
-        || e.getAttribute('aria-hidden') || e.closest('label') || e.textContent.trim();
-      return [...document.querySelectorAll('img, svg, button, select, input, table')]
-        .filter(e => !names(e)).map(e => e.outerHTML.slice(0, 99));
-    """
-    assert browser.execute_script(unnamed) == []
     assert find(browser, "html").get_attribute("lang") == "en"
     browser.switch_to.active_element.send_keys(Keys.TAB)
     first = browser.switch_to.active_element
