@@ -77,7 +77,6 @@ class Report:
         by_encoder: Its records by id of an encoder.
         galleries: By id of the encoder.
         pictures: Those of the folder of results.
-        num_unreadable: Files that are no complete records.
     """
 
     store: ResultStore
@@ -90,7 +89,6 @@ class Report:
     by_encoder: Mapping[str, Sequence[Record]]
     galleries: Mapping[str, Sequence[Gallery]]
     pictures: PictureFiles
-    num_unreadable: int
 
     @property
     def plain(self) -> Sequence[Panel]:
@@ -144,7 +142,6 @@ def build_report(
         by_encoder=by_encoder,
         galleries=told_apart(galleries),
         pictures=pictures,
-        num_unreadable=len(store.unreadable),
     )
 
 
@@ -158,7 +155,7 @@ def index_page(report: Report) -> Page:
     ranked = by_task([panel for panel in panels if panel.is_ranked])
     return {
         "num_records": len(report.records),
-        "num_unreadable": report.num_unreadable,
+        "num_unreadable": len(report.store.unreadable),
         "checkpoints": report.checkpoints,
         "pairs": report.pairs,
         "profiles": list(report.profiles.values()),
@@ -333,7 +330,8 @@ def _class_tables(
         if where in tables or not panel.metric.startswith("miou") or not found:
             continue
         names = dict.fromkeys(name for iou in found.values() for name in iou)
-        rows = [(name, [_percent(iou.get(name)) for iou in found.values()]) for name in names]
+        # None where a class is absent.
+        rows = [(name, [iou.get(name) for iou in found.values()]) for name in names]
         present = [row for row in rows if any(value is not None for value in row[1])]
         tables[where] = {
             "panel": panel,
@@ -342,11 +340,6 @@ def _class_tables(
             "num_absent": len(rows) - len(present),
         }
     return list(tables.values())
-
-
-def _percent(value: Any) -> float | None:
-    """None where a class is absent."""
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _runs(records: Sequence[Record]) -> list[dict[str, Any]]:

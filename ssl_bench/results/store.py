@@ -47,7 +47,6 @@ _COLUMNS = ("file", "record", "images")
 # Of what is packed, which is less as a file.
 _MOST_PACKED = 2**30
 _UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-_COLOURS = ("mean", "std")
 _SHOWN = 5
 
 
@@ -337,24 +336,22 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
         records = store.records()
         if store.unreadable:
             say(store.said_unreadable())
-    return pandas.DataFrame([frame_row(record) for record in records])
-
-
-def frame_row(record: Record) -> dict[str, Any]:
-    """A record by column: numbers, text and null alone."""
-    row: dict[str, Any] = {}
-    for item in fields(Record):
-        name, value = item.name, getattr(record, item.name)
-        if name == "ci95":
-            row["low_95"], row["high_95"] = value or (None, None)
-        elif name in _COLOURS:
-            row |= {f"{name}_{colour}": v for colour, v in zip("rgb", value, strict=True)}
-        elif isinstance(value, Mapping):
-            plain = plain_json(value, infinity=INFINITE)
-            row[name] = json.dumps(plain, sort_keys=True, default=list)
-        else:
-            row[name] = value
-    return row | {"encoder_id": record.encoder_id}
+    rows = []
+    for record in records:
+        row: dict[str, Any] = {}
+        for item in fields(Record):
+            name, value = item.name, getattr(record, item.name)
+            if name == "ci95":
+                row["low_95"], row["high_95"] = value or (None, None)
+            elif name in ("mean", "std"):
+                row |= {f"{name}_{colour}": v for colour, v in zip("rgb", value, strict=True)}
+            elif isinstance(value, Mapping):
+                plain = plain_json(value, infinity=INFINITE)
+                row[name] = json.dumps(plain, sort_keys=True, default=list)
+            else:
+                row[name] = value
+        rows.append(row | {"encoder_id": record.encoder_id})
+    return pandas.DataFrame(rows)
 
 
 def _said_of_run(folder: Path) -> str | None:
