@@ -89,36 +89,29 @@ def answers(root, *records) -> list[str]:
     return [said for found in lists for said in re.findall("<li>(.*?)</li>", found)]
 
 
-@pytest.mark.parametrize(
-    ("hits", "said"),
-    [
-        (
-            (0, 13, 20, 14),
-            "best at block 2, CorLoc 100.0; all others are lower on the same 20 images.",
-        ),
-        (
-            (1, 17, 20, 18),
-            "best at block 2, CorLoc 100.0; two of the other three blocks cannot be told from it "
-            "on 20 images.",
-        ),
-        (
-            (9, 10),
-            "no block stands out; CorLoc is highest at block 1, 50.0, but not even the other one "
-            "can be told from it on 20 images.",
-        ),
-        (
-            (10, 10, 9, 8),
-            "no block stands out; CorLoc is highest at blocks 0 and 1, 50.0, but none of the other "
-            "two can be told from them on 20 images.",
-        ),
-        ((10, 10), "all two blocks are alike, CorLoc 50.0."),
-        ((10,), "CorLoc 50.0 at block 0, the only one with a value."),
-    ],
-)
-def test_the_overview_answers_in_a_sentence_by_pairs_of_images(tmp_path, hits, said):
-    made = [(cell(layer=layer), np.arange(20) < count) for layer, count in enumerate(hits)]
+SENTENCES = {
+    (0, 13, 20, 14): "best at block 2, CorLoc 100.0; all others are lower on the same 20 images.",
+    (1, 17, 20, 18): "best at block 2, CorLoc 100.0; two of the other three blocks cannot be told "
+    "from it on 20 images.",
+    (9, 10): "no block stands out; CorLoc is highest at block 1, 50.0, but not even the other one "
+    "can be told from it on 20 images.",
+    (10, 10, 9, 8): "no block stands out; CorLoc is highest at blocks 0 and 1, 50.0, but none of "
+    "the other two can be told from them on 20 images.",
+    (10, 10): "all two blocks are alike, CorLoc 50.0.",
+    (10,): "CorLoc 50.0 at block 0, the only one with a value.",
+}
 
-    assert answers(tmp_path, *made) == [f"tokencut on toy: {said}"]
+
+def test_the_overview_answers_in_a_sentence_by_pairs_of_images(tmp_path):
+    made = [
+        (cell(layer=layer, dataset=f"d{number}"), np.arange(20) < count)
+        for number, hits in enumerate(SENTENCES)
+        for layer, count in enumerate(hits)
+    ]
+
+    found = answers(tmp_path, *made)
+
+    assert found == [f"tokencut on d{n}: {said}" for n, said in enumerate(SENTENCES.values())]
 
 
 def test_without_values_of_images_intervals_and_ends_are_said(tmp_path):
