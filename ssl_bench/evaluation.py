@@ -35,11 +35,11 @@ from ssl_bench.data.files.readable import (
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.views import OpenedOnce
 from ssl_bench.errors import ConfigurationError, UnfitEncoder, UnreadableImage
+from ssl_bench.intervals import holds
 from ssl_bench.layers import AskedFacets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id, stride_of
 from ssl_bench.results.provenance import provenance
-from ssl_bench.results.reading import holds
 from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, TrainingImages
 from ssl_bench.results.store import first_few
 from ssl_bench.system import naming

@@ -4,6 +4,7 @@ How often they hold it in simulations, and how often other intervals would, is i
 results/tables/intervals.md.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -226,6 +227,17 @@ def few_images_warning(num_images: int) -> list[str]:
         return []
     rarely = "may hold the truth in less than 90 % of all cases"
     return [f"fewer than {FEW_IMAGES} images: the interval of a mean IoU {rarely}"]
+
+
+def holds(ci95: Interval | None, value: float) -> bool:
+    """Whether a value lies in its interval, but for rounding; an end that is NaN bounds nothing."""
+    if ci95 is None:
+        return True
+    ascending = ((ci95[0], value), (value, ci95[1]), ci95)
+    return not any(
+        one > other and not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
+        for one, other in ascending
+    )
 
 
 def _within(low: float, high: float, *, least: float) -> Interval | None:

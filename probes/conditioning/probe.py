@@ -29,6 +29,7 @@ from ssl_bench.composition.fields import Count, Pixels, check_fields
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.intervals import holds
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import (
     Encoder,
@@ -40,7 +41,6 @@ from ssl_bench.models import (
     load_encoder,
 )
 from ssl_bench.results import encoder_id
-from ssl_bench.results.reading import holds
 from ssl_bench.system.files import write_atomically
 
 SPECTRA_FILE, CKA_FILE = "spectra.npz", "cka.npy"

@@ -17,13 +17,13 @@ from ssl_bench.cli.records import (
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
-from ssl_bench.tables.epochs import by_run
-from ssl_bench.tables.pairs.comparison import (
+from ssl_bench.tables.comparison import (
     Comparison,
     EpochComparison,
     comparisons,
     epoch_comparisons,
 )
+from ssl_bench.tables.epochs import by_run
 
 Table = Comparison | EpochComparison
 _ASKED = ("task", "dataset", "split", "facet", "protocol", "seed")

@@ -11,7 +11,6 @@ from typing import Any
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.layers import numbered_layers
-from ssl_bench.report.model import chosen_metric
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.results.reading import MOST_BYTES
 from ssl_bench.results.store import first_few
@@ -26,7 +25,7 @@ from ssl_bench.tables.printing.sheets import (
     default_format,
     render_tables,
 )
-from ssl_bench.tables.series import model_names
+from ssl_bench.tables.series import chosen_metric, model_names
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
 """Fields of a record by which `table` and `compare` choose."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,12 +15,12 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.model import Line, Panel, Point
 from ssl_bench.results import PerImage, Record, ResultStore
+from ssl_bench.results.contributions import ImageCurve, Scored, stored_curve
 from ssl_bench.scores import mean_iou
 from ssl_bench.system.files import read_within
 from ssl_bench.system.naming import file_name, pictures_folder
 from ssl_bench.system.progress import show_progress
-from ssl_bench.tables.pairs.comparison import Difference, best_blocks, block_by_block
-from ssl_bench.tables.pairs.image_scores import ImageCurve, Scored, stored_curve
+from ssl_bench.tables.comparison import Difference, best_blocks, block_by_block
 
 MOST_PAIRED = 6
 """With more checkpoints than that, pairs must be asked for."""
@@ -43,8 +43,7 @@ class Pair:
         return f"compare-{self.first.encoder_id[:8]}-{self.second.encoder_id[:8]}.html"
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """One checkpoint in one panel.
 
     Attributes:
@@ -54,48 +53,36 @@ class Side:
 
     curve: ImageCurve
     scored: Scored
-    names: tuple[str, ...]
+    names: Sequence[str]
     records: Mapping[int, int]
     seed: int
 
 
-@dataclass(frozen=True)
-class ImageDifference:
-    """What one image contributes on both sides, as text, and its difference in points."""
-
-    image: str
-    first: str
-    second: str
-    difference: float
-
-
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A difference and the numbers of the records behind its two sides."""
 
     difference: Difference
-    first: tuple[int, ...]
-    second: tuple[int, ...]
+    first: Sequence[int]
+    second: Sequence[int]
 
 
-@dataclass(frozen=True)
-class PanelPair:
+class PanelPair(NamedTuple):
     """Two checkpoints in one panel.
 
     Attributes:
         rows: First minus second block by block.
         summary: Best blocks on the scored images, then those that held-out images choose.
         layers: The best block of each side.
-        images: Those whose scores at these blocks differ most.
+        images: Those whose mean IoUs at these blocks differ most: name, both, difference.
         tally: Of images that are right or wrong: both, only the first, only the second, neither.
     """
 
     panel: Panel
-    rows: tuple[Row, ...]
-    summary: tuple[Row, ...]
+    rows: Sequence[Row]
+    summary: Sequence[Row]
     layers: tuple[int, int]
-    images: tuple[ImageDifference, ...]
-    tally: tuple[int, int, int, int] | None
+    images: Sequence[tuple[str, float, float, float]]
+    tally: Sequence[int] | None
 
 
 def pairs_of(checkpoints: Sequence[Checkpoint], asked: Iterable[tuple[str, str]]) -> list[Pair]:
@@ -132,7 +119,7 @@ def side_of(
     return Side(
         curve=curve,
         scored=Scored.of(curve),
-        names=tuple(image_names(store, records[numbers[0]], number)),
+        names=image_names(store, records[numbers[0]], number),
         records={layer: chosen[layer] for layer in found},
         seed=seed,
     )
@@ -146,8 +133,7 @@ def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
 
     def row(difference: Difference) -> Row:
         one, other = difference.layers
-        numbers = (tuple(first.records[n] for n in one), tuple(second.records[n] for n in other))
-        return Row(difference, *numbers)
+        return Row(difference, [first.records[n] for n in one], [second.records[n] for n in other])
 
     best = (first.scored.best, second.scored.best)
     sides = (first.curve.per_image[best[0]], second.curve.per_image[best[1]])
@@ -155,11 +141,11 @@ def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
     if sides[0].ndim == 1:
         one, other = (side.astype(bool) for side in sides)
         right = (one & other, one & ~other, ~one & other, ~one & ~other)
-        tally = (int(right[0].sum()), int(right[1].sum()), int(right[2].sum()), int(right[3].sum()))
+        tally = [int(some.sum()) for some in right]
     return PanelPair(
         panel=panel,
-        rows=tuple(map(row, rows)),
-        summary=tuple(map(row, best_blocks(first.scored, second.scored))),
+        rows=list(map(row, rows)),
+        summary=list(map(row, best_blocks(first.scored, second.scored))),
         layers=best,
         images=_images(panel.metric, first.names, sides),
         tally=tally,
@@ -187,34 +173,25 @@ def scored_by_panel(
 
 def _images(
     metric: str, names: Sequence[str], sides: tuple[PerImage, PerImage]
-) -> tuple[ImageDifference, ...]:
+) -> list[tuple[str, float, float, float]]:
     """The images with the largest differences in mean IoU, the first's gains first."""
     if not metric.startswith("miou") or sides[0].ndim != 3:
-        return ()
+        return []
     found = [
-        ImageDifference(name, f"{one:.1f}", f"{other:.1f}", one - other)
+        (name, one, other, one - other)
         for name, one, other in zip(
             names, *(mean_iou(side).tolist() for side in sides), strict=True
         )
         if np.isfinite(one - other) and other != one
     ]
-    found.sort(key=lambda image: -image.difference)
+    found.sort(key=lambda image: -image[-1])
     if len(found) <= 2 * _NUM_SHOWN:
-        return tuple(found)
-    return (*found[:_NUM_SHOWN], *found[-_NUM_SHOWN:])
+        return found
+    return [*found[:_NUM_SHOWN], *found[-_NUM_SHOWN:]]
 
 
-@dataclass(frozen=True)
-class ImageScore:
-    """Mean IoU of one image over the classes that occur in it, in percent."""
-
-    image: str
-    value: float
-
-
-@dataclass(frozen=True)
-class Extremes:
-    """The images of a panel at the best block of a checkpoint.
+class Extremes(NamedTuple):
+    """Images of a panel at the best block of a checkpoint, with their mean IoUs in percent.
 
     Attributes:
         worst: From the worst one on.
@@ -224,8 +201,8 @@ class Extremes:
 
     panel: Panel
     point: Point
-    worst: tuple[ImageScore, ...]
-    best: tuple[ImageScore, ...]
+    worst: Sequence[tuple[str, float]]
+    best: Sequence[tuple[str, float]]
     num_scored: int
 
 
@@ -250,14 +227,14 @@ def extremes_of(
         return None
     names = image_names(store, record, len(counts))
     scored = [
-        ImageScore(name, value)
+        (name, value)
         for name, value in zip(names, mean_iou(counts).tolist(), strict=True)
         if not math.isnan(value)
     ]
-    ordered = sorted(scored, key=lambda score: score.value)
+    ordered = sorted(scored, key=lambda score: score[1])
     shown = min(_NUM_EXTREMES, max(1, len(ordered) // 2))
-    top = tuple(reversed(ordered[len(ordered) - shown :]))
-    return Extremes(panel, best, tuple(ordered[:shown]), top, len(ordered))
+    top = ordered[len(ordered) - shown :][::-1]
+    return Extremes(panel, best, ordered[:shown], top, len(ordered))
 
 
 def outcomes_of(

@@ -12,13 +12,13 @@ from ssl_bench.report.model import (
     Panel,
     Point,
     best_of,
-    chosen_metric,
     points_of,
     spot_of,
 )
 from ssl_bench.results import Record
 from ssl_bench.tables.epochs import epoch_of, followed_runs, require_one_encoder_an_epoch
 from ssl_bench.tables.notes import baselines
+from ssl_bench.tables.series import chosen_metric, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
 NUM_SHADES = 12
@@ -61,18 +61,18 @@ class Course:
         best = best_of(self.points.values())
         return -math.inf if best is None else best.value
 
-    def curves(self) -> tuple[Curve, ...]:
+    def curves(self) -> list[Curve]:
         """One a block."""
         curves = []
         for layer in self.layers:
             where = f"{self.run}, block {layer}, {self.along}"
-            spots = tuple(
+            spots = [
                 spot_of(point, x, f"{where} {x:g}")
                 for x in self.epochs
                 if (point := self.at(x, layer)) is not None
-            )
+            ]
             curves.append(Curve(f"block {layer}", block_style(layer, self.depth), layer, spots))
-        return tuple(curves)
+        return curves
 
 
 @dataclass(frozen=True)
@@ -94,25 +94,15 @@ class PanelCourses:
         chosen = {course.run for course in highest}
         return tuple(course for course in self.courses if course.run in chosen)
 
-    def drawn(self) -> tuple[tuple[Course, Chart], ...]:
+    def drawn(self) -> list[tuple[Course, Chart]]:
         """The shown courses, all on the same axes."""
-        curves = {course: course.curves() for course in self.shown}
-        every = [curve for those in curves.values() for curve in those]
-        said, floors = self.panel.measured, self.panel.baselines
-        return tuple(
-            (
-                course,
-                draw(
-                    own,
-                    unit=self.panel.unit,
-                    measured=said,
-                    along="epoch",
-                    beside=every,
-                    floors=floors,
-                ),
-            )
-            for course, own in curves.items()
-        )
+        panel, curves = self.panel, [course.curves() for course in self.shown]
+        axes = {"unit": panel.unit, "measured": panel.measured, "floors": panel.baselines}
+        every = [curve for those in curves for curve in those]
+        return [
+            (course, draw(own, **axes, along="epoch", beside=every))
+            for course, own in zip(self.shown, curves, strict=True)
+        ]
 
 
 def followed_panels(panels: Sequence[Panel], records: Sequence[Record]) -> tuple[PanelCourses, ...]:
@@ -183,9 +173,10 @@ class CorruptedScores:
         floors = [
             (f"{one} {scores[0]:.1f}", scores[0]) for one, scores in baselines(records).items()
         ]
-        unit, metric = self.record.unit, self.record.metric
-        said = f"{metric} ({unit})" if unit else metric
-        return draw(self.course.curves(), unit=unit, measured=said, along="severity", floors=floors)
+        unit, measured = self.record.unit, metric_with_unit(self.record)
+        return draw(
+            self.course.curves(), unit=unit, measured=measured, along="severity", floors=floors
+        )
 
 
 def corrupted_scores(records: Sequence[Record]) -> tuple[CorruptedScores, ...]:

@@ -3,8 +3,9 @@
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 WIDTH, HEIGHT = 400, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 10, 34
@@ -26,8 +27,7 @@ _LONGEST_NAME = 16
 _WORDS = re.compile(r"[^\s_/.\-]+")
 
 
-@dataclass(frozen=True)
-class Spot:
+class Spot(NamedTuple):
     """One value of a curve; NaN breaks the line, infinity lies at the upper edge.
 
     Attributes:
@@ -57,20 +57,18 @@ class Curve:
     name: str
     style: str
     number: int
-    spots: tuple[Spot, ...]
+    spots: Sequence[Spot]
     label: str = ""
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(NamedTuple):
     """A labelled place on an axis."""
 
     place: float
     label: str
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A spot in the drawing; of ranks `is_best` says that no block stands higher."""
 
     x: float
@@ -81,8 +79,7 @@ class Mark:
     is_best: bool = False
 
 
-@dataclass(frozen=True)
-class DrawnCurve:
+class DrawnCurve(NamedTuple):
     """A curve in the drawing; `line` and `band` are SVG paths, `label` a text and its height."""
 
     name: str
@@ -90,12 +87,11 @@ class DrawnCurve:
     number: int
     line: str
     band: str
-    marks: tuple[Mark, ...]
+    marks: Sequence[Mark]
     label: Tick | None
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A drawing; y grows downwards.
 
     Attributes:
@@ -108,12 +104,12 @@ class Chart:
         right: Where the axes end.
     """
 
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    curves: tuple[DrawnCurve, ...]
-    levels: tuple[Tick, ...]
-    floors: tuple[Tick, ...]
-    floor_texts: tuple[Tick, ...]
+    x_ticks: Sequence[Tick]
+    y_ticks: Sequence[Tick]
+    curves: Sequence[DrawnCurve]
+    levels: Sequence[Tick]
+    floors: Sequence[Tick]
+    floor_texts: Sequence[Tick]
     zero: float | None
     measured: str
     along: str
@@ -176,11 +172,11 @@ def draw(
             number=curve.number,
             line="".join(_path([(x(s.x), y(s.value)) for s in run]) for run in runs if run),
             band="".join(map(band, runs)),
-            marks=tuple(
+            marks=[
                 Mark(x(s.x), y(s.value), s.hint, s.doubtful, s.value == math.inf)
                 for run in runs
                 for s in run
-            ),
+            ],
             label=label,
         )
 
@@ -206,11 +202,11 @@ def draw(
     of_texts = spread(beneath, _LINE, float(_TOP) + _LINE, bottom - 3)
     return Chart(
         x_ticks=_apart([Tick(x(place), f"{place:g}") for place in places]),
-        y_ticks=tuple(Tick(y(value), _tick_label(value)) for value in ticks),
-        curves=tuple(drawn(curve, named.get(number)) for number, curve in enumerate(curves)),
-        levels=tuple(Tick(y(v), name) for name, v in levels if ticks[0] <= v <= ticks[-1]),
-        floors=tuple(lines),
-        floor_texts=tuple(Tick(at, one.label) for at, one in zip(of_texts, lines, strict=True)),
+        y_ticks=[Tick(y(value), _tick_label(value)) for value in ticks],
+        curves=[drawn(curve, named.get(number)) for number, curve in enumerate(curves)],
+        levels=[Tick(y(v), name) for name, v in levels if ticks[0] <= v <= ticks[-1]],
+        floors=lines,
+        floor_texts=[Tick(at, one.label) for at, one in zip(of_texts, lines, strict=True)],
         zero=y(0.0) if ticks[0] < 0 < ticks[-1] else None,
         measured=measured or unit,
         along=along,
@@ -251,13 +247,13 @@ def _tick_label(value: float) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-def _apart(ticks: Sequence[Tick]) -> tuple[Tick, ...]:
+def _apart(ticks: Sequence[Tick], gap: int = _TICK_GAP) -> list[Tick]:
     """Those whose labels have room beside the one before."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
-        if tick.place - kept[-1].place >= _TICK_GAP:
+        if tick.place - kept[-1].place >= gap:
             kept.append(tick)
-    return tuple(kept)
+    return kept
 
 
 def _path(corners: Sequence[tuple[float, float]]) -> str:
@@ -304,21 +300,7 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tup
     return tuple(round(height, 1) for height in placed)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a block stands among those of its encoder, from 0, the lowest, to 1, the highest.
-
-    Attributes:
-        low: Its lowest and its highest place that the intervals allow.
-    """
-
-    share: float
-    low: int | float
-    high: int | float
-
-
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """One question and the scores of the blocks, two of them at least.
 
     Attributes:
@@ -329,11 +311,10 @@ class Question:
     name: str
     about: tuple[str, ...]
     style: str
-    known: tuple[Spot, ...]
+    known: Sequence[Spot]
 
 
-@dataclass(frozen=True)
-class RankRow:
+class RankRow(NamedTuple):
     """A question in the drawing, from `top` to `bottom`; `line` and `band` are SVG paths.
 
     Attributes:
@@ -341,21 +322,20 @@ class RankRow:
     """
 
     name: str
-    texts: tuple[tuple[int, str], ...]
+    texts: Sequence[tuple[int, str]]
     style: str
     top: int
     bottom: int
     line: str
     band: str
-    marks: tuple[Mark, ...]
+    marks: Sequence[Mark]
 
 
-@dataclass(frozen=True)
-class RankChart:
+class RankChart(NamedTuple):
     """A drawing, one row a question; `ticks` are places and names of blocks."""
 
-    rows: tuple[RankRow, ...]
-    ticks: tuple[tuple[float, int | float], ...]
+    rows: Sequence[RankRow]
+    ticks: Sequence[Tick]
     height: int
     width: int = RANKS_WIDTH
     left: int = _RANKS_LEFT
@@ -370,30 +350,29 @@ class RankChart:
         return "; ".join(f"{name} highest at {hint}" for name, hint in bests)
 
 
-def places(known: Sequence[Spot]) -> tuple[Place, ...]:
-    """Where each block stands, equal ones in the middle of their places.
+def places(known: Sequence[Spot]) -> list[tuple[float, float, float]]:
+    """Where each block stands, from 0, the lowest, to 1; equal ones in the middle of their places.
 
     A block may stand above another where the intervals of the two overlap. They are taken for each
     block alone: of the same images, pairs of blocks may be known apart all the same.
+
+    Returns:
+        Of each block its place, and the lowest and the highest one that the intervals allow.
     """
     others = len(known) - 1
     # Where no interval is known its ends are the value.
     lows = [one.value if one.low is None else one.low for one in known]
     highs = [one.value if one.high is None else one.high for one in known]
-
-    def share(count: int | float) -> float:
-        return count / others if others else 0.5
-
-    def place(one: Spot, low: float, high: float) -> Place:
+    found = []
+    for one, low, high in zip(known, lows, highs, strict=True):
         below = sum(other.value < one.value for other in known)
         equal = sum(other.value == one.value for other in known)
-        return Place(
-            share(below + (equal - 1) / 2),
-            share(sum(other < low for other in highs)),
-            share(others - sum(other > high for other in lows)),
-        )
-
-    return tuple(map(place, known, lows, highs))
+        lowest = sum(other < low for other in highs)
+        highest = others - sum(other > high for other in lows)
+        counts = (below + (equal - 1) / 2, lowest, highest)
+        place, least, most = (count / others if others else 0.5 for count in counts)
+        found.append((place, least, most))
+    return found
 
 
 def draw_ranks(questions: Sequence[Question]) -> RankChart:
@@ -402,40 +381,37 @@ def draw_ranks(questions: Sequence[Question]) -> RankChart:
     step = (RANKS_WIDTH - _RANKS_RIGHT - _RANKS_LEFT - 20) / ((layers[-1] - layers[0]) or 1)
     x = {layer: round(_RANKS_LEFT + 10 + step * (layer - layers[0]), 1) for layer in layers}
     rows, top = [], _RANKS_TOP
-    for one in questions:
-        texts = [t for words in (one.name, *one.about) for t in textwrap.wrap(words, _LETTERS)]
-        rows.append(_rank_row(one, texts, top, x))
-        top += max(_ROW, _RANKS_LINE * len(texts)) + _ROW_GAP
-    ticks = [(x[layers[0]], layers[0])]
-    for layer in layers[1:]:
-        if x[layer] - ticks[-1][0] >= _RANKS_TICK_GAP:
-            ticks.append((x[layer], layer))
-    return RankChart(tuple(rows), tuple(ticks), top + _RANKS_BOTTOM - _ROW_GAP)
-
-
-def _rank_row(
-    question: Question, texts: Sequence[str], top: int, x: Mapping[int | float, float]
-) -> RankRow:
-    known = [one for one in question.known if not math.isnan(one.value)]
-    found = places(known)
 
     def y(share: float) -> float:
         return round(top + _ROW * (1 - share), 1)
 
-    xs = [x[one.x] for one in known]
-    best = max((place.share for place in found), default=0.0)
-    upper = [(at, y(place.high)) for at, place in zip(xs, found, strict=True)]
-    lower = [(at, y(place.low)) for at, place in zip(xs, found, strict=True)]
-    return RankRow(
-        name=question.name,
-        texts=tuple((top + _RANKS_LINE * (n + 1), text) for n, text in enumerate(texts)),
-        style=question.style,
-        top=top,
-        bottom=top + _ROW,
-        line=_path([(at, y(place.share)) for at, place in zip(xs, found, strict=True)]),
-        band=_path([*upper, *reversed(lower)]) + "Z",
-        marks=tuple(
-            Mark(at, y(place.share), one.hint, is_best=place.share == best)
-            for at, place, one in zip(xs, found, known, strict=True)
-        ),
-    )
+    for question in questions:
+        texts = [
+            text
+            for words in (question.name, *question.about)
+            for text in textwrap.wrap(words, _LETTERS)
+        ]
+        known = [one for one in question.known if not math.isnan(one.value)]
+        found = places(known)
+        xs = [x[one.x] for one in known]
+        best = max((place for place, _, _ in found), default=0.0)
+        upper = [(at, y(high)) for at, (_, _, high) in zip(xs, found, strict=True)]
+        lower = [(at, y(low)) for at, (_, low, _) in zip(xs, found, strict=True)]
+        rows.append(
+            RankRow(
+                name=question.name,
+                texts=[(top + _RANKS_LINE * (n + 1), text) for n, text in enumerate(texts)],
+                style=question.style,
+                top=top,
+                bottom=top + _ROW,
+                line=_path([(at, y(place)) for at, (place, _, _) in zip(xs, found, strict=True)]),
+                band=_path([*upper, *reversed(lower)]) + "Z",
+                marks=[
+                    Mark(at, y(place), one.hint, is_best=place == best)
+                    for at, (place, _, _), one in zip(xs, found, known, strict=True)
+                ],
+            )
+        )
+        top += max(_ROW, _RANKS_LINE * len(texts)) + _ROW_GAP
+    ticks = _apart([Tick(x[layer], f"{layer:g}") for layer in layers], _RANKS_TICK_GAP)
+    return RankChart(rows, ticks, top + _RANKS_BOTTOM - _ROW_GAP)

@@ -16,30 +16,19 @@ from ssl_bench.results import Record
 from ssl_bench.tables.entry import Entry, K, mean_entry, with_seeds_said
 from ssl_bench.tables.notes import baselines, footnote
 from ssl_bench.tables.printing.sheets import NO_VALUE
-from ssl_bench.tables.series import comparable_groups, differing_settings, said_training
+from ssl_bench.tables.series import (
+    chosen_metric,
+    comparable_groups,
+    differing_settings,
+    metric_with_unit,
+    said_training,
+)
 
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """What readers choose panels by."""
 
 FIRST_TASKS = ("segmentation", "tokencut")
 """The tasks that readers come for stand first."""
-
-_HEADLINES = (
-    "miou_holdout",
-    "ap50",
-    "corloc",
-    "max_f_beta",
-    "miou",
-    "top1_holdout",
-    "top1_k20",
-    "top1",
-    "pck_0.1",
-    "ami",
-    "nmi",
-    "explained_variance",
-    "condition_number",
-    "rankme",
-)
 
 _UNLABELLED = frozenset({"pca", "conditioning", "geometry", "warps", "degenerate"})
 """Tasks, protocols and metrics that take photographs as they are."""
@@ -163,7 +152,7 @@ class Panel:
     @property
     def measured(self) -> str:
         """Such as "corloc (%)"."""
-        return f"{self.metric} ({self.unit})" if self.unit else self.metric
+        return metric_with_unit(self.record)
 
     @property
     def title(self) -> str:
@@ -218,6 +207,11 @@ class Panel:
         """The answers without a look at the images that a score does not beat, in words."""
         found = [name for name, score in self.baselines if point and point.value <= score]
         return f"not above {' and '.join(found)}" if found else ""
+
+    def shown(self, checkpoint: Checkpoint) -> Point | None:
+        """The best point of a checkpoint, or where more is not better that of its last block."""
+        line = self.line(checkpoint)
+        return (line.best or line.last) if line else None
 
     def line(self, checkpoint: Checkpoint) -> Line | None:
         return self._by_encoder.get(checkpoint.encoder_id)
@@ -323,12 +317,6 @@ def headline_metric(panels: Sequence[Panel]) -> str:
         panels: Of one task.
     """
     return chosen_metric([(panel.metric, panel.is_ranked) for panel in panels])
-
-
-def chosen_metric(known: Sequence[tuple[str, bool]]) -> str:
-    """As `headline_metric`, of names of metrics and whether more of them is better."""
-    metrics = [metric for metric, _ in sorted(known, key=lambda one: not one[1])]
-    return next((metric for metric in _HEADLINES if metric in metrics), metrics[0])
 
 
 def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.comparing import MOST_PAIRED, side_of
@@ -14,7 +15,6 @@ from ssl_bench.report.drawing import Question, RankChart, draw_ranks
 from ssl_bench.report.model import (
     Line,
     Panel,
-    Point,
     by_place,
     by_task,
     headline_metric,
@@ -22,7 +22,7 @@ from ssl_bench.report.model import (
     spot_of,
 )
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.pairs.comparison import difference
+from ssl_bench.tables.comparison import difference
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -91,8 +91,7 @@ _METRICS = {
 }
 
 
-@dataclass(frozen=True)
-class Differing:
+class Differing(NamedTuple):
     """Facts of some rows: what the rows differ in, to be columns, and what is said once.
 
     Attributes:
@@ -105,15 +104,11 @@ class Differing:
     rows: tuple[tuple[str, ...], ...]
     shared: tuple[tuple[str, str], ...]
 
-    def row(self, number: int) -> tuple[tuple[str, str], ...]:
-        """Names and values of a row in which rows differ."""
-        return tuple(zip(self.names, self.rows[number], strict=True))
-
     def words(self, number: int) -> tuple[str, ...]:
         """Values of a row that explain themselves, others with their names."""
         return tuple(
             value if name in _PLAIN else f"{name} {value}"
-            for name, value in self.row(number)
+            for name, value in zip(self.names, self.rows[number], strict=True)
             if value
         )
 
@@ -130,65 +125,25 @@ def differing(rows: Sequence[Facts]) -> Differing:
     )
 
 
-@dataclass(frozen=True)
-class Column:
-    """One measurement in the first table; `facts` set it apart from the other columns."""
-
-    panel: Panel
-    facts: tuple[str, ...]
-
-    def at(self, checkpoint: Checkpoint) -> Point | None:
-        """The best point, or where more is not better that of the last block."""
-        line = self.panel.line(checkpoint)
-        return (line.best or line.last) if line else None
-
-
-@dataclass(frozen=True)
-class Board:
+def board_of(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> dict[str, Any]:
     """The first table of a report: a row a checkpoint, a column a task and dataset.
 
-    Attributes:
-        checkpoints: What they differ in, row by row.
-        shared: What all columns share.
+    Returns:
+        `checkpoints`, what they differ in row by row; `columns`, the panel of each and what sets it
+        apart from the others; `shared`, what all columns share.
     """
-
-    checkpoints: Differing
-    columns: tuple[Column, ...]
-    shared: Facts
-
-
-def board_of(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> Board:
-    """Of each task and dataset one column."""
     chosen = headline_panels(panels)
     facts = differing([[f for f in panel.facts if f[0] in _IN_HEADS] for panel in chosen])
     rows = [[fact for fact in one.facts if fact[0] != _NO_COLUMN] for one in checkpoints]
-    columns = (Column(panel, facts.words(number)) for number, panel in enumerate(chosen))
-    return Board(differing(rows), tuple(columns), facts.shared)
+    columns = [(panel, facts.words(number)) for number, panel in enumerate(chosen)]
+    return {"checkpoints": differing(rows), "columns": columns, "shared": facts.shared}
 
 
-@dataclass(frozen=True)
-class BlockColumn:
-    """One measurement of one checkpoint; `facts` set it apart from the others of its group."""
-
-    panel: Panel
-    line: Line
-    facts: tuple[str, ...]
+BlockTable = Sequence[tuple[Panel, Line, tuple[str, ...]]]
+"""A few measurements of a checkpoint, a row a block; the words set one apart from the others."""
 
 
-@dataclass(frozen=True)
-class BlockTable:
-    """A few measurements, a row a block."""
-
-    columns: tuple[BlockColumn, ...]
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        points = (point for column in self.columns for point in column.line.points)
-        return tuple(sorted({point.layer for point in points}))
-
-
-@dataclass(frozen=True)
-class BlockGroup:
+class BlockGroup(NamedTuple):
     """The measurements of one checkpoint for a task on one split of a dataset.
 
     Attributes:
@@ -200,15 +155,11 @@ class BlockGroup:
     task: str
     where: str
     shared: Facts
-    tables: tuple[BlockTable, ...]
-    folded: tuple[BlockTable, ...]
-
-    @property
-    def num_folded(self) -> int:
-        return sum(len(table.columns) for table in self.folded)
+    tables: Sequence[BlockTable]
+    folded: Sequence[BlockTable]
 
 
-def block_groups(lines: Sequence[tuple[Panel, Line]]) -> tuple[BlockGroup, ...]:
+def block_groups(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
     """The measurements of a checkpoint by task and split of a dataset."""
     own = {panel.number: line for panel, line in lines}
     groups = []
@@ -219,18 +170,15 @@ def block_groups(lines: Sequence[tuple[Panel, Line]]) -> tuple[BlockGroup, ...]:
             facts = differing(
                 [[f for f in panel.facts if f[0] not in ("metric", "on")] for panel in panels]
             )
-            columns = [
-                BlockColumn(panel, own[panel.number], facts.words(number))
-                for number, panel in enumerate(panels)
-            ]
+            columns = [(p, own[p.number], facts.words(number)) for number, p in enumerate(panels)]
             # As few tables as can be, of about as many columns each.
             count = -(-len(columns) // MOST_BESIDE)
             ends = [len(columns) * number // count for number in range(count + 1)]
-            tables = tuple(BlockTable(tuple(columns[a:b])) for a, b in pairwise(ends))
+            tables = [columns[a:b] for a, b in pairwise(ends)]
             groups.append(
                 BlockGroup(task, where, facts.shared, tables[:MOST_OPEN], tables[MOST_OPEN:])
             )
-    return tuple(groups)
+    return groups
 
 
 @dataclass(frozen=True)

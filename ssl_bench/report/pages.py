@@ -77,7 +77,6 @@ class Report:
         by_encoder: Its records by id of an encoder.
         galleries: By id of the encoder.
         pictures: Those of the folder of results.
-        num_unreadable: Files that are no complete records.
     """
 
     store: ResultStore
@@ -90,7 +89,6 @@ class Report:
     by_encoder: Mapping[str, Sequence[Record]]
     galleries: Mapping[str, Sequence[Gallery]]
     pictures: PictureFiles
-    num_unreadable: int
 
     @property
     def plain(self) -> Sequence[Panel]:
@@ -144,7 +142,6 @@ def build_report(
         by_encoder=by_encoder,
         galleries=told_apart(galleries),
         pictures=pictures,
-        num_unreadable=len(store.unreadable),
     )
 
 
@@ -152,22 +149,22 @@ def index_page(report: Report) -> Page:
     """The overview: one number a task, a few pictures, all curves and all numbers."""
     panels, board = report.panels, board_of(report.plain, report.checkpoints)
     shown = [
-        point for column in board.columns for c in report.checkpoints if (point := column.at(c))
+        point for p, _ in board["columns"] for c in report.checkpoints if (point := p.shown(c))
     ]
     views = {panel.number: _panel_view(panel, report.records) for panel in panels}
     ranked = by_task([panel for panel in panels if panel.is_ranked])
     return {
         "num_records": len(report.records),
-        "num_unreadable": report.num_unreadable,
+        "num_unreadable": len(report.store.unreadable),
         "checkpoints": report.checkpoints,
         "pairs": report.pairs,
         "profiles": list(report.profiles.values()),
         "board": board,
-        "has_baselines": any(column.panel.baselines for column in board.columns),
+        "has_baselines": any(panel.baselines for panel, _ in board["columns"]),
         "reasons": said_reasons(shown),
-        "has_degenerate": any(column.panel.metric == "degenerate" for column in board.columns),
+        "has_degenerate": any(p.metric == "degenerate" for p, _ in board["columns"]),
         "strips": strips_of(
-            report.checkpoints, report.galleries, [one.panel.record for one in board.columns]
+            report.checkpoints, report.galleries, [panel.record for panel, _ in board["columns"]]
         ),
         # Numbers of the panels that the page on epochs follows runs in.
         "followed": {one.panel.number for one in report.followed},
@@ -212,7 +209,7 @@ def _panel_view(panel: Panel, records: Sequence[Record]) -> dict[str, Any]:
     # By the table of a paper that they are of, and what differs there.
     published: dict[tuple[str, str], list[PublishedValue]] = defaultdict(list)
     for beside in published_beside(records[panel.points[0].records[0]]):
-        published[beside.value.source, beside.differs].append(beside.value)
+        published[beside.source, beside.differs].append(beside)
     levels = [
         (f"published: {value.row}, {value.column}, {value.value:.1f}", value.value)
         for those in published.values()
@@ -308,7 +305,10 @@ def _shown(extremes: Extremes, galleries: Sequence[Gallery]) -> dict[str, Any]:
     sides = (("worst", extremes.worst), ("best", extremes.best))
     return {
         "extremes": extremes,
-        "sides": [(kind, [(s, address(s.image)) for s in scores]) for kind, scores in sides],
+        "sides": [
+            (kind, [(image, value, address(image)) for image, value in scores])
+            for kind, scores in sides
+        ],
     }
 
 
@@ -330,7 +330,8 @@ def _class_tables(
         if where in tables or not panel.metric.startswith("miou") or not found:
             continue
         names = dict.fromkeys(name for iou in found.values() for name in iou)
-        rows = [(name, [_percent(iou.get(name)) for iou in found.values()]) for name in names]
+        # None where a class is absent.
+        rows = [(name, [iou.get(name) for iou in found.values()]) for name in names]
         present = [row for row in rows if any(value is not None for value in row[1])]
         tables[where] = {
             "panel": panel,
@@ -339,11 +340,6 @@ def _class_tables(
             "num_absent": len(rows) - len(present),
         }
     return list(tables.values())
-
-
-def _percent(value: Any) -> float | None:
-    """None where a class is absent."""
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _runs(records: Sequence[Record]) -> list[dict[str, Any]]:

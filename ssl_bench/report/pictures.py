@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from ssl_bench.report.checkpoints import Checkpoint
@@ -298,29 +298,23 @@ def _variant(folder: PurePosixPath, facet: str | None) -> str:
     return " ".join(part for part in (*folder.parts, facet or "") if part)
 
 
-@dataclass(frozen=True)
-class StripPicture:
-    """One picture; `block` is such as "block 3", or "all blocks"."""
+class Strip(NamedTuple):
+    """A few pictures of a checkpoint over its blocks.
 
-    block: str
-    address: str
-    alt: str
-
-
-@dataclass(frozen=True)
-class Strip:
-    """A few pictures of a checkpoint over its blocks."""
+    Attributes:
+        pictures: Block, such as "block 3" or "all blocks", address, and what is seen, in words.
+    """
 
     checkpoint: Checkpoint
     what: str
-    pictures: tuple[StripPicture, ...]
+    pictures: Sequence[tuple[str, str, str]]
 
 
 def strips_of(
     checkpoints: Sequence[Checkpoint],
     galleries: Mapping[str, Sequence[Gallery]],
     scored: Iterable[Record],
-) -> tuple[Strip, ...]:
+) -> list[Strip]:
     """Strips of each checkpoint that has pictures, a task each, of what most of them have.
 
     Args:
@@ -364,7 +358,7 @@ def strips_of(
                 best = min(own, key=place)
                 image = max(best.files, key=lambda image, best=best: image_uses[best.key, image])
                 strips.append(_strip(checkpoint, best, image))
-    return tuple(strips)
+    return strips
 
 
 def _strip(checkpoint: Checkpoint, gallery: Gallery, image: str) -> Strip:
@@ -378,8 +372,8 @@ def _strip(checkpoint: Checkpoint, gallery: Gallery, image: str) -> Strip:
     for layer in layers:
         block = "all blocks" if layer is None else f"block {layer}"
         alt = f"{checkpoint.name}, {gallery.what}, {block}{of}"
-        pictures.append(StripPicture(block, address(gallery.path(layer, image)), alt))
-    return Strip(checkpoint, gallery.what + of, tuple(pictures))
+        pictures.append((block, address(gallery.path(layer, image)), alt))
+    return Strip(checkpoint, gallery.what + of, pictures)
 
 
 def sections_of(shown: Sequence[Sequence[tuple[str, Gallery]]]) -> list[dict[str, Any]]:

@@ -1,10 +1,11 @@
 """From a report to a folder of pages, which takes its place when it is whole."""
 
 import json
+import math
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -123,8 +124,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     require_replaceable(folder)
     # So that "." has a name.
     folder = real(folder)
-    mark = uuid.uuid4().hex
-    new, old = (folder.with_name(f".{mark}.{word}") for word in ("new", "old"))
+    new = folder.with_name(f".{uuid.uuid4().hex}.new")
     try:
         new.mkdir(parents=True)
         yield new
@@ -132,20 +132,14 @@ def replacing(folder: Path) -> Iterator[Path]:
         # Again, because somebody may have put files there in the meantime.
         require_replaceable(folder)
         if folder.exists():
-            folder.rename(old)
+            shutil.rmtree(folder)
         new.rename(folder)
     except OSError as error:
         raise MachineError(
             f"cannot write {folder}: {error.strerror or error}; free space or choose another folder"
         ) from error
     finally:
-        # Whatever came between the two names, an interrupt too: the older report goes back.
-        if old.exists() and not folder.exists():
-            with suppress(OSError):
-                old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def as_script(records: Sequence[Record]) -> str:
@@ -153,71 +147,44 @@ def as_script(records: Sequence[Record]) -> str:
 
     What many records share is written once.
     """
-    words = _Words()
-    rows = [words.places(record) for record in records]
-    names = [*_SHOWN.values(), "record", "settings", "details"]
-    content = {"names": names, "words": [json.loads(word) for word in words.shared]}
-    start = json_text(content, indent=None, text=printable).removesuffix("}")
-    text = f'{start},"rows":{json.dumps(rows, separators=(",", ":"))}}}'
-    # Parsed, because in a literal of the language the name __proto__ means something.
-    return f"const RECORDS = JSON.parse({json.dumps(text)});\n"
+    # Places of words by their JSON, and of mappings, which many records share, by identity.
+    words, mappings = dict[str, int](), dict[int, int]()
 
+    def new(value: Any) -> int:
+        word = json.dumps(plain_json(value, infinity=INFINITE), sort_keys=True, default=str)
+        return words.setdefault(word, len(words))
 
-class _Words:
-    """What is said of records, each word once.
+    def place(value: Any) -> int:
+        if not isinstance(value, Mapping):
+            return new(value)
+        if id(value) not in mappings:
+            mappings[id(value)] = new(value)
+        return mappings[id(value)]
 
-    Attributes:
-        shared: Place of every word by its JSON.
-    """
-
-    def __init__(self) -> None:
-        self.shared: dict[str, int] = {}
-        # Written before: mappings, which many records share, by identity; texts and integers.
-        self._known: dict[Any, int] = {}
-
-    def places(self, record: Record) -> list[int]:
-        """Where the fields of a record are, its file, its settings and its details."""
-        shown = _rounded if record.unit else _short
+    rows = []
+    for record in records:
+        digits = ".4f" if record.unit else ".6g"
         changed = {
-            "value": shown(_plain(record.value)),
-            "ci95": shown(_plain(record.ci95)),
+            "value": _rounded(record.value, digits),
+            "ci95": _rounded(record.ci95, digits),
             "unit": record.unit or "plain number",
         }
         fields = [changed[n] if n in changed else getattr(record, n) for n in _SHOWN]
         file = "/".join(("records", *place_of(record, record.digest)))
         # The details that fit on a line; the record has all.
-        plain = {n: _plain(v) for n, v in record.details.items() if not isinstance(v, Mapping)}
-        small = {name: _rounded(value) for name, value in plain.items() if len(str(value)) <= 200}
-        return [*map(self._place, [*fields, file, record.settings]), self._new(small)]
-
-    def _place(self, value: Any) -> int:
-        if isinstance(value, Mapping):
-            key = id(value)
-        elif type(value) in (str, int):
-            key = (type(value), value)
-        else:
-            return self._new(_plain(value))
-        if key not in self._known:
-            self._known[key] = self._new(_plain(value))
-        return self._known[key]
-
-    def _new(self, value: Any) -> int:
-        word = json.dumps(value, sort_keys=True, default=str)
-        return self.shared.setdefault(word, len(self.shared))
+        plain = {n: v for n, v in record.details.items() if not isinstance(v, Mapping)}
+        small = {name: _rounded(v, ".4f") for name, v in plain.items() if len(str(v)) <= 200}
+        rows.append([*map(place, [*fields, file, record.settings]), new(small)])
+    names = [*_SHOWN.values(), "record", "settings", "details"]
+    content = {"names": names, "words": [json.loads(word) for word in words], "rows": rows}
+    text = json_text(content, indent=None, text=printable)
+    # Parsed, because in a literal of the language the name __proto__ means something.
+    return f"const RECORDS = JSON.parse({json.dumps(text)});\n"
 
 
-def _plain(value: Any) -> Any:
-    return plain_json(value, infinity=INFINITE)
-
-
-def _rounded(value: Any) -> Any:
+def _rounded(value: Any, digits: str) -> Any:
+    """Numbers with so many digits: plain ones may be of any magnitude."""
     if isinstance(value, (list, tuple)):
-        return [_rounded(item) for item in value]
-    return round(value, 4) if isinstance(value, float) else value
-
-
-def _short(value: Any) -> Any:
-    """Six digits, because plain numbers may be of any magnitude."""
-    if isinstance(value, (list, tuple)):
-        return [_short(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+        return [_rounded(item, digits) for item in value]
+    is_number = isinstance(value, float) and math.isfinite(value)
+    return float(f"{value:{digits}}") if is_number else value

@@ -1,16 +1,14 @@
-"""What each image contributed to a value, kept beside its record, and whether the two agree."""
+"""What each image contributed to a value, kept beside its record, and what comes of it."""
 
-import io
 import math
 import re
-import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
 from ssl_bench.intervals import (
     Estimate,
@@ -21,6 +19,7 @@ from ssl_bench.intervals import (
     pixel_accuracy_estimate,
 )
 from ssl_bench.results.record import PerImage, Record
+from ssl_bench.results.store import ResultStore
 from ssl_bench.scores import (
     OBJECT_SCORES,
     average_precision,
@@ -28,17 +27,9 @@ from ssl_bench.scores import (
     mean_iou,
     pixel_accuracy,
 )
-from ssl_bench.system.memory import pass_on_memory
 
-WHOLE = "biu"
-"""Kinds of numbers, as numpy names them, that an image can contribute."""
-
-MOST_NPZ = 2**30
-"""Bytes of what all images contributed."""
-# Of what an image contributes: three counts of eight bytes for each of 2,700 classes.
-_IMAGE_BYTES = 2**16
-# Of what is summed for every record that is read: hits of any dataset, counts of a small one.
-_SUMMED_BYTES = 2**20
+FOLDS = 5
+"""Of the images, each scored with the block that the others choose."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +45,6 @@ class Kind:
     shape: tuple[int | None, ...]
     value: Callable[[PerImage], float]
     estimate: Callable[[PerImage], Estimate]
-
-    def fits(self, per_image: PerImage) -> bool:
-        """Whether contributions have the shape."""
-        own = per_image.shape[1:]
-        return len(own) == len(self.shape) and all(
-            wanted in (None, side) for side, wanted in zip(own, self.shape, strict=True)
-        )
 
 
 def _of_total(
@@ -110,62 +94,101 @@ def kind_of(metric: str) -> Kind:
     return next((kind for name, kind in _KINDS.items() if re.fullmatch(name, metric)), _HITS)
 
 
-def most_bytes(record: Record) -> int:
-    """Of what the images of a record can have contributed."""
-    return min(_IMAGE_BYTES * record.num_images, MOST_NPZ)
-
-
-def read_array(content: io.BufferedIOBase, most_bytes: int) -> PerImage:
-    """The array of an .npz file, which may claim and inflate to anything.
-
-    Raises:
-        Exception: any at all, where it is damaged.
-    """
-    with zipfile.ZipFile(content) as archive, archive.open("arr_0.npy") as file:
-        size = archive.getinfo("arr_0.npy").file_size
-        if size > most_bytes:
-            raise ValueError(f"it claims {size} bytes")
-        # With a number, because without one it inflates all and cuts that.
-        return np.load(io.BytesIO(file.read(size)), allow_pickle=False)
-
-
-def require_agreement(record: Record, content: io.BufferedIOBase) -> None:
-    """Check a record against the .npz file beside it: its number of images, and its value.
-
-    The value of those whose contributions are few bytes, and of metrics that are known here:
-    probes of others may keep what they like under names of their own. What is no such file at all
-    says nothing of the record.
-
-    Raises:
-        ValueError: the two contradict each other.
-    """
-    try:
-        with zipfile.ZipFile(content) as archive, archive.open("arr_0.npy") as file:
-            np.lib.format.read_magic(file)
-            shape, _, kind = np.lib.format.read_array_header_1_0(file)
-        is_small = math.prod(shape) * kind.itemsize <= min(_SUMMED_BYTES, most_bytes(record))
-        per_image = read_array(content, most_bytes(record)) if is_small else None
-    # A damaged file makes the readers of zip and npy fail in any way.
-    except Exception as error:
-        pass_on_memory(error)
-        return
-    if kind.kind not in WHOLE or not shape:
-        return
-    if shape[0] != record.num_images:
-        raise ValueError(f"num_images is {record.num_images}, beside it are values of {shape[0]}")
-    known = kind_of(record.metric)
-    if per_image is None or math.isnan(record.value) or not known.fits(per_image):
-        return
-    if (known is not _HITS or per_image.dtype == bool) and not adds_up(per_image, record):
-        value = known.value(per_image)
-        raise ValueError(f"value is {record.value}, the values of its images make {value:.10g}")
-
-
 def adds_up(per_image: PerImage, record: Record) -> bool:
     """Whether the value of a record comes from these contributions."""
-    kind = kind_of(record.metric)
-    if not kind.fits(per_image):
+    kind, sides = kind_of(record.metric), per_image.shape[1:]
+    if len(sides) != len(kind.shape) or any(
+        wanted not in (None, side) for side, wanted in zip(sides, kind.shape, strict=True)
+    ):
         return False
     value = kind.value(per_image)
     is_near = math.isclose(value, record.value, rel_tol=0, abs_tol=1e-6)
     return is_near or (math.isnan(value) and math.isnan(record.value))
+
+
+@dataclass(frozen=True)
+class ImageCurve:
+    """One metric of one checkpoint over its blocks, image by image.
+
+    Attributes:
+        per_image: By block.
+    """
+
+    metric: str
+    per_image: Mapping[int, PerImage]
+
+    def value(self, per_image: PerImage) -> float:
+        """The metric, of some of the images."""
+        return kind_of(self.metric).value(per_image)
+
+    def estimate(self, per_image: PerImage) -> Estimate:
+        """The metric with its interval."""
+        return kind_of(self.metric).estimate(per_image)
+
+    def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
+        """The block with the largest value on some of the images."""
+        values = {layer: self.value(counts[images]) for layer, counts in self.per_image.items()}
+        return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
+
+    def held_out(self) -> tuple[PerImage, list[int]]:
+        """Every image as the block sees it that the images of the other folds choose.
+
+        Returns:
+            The contributions, and the block that each fold was given.
+        """
+        num_images = len(next(iter(self.per_image.values())))
+        order = np.random.default_rng(0).permutation(num_images)
+        folds = [fold for fold in np.array_split(order, FOLDS) if len(fold)]
+        mixed = np.empty_like(next(iter(self.per_image.values())))
+        layers = []
+        for fold in folds:
+            others = np.setdiff1d(order, fold)
+            layers.append(self.best_layer(others if len(others) else fold))
+            mixed[fold] = self.per_image[layers[-1]][fold]
+        return mixed, layers
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The estimates of a curve, each made once however often it is compared.
+
+    Attributes:
+        blocks: By layer.
+        best: The layer with the largest value.
+        held_out: Of every image as the block sees it that other images choose.
+        layers_held_out: The blocks that were chosen.
+    """
+
+    blocks: Mapping[int, Estimate]
+    best: int
+    held_out: Estimate
+    layers_held_out: tuple[int, ...]
+
+    @classmethod
+    def of(cls, curve: ImageCurve) -> "Scored":
+        """Of at least one block, all of the same images."""
+        mixed, layers = curve.held_out()
+        blocks = {layer: curve.estimate(some) for layer, some in curve.per_image.items()}
+        return cls(
+            blocks=blocks,
+            best=curve.best_layer(),
+            # A block that all folds choose is that block, and no different from itself.
+            held_out=blocks[layers[0]] if len(set(layers)) == 1 else curve.estimate(mixed),
+            layers_held_out=tuple(sorted(set(layers))),
+        )
+
+
+def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
+    """Of records of one checkpoint and seed; without blocks whose images were not kept.
+
+    Contributions that do not add up to the value of their record join `store.damaged`.
+    """
+    kept = {}
+    for record in records:
+        per_image = store.per_image(record)
+        if per_image is not None and adds_up(per_image, record):
+            kept[record.layer] = per_image
+        # Without a meaning, as top-5 of two classes, there is nothing that they add up to.
+        elif per_image is not None and not math.isnan(record.value):
+            store.damaged.append(store.per_image_path(record))
+    return ImageCurve(records[0].metric if records else "", kept)

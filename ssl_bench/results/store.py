@@ -8,6 +8,7 @@ such files, a row a record; of a cell that has a file too the file counts, and w
 import io
 import json
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -18,12 +19,10 @@ import numpy as np
 import yaml
 
 from ssl_bench.errors import DataError
-from ssl_bench.results.contributions import MOST_NPZ, WHOLE, most_bytes, read_array
 from ssl_bench.results.reading import (
     MOST_BYTES,
     OUTDATED,
     RecordReader,
-    parsed,
     place_of,
     shortened,
 )
@@ -31,7 +30,6 @@ from ssl_bench.results.record import ENCODER, INFINITE, CellKey, PerImage, Recor
 from ssl_bench.system.escaping import plain_json
 from ssl_bench.system.files import (
     lock_when_free,
-    open_within,
     read_within,
     write_atomically,
     write_text_atomically,
@@ -43,11 +41,12 @@ if TYPE_CHECKING:
     import pandas
 
 PACKED = "records.parquet"
+# Of what all images contributed, and one: three counts of eight bytes for each of 2,700 classes.
+_MOST_NPZ, _IMAGE_BYTES = 2**30, 2**16
 _COLUMNS = ("file", "record", "images")
 # Of what is packed, which is less as a file.
 _MOST_PACKED = 2**30
 _UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-_COLOURS = ("mean", "std")
 _SHOWN = 5
 
 
@@ -131,18 +130,21 @@ class ResultStore:
 
     def per_image(self, record: Record) -> PerImage | None:
         """What each image contributed; None where nothing was kept, or it is `damaged`."""
-        path, most = self.per_image_path(record), most_bytes(record)
+        path, most = self.per_image_path(record), min(_IMAGE_BYTES * record.num_images, _MOST_NPZ)
+        row = self._packed().get(path.with_suffix(".json"), _NOTHING)
         try:
-            record_file = path.with_suffix(".json")
-            if record_file in self._packed() and not record_file.is_file():
-                images = self._packed()[record_file].images
-                if images is None:
-                    return None
-                found = read_array(io.BytesIO(images), most)
+            if row is _NOTHING or path.with_suffix(".json").is_file():
+                content = read_within(self.root, path, most)
+            elif row.images is None:
+                return None
             else:
-                with open_within(self.root, path, most) as file:
-                    found = read_array(file, most)
-            if found.dtype.kind in WHOLE and found.shape[:1] == (record.num_images,):
+                content = row.images
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                size = archive.getinfo("arr_0.npy").file_size
+                # It may claim anything, and without a number all is inflated and cut after that.
+                array = archive.open("arr_0.npy").read(size) if size <= most else b""
+            found = np.load(io.BytesIO(array), allow_pickle=False)
+            if found.dtype.kind in "biu" and found.shape[:1] == (record.num_images,):
                 return found
         except FileNotFoundError:
             return None
@@ -224,9 +226,8 @@ class ResultStore:
                 try:
                     seen = [(file, file.lstat()) for file in (path, npz) if file.exists()]
                     content = read_within(self.root, path, MOST_BYTES)
-                    images = read_within(self.root, npz, MOST_NPZ) if len(seen) > 1 else None
-                    per_image = None if images is None else io.BytesIO(images)
-                    reader.record(parsed(content), path, per_image)
+                    images = read_within(self.root, npz, _MOST_NPZ) if len(seen) > 1 else None
+                    reader.record(content, path)
                 # What cannot be read stays where it is, for `records` to name.
                 except (OSError, *_UNREADABLE):
                     continue
@@ -298,8 +299,7 @@ class ResultStore:
         reader = reader or RecordReader(self.root)
         try:
             if (row := self._packed().get(path)) and not path.exists():
-                images = None if row.images is None else io.BytesIO(row.images)
-                return reader.record(parsed(row.record), path, images)
+                return reader.record(row.record, path)
             return reader.read(path)
         except OSError as error:
             self.unreadable[path] = error.strerror or str(error)
@@ -336,24 +336,22 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
         records = store.records()
         if store.unreadable:
             say(store.said_unreadable())
-    return pandas.DataFrame([frame_row(record) for record in records])
-
-
-def frame_row(record: Record) -> dict[str, Any]:
-    """A record by column: numbers, text and null alone."""
-    row: dict[str, Any] = {}
-    for item in fields(Record):
-        name, value = item.name, getattr(record, item.name)
-        if name == "ci95":
-            row["low_95"], row["high_95"] = value or (None, None)
-        elif name in _COLOURS:
-            row |= {f"{name}_{colour}": v for colour, v in zip("rgb", value, strict=True)}
-        elif isinstance(value, Mapping):
-            plain = plain_json(value, infinity=INFINITE)
-            row[name] = json.dumps(plain, sort_keys=True, default=list)
-        else:
-            row[name] = value
-    return row | {"encoder_id": record.encoder_id}
+    rows = []
+    for record in records:
+        row: dict[str, Any] = {}
+        for item in fields(Record):
+            name, value = item.name, getattr(record, item.name)
+            if name == "ci95":
+                row["low_95"], row["high_95"] = value or (None, None)
+            elif name in ("mean", "std"):
+                row |= {f"{name}_{colour}": v for colour, v in zip("rgb", value, strict=True)}
+            elif isinstance(value, Mapping):
+                plain = plain_json(value, infinity=INFINITE)
+                row[name] = json.dumps(plain, sort_keys=True, default=list)
+            else:
+                row[name] = value
+        rows.append(row | {"encoder_id": record.encoder_id})
+    return pandas.DataFrame(rows)
 
 
 def _said_of_run(folder: Path) -> str | None:

@@ -11,7 +11,7 @@ from ssl_bench.system.naming import in_order
 from ssl_bench.tables.entry import Entry, mean_entry, with_seeds_said
 from ssl_bench.tables.notes import dagger_note, footnote
 from ssl_bench.tables.printing.sheets import Cell, Sheet, render_tables
-from ssl_bench.tables.series import comparable_groups, difference, model_names, series_json, title
+from ssl_bench.tables.series import comparable_groups, differences, model_names, series_json, title
 
 Row = int | float
 """A block, or an epoch."""
@@ -159,10 +159,10 @@ def depth_tables(records: Sequence[Record]) -> list[DepthTable]:
     return [
         DepthTable.of(
             group,
-            title(group[0]) + difference(group[0], groups),
+            title(group[0]) + differing,
             lambda record: (record.layer, names[record.encoder_id]),
         )
-        for group in groups
+        for group, differing in zip(groups, differences(groups), strict=True)
     ]
 
 

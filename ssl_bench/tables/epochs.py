@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.series import comparable_groups, difference, title
+from ssl_bench.tables.series import comparable_groups, differences, title
 
 
 def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
@@ -25,11 +25,11 @@ def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
     tables = [
         DepthTable.of(
             those,
-            f"{title(those[0])}{difference(group[0], groups)}, {run}",
+            f"{title(those[0])}{differing}, {run}",
             lambda record: (epoch_of(record), f"block {record.layer}"),
             "epoch",
         )
-        for group in groups
+        for group, differing in zip(groups, differences(groups), strict=True)
         for run, those in followed_runs(group).items()
     ]
     if not tables:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
+from ssl_bench.results.contributions import FOLDS, stored_curve
 from ssl_bench.tables.entry import Entry, mean_entry, mean_of, mean_of_known, with_seeds_said
-from ssl_bench.tables.pairs.image_scores import FOLDS, stored_curve
 
 CHOICES = ("holdout", "oracle")
 CHOICE_NOTES = {
@@ -43,6 +43,15 @@ class LayerSelection:
     offered: tuple[int, ...]
     left_out: tuple[int, ...] = ()
     seeds_differ: bool = False
+
+    def csv_fields(self) -> dict[str, Any]:
+        """Blocks and numbers."""
+        return {"blocks": " ".join(map(str, self.layers)), **self.entry.csv_fields()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Blocks, those that could have been chosen, and numbers."""
+        offered = {"blocks": list(self.layers), "blocks_offered": list(self.offered)}
+        return {**offered, **self.entry.as_json()}
 
 
 def choose_block(
@@ -137,18 +146,4 @@ def columns_with_seeds_said(
     return {
         at: None if chosen is None else replace(chosen, entry=entries[at])
         for at, chosen in cells.items()
-    }
-
-
-def selection_csv(chosen: LayerSelection) -> dict[str, Any]:
-    """Blocks and numbers of a cell, for a row of CSV."""
-    return {"blocks": " ".join(map(str, chosen.layers)), **chosen.entry.csv_fields()}
-
-
-def selection_json(chosen: LayerSelection) -> dict[str, Any]:
-    """Blocks, those that could have been chosen, and numbers of a cell."""
-    return {
-        "blocks": list(chosen.layers),
-        "blocks_offered": list(chosen.offered),
-        **chosen.entry.as_json(),
     }

@@ -13,8 +13,6 @@ from ssl_bench.tables.layer_selection import (
     choice_notes,
     choose_block,
     columns_with_seeds_said,
-    selection_csv,
-    selection_json,
 )
 from ssl_bench.tables.notes import baseline_note, dagger_note, provenance
 from ssl_bench.tables.printing.sheets import Cell, Sheet
@@ -71,102 +69,87 @@ class PaperTable:
     def notes(self) -> list[str]:
         """How the experiments differ, and what is missing, a sentence each."""
         published = self.published
+        chosen = [one for one in self.ours.values() if one is not None]
+        records = [record for one in chosen for record in one.entry.records]
+        is_of_runs = records and all(record.task == SUPERVISED for record in records)
+        unknown = ", and no record of a probe knows how an encoder was pretrained"
         notes = [
-            f"ours is not the same experiment in any cell{self._unknown_training()}; "
+            f"ours is not the same experiment in any cell{'' if is_of_runs else unknown}; "
             "what differs besides:",
             f"published: {published.setup}; not stated: {published.unknown}",
-            *([f"doubtful: {published.doubts}"] if published.doubts else []),
-            *(self._column_note(column) for column in published.columns if self._used(column)),
-            *(
-                f"{row!r} here: {record.model}, {record.depth} blocks, "
-                f"sha256 {record.checkpoint_sha256[:8]}"
-                for row, record in self.encoders.items()
-            ),
         ]
-        chosen = self._chosen()
+        if published.doubts:
+            notes.append(f"doubtful: {published.doubts}")
+        without = []
+        for column in published.columns:
+            used = [r for row in published.rows for r in self._records(row, column.name)]
+            if not used:
+                without.append(column)
+                continue
+            images = ""
+            if column.num_images is not None:
+                images = f"published on {column.num_images:,} images if all were used; "
+            others, blind = "; ".join(self.unused[column.name]), baseline_note(used)
+            notes.append(
+                f"{column.name}: {images}here: {settings_of(used[0])}"
+                f"{f'; {blind}' if blind else ''}"
+                f"{f'; also recorded: {others}' if others else ''}"
+            )
+        for row, record in self.encoders.items():
+            sha = f"sha256 {record.checkpoint_sha256[:8]}"
+            notes.append(f"{row!r} here: {record.model}, {record.depth} blocks, {sha}")
         notes += choice_notes(self.ours, self.choice)
         if None in self.ours.values():
             notes.append(NO_IMAGES_NOTE)
         if chosen:
-            records = [record for one in chosen for record in one.entry.records]
             notes.append(provenance(records) + dagger_note(one.entry for one in chosen))
-        return [*notes, *self._missing()]
-
-    def _cells(self) -> Iterator[tuple[str, PublishedColumn, LayerSelection | None]]:
-        for row, column in itertools.product(self.published.rows, self.published.columns):
-            yield row, column, self.ours.get((row, column.name))
-
-    def _unknown_training(self) -> str:
-        records = [record for one in self._chosen() for record in one.entry.records]
-        if records and all(record.task == SUPERVISED for record in records):
-            return ""
-        return ", and no record of a probe knows how an encoder was pretrained"
-
-    def _chosen(self) -> list[LayerSelection]:
-        return [chosen for chosen in self.ours.values() if chosen is not None]
-
-    def _used(self, column: PublishedColumn) -> list[LayerSelection]:
-        found = [self.ours.get((row, column.name)) for row in self.published.rows]
-        return [chosen for chosen in found if chosen is not None]
-
-    def _column_note(self, column: PublishedColumn) -> str:
-        used = self._used(column)
-        record, images = used[0].entry.records[0], ""
-        if column.num_images is not None:
-            images = f"published on {column.num_images:,} images if all were used; "
-        others = self.unused[column.name]
-        also = f"; also recorded: {'; '.join(others)}" if others else ""
-        note = baseline_note([record for one in used for record in one.entry.records])
-        blind = f"; {note}" if note else ""
-        return f"{column.name}: {images}here: {settings_of(record)}{blind}{also}"
-
-    def _missing(self) -> list[str]:
-        notes = []
-        rows = [row for row in self.published.rows if row not in self.encoders]
-        if rows:
+        if rows := [row for row in published.rows if row not in self.encoders]:
             notes.append(
                 f"no encoder for {', '.join(map(repr, rows))}; give one with --as 'ROW'=CHECKPOINT,"
                 f" recorded here: {', '.join(self.recorded) or 'none'}"
             )
-        without = [column for column in self.published.columns if not self._used(column)]
-        strange = [column.name for column in without if not column.task]
-        if strange:
+        if strange := [column.name for column in without if not column.task]:
             notes.append(f"this suite has no probe for: {', '.join(strange)}")
         wanted = [_how_to_measure(column) for column in without if column.task]
         if wanted and self.encoders:
             notes.append(f"no record of these encoders for: {', '.join(wanted)}")
         return notes
 
-    def csv_rows(self) -> list[dict[str, Any]]:
-        """A published cell a row, ours empty where there is none."""
-        return [
-            {
+    def _records(self, row: str, column: str) -> Sequence[Record]:
+        """Behind our number in a cell."""
+        chosen = self.ours.get((row, column))
+        return () if chosen is None else chosen.entry.records
+
+    def _cells(self) -> Iterator[tuple[dict[str, Any], LayerSelection | None]]:
+        """What is published, and ours."""
+        for row, column in itertools.product(self.published.rows, self.published.columns):
+            place = (row, column.name)
+            told = {
                 "row": row,
                 "column": column.name,
-                "published": self.published.values.get((row, column.name)),
-                "published_spread": self.published.spreads.get((row, column.name)),
-                "source": self.published.source,
-                **({} if chosen is None else selection_csv(chosen)),
+                "published": self.published.values.get(place),
+                "published_spread": self.published.spreads.get(place),
             }
-            for row, column, chosen in self._cells()
+            yield told, self.ours.get(place)
+
+    def csv_rows(self) -> list[dict[str, Any]]:
+        """A published cell a row, ours empty where there is none."""
+        source = {"source": self.published.source}
+        return [
+            {**told, **source, **({} if chosen is None else chosen.csv_fields())}
+            for told, chosen in self._cells()
         ]
 
     def as_json(self) -> dict[str, Any]:
         """Published cells, ours with what is needed to trust them, and what differs."""
         cells = [
             {
-                "row": row,
-                "column": column.name,
-                "published": self.published.values.get((row, column.name)),
-                "published_spread": self.published.spreads.get((row, column.name)),
+                **told,
                 "ours": None
                 if chosen is None
-                else {
-                    "settings": settings_of(chosen.entry.records[0]),
-                    **selection_json(chosen),
-                },
+                else {"settings": settings_of(chosen.entry.records[0]), **chosen.as_json()},
             }
-            for row, column, chosen in self._cells()
+            for told, chosen in self._cells()
         ]
         return {
             "kind": "published",
@@ -212,7 +195,9 @@ def paper_table(
     unused = {}
     for column in published.columns:
         series = _series(column, candidates, published.paper)
-        unused[column.name] = tuple(_named(group[0]) for group in series[1:])
+        unused[column.name] = tuple(
+            f"{one.metric}, {one.facet}, protocol {one.named_protocol}" for one, *_ in series[1:]
+        )
         for row, encoder in asked.items():
             fitting = [r for group in series[:1] for r in group if r.encoder_id == encoder]
             if fitting:
@@ -244,7 +229,3 @@ def _series(column: PublishedColumn, records: Sequence[Record], paper: str) -> l
 
     fitting = [record for record in records if column.is_measured_by(record)]
     return sorted(comparable_groups(fitting), key=distance)
-
-
-def _named(record: Record) -> str:
-    return f"{record.metric}, {record.facet}, protocol {record.named_protocol}"

@@ -13,8 +13,6 @@ from ssl_bench.tables.layer_selection import (
     choice_notes,
     choose_block,
     columns_with_seeds_said,
-    selection_csv,
-    selection_json,
 )
 from ssl_bench.tables.notes import baseline_note, dagger_note, metric_notes, provenance
 from ssl_bench.tables.printing.sheets import Cell, Sheet
@@ -126,7 +124,7 @@ class PivotTable:
                 "encoder": model,
                 "column": column,
                 "layer_selection": self.choice,
-                **selection_csv(chosen),
+                **chosen.csv_fields(),
             }
             for (model, column), chosen in self.cells.items()
             if chosen is not None
@@ -145,7 +143,7 @@ class PivotTable:
                 {
                     "encoder": model,
                     "column": column,
-                    **({"value": None} if chosen is None else selection_json(chosen)),
+                    **({"value": None} if chosen is None else chosen.as_json()),
                 }
                 for (model, column), chosen in self.cells.items()
             ],

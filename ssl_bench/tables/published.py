@@ -99,7 +99,11 @@ class PublishedTable:
 
 @dataclass(frozen=True)
 class PublishedValue:
-    """One cell of a published table."""
+    """One cell of a published table that may stand beside a record, never as the same experiment.
+
+    Attributes:
+        differs: One sentence: what is known of the published experiment, and of the record.
+    """
 
     table: str
     row: str
@@ -107,17 +111,6 @@ class PublishedValue:
     dataset: str
     value: float
     source: str
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A published value that may stand beside a record, never as the same experiment.
-
-    Attributes:
-        differs: One sentence: what is known of the published experiment, and of the record.
-    """
-
-    value: PublishedValue
     differs: str
 
 
@@ -151,19 +144,17 @@ def published_table(name: str) -> PublishedTable:
     return found[0]
 
 
-def published_beside(record: Record) -> tuple[Beside, ...]:
+def published_beside(record: Record) -> tuple[PublishedValue, ...]:
     """The published values of the task, dataset and metric of a record, whatever its protocol."""
     return tuple(
-        Beside(
-            PublishedValue(
-                table=table.name,
-                row=row,
-                column=column.name,
-                dataset=column.dataset,
-                value=table.values[row, column.name],
-                source=table.source,
-            ),
-            difference_of_settings(table, column, record),
+        PublishedValue(
+            table=table.name,
+            row=row,
+            column=column.name,
+            dataset=column.dataset,
+            value=table.values[row, column.name],
+            source=table.source,
+            differs=difference_of_settings(table, column, record),
         )
         for table in published_tables()
         for column in table.columns

@@ -9,6 +9,23 @@ from typing import Any
 from ssl_bench.data.files.fingerprints import shortened
 from ssl_bench.results import CORRUPTED, TRAINED_ON, Record
 
+_HEADLINES = (
+    "miou_holdout",
+    "ap50",
+    "corloc",
+    "max_f_beta",
+    "miou",
+    "top1_holdout",
+    "top1_k20",
+    "top1",
+    "pck_0.1",
+    "ami",
+    "nmi",
+    "explained_variance",
+    "condition_number",
+    "rankme",
+)
+
 SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 
 
@@ -25,11 +42,17 @@ def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
     return [group for _, group in sorted(groups.items())]
 
 
-def difference(record: Record, groups: Sequence[Sequence[Record]]) -> str:
-    """What sets a group apart from the others whose title would be the same."""
-    rivals = [group[0] for group in groups if title(group[0]) == title(record)]
-    differing = differing_settings(record, rivals)
-    return f" [{', '.join(differing)}]" if differing else ""
+def differences(groups: Sequence[Sequence[Record]]) -> list[str]:
+    """What sets each group apart from the others whose title would be the same, in brackets."""
+    titles = [title(group[0]) for group in groups]
+    rivals: dict[str, list[Record]] = defaultdict(list)
+    for said, group in zip(titles, groups, strict=True):
+        rivals[said].append(group[0])
+    found = (
+        differing_settings(group[0], rivals[said])
+        for said, group in zip(titles, groups, strict=True)
+    )
+    return [f" [{', '.join(differing)}]" if differing else "" for differing in found]
 
 
 def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
@@ -86,6 +109,16 @@ def model_names(records: Sequence[Record]) -> dict[str, str]:
         }
         digits = None
     return names
+
+
+def chosen_metric(known: Sequence[tuple[str, bool]]) -> str:
+    """The metric that stands for a task: of the known ones, or the first in which more is better.
+
+    Args:
+        known: Names of metrics, and whether more of them is better.
+    """
+    metrics = [metric for metric, _ in sorted(known, key=lambda one: not one[1])]
+    return next((metric for metric in _HEADLINES if metric in metrics), metrics[0])
 
 
 def series_json(record: Record) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.entry import Entry, mean_entry, with_seeds_said
 from ssl_bench.tables.notes import footnote
 from ssl_bench.tables.printing.sheets import NO_VALUE, Cell, Sheet
-from ssl_bench.tables.series import comparable_groups, difference, model_names, series_json, title
+from ssl_bench.tables.series import comparable_groups, differences, model_names, series_json, title
 
 CLEAN = 0
 """The severity of images as they are."""
@@ -124,8 +124,8 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
     originals = {id(one): record for one, record in zip(plain, records, strict=True)}
     groups = comparable_groups(plain)
     tables = []
-    for group in groups:
-        heading = title(group[0]) + difference(group[0], groups)
+    for group, differing in zip(groups, differences(groups), strict=True):
+        heading = title(group[0]) + differing
         found = [originals[id(one)] for one in group]
         asked = {(one.encoder_id, one.corrupted.name) for one in found if one.corrupted}
         for encoder, corruption in sorted(asked):

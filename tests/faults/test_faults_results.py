@@ -24,70 +24,48 @@ def npz_of(record: Record) -> Path:
     return ResultStore(Path("results")).path(record.key()).with_suffix(".npz")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda whole: whole[:-1],
-        lambda whole: whole[:, None].repeat(3, 1),
-        lambda whole: np.full(len(whole), np.nan),
-        lambda whole: whole.astype(str),
-        lambda whole: whole[0],
-        lambda whole: ~whole,
-    ],
-    ids=["fewer images", "another shape", "nan", "text", "one number", "other values"],
-)
+DAMAGES = {
+    "fewer images": lambda whole: whole[:-1],
+    "another shape": lambda whole: whole[:, None].repeat(3, 1),
+    "nan": lambda whole: np.full(len(whole), np.nan),
+    "text": lambda whole: whole.astype(str),
+    "one number": lambda whole: whole[0],
+    "other values": lambda whole: ~whole,
+    # As right, predicted, true they would be sound counts of something else.
+    "another order": lambda whole: whole[:, [0, 2, 2]],
+}
+CUTS = {"empty": 0, "cut": -1}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, *CUTS])
 def test_fault_43_contributions_that_do_not_give_the_value_of_their_record_are_said_and_unused(
     place, capsys, damage
 ):
     voc(place)
-    assert main(probing("tokencut", "voc2012", place, *ALL)) == 0
-    path = npz_of(records()[0])
-    whole = np.load(path)["arr_0"]
-    np.savez_compressed(path.open("wb"), damage(whole))
+    task, metric = ("retrieval", "miou") if damage == "another order" else ("tokencut", "corloc")
+    words = probing(task, "voc2012", place, *ALL)
+    assert main(words) == 0
+    path = npz_of(next(record for record in records() if record.metric == metric))
+    if damage in CUTS:
+        path.write_bytes(path.read_bytes()[: CUTS[damage]])
+    else:
+        changed = DAMAGES[damage](np.load(path)["arr_0"])
+        np.savez_compressed(path.open("wb"), changed)
+    compare = ["compare", "encoder", "--metric", metric]
     capsys.readouterr()
 
-    assert main(["compare", "encoder"]) == 0
+    assert main(compare) == 0
 
     came = capsys.readouterr()
-    named = (f"ignored {path}: ", f"records cannot be shown: {path.with_suffix('.json')}: ")
-    assert sum(map(came.err.count, named)) == 1
+    assert came.err.count(f"ignored {path}: ") == 1
     assert re.findall(r"(?m)^ *(\d+) ", came.out) == ["1"]
-
-
-@pytest.mark.parametrize("kept", [0, 0.5, -1])
-def test_fault_43_cut_contributions_are_said_and_made_anew(place, capsys, kept):
-    voc(place)
-    arguments = probing("tokencut", "voc2012", place, *ALL)
-    assert main(arguments) == 0
-    path = npz_of(records()[0])
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
-    capsys.readouterr()
-
-    assert main(["compare", "encoder"]) == 0
-    assert f"ignored {path}: " in capsys.readouterr().err
-    assert main([*arguments, "--overwrite"]) == 0
-    capsys.readouterr()
-    assert main(["compare", "encoder"]) == 0
-
-    came = capsys.readouterr()
-    assert came.err == ""
-    assert re.findall(r"(?m)^ *(\d+) ", came.out) == ["0", "1"]
-
-
-def test_fault_43_counts_of_pixels_in_another_order_are_said_and_unused(place, capsys):
-    voc(place)
-    assert main(probing("retrieval", "voc2012", place, *ALL)) == 0
-    path = npz_of(next(record for record in records() if record.metric == "miou"))
-    whole = np.load(path)["arr_0"]
-    # As right, predicted, true they would be sound counts of something else.
-    np.savez_compressed(path.open("wb"), whole[:, [0, 2, 2]])
-    capsys.readouterr()
-
-    assert main(["compare", "encoder"]) == 0
-
-    said = capsys.readouterr().err
-    assert f"records cannot be shown: {path.with_suffix('.json')}: value is " in said
+    if damage == "cut":
+        assert main([*words, "--overwrite"]) == 0
+        capsys.readouterr()
+        assert main(compare) == 0
+        came = capsys.readouterr()
+        assert came.err == ""
+        assert re.findall(r"(?m)^ *(\d+) ", came.out) == ["0", "1"]
 
 
 def test_fault_44_a_record_of_a_later_version_is_read_and_not_computed_again(place, capsys):

@@ -12,7 +12,7 @@ from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.data.samples import Dataset
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.pairs.image_scores import Scored, stored_curve
+from ssl_bench.results.contributions import Scored, stored_curve
 from tests.support.faults import unchecked_types
 from tests.support.photographs import evaluated, noise_photographs
 from tests.support.spair import spair

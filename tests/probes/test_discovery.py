@@ -17,8 +17,8 @@ from probes.discovery import (
     scores_of_block,
 )
 from probes.tokencut.log import ImageResult
+from ssl_bench.results.contributions import ImageCurve
 from ssl_bench.scores import average_precision, average_recall, coco_average_precision
-from ssl_bench.tables.pairs.image_scores import ImageCurve
 from tests.probes.test_tokencut import FAR_AWAY, Pictures, context, tiny_encoder
 
 Boxes = list[list[float]]

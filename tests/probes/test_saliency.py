@@ -13,8 +13,8 @@ from probes.tokencut.probe import TokenCut, object_counts
 from ssl_bench.cli.__main__ import main
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import Baseline, ResultStore
+from ssl_bench.results.contributions import stored_curve
 from ssl_bench.scores import OBJECT_SCORES
-from ssl_bench.tables.pairs.image_scores import stored_curve
 from tests.support.faults import encoder_file, fails, picture, probing, records
 
 ONE_OBJECT = ("dataset.one_object=true", "dataset.numbers=[0,255]", "dataset.ignored=[]")

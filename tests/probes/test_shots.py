@@ -18,7 +18,7 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
-from ssl_bench.tables.pairs.image_scores import ImageCurve
+from ssl_bench.results.contributions import ImageCurve
 from tests.support.coloured_classes import coloured_classes
 from tests.support.configured import configured
 from tests.support.faults import class_folders, encoder_file, probing, records

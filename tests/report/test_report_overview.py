@@ -11,8 +11,8 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.model import by_task, chosen_metric, headline_panels, panels_of
-from ssl_bench.report.overview import MEANINGS, block_groups, board_of, differing, profiles_of
+from ssl_bench.report.model import by_task, headline_panels, panels_of
+from ssl_bench.report.overview import MEANINGS, block_groups, board_of, profiles_of
 from ssl_bench.report.pictures import MOST_SHOWN, Gallery, of_layers, strips_of
 from ssl_bench.results import Baseline, Record, ResultStore
 from tests.support.report_cells import Elements, cell, folder_of, plain, save_pictures, skipless
@@ -36,51 +36,50 @@ def ids(page: str) -> list[str]:
     return [given["id"] or "" for _, given in Elements(page).elements if "id" in given]
 
 
-def test_what_rows_differ_in_is_told_from_what_they_share():
-    rows = [
-        [("metric", "a"), ("on", "voc val"), ("epochs", "2")],
-        [("metric", "b"), ("on", "voc val")],
-    ]
-
-    found = differing(rows)
-
-    assert (found.names, found.rows) == (("metric", "epochs"), (("a", "2"), ("b", "")))
-    assert found.shared == (("on", "voc val"),)
-    assert (found.words(0), found.words(1)) == (("a", "epochs 2"), ("b",))
-
-
-def test_top_1_stands_for_a_run_with_labels_whatever_comes_first():
-    assert chosen_metric([("top5", True), ("top1", True)]) == "top1"
+def headlines(*records: Record) -> list[tuple[str, ...]]:
+    chosen = headline_panels(panels(*records))
+    return [(p.task, p.dataset, p.metric, p.protocol + p.difference) for p in chosen]
 
 
 def test_a_task_has_one_headline_a_dataset():
-    chosen = headline_panels(
-        panels(
-            cell(**SEGMENTATION),
-            cell(**SEGMENTATION | {"metric": "miou_holdout", "protocol": "fast"}),
-            cell(**SEGMENTATION | {"metric": "miou_holdout", "protocol": "full"}),
-            skipless(**SEGMENTATION | {"metric": "miou_holdout", "protocol": "full"}),
-            cell(**SEGMENTATION | {"metric": "miou_holdout", "dataset": "voc"}),
-            cell(task="mine", metric="zeal"),
-            cell(task="mine", metric="ardour", unit=""),
-        )
-    )
-
-    assert [(p.task, p.dataset, p.metric, p.protocol) for p in chosen] == [
+    held_out = SEGMENTATION | {"metric": "miou_holdout"}
+    assert headlines(
+        cell(**SEGMENTATION),
+        cell(**held_out | {"protocol": "fast"}),
+        cell(**held_out | {"protocol": "full"}),
+        skipless(**held_out | {"protocol": "full"}),
+        cell(**held_out | {"dataset": "voc"}),
+        cell(task="mine", metric="zeal"),
+        cell(task="mine", metric="ardour", unit=""),
+    ) == [
         ("segmentation", "toy", "miou_holdout", "full"),
         ("segmentation", "voc", "miou_holdout", "reference"),
         ("mine", "toy", "zeal", "reference"),
     ]
+    # One with masks stands beside one with boxes.
+    boxes, masks, iou = (
+        cell(dataset=dataset, metric=metric)
+        for dataset, metric in (("voc2012", "corloc"), ("ecssd", "max_f_beta"), ("ecssd", "iou"))
+    )
+    assert {(place, metric) for _, place, metric, _ in headlines(iou, boxes, masks)} == {
+        ("voc2012", "corloc"),
+        ("ecssd", "max_f_beta"),
+    }
+    one = {"task": "knn", "dataset": "toy"}
+    assert headlines(cell(**one, metric="top5"), cell(**one, metric="top1"))[0][2] == "top1"
 
 
-def test_a_dataset_with_masks_keeps_its_headline_beside_one_with_boxes():
-    metrics = {"voc2012": "corloc", "ecssd": "max_f_beta"}
-    records = [cell(dataset=dataset, metric=metric) for dataset, metric in metrics.items()]
-    iou = cell(dataset="ecssd", metric="iou")
+def test_neither_a_look_at_one_block_nor_a_changed_option_takes_the_place_of_the_protocol():
+    look = cell(layer=2, value=90.0, settings={"size": 448}, changed={"size": 448})
+    changed = cell(value=90.0, settings={"tau": 0.1}, changed={"tau": 0.1})
+    every = [cell(layer=n, value=50.0) for n in range(3)]
 
-    chosen = headline_panels(panels(iou, *records))
-
-    assert {panel.dataset: panel.metric for panel in chosen} == metrics
+    for records in ([look, *every], [*every, look]):
+        (panel,) = headline_panels(panels(*records))
+        assert panel.layers == (0, 1, 2)
+    for records in ([changed, cell()], [cell(), changed]):
+        (panel,) = headline_panels(panels(*records))
+        assert panel.title == "corloc, key, protocol reference [tau=0.2]"
 
 
 def test_no_checkpoint_is_without_its_number_for_having_been_seen_otherwise(tmp_path):
@@ -115,29 +114,10 @@ def test_the_board_shows_the_best_block_or_the_last_one_where_more_is_not_better
 
     board = board_of(panels_of(records, checkpoints), checkpoints)
 
-    points = [column.at(checkpoints[0]) for column in board.columns]
+    points = [panel.shown(checkpoints[0]) for panel, _ in board["columns"]]
     assert [(p.layer, p.value) for p in points if p] == [(1, 60.0), (2, 1.0)]
-    assert [column.facts for column in board.columns] == [("key",), ("mlp",)]
-    assert board.shared == (("protocol", "reference"), ("on", "toy val"))
-
-
-def test_a_look_at_one_block_does_not_take_the_place_of_all_of_them():
-    one = cell(layer=2, value=90.0, settings={"size": 448}, changed={"size": 448})
-    records = [one, *(cell(layer=n, value=50.0) for n in range(3))]
-
-    for order in (records, records[::-1]):
-        (panel,) = headline_panels(panels(*order))
-
-        assert panel.layers == (0, 1, 2)
-
-
-def test_a_changed_option_does_not_take_the_place_of_the_protocol_as_it_is():
-    changed = cell(value=90.0, settings={"tau": 0.1}, changed={"tau": 0.1})
-
-    for order in ([changed, cell()], [cell(), changed]):
-        (panel,) = headline_panels(panels(*order))
-
-        assert panel.title == "corloc, key, protocol reference [tau=0.2]"
+    assert [facts for _, facts in board["columns"]] == [("key",), ("mlp",)]
+    assert board["shared"] == (("protocol", "reference"), ("on", "toy val"))
 
 
 def test_a_score_that_an_answer_without_a_look_reaches_says_so(tmp_path):
@@ -155,7 +135,8 @@ def test_a_score_that_an_answer_without_a_look_reaches_says_so(tmp_path):
 
 def test_checkpoints_differ_in_columns_and_what_they_share_is_said_once(tmp_path):
     small = {"kind": "vit", "dim": 12, "patch_size": 8}
-    records = [cell(architecture=small), skipless(architecture={**small, "dim": 24}, depth=6)]
+    other = {**small, "dim": 24, "modules_sha256": "ab" * 32}
+    records = [cell(architecture=small), skipless(architecture=other, depth=6)]
 
     page = written(tmp_path, *records)
 
@@ -167,6 +148,8 @@ def test_checkpoints_differ_in_columns_and_what_they_share_is_said_once(tmp_path
         "dim",
     ]
     assert "All checkpoints: skips yes, kind vit, patch size 8." in Elements(page).text
+    # Digests of architectures are no columns.
+    assert "modules sha256" not in page
 
 
 def test_checkpoints_of_one_model_say_what_sets_them_apart(tmp_path):
@@ -204,25 +187,10 @@ def test_a_value_that_is_missing_says_why_where_it_stands(tmp_path):
         assert 'title="no class has two images"' in page
         assert "\N{EN DASH}: no class has two images" in page
     assert "no block has a value of top-1 accuracy: no class has two images." in index
-
-
-def test_a_headline_of_degenerate_graphs_says_what_they_are(tmp_path):
     records = [cell(metric="degenerate", layer=n, value=v) for n, v in enumerate((20.0, 10.0))]
-
-    page = Elements(written(tmp_path, *records)).text
-
+    page = Elements(written(tmp_path / "degenerate", *records)).text
     assert "degenerate graphs (percent of the images whose cut rounding chooses) of key" in page
     assert "degenerate: percent of the images whose graph says nothing" in page
-
-
-def test_digests_of_architectures_are_no_columns(tmp_path):
-    named = {"kind": "timm", "name": "vit_tiny_patch16_224", "modules_sha256": "ab" * 32}
-    records = [cell(architecture=named), skipless(architecture={"kind": "vit"})]
-
-    page = written(tmp_path, *records)
-
-    assert "vit_<wbr>tiny_<wbr>patch16_<wbr>224" in page
-    assert "modules sha256" not in page
 
 
 def test_settings_that_differ_are_columns_and_equal_ones_are_said_once(tmp_path):
@@ -279,47 +247,34 @@ def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
 
     assert [strip.checkpoint for strip in strips] == [first, second]
     assert {strip.what for strip in strips} == {"pca on toy, image, image dog"}
-    blocks = [[picture.block for picture in strip.pictures] for strip in strips]
+    blocks = [[block for block, _, _ in strip.pictures] for strip in strips]
     assert blocks == [
         [f"block {n}" for n in (0, 2, 4, 7, 9, 11)],
         ["block 0", "block 1", "block 2"],
     ]
     assert len(blocks[0]) == MOST_SHOWN
-    assert strips[0].pictures[-1].address == "pca/block11/dog.png"
+    assert strips[0].pictures[-1][1] == "pca/block11/dog.png"
 
 
-def test_strips_are_of_what_most_checkpoints_have():
+def test_strips_are_of_what_most_checkpoints_have_and_of_many_blocks():
     first, second = checkpoints_of([cell(), skipless()])
-    many, few = gallery([0], "dog", task="tokencut"), gallery([0], "dog", task="pca")
 
-    strips = strips_of(
-        (first, second), {first.encoder_id: [few, many], second.encoder_id: [many]}, []
-    )
+    def shown(few: Gallery, many: Gallery, *others: Gallery) -> list[tuple[str, ...]]:
+        galleries = {first.encoder_id: [few, many], second.encoder_id: list(others)}
+        return [
+            (strip.what.split()[0], strip.what.split()[2], strip.checkpoint.name)
+            for strip in strips_of((first, second), galleries, [])
+        ]
 
+    cut, pca = gallery([0], "dog", task="tokencut"), gallery([0], "dog")
     # The first of two tasks, then the second.
-    assert [(s.what[:3], s.checkpoint) for s in strips] == [
-        ("pca", first), ("tok", first), ("tok", second),
+    assert shown(pca, cut, cut) == [
+        ("pca", "toy,", "skip"), ("tokencut", "toy,", "skip"), ("tokencut", "toy,", "skipless")
     ]  # fmt: skip
-
-
-def test_a_strip_of_a_task_is_of_the_dataset_that_most_checkpoints_have():
-    first, second = checkpoints_of([cell(), skipless()])
     many, few = gallery([0], "dog", dataset="many"), gallery([0], "dog", dataset="few")
-
-    strips = strips_of(
-        (first, second), {first.encoder_id: [few, many], second.encoder_id: [many]}, []
-    )
-
-    assert [strip.what.split()[2] for strip in strips] == ["many,", "many,"]
-
-
-def test_a_strip_is_of_many_blocks_before_few():
-    (one,) = checkpoints_of([cell()])
-    few, many = gallery([2], "dog", dataset="few"), gallery([0, 1, 2], "dog", dataset="many")
-
-    (strip,) = strips_of((one,), {one.encoder_id: [few, many]}, [])
-
-    assert [picture.block for picture in strip.pictures] == ["block 0", "block 1", "block 2"]
+    assert [words[1] for words in shown(few, many, many)] == ["many,", "many,"]
+    many = gallery([0, 1, 2], "dog", dataset="many")
+    assert [words[1] for words in shown(few, many)] == ["many,"]
 
 
 def test_the_page_of_a_checkpoint_has_blocks_in_rows_and_few_columns(tmp_path):
@@ -341,16 +296,12 @@ def test_the_page_of_a_checkpoint_has_blocks_in_rows_and_few_columns(tmp_path):
         ["block", "miou_<wbr>c", "miou_<wbr>d"],
     ]
     assert [table.count('class="best"') for table in tables] == [2, 2]
-
-
-def test_of_many_measurements_on_a_dataset_some_are_folded():
-    records = [plain(facet=f"f{number}") for number in range(11)]
-    lines = [(panel, panel.lines[0]) for panel in panels(*records)]
-
-    (group,) = block_groups(lines)
-
-    sizes = [len(table.columns) for table in (*group.tables, *group.folded)]
-    assert (sizes, group.num_folded) == ([2, 3, 3, 3], 3)
+    # Of many on one dataset some are folded.
+    many = [plain(facet=f"f{number}") for number in range(11)]
+    (group,) = block_groups([(panel, panel.lines[0]) for panel in panels(*many)])
+    assert list(map(len, [*group.tables, *group.folded])) == [2, 3, 3, 3]
+    page = written(tmp_path / "many", *many, page="checkpoint-*.html")
+    assert "3 more measurements" in page
 
 
 def test_one_word_for_a_block_and_axes_that_are_named(tmp_path):
@@ -370,13 +321,6 @@ def test_every_task_is_explained_where_its_curves_begin(tmp_path):
     page = unescape(written(tmp_path, cell(), plain()))
 
     assert page.count(MEANINGS["tokencut"]) == page.count(MEANINGS["conditioning"]) == 1
-
-
-def test_a_digest_among_the_facts_is_short():
-    architecture = {**cell().architecture, "modules_sha256": "ab" * 32, "kind": "timm"}
-    (checkpoint,) = checkpoints_of([cell(architecture=architecture)])
-    assert ("modules sha256", "ab" * 6) in checkpoint.facts
-    assert ("kind", "timm") in checkpoint.facts
 
 
 @pytest.mark.parametrize(

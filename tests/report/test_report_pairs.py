@@ -15,7 +15,7 @@ from ssl_bench.report.comparing import extremes_of, outcomes_of, pairs_of
 from ssl_bench.report.model import panels_of
 from ssl_bench.report.pictures import PictureFiles, galleries_of, gallery_pairs
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.pairs.comparison import comparisons
+from ssl_bench.tables.comparison import comparisons
 from tests.support.faults import encoder_file, photo_folder
 from tests.support.report_cells import (
     EMPTY,
@@ -105,8 +105,8 @@ def test_the_worst_and_best_images_are_named_where_ids_were_kept(tmp_path, ids):
     names = ids or [f"image {i} of 4" for i in (1, 2, 3, 4)]
     # Of the half-right image: IoU 2 / 4 of the first class, 0 / 2 of the second.
     assert found.num_scored == 3
-    assert [(s.image, s.value) for s in found.worst] == [(names[1], 0)]
-    assert [(s.image, s.value) for s in found.best] == [(names[0], 100)]
+    assert found.worst == [(names[1], 0)]
+    assert found.best == [(names[0], 100)]
 
 
 def test_images_are_listed_from_the_worst_from_the_best_and_from_the_largest_loss(tmp_path):
@@ -122,9 +122,9 @@ def test_images_are_listed_from_the_worst_from_the_best_and_from_the_largest_los
     compared = compared_pair(store, records)
 
     assert found is not None
-    assert [round(score.value) for score in found.worst] == [0, 25]
-    assert [round(score.value) for score in found.best] == [100, 60]
-    assert [round(image.difference) for image in compared.images] == [100, -25, -75]
+    assert [round(score) for _, score in found.worst] == [0, 25]
+    assert [round(score) for _, score in found.best] == [100, 60]
+    assert [round(image[-1]) for image in compared.images] == [100, -25, -75]
 
 
 @pytest.mark.parametrize("metric", ["corloc", "miou", "pixel_accuracy"])
@@ -151,17 +151,6 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
     assert blocks == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_of_several_seeds_the_lowest_is_compared(tmp_path):
-    store = ResultStore(tmp_path)
-    for seed in (2, 1):
-        save(store, cell(seed=seed), np.arange(10) < 2 * seed)
-        save(store, skipless(seed=seed), np.arange(10) < 5 * seed)
-
-    (row,) = compared_pair(store, store.records()).rows
-
-    assert (row.difference.first, row.difference.second) == (20, 50)
-
-
 def test_a_probe_leaves_the_ids_that_name_its_images(tmp_path):
     encoder = load_encoder(str(encoder_file(tmp_path / "encoder.safetensors")))
     dataset = ImageFolder(photo_folder(tmp_path / "photos", 2))
@@ -175,12 +164,18 @@ def test_a_probe_leaves_the_ids_that_name_its_images(tmp_path):
     assert store.image_ids("0" * 64) is None
 
 
-def test_images_right_on_one_side_only_are_counted(tmp_path):
+def test_of_several_seeds_the_lowest_is_compared_and_its_images_are_counted(tmp_path):
     store = ResultStore(tmp_path)
-    save(store, cell(), np.array([1, 1, 1, 0, 0, 0, 0], bool))
-    save(store, skipless(), np.array([1, 0, 0, 1, 1, 1, 0], bool))
+    save(store, cell(seed=1), np.array([1, 1, 1, 0, 0, 0, 0, 0], bool))
+    save(store, skipless(seed=1), np.array([1, 0, 0, 1, 1, 1, 0, 0], bool))
+    for make in (cell, skipless):
+        save(store, make(seed=2), np.ones(8, bool))
 
-    assert compared_pair(store, store.records()).tally == (1, 2, 3, 1)
+    compared = compared_pair(store, store.records())
+
+    assert [(row.difference.first, row.difference.second) for row in compared.rows] == [(37.5, 50)]
+    # Right in both, in the first or the second alone, in neither.
+    assert compared.tally == [1, 2, 3, 2]
 
 
 def test_pairs_of_many_checkpoints_must_be_asked_for():
@@ -192,13 +187,8 @@ def test_pairs_of_many_checkpoints_must_be_asked_for():
     assert [
         (p.first.name, p.second.name) for p in pairs_of(many, [(known_as("6"), known_as("0"))])
     ] == [("m6", "m0")]
-
-
-def test_one_checkpoint_is_no_pair():
-    checkpoints = checkpoints_of([cell(), skipless()])
-
     with pytest.raises(ConfigurationError, match="two different"):
-        pairs_of(checkpoints, [(known_as("a"), known_as("a"))])
+        pairs_of(few, [(known_as("1"), known_as("1"))])
 
 
 def test_a_pair_is_named_as_everywhere_by_path_name_or_sha256(tmp_path, capsys):

@@ -72,5 +72,5 @@ def test_the_first_table_is_of_images_as_they_are(tmp_path):
     board = index_page(build_report(store, RECORDS, []))["board"]
     alone = index_page(build_report(store, [r for r in RECORDS if r.corrupted], []))["board"]
 
-    assert [column.panel.dataset for column in board.columns] == ["photos"]
-    assert len(alone.columns) == 2
+    assert [panel.dataset for panel, _ in board["columns"]] == ["photos"]
+    assert len(alone["columns"]) == 2

@@ -9,17 +9,15 @@ import scipy.stats
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
-from ssl_bench.intervals import Share
 from ssl_bench.results import ResultStore
+from ssl_bench.results.contributions import ImageCurve, Scored
 from ssl_bench.scores import iou_per_class
-from ssl_bench.tables.pairs.comparison import (
+from ssl_bench.tables.comparison import (
     Comparison,
-    Difference,
     between_checkpoints,
     comparisons,
     difference,
 )
-from ssl_bench.tables.pairs.image_scores import ImageCurve, Scored
 from ssl_bench.tables.printing.sheets import NO_VALUE
 from tests.core.test_results import RECORD
 from tests.support.report_cells import around, known_as
@@ -54,10 +52,6 @@ def test_a_difference_of_what_has_no_value_is_a_dash():
     assert [word.text for word in sheet.rows[0]] == ["0", *[NO_VALUE] * 3]
 
 
-def test_a_difference_shows_its_sign_and_interval():
-    assert Difference("0", 12.5, 10.0, -1.0, 6.0, ((0,), (0,))).text == "+2.5 [-1.0, +6.0]"
-
-
 def test_four_images_that_all_change_do_not_prove_that_every_image_does():
     same = between(hits(1, 0, 1, 0), hits(1, 0, 1, 0))
     every = between(hits(1, 1, 1, 1), hits(0, 0, 0, 0))
@@ -67,17 +61,6 @@ def test_four_images_that_all_change_do_not_prove_that_every_image_does():
     # As if of six images five had gained and one had lost: 66.7 minus 1.96 times 30.4.
     assert (every.value, every.low, every.high) == pytest.approx((100, 7.02, 100), abs=0.01)
     assert every.is_clear
-
-
-def test_pairs_make_the_interval_narrower_than_two_separate_ones():
-    first = GENERATOR.random(200) < 0.5
-    second = first.copy()
-    second[:20] = True
-
-    paired = between(first, second)
-
-    low, high = Share(first).ci95()
-    assert paired.high - paired.low < 0.5 * 2**0.5 * (high - low)
 
 
 def test_mean_iou_is_compared_over_the_whole_set_not_image_by_image():
@@ -136,26 +119,6 @@ def test_only_scores_of_the_same_images_and_settings_are_compared(tmp_path):
         comparisons(store, store.records(), {known_as("a"): "a", known_as("e"): "e"})
 
 
-def test_another_size_of_the_images_is_named_as_the_reason(tmp_path, capsys):
-    store, words = ResultStore(tmp_path), ["compare", "skip", "skipless", "--out", str(tmp_path)]
-    for sha, size in (("a", 224), ("d", 448)):
-        save(store, sha, {0: None}, task="pca", metric="explained_variance")
-        save(store, sha, {0: hits(1, 0)}, settings={"tau": 0.2, "image_size": size})
-
-    assert main(words) == 3
-    assert (
-        "same settings and training images (pca: no values of single images are kept; "
-        "tokencut: image_size 224 and 448)" in capsys.readouterr().err
-    )
-
-    for sha in "ad":
-        save(store, sha, {0: hits(1, 0)}, task="discovery")
-    assert main(words) == 0
-    said = capsys.readouterr().err
-    assert "left out: tokencut: image_size 224 and 448\n" in said
-    assert "left out: pca: no values of single images" in said
-
-
 def test_comparisons_of_older_data_say_so_in_their_titles(tmp_path, capsys):
     store = ResultStore(tmp_path)
     for sha in "ad":
@@ -206,34 +169,6 @@ def test_the_command_takes_names_and_digests(tmp_path, capsys):
     assert f"skip {known_as('a')[:8]}" in capsys.readouterr().err
 
 
-def test_tables_and_comparisons_are_chosen_by_every_field_that_tells_them_apart(tmp_path, capsys):
-    store = ResultStore(tmp_path)
-    save(store, "a", {0: hits(1, 0, 0)})
-    save(store, "a", {0: hits(1, 1, 0)}, facet="token", protocol="reference, tau=0.3")
-    chosen = ["--out", str(tmp_path), "--facet", "token", "--protocol", "reference, tau=0.3"]
-
-    assert main(["table", *chosen]) == 0
-    assert main(["compare", "skip", *chosen]) == 0
-
-    printed = capsys.readouterr().out
-    assert printed.count("token, protocol reference, tau=0.3") == 2
-    assert "key, protocol" not in printed
-    assert main(["table", "--out", str(tmp_path), "--facet", "keys"]) == 2
-    assert "did you mean key?" in capsys.readouterr().err
-
-
-def test_blocks_are_shown_minus_the_best_one(tmp_path, capsys):
-    store = ResultStore(tmp_path)
-    save(store, "a", {0: hits(1, 0, 0, 0), 3: hits(1, 1, 1, 0)})
-
-    assert main(["compare", "skip", "--out", str(tmp_path), "--format", "markdown"]) == 0
-
-    printed = capsys.readouterr().out
-    assert "| block | skip | best block | first - second [95 %] |" in printed
-    assert "| 0 | 25.0 | 75.0 | -50.0 [" in printed
-    assert "| 3 | 75.0 | 75.0 | +0.0 |" in printed
-
-
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
@@ -262,18 +197,19 @@ def test_one_metric_a_task_is_compared_unless_others_are_asked_for(tmp_path, cap
     assert (left in said.err) == (not words)
 
 
-def compared(capsys, root, *words: str, ends: int = 0) -> tuple[str, str]:
-    assert main(["compare", *words, "--out", str(root)]) == ends
-    return capsys.readouterr()
-
-
-def test_a_block_that_all_folds_choose_has_no_difference_from_itself(tmp_path, capsys):
+def test_blocks_are_shown_minus_the_best_one_which_has_no_difference_from_itself(tmp_path, capsys):
     store = ResultStore(tmp_path)
     save(store, "a", {0: hits(*[0] * 10), 3: hits(*[1] * 8, 0, 0)})
+    words = ["compare", "skip", "--out", str(tmp_path), "--format"]
 
-    out, _ = compared(capsys, tmp_path, "skip", "--format", "json")
+    assert main([*words, "markdown"]) == 0
+    printed = capsys.readouterr().out
+    assert main([*words, "json"]) == 0
 
-    rows = {row["block"]: row for row in json.loads(out)[0]["rows"]}
+    assert "| block | skip | best block | first - second [95 %] |" in printed
+    assert "| 0 | 0.0 | 80.0 | **-80.0 [" in printed
+    assert "| 3 | 80.0 | 80.0 | +0.0 |" in printed
+    rows = {row["block"]: row for row in json.loads(capsys.readouterr().out)[0]["rows"]}
     assert rows["0"]["low"] is not None
     for name in ("3", "held-out choice (3)"):
         assert (rows[name]["difference"], rows[name]["low"], rows[name]["high"]) == (0, None, None)
@@ -284,54 +220,69 @@ def test_other_blocks_to_choose_from_are_said(tmp_path, capsys):
     save(store, "a", dict.fromkeys(range(6), best))
     save(store, "d", {0: best, 5: best})
 
-    out, _ = compared(capsys, tmp_path, "skip", "skipless")
+    assert main(["compare", "skip", "skipless", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert main(["compare", "skip", "--out", str(tmp_path)]) == 0
 
     said = "among 6 blocks (0, 1, 2, 3, 4, 5) of skip and 2 blocks (0, 5) of skipless"
     assert f"best block and held-out choice are {said}" in out
-    assert "are among" not in compared(capsys, tmp_path, "skip")[0]
+    assert "are among" not in capsys.readouterr().out
 
 
-def test_blocks_of_which_none_is_shared_are_the_reason(tmp_path, capsys):
+IMAGES = hits(1, 0)
+REASONS = {
+    "other settings": (
+        [("a", {0: IMAGES}, {"settings": {"size": 224}}), ("d", {0: IMAGES}, {"settings": {}})],
+        "same settings and training images (tokencut: size 224 and None)",
+    ),
+    "no images": (
+        [("a", {0: None}, {}), ("d", {0: None}, {})],
+        "(tokencut: no values of single images are kept)",
+    ),
+    "images of one": (
+        [("a", {0: IMAGES}, {}), ("d", {0: None}, {"num_images": 2})],
+        "values of single images are missing; `ssl-bench probe --task tokencut --overwrite`",
+    ),
+    "no shared block": (
+        [("a", {0: IMAGES, 1: IMAGES}, {}), ("d", {2: IMAGES}, {})],
+        "(tokencut: block 0, 1 of skip and block 2 of skipless: none is of both; probe both with ",
+    ),
+    "other facets": (
+        [("a", {0: IMAGES}, {}), ("d", {0: IMAGES}, {"facet": "token"})],
+        "of skip corloc toy key reference alone; of skipless corloc toy token",
+    ),
+    "never probed": (
+        [("a", {0: IMAGES}, {}), ("d", {0: None}, {"task": "pca"})],
+        "no record of skipless; run `ssl-bench probe --task tokencut --checkpoint skipless`",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", REASONS)
+def test_why_two_checkpoints_cannot_be_compared_is_said(tmp_path, capsys, which):
+    store, (made, why) = ResultStore(tmp_path), REASONS[which]
+    for sha, layers, changes in made:
+        save(store, sha, layers, **changes)
+
+    assert main(["compare", "skip", "skipless", "--out", str(tmp_path)]) == 3
+    assert why in capsys.readouterr().err
+
+    # Of a task beside one that can be compared it is said too.
+    for sha in "ad":
+        save(store, sha, {0: IMAGES}, task="discovery")
+    assert main(["compare", "skip", "skipless", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().err
+    assert "left out: tokencut: " in said
+    assert why.partition("(tokencut: ")[2].rstrip(")") in said
+
+
+def test_a_task_that_one_side_was_never_asked_is_named_with_the_command(tmp_path, capsys):
     store = ResultStore(tmp_path)
-    save(store, "a", {0: hits(1, 0), 1: hits(1, 0)})
-    save(store, "d", {2: hits(1, 0)})
+    save(store, "a", {0: IMAGES}, task="knn", metric="top1_k20")
+    save(store, "d", {0: IMAGES})
 
-    _, said = compared(capsys, tmp_path, "skip", "skipless", ends=3)
+    words = ["compare", "skip", "skipless", "--task", "knn", "--out", str(tmp_path)]
+    assert main(words) == 3
 
-    assert "(tokencut: block 0, 1 of skip and block 2 of skipless: none is of both; " in said
-    assert "--overwrite" not in said
-
-
-def test_a_checkpoint_that_was_never_probed_is_named_with_the_command(tmp_path, capsys):
-    store = ResultStore(tmp_path)
-    save(store, "a", {0: hits(1, 0)})
-    save(store, "a", {0: hits(1, 0)}, task="knn", metric="top1_k20")
-    save(store, "d", {0: hits(1, 0)})
-
-    _, said = compared(capsys, tmp_path, "skip", "skipless")
-    assert (
-        "left out: knn: no record of skipless; "
-        "run `ssl-bench probe --task knn --checkpoint skipless`\n" in said
-    )
-    _, said = compared(capsys, tmp_path, "skip", "skipless", "--task", "knn", ends=3)
+    said = capsys.readouterr().err
     assert f"skipless has no record of --task knn in {tmp_path}, only of tokencut; run" in said
-
-
-def test_another_facet_on_each_side_is_the_reason(tmp_path, capsys):
-    store = ResultStore(tmp_path)
-    save(store, "a", {0: hits(1, 0)})
-    save(store, "d", {0: hits(1, 0)}, facet="token")
-
-    _, said = compared(capsys, tmp_path, "skip", "skipless", ends=3)
-
-    assert "of skip corloc toy key reference alone; of skipless corloc toy token" in said
-
-
-def test_a_side_whose_images_were_not_kept_is_probed_again(tmp_path, capsys):
-    store = ResultStore(tmp_path)
-    save(store, "a", {0: hits(1, 0)})
-    save(store, "d", {0: None}, num_images=2)
-
-    _, said = compared(capsys, tmp_path, "skip", "skipless", ends=3)
-
-    assert "values of single images are missing; `ssl-bench probe --task tokencut" in said

@@ -11,8 +11,8 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.results import ResultStore
+from ssl_bench.tables.comparison import comparisons, epoch_comparisons
 from ssl_bench.tables.epochs import epoch_tables
-from ssl_bench.tables.pairs.comparison import comparisons, epoch_comparisons
 from tests.support.report_cells import cell, save
 
 # Images that are right, of ten: by run, epoch and block.
@@ -107,10 +107,6 @@ def test_the_command_prints_epochs_below_one_another(store, capsys):
     assert rows[0][4].startswith("+0.0 [-")
     assert rows[3][4].startswith("**-50.0 [-")
     assert "paired over 10 images" in lines[-1]
-    assert "skipless" in printed(capsys, store, *RUNS, "--format", "text")
-
-
-def test_the_command_writes_csv_and_json(store, capsys):
     rows = list(csv.DictReader(io.StringIO(printed(capsys, store, *RUNS, "--format", "csv"))))
     (table,) = json.loads(printed(capsys, store, *RUNS, "--format", "json"))
 

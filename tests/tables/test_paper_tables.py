@@ -66,35 +66,20 @@ def test_the_notes_name_every_known_difference_and_what_is_missing(store):
     assert notes[-1].startswith("no record of these encoders for: COCO20k (--task tokencut")
 
 
-def test_what_this_suite_cannot_measure_is_said(store):
-    save(store, "a", 0, hits(1, 0))
-
-    notes = paper_table(
-        published_table("training_time"), store.records(), store, encoders={}, choice="holdout"
-    ).notes()
-
-    assert notes[-1] == "this suite has no probe for: days"
-    assert "'ViT-B, SVD token graying'" in notes[-2]
-
-
-def test_doubts_about_a_table_are_one_of_its_notes(store):
+def test_what_papers_print_beside_values_or_leave_out_is_said(store):
     save(store, "a", 0, hits(1, 0))
 
     def notes(name):
-        table = published_table(name)
-        return paper_table(table, store.records(), store, encoders={}, choice="holdout").notes()
-
-    assert notes("one_skip")[2].startswith("doubtful: the text at hand has lost the numbers")
-    assert not [note for note in notes("mnist") if note.startswith("doubtful")]
-
-
-def test_what_is_printed_behind_a_value_stands_there_and_nothing_is_a_dash(store):
-    save(store, "a", 0, hits(1, 0))
+        return laid(store, name).notes()
 
     def rendered(name, style):
-        table = published_table(name)
-        laid = paper_table(table, store.records(), store, encoders={}, choice="holdout")
-        return render_tables([laid], style)
+        return render_tables([laid(store, name)], style)
+
+    # Days are nothing that this suite measures.
+    assert notes("training_time")[-1] == "this suite has no probe for: days"
+    assert "'ViT-B, SVD token graying'" in notes("training_time")[-2]
+    assert notes("one_skip")[2].startswith("doubtful: the text at hand has lost the numbers")
+    assert not [note for note in notes("mnist") if note.startswith("doubtful")]
 
     text = rendered("convmixer_cifar10", "text")
     assert "3 x 3, 20 epochs, uniform init" in text
@@ -152,15 +137,10 @@ def test_of_several_series_the_nearest_to_the_paper_is_shown_and_the_others_are_
         "miou_holdout, token, protocol ssl_bench",
     )
     assert "also recorded: miou_oracle, token, protocol cutting" in " ".join(table.notes())
-
-
-def test_multi_scale_heads_stand_in_the_multi_scale_columns_alone(store):
-    fields: dict[str, Any] = {"task": "segmentation", "dataset": "voc2012", "metric": "miou_oracle"}
-    save(store, "a", 11, hits(1, 0), facet="token", settings={"layers_mode": "multi"}, **fields)
-
-    table = laid(store, "table2", skip="a")
-
-    assert list(table.ours) == [("skip, soap", "VOC2012, multi-scale")]
+    # Multi-scale heads stand in the multi-scale columns alone.
+    multi = {"metric": "miou_oracle", "settings": {"layers_mode": "multi"}}
+    save(store, "d", 11, hits(1, 0), **multi, **fields)
+    assert list(laid(store, "table2", skip="d").ours) == [("skip, soap", "VOC2012, multi-scale")]
 
 
 def test_the_choice_of_the_block_is_named_as_what_it_is(store):

@@ -80,15 +80,6 @@ def test_the_oracle_takes_the_best_block_and_the_held_out_choice_one_that_others
     assert len(held_out.entry.records) == 2
 
 
-def test_one_block_needs_no_values_of_images_and_several_do(store):
-    alone = [save(store, "a", 3, hits(1, 0), keep=False)]
-    several = [*alone, save(store, "a", 4, hits(1, 1))]
-
-    assert chosen_block(alone, store, "holdout").entry.value == 50.0
-    assert choose_block(several, store, "holdout") is None
-    assert chosen_block(several, store, "oracle").layers == (4,)
-
-
 def test_a_block_that_all_folds_choose_keeps_the_interval_of_its_record(store):
     records = [
         save(store, "a", 0, hits(0, 0, 0, 0, 0, 0)),
@@ -100,6 +91,10 @@ def test_a_block_that_all_folds_choose_keeps_the_interval_of_its_record(store):
 
     assert (chosen.entry.low, chosen.entry.high, chosen.entry.arbitrary) == (90.0, 100.0, 4.0)
     assert chosen.layers == (1,)
+    # One block needs no values of images, and several do.
+    alone = save(store, "a", 3, hits(1, 0), keep=False)
+    assert chosen_block([alone], store, "holdout").entry.value == 50.0
+    assert choose_block([*records, alone], store, "holdout") is None
 
 
 def test_seeds_choose_for_themselves_and_are_averaged(store):
@@ -118,6 +113,9 @@ def test_seeds_choose_for_themselves_and_are_averaged(store):
     assert chosen.layers == (0, 1)
     # One block for all seeds: of their means, 41.7 and 50.
     assert (oracle.entry.value, oracle.layers) == (50.0, (1,))
+    text = render_tables([pivot_table(records, store, "holdout")], "text")
+    assert "91.7 @0,1" in text
+    assert "each seed chooses its own block (@: those of all); the mean is over seeds" in text
 
 
 def test_rows_are_encoders_columns_datasets_and_ties_as_printed_share_their_rank(store):
@@ -171,6 +169,9 @@ def test_a_cell_without_values_of_images_says_so_and_the_oracle_is_called_one(st
         [held_out], "text"
     )
     assert [row[1] for row in cells(oracle)] == ["toy", "**66.7 @1**", "<ins>33.3 @0</ins>"]
+    other = save(store, "e", 1, hits(1, 0, 0))
+    several = pivot_table([*store.records(), other], store, "holdout")
+    assert "not every encoder was probed at the same blocks" in render_tables([several], "text")
     text = render_tables([oracle], "text")
     assert "oracle choice of the block" in text.splitlines()[0]
     assert "ORACLE, the best one on the scored images" in text
@@ -198,16 +199,6 @@ def test_where_more_is_not_better_no_block_and_no_encoder_is_best(store, metric,
     assert "more of it is not better" in render_tables([several], "text")
     assert [row[1] for row in cells(alone)][1:] == ["66.7", "33.3"]
     assert render_tables([alone], "text").startswith(title)
-
-
-def test_other_blocks_for_another_encoder_are_said(store):
-    for sha, layers in (("a", (0, 1)), ("d", (1,))):
-        for layer in layers:
-            save(store, sha, layer, hits(1, 0, 0))
-
-    assert "not every encoder was probed at the same blocks" in render_tables(
-        [pivot_table(store.records(), store, "holdout")], "text"
-    )
 
 
 @pytest.mark.parametrize(
@@ -252,18 +243,6 @@ def test_seeds_at_other_blocks_are_not_pooled(store, capsys):
     assert "33.3 (2 seeds) @2" in capsys.readouterr().out
 
 
-def test_seeds_that_choose_other_blocks_are_said(store, capsys):
-    for seed in (0, 1):
-        for layer in (2, 3):
-            save(store, "a", layer, hits(*[layer == 2 + seed] * 6), seed=seed)
-
-    assert main(["table", "--out", str(store.root), "--pivot"]) == 0
-
-    out = capsys.readouterr().out
-    assert "100.0 @2,3" in out
-    assert "each seed chooses its own block (@: those of all); the mean is over seeds" in out
-
-
 def test_of_one_encoder_nothing_is_marked_and_no_other_is_spoken_of(store, capsys):
     for layer in (0, 1):
         save(store, "a", layer, hits(layer, layer, layer))
@@ -300,23 +279,6 @@ def test_of_several_tasks_the_headline_of_each_is_a_column(store, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
-def test_csv_and_json_carry_the_blocks_that_were_chosen_from(store):
-    for layer in (2, 3):
-        save(store, "a", layer, hits(0, 0, layer == 3))
-
-    (row,) = csv.DictReader(
-        io.StringIO(render_tables([pivot_table(store.records(), store, "oracle")], "csv"))
-    )
-    (table,) = json.loads(render_tables([pivot_table(store.records(), store, "oracle")], "json"))
-
-    assert (row["encoder"], row["column"], row["blocks"]) == ("skip", "toy", "3")
-    assert float(row["value"]) == pytest.approx(100 / 3)
-    (cell,) = table["cells"]
-    assert (cell["blocks"], cell["blocks_offered"]) == ([3], [2, 3])
-    assert table["layer_selection"] == "oracle"
-    assert cell["checkpoint_sha256"] == "a" * 64
-
-
 def test_the_command_chooses_among_the_asked_blocks(store, capsys):
     for layer in (0, 1, 11):
         save(store, "a", layer, hits(layer == 0, 0, layer == 11))
@@ -330,6 +292,12 @@ def test_the_command_chooses_among_the_asked_blocks(store, capsys):
     assert blocks("--layer", "-1") == ("11", "block")
     assert blocks("--layer", "1,-1", "--best-layer", "oracle") == ("11", "oracle")
     assert blocks("--best-layer", "oracle") == ("0", "oracle")
+    assert main([*command[:-1], "json", "--best-layer", "oracle"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)
+    (cell,) = table["cells"]
+    assert (cell["blocks"], cell["blocks_offered"], cell["encoder"]) == ([0], [0, 1, 11], "skip")
+    assert cell["value"] == pytest.approx(100 / 3)
+    assert cell["checkpoint_sha256"] == "a" * 64
     assert main([*command, "--layer", "7"]) == 3
     assert "recorded are 0, 1, 11" in capsys.readouterr().err
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import DataError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.printing.sheets import NO_VALUE
@@ -92,8 +91,11 @@ def test_what_is_no_better_than_an_answer_without_a_look_has_nothing_to_lose():
     baseline = {"baseline": {"answer": "most frequent class", "value": 50.0}}
     some = [replace(one, details=baseline) for one in of_blocks((80.0, 60.0), (50.0, 10.0))]
 
+    # Seeds of a cell are averaged.
+    some += [replace(one, seed=1, value=0.9 * one.value) for one in some]
     (table,) = severity_tables(some)
 
+    assert [entry.value for entry in table.entries.values()] == [76.0, 57.0, 47.5, 9.5]
     assert table.drop(0) == pytest.approx(25.0)
     assert table.drop(1) is None
     assert table.sheet("text").rows[1][-1].text == NO_VALUE
@@ -108,26 +110,13 @@ def test_nothing_is_marked_and_lost_where_more_is_not_better():
     assert not any(cell.marked for row in table.sheet("text").rows for cell in row)
 
 
-def test_seeds_of_a_cell_are_averaged():
-    some = of_blocks((80.0, 60.0))
-    other = [replace(one, seed=1, value=one.value - 20) for one in some]
-
-    (table,) = severity_tables([*some, *other])
-
-    assert [table.entries[0, severity].value for severity in (0, 1)] == [70.0, 50.0]
-
-
-def test_without_corrupted_images_the_message_says_how():
-    with pytest.raises(DataError, match="corrupt=clean,gaussian_noise:1-5"):
-        severity_tables([CLEAN])
-
-
 def test_the_command_prints_draws_and_gives_all_of_it_as_json(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     drawn: list[DepthTable] = []
     monkeypatch.setattr("ssl_bench.cli.table.draw_curves", lambda tables, _: drawn.extend(tables))
     for record in of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)):
         ResultStore(Path("results")).save(record)
+    ResultStore(Path("clean")).save(CLEAN)
 
     assert main(["table", "--over-severity", "--figure", "curves.svg"]) == 0
     assert "photos val, key, protocol reference, snow, skip\n" in capsys.readouterr().out
@@ -148,3 +137,5 @@ def test_the_command_prints_draws_and_gives_all_of_it_as_json(tmp_path, monkeypa
     assert head.split(",")[:6] == ["title", "block", "severity", "model", "drop", "value"]
     assert '",0,0,skip,50.0,80.0,' in first
     assert main(["table", "--over-severity", "--pivot"]) == 2
+    assert main(["table", "--over-severity", "--out", "clean"]) == 3
+    assert "corrupt=clean,gaussian_noise:1-5" in capsys.readouterr().err

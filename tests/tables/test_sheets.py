@@ -61,11 +61,8 @@ def test_columns_of_text_end_at_the_same_place_and_names_begin_at_it():
         "skip & 100%  *32.3 ± 1.2 †4*  5.0",
         "[x]                    _7.0_",
     ]
-
-
-def test_block_numbers_are_read_from_the_right():
+    # Numbers of blocks are read from the right.
     sheet = Sheet("", ("block", "a"), ((Cell("9"), Cell("1")), (Cell("10"), Cell("2"))), ())
-
     assert set_sheet(sheet, "text").splitlines()[4:6] == ["    9  1", "   10  2"]
 
 

@@ -10,12 +10,11 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import Estimate
 from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
+from ssl_bench.results.contributions import Scored, stored_curve
 from ssl_bench.tables.epochs import by_run, epoch_of, require_one_encoder_an_epoch
 from ssl_bench.tables.notes import trusted_note
-from ssl_bench.tables.pairs.image_scores import Scored, stored_curve
 from ssl_bench.tables.printing.sheets import NO_VALUE, Cell, Sheet
-from ssl_bench.tables.series import difference as differing_from
-from ssl_bench.tables.series import said_training, settings_text
+from ssl_bench.tables.series import differences, said_training, settings_text
 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -132,7 +131,7 @@ class Comparison:
         record: One of those that were compared; gives what they have in common.
         names: Heads of the two columns of values.
         encoders: Those that were compared, one or two records.
-        differing: What sets it apart from others of the same title, see `series.difference`.
+        differing: What sets it apart from others of the same title, see `series.differences`.
     """
 
     record: Record
@@ -245,11 +244,11 @@ def comparisons(
             f"with the same settings and training images{f' ({why})' if why else ''}"
         )
     heads = (names[0], names[1]) if len(names) == 2 else (names[0], "best block")
-    alike = [[record] for record, _ in found]
     of = tuple(by_id[one] for one in asked)
+    apart = differences([[record] for record, _ in found])
     tables = [
-        Comparison(record, tuple(rows), heads, of, differing_from(record, alike))
-        for record, rows in found
+        Comparison(record, tuple(rows), heads, of, differing)
+        for (record, rows), differing in zip(found, apart, strict=True)
     ]
     return tables, reasons
 

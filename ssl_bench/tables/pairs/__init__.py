@@ -1,1 +1,0 @@
-"""What two encoders, or two blocks, do on the same images."""
