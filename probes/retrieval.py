@@ -24,7 +24,6 @@ from ssl_bench.composition.fields import (
     PositiveOrZero,
     Temperature,
     Threads,
-    check_fields,
 )
 from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.samples import Dataset, ImageSet
@@ -32,7 +31,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import few_images_warning
-from ssl_bench.layers import AskedFacets, Facet
+from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
 from ssl_bench.neighbours import faiss_nearest, takes_faiss
 from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED
@@ -127,18 +126,9 @@ class Retrieval(Probe):
     keeps_images = True
     not_settings = (*Probe.not_settings, "memory_gib", "engine")
 
-    def __post_init__(self) -> None:
-        check_fields(self, "probe")
-        asked_patches(self.facet, self.norm)
-
     @property
     def asked_facets(self) -> AskedFacets:
         return asked_patches(self.facet, self.norm)
-
-    @property
-    def scored_facet(self) -> Facet:
-        """As records have it."""
-        return self.asked_facets.names[0]
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(layer, self.scored_facet, m) for layer in sorted(layers) for m in METRICS]

@@ -59,7 +59,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import few_images_warning
-from ssl_bench.layers import AskedFacets, Facet
+from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
 from ssl_bench.models import Encoder
 from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED, mean_iou
@@ -239,7 +239,7 @@ class Segmentation(Probe):
     )
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
+        super().__post_init__()
         require_one_block_a_head(self.asked_facets, self.layers_mode)
         if self.crops == "whole" and self.views > 2:
             raise ConfigurationError(
@@ -295,11 +295,6 @@ class Segmentation(Probe):
     @property
     def asked_facets(self) -> AskedFacets:
         return asked_patches(self.facet, self.norm)
-
-    @property
-    def scored_facet(self) -> Facet:
-        """As records have it."""
-        return self.asked_facets.names[0]
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""

@@ -56,10 +56,9 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.layers import INNER_FACETS, AskedFacets
 from ssl_bench.metrics import LabelledFeatures, class_rank
 
-_FACETS: tuple[Facet, ...] = (*IMAGE_FACETS, *INNER_FACETS)
 _PATCHES = "token_normed"
 _MOST_CHOOSING = 4
 # Logits that are in memory at once: a quarter of a gibibyte.
@@ -167,11 +166,12 @@ class LinearClassification(Probe):
 
     task = "classification"
     role = "classification"
+    known_facets = (*IMAGE_FACETS, *INNER_FACETS)
     keeps_images = True
     not_settings = (*Probe.not_settings, "training", "pool", "encoder_batch_size", "memory_gib")
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
+        super().__post_init__()
         require_one_block_a_head(self.asked_facets, self.layers_mode)
         require_one_way_to_draw(self.shots, self.train_images)
         usual = LinearClassification.facet, LinearClassification.layers_mode
@@ -184,10 +184,10 @@ class LinearClassification(Probe):
             )
 
     @property
-    def asked_facets(self) -> AskedFacets:
+    def asked_facets(self) -> AskedFacets | None:
         if isinstance(self.pool, AttentivePooling):
             return AskedFacets((ATTENTIVE_FACET,), None)
-        return asked_facets(self.facet, _FACETS)
+        return super().asked_facets
 
     def settings(self) -> dict[str, Any]:
         # Said by the metric, or without a meaning, where images of each class are drawn; where not.
@@ -207,7 +207,7 @@ class LinearClassification(Probe):
         if self.shots is not None:
             names = [shot_metric(name, count) for count in shots_of(self.shots) for name in names]
         last = [source[-1] for source in sources_of(layers, self.layers_mode)]
-        return list(itertools.product(last, self.asked_facets.names, names))
+        return list(itertools.product(last, self.facets, names))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.
@@ -234,7 +234,7 @@ class LinearClassification(Probe):
         portions = self._portions(train_images, context.seed)
         image_pass = ImagePass(
             context=context,
-            facets=self.asked_facets.names,
+            facets=self.facets,
             image_size=self.image_size,
             crop_share=self.crop_share,
             batch_size=self.encoder_batch_size,

@@ -36,7 +36,6 @@ from ssl_bench.composition.fields import (
     PositiveOrZero,
     PositiveShare,
     Threads,
-    check_fields,
     require_some,
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
@@ -44,7 +43,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.intervals import Interval
-from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.transfers import fetched, sent
 
@@ -57,13 +56,6 @@ METRICS = ("ami", "nmi", "ari", "purity", "miou_matched")
 PATCH_METRICS = (*METRICS, "accuracy_matched")
 MAJORITY = "miou_majority"
 """Of patches in more clusters than classes."""
-
-_FACETS: Mapping[str, tuple[Facet, ...]] = MappingProxyType(
-    {
-        "images": ("cls", "patch_mean", *INNER_FACETS),
-        "patches": ("token", "token_normed", "key", "query", "value", *INNER_FACETS),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -101,21 +93,18 @@ class Clustering(Probe):
     protocols_by_role = MappingProxyType({"classification": "images", "segmentation": "patches"})
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
+        super().__post_init__()
         require_some("probe.clusters_per_class", self.clusters_per_class)
-        asked_facets(self.facet, _FACETS[self.protocol])
 
     @property
     def role(self) -> str:
         return "classification" if self.protocol == "images" else "segmentation"
 
     @property
-    def asked_facets(self) -> AskedFacets:
-        return asked_facets(self.facet, _FACETS[self.protocol])
-
-    @property
-    def facets(self) -> tuple[Facet, ...]:
-        return self.asked_facets.names
+    def known_facets(self) -> tuple[Facet, ...]:
+        of_patches = ("token", "token_normed", "key", "query", "value")
+        named = ("cls", "patch_mean") if self.protocol == "images" else of_patches
+        return (*named, *INNER_FACETS)
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -53,13 +53,13 @@ def asked_patches(facet: str, norm: str) -> AskedFacets:
     return AskedFacets(("token_normed",), None)
 
 
-def require_one_block_a_head(asked: AskedFacets, layers_mode: str) -> None:
+def require_one_block_a_head(asked: AskedFacets | None, layers_mode: str) -> None:
     """Refuse a block by name where heads see several.
 
     Raises:
         ConfigurationError: one is named.
     """
-    if asked.block is not None and layers_mode != "single":
+    if asked and asked.block is not None and layers_mode != "single":
         raise ConfigurationError(
             f"probe.facet must name every block with * for probe.layers_mode={layers_mode}, got "
             f"block {asked.block}"

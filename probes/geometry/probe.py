@@ -40,7 +40,6 @@ from ssl_bench.composition.fields import (
     ShareSpan,
     Threads,
     Within,
-    check_fields,
 )
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.locations import cache_folder
@@ -49,7 +48,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
-from ssl_bench.layers import INNER_FACETS, REGISTERS, AskedFacets, Facet, asked_facets
+from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
 from ssl_bench.results import encoder_id
 from ssl_bench.system.transfers import fetched, sent
 
@@ -78,7 +77,6 @@ _WHY = {
     "register_patch_cosine": "the encoder has no registers",
     "position_r2": "images of a single patch",
 }
-_FACETS: tuple[Facet, ...] = ("cls", "patch_mean", *INNER_FACETS)
 # Of the images, for reading positions: to choose the penalty with, and to score on.
 _SHARE = 0.2
 Cell = tuple[int, str]
@@ -120,11 +118,11 @@ class Geometry(Probe):
 
     task = "geometry"
     role = "images"
+    known_facets = ("cls", "patch_mean", *INNER_FACETS)
     not_settings = (*Probe.not_settings, "batch_size")
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
-        asked_facets(self.facet, _FACETS)
+        super().__post_init__()
         for name in ("view_area", "alpha_ranks"):
             low, high = getattr(self, name)
             if low > high:
@@ -132,13 +130,9 @@ class Geometry(Probe):
                     f"probe.{name} expects the smaller number first, got [{low},{high}]"
                 )
 
-    @property
-    def asked_facets(self) -> AskedFacets:
-        return asked_facets(self.facet, _FACETS)
-
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         by_facet = [
-            *((f, IMAGE_METRICS) for f in self.asked_facets.names),
+            *((f, IMAGE_METRICS) for f in self.facets),
             ("token", TOKEN_METRICS),
         ]
         return [
@@ -169,7 +163,7 @@ class Geometry(Probe):
             context.say(f"geometry: {_FEW}: spectra and positions say little, or are undefined")
         layers = sorted(context.layers)
         for layer in context.progress(layers, "geometry, spectra", len(layers)):
-            for facet in self.asked_facets.names:
+            for facet in self.facets:
                 yield from self._spectra((layer, facet), found)
                 yield from self._likeness((layer, facet), found, views[layer, facet])
             yield from self._tokens(layer, found, context)
@@ -268,7 +262,7 @@ class Passes:
         self, probe: Geometry, context: ProbeContext, images: ImageSet, roles: Roles
     ) -> None:
         self.probe, self.context, self.images, self.roles = probe, context, images, roles
-        self.facets = probe.asked_facets.names
+        self.facets = probe.facets
         self.size = probe.image_size or min(context.encoder.native_size)
         self.at_once = at_once(probe.batch_size, self.size, context.device)
         facts = (
@@ -385,7 +379,7 @@ class Gathered:
     """
 
     def __init__(self, probe: Geometry, layers: Sequence[int], num_images: int) -> None:
-        cells = [(layer, facet) for facet in probe.asked_facets.names for layer in layers]
+        cells = [(layer, facet) for facet in probe.facets for layer in layers]
         self.probe, self.layers, self.num_images = probe, tuple(layers), num_images
         self.moments = {cell: Moments() for cell in cells}
         self._compared: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
@@ -407,7 +401,7 @@ class Gathered:
         """Take in the features of some images; gives back `sums` in host memory."""
         kept = [place for place, row in enumerate(rows) if row in compared]
         pairs: list[Tensor] = []
-        for facet in self.probe.asked_facets.names:
+        for facet in self.probe.facets:
             for layer, vectors in zip(features, image_vectors(features, facet), strict=True):
                 self.moments[layer, facet].add(vectors)
                 pairs.append(vectors[kept] if len(kept) < len(rows) else vectors)
