@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from probes.features.image import ImagePass, is_constant
-from probes.features.shots import (
+from probes.features.split import (
     TOPS,
     AskedShots,
     Shots,
+    TrainingSplit,
     over_draws,
     require_one_way_to_draw,
     shot_metric,
     shots_of,
     top_score,
 )
-from probes.features.split import TrainingSplit
 from probes.features.stream import batches
 from ssl_bench.composition.fields import (
     Count,
@@ -139,14 +139,7 @@ class KNN(Probe):
         if counts:
             shots = Shots.draw(train, most=max(counts), draws=self.draws, seed=context.seed)
         indices = shots.indices if shots else self._voting(train, context.seed)
-        image_pass = ImagePass(
-            context=context,
-            facets=self.facets,
-            image_size=self.image_size,
-            crop_share=self.crop_share,
-            batch_size=self.batch_size,
-            workers=self.num_workers,
-        )
+        image_pass = ImagePass(self, context, self.batch_size)
         at_once = image_pass.layers_at_once(len(indices) + len(val), self.memory_gib)
         for layers in batches(sorted(context.layers), at_once):
             bank = image_pass.run(train, indices, layers)

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float16, Int64, UInt8
 from torch import Tensor
 
-from probes.features.labels import label_histograms
 from probes.features.sources import asked_patches
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches, check, extract, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage
+from probes.heads.losses import label_histograms
 from probes.heads.scored_images import SquashedScoring
 from probes.heads.scores import HeadScores, ImageCounts
 from ssl_bench.composition.fields import (
@@ -29,7 +29,6 @@ from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
@@ -167,14 +166,8 @@ class Retrieval(Probe):
         )
         is_whole = self.crops == "whole"
         return TrainingPass(
-            extractor=FeatureExtractor(
-                context.encoder,
-                layers=tuple(sorted(context.layers)),
-                facets=(self.scored_facet,),
-                device=context.device,
-                dtype=context.dtype,
-            ),
-            facet=self.scored_facet,
+            context=context,
+            extractor=context.extractor(sorted(context.layers), self.scored_facet),
             images=images,
             indices=split.indices,
             image_size=self.image_size,
@@ -182,8 +175,6 @@ class Retrieval(Probe):
             label_size=self.image_size,
             batch_size=self.batch_size,
             workers=self.num_workers,
-            progress=context.progress,
-            say=context.say,
         )
 
     def _count(
@@ -199,11 +190,11 @@ class Retrieval(Probe):
         per_image = ImageCounts(len(memory), 1, classes)
         every = range(len(images))
         items = read_ahead(images, every, scoring.prepare, workers=self.num_workers)
-        shown = training_pass.progress(items, "scored images", len(images))
+        shown = training_pass.context.progress(items, "scored images", len(images))
         for batch in batches(shown, self.batch_size):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
-            blocks, sums = extract(training_pass.extractor, self.scored_facet, windows, ids)
+            blocks, sums = extract(training_pass.extractor, windows, ids)
             votes = [patch_votes(self, blocks[i], search, labels) for i, search in memory.items()]
             counts = []
             for position, item in enumerate(batch):
@@ -294,7 +285,7 @@ def remembered(
     shares = torch.empty(len(chosen), classes)
     by_batch = list(_by_batch(chosen, patches, training_pass.batch_size))
     read = training_pass.stream(layers, [entries for entries, _ in by_batch], extractor.device)
-    shown = training_pass.progress(read, "remembered images", len(by_batch))
+    shown = training_pass.context.progress(read, "remembered images", len(by_batch))
     start = 0
     for batch, (_, within) in zip(shown, by_batch, strict=True):
         here = slice(start, start := start + len(within))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,14 +19,13 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from probes.features.sources import LayerGroup, asked_patches, require_one_block_a_head, sources_of
-from probes.features.split import TrainingSplit
+from probes.features.split import TrainingSplit, digest
 from probes.features.stream import batches, check, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
 from probes.heads.kept import KeptState
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
-from probes.heads.optimizers import SGD, HeadAdamW, Schedule
 from probes.heads.scored_images import (
     PatchScoring,
     ScoredImage,
@@ -35,7 +34,16 @@ from probes.heads.scored_images import (
     SquashedScoring,
 )
 from probes.heads.scores import HeadScores, ImageCounts, best_rate
-from probes.heads.sgd import Heads, HeadTraining, TrainedHeads, floats
+from probes.heads.sgd import (
+    SGD,
+    HeadAdamW,
+    HeadOptimizer,
+    Heads,
+    Schedule,
+    StepTraining,
+    TrainedHeads,
+    floats,
+)
 from probes.pictures import sheet, titled
 from ssl_bench.composition.fields import (
     Count,
@@ -48,7 +56,6 @@ from ssl_bench.composition.fields import (
     ShareBelowOne,
     Threads,
     check_fields,
-    require_some,
 )
 from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.labels import voc_colours
@@ -57,7 +64,6 @@ from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
@@ -77,42 +83,27 @@ _LINE_HEIGHT = 16
 
 
 @dataclass(frozen=True)
-class Steps:
+class Steps(StepTraining):
     """A number of optimizer steps.
 
     Attributes:
-        learning_rates: All are trained; which one counts is chosen afterwards.
-        batch_size: Images of a step.
         warmup: Share of the steps in which the learning rate rises.
     """
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rates: Sequence[Rate] = HALF_DECADES
     epochs: Count = 30
     batch_size: Count = 16
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     schedule: Literal["cosine", "linear", "constant", "drop"] = "cosine"
     warmup: ShareBelowOne = 0.05
     weight_decay: PositiveOrZero = 1e-4
 
-    refit: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, "probe.training")
-        require_some("probe.training.learning_rates", self.learning_rates)
-
     def settings(self) -> dict[str, Any]:
         return asdict(self) | {"learning_rates": floats(self.learning_rates)}
 
-    def of_heads(self, heads: Heads) -> HeadTraining:
+    def steps(self) -> tuple[HeadOptimizer, Schedule]:
         optimizer = {"adamw": HeadAdamW, "sgd": SGD}[self.optimizer]
-        return HeadTraining(
-            values=tuple(floats(self.learning_rates)),
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            optimizer=optimizer(weight_decay=self.weight_decay),
-            schedule=Schedule(self.schedule, self.warmup),
-            **vars(heads),
-        )
+        return optimizer(weight_decay=self.weight_decay), Schedule(self.schedule, self.warmup)
 
 
 @dataclass(frozen=True)
@@ -306,20 +297,16 @@ class Segmentation(Probe):
         Raises:
             DataError: the labels hold too few classes.
         """
-        yield from self.prepared(context).scores()
-
-    def prepared(self, context: ProbeContext) -> "SegmentationRun":
-        """The run with all its parts; opens the dataset, computes nothing."""
-        return SegmentationRun(self, context)
+        yield from SegmentationRun(self, context).scores()
 
 
 class SegmentationRun:
-    """Linear segmentation of one encoder on one dataset.
+    """Linear segmentation of one encoder on one dataset; making it computes nothing.
 
     Attributes:
         split: Which training images are used, and which of them choose the rate.
         training_pass: How these images become features and labels.
-        training: Fits one head for each source and learning rate, or C.
+        heads: What is to be fitted for each source and learning rate, or C.
         scoring: Shows an image to the encoder, and makes of the logits of its patches classes.
     """
 
@@ -331,39 +318,31 @@ class SegmentationRun:
         )
         self.val_images = probe.split(context.dataset)
         self.sources = probe.sources(context.layers)
-        self.views = WholeImage(probe.views)
+        views = WholeImage(probe.views)
         if probe.crops == "resized":
-            self.views = ResizedCrops(probe.views, context.seed)
+            views = ResizedCrops(probe.views, context.seed)
         elif probe.crops == "scaled":
-            self.views = ScaledCrops(probe.views, context.seed, encoder.mean)
+            views = ScaledCrops(probe.views, context.seed, encoder.mean)
+        layers = sorted({layer for source in self.sources for layer in source})
         patch = encoder.patch_size
         self.training_pass = TrainingPass(
-            extractor=FeatureExtractor(
-                encoder,
-                layers=sorted({layer for source in self.sources for layer in source}),
-                facets=(probe.scored_facet,),
-                device=context.device,
-                dtype=context.dtype,
-            ),
-            facet=probe.scored_facet,
+            context=context,
+            extractor=context.extractor(layers, probe.scored_facet),
             images=images,
             indices=self.split.indices,
             image_size=probe.image_size,
-            views=self.views,
+            views=views,
             label_size=probe.loss.label_size(probe.image_size // patch, patch),
             batch_size=probe.training.batch_size,
             workers=probe.num_workers,
-            progress=context.progress,
-            say=context.say,
         )
-        heads = Heads(
+        self.heads = Heads(
             loss=probe.loss,
             standardize=probe.norm == "standardize",
             classes=len(self.val_images.class_names),
             seed=context.seed,
             device=context.device,
         )
-        self.training = probe.training.of_heads(heads)
         self.scoring = probe.inference.of_images(probe.image_size, encoder)
         self.cache = cache_folder(probe.cache)
 
@@ -377,7 +356,7 @@ class SegmentationRun:
         heads = self.train(features)
         held_out = self.count_held_out(heads, features)
         if self.probe.training.refit:
-            heads = self._fit(features, self.split.every_entry(self.views.count))
+            heads = self._fit(features, self.split.every_entry(self.probe.views))
         found, drawn = self.score(heads, held_out, self._details(heads, features))
         # Before the scores, so that no record stands there without them.
         self._draw(drawn, [chosen for chosen, _ in found])
@@ -398,8 +377,8 @@ class SegmentationRun:
 
     def train(self, features: TrainingFeatures) -> TrainedHeads:
         """Train the heads of all sources on the images that are not held out."""
-        entries = self.split.entries(self.views.count)
-        seen = features.facts.classes(entries)
+        entries = self.split.entries(self.probe.views)
+        seen = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
         if len(seen) < 2:
             names = [self.val_images.class_names[number] for number in seen]
             raise DataError(
@@ -410,10 +389,12 @@ class SegmentationRun:
 
     def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
         """Heads of all sources; those that a killed run had finished are taken from its file."""
-        kept = self._kept(self._heads_path(entries))
+        context, kept = self.context, self._kept(self._heads_path(entries))
         if "finished" in kept.found:
-            return TrainedHeads(**kept.found["finished"]).on(self.context.device)
-        heads = self.training.train(features, self.sources, entries, self.context.progress, kept)
+            return TrainedHeads(**kept.found["finished"]).on(context.device)
+        heads = self.probe.training.train(
+            self.heads, features, self.sources, entries, context.progress, kept
+        )
         if heads.seconds >= 60 * self.probe.keep_minutes:
             kept.write({"finished": vars(heads)})
         return heads
@@ -426,7 +407,7 @@ class SegmentationRun:
             return None
         total = torch.zeros(1, dtype=torch.int64, device=self.context.device)
         positions = torch.tensor(sorted(self.split.held_out))
-        chosen = (positions * self.views.count).split(self.probe.training.batch_size)
+        chosen = (positions * self.probe.views).split(self.probe.training.batch_size)
         read = features.of_layers(features.layers, self.context.device)
         shown = self.context.progress(read(chosen), "held-out images", len(chosen))
         left = iter(positions.tolist())
@@ -477,7 +458,7 @@ class SegmentationRun:
     def no_counts(self, heads: TrainedHeads) -> ImageCounts:
         """Counts of no image yet."""
         sources, values = heads.bias.shape[:2]
-        return ImageCounts(sources, values, self.training.classes)
+        return ImageCounts(sources, values, self.heads.classes)
 
     def count(
         self,
@@ -494,7 +475,7 @@ class SegmentationRun:
         for batch in batches(images, self.probe.training.batch_size):
             windows = torch.cat([image.windows for image in batch])
             ids = [image.image_id for image in batch]
-            by_layer, sums = extract(extractor, self.probe.scored_facet, windows, ids)
+            by_layer, sums = extract(extractor, windows, ids)
             parts, drawn, first = [], [], 0
             for image in batch:
                 some = slice(first, first := first + len(image.windows))
@@ -533,7 +514,7 @@ class SegmentationRun:
     ) -> Int64[Tensor, "sources values 3 classes"]:
         """Right, predicted and true pixels by class, for the heads of all sources."""
         target = sent(mask, predicted.device)
-        counts = class_counts(predicted.flatten(0, 1), target, self.training.classes)
+        counts = class_counts(predicted.flatten(0, 1), target, self.heads.classes)
         return counts.unflatten(0, predicted.shape[:2])
 
     def _scores(
@@ -549,8 +530,9 @@ class SegmentationRun:
         The held-out images choose it; without any, the scored ones do. Mean IoU is given at the
         one chosen without a look at the scored images and at the best one, accuracy at the former.
         """
-        source, values = self.sources[index], self.training.values
-        hyperparameter, names = self.training.hyperparameter, self.val_images.class_names
+        training, source = self.probe.training, self.sources[index]
+        values, hyperparameter = training.values, training.hyperparameter
+        names = self.val_images.class_names
         width = self.training_pass.extractor.width(self.probe.scored_facet)
         # Share of the channels that are the same in all training patches.
         constant = heads.constant_channels[index] / width / len(source)
@@ -602,12 +584,12 @@ class SegmentationRun:
     def _details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
         """What records say of the training, the same for all sources."""
         held_out = len(self.split.held_out)
-        ignored = features.facts.without_label()[:: self.views.count]
+        ignored = ~features.present[:: self.probe.views, :IGNORED].any(1)
         trained = len(self.split.indices) - (0 if self.probe.training.refit else held_out)
         return {
             "num_train_images": trained,
             "num_held_out_images": held_out,
-            "train_ids_sha256": self.split.ids_sha256(self.training_pass.images),
+            "train_ids_sha256": digest(self.split.ids(self.training_pass.images)),
             "all_ignored_train_images": int(ignored.sum()),
             "train_seconds": round(heads.seconds, 3),
             "unconverged_heads": heads.unfinished,
@@ -645,11 +627,11 @@ class SegmentationRun:
 
     def _named(self, ending: str, *facts: Any) -> Path:
         header = self.training_pass.header()
-        words = json.dumps([repr(self.training), header, self.sources, *facts])
+        words = json.dumps([repr((self.heads, self.probe.training)), header, self.sources, *facts])
         return self.cache / "heads" / f"{sha256(words.encode()).hexdigest()[:16]}.{ending}"
 
     def _forget_kept(self) -> None:
-        views = self.views.count
+        views = self.probe.views
         for entries in (self.split.entries(views), self.split.every_entry(views)):
             self._heads_path(entries).unlink(missing_ok=True)
         self._counts_path().unlink(missing_ok=True)

@@ -36,6 +36,7 @@ from ssl_bench.data.files.readable import (
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.views import OpenedOnce
 from ssl_bench.errors import ConfigurationError, UnfitEncoder, UnreadableImage
+from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import AskedFacets, Facet, asked_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id, stride_of
@@ -83,6 +84,12 @@ class ProbeContext:
     say: Callable[[str], None] = print
     known: Sequence[Record] = ()
     passed: Passed = field(default_factory=dict)
+
+    def extractor(self, layers: Sequence[int], *facets: Facet) -> FeatureExtractor:
+        """What gives these facets of these blocks, where and as the run computes."""
+        return FeatureExtractor(
+            self.encoder, layers=layers, facets=facets, device=self.device, dtype=self.dtype
+        )
 
     def stages(self) -> list["ProbeContext"]:
         """One for the asked blocks of each grid and width; one alone where all are alike."""

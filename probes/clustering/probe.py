@@ -154,14 +154,7 @@ class Clustering(Probe):
                 f"images of {images.name} {images.split} can make, got {asked}; ask for fewer, or "
                 "for more images"
             )
-        image_pass = ImagePass(
-            context=context,
-            facets=self.facets,
-            image_size=self.image_size,
-            crop_share=self.crop_share,
-            batch_size=self.batch_size,
-            workers=self.num_workers,
-        )
+        image_pass = ImagePass(self, context, self.batch_size)
         at_once = image_pass.layers_at_once(len(images), self.memory_gib)
         for layers in batches(sorted(context.layers), at_once):
             found = image_pass.run(images, range(len(images)), layers)
@@ -188,11 +181,11 @@ class Clustering(Probe):
                 f"patches of {train.name} {train.split} can make, got {asked}; ask for fewer, or "
                 "for more images or a larger probe.fit_patches"
             )
-        every = self._extractor(context, sorted(context.layers))
+        every = context.extractor(sorted(context.layers), *self.facets)
         width = sum(map(every.width, self.facets))
         at_once = max(1, int(self.memory_gib * 2**30 / (2 * width * len(chosen))))
         for layers in batches(every.layers, at_once):
-            extractor = self._extractor(context, layers)
+            extractor = context.extractor(layers, *self.facets)
             vectors = self._training_vectors(context, extractor, train, chosen, side**2)
             centres: dict[Cell, list[Float[Tensor, "_centres _dim"]]] = {}
             details: dict[Cell, dict[str, Any]] = {}
@@ -225,15 +218,6 @@ class Clustering(Probe):
     def _size(self, context: ProbeContext) -> int:
         """Side in pixels of the squares that images are squashed to."""
         return self.image_size or min(context.encoder.native_size)
-
-    def _extractor(self, context: ProbeContext, layers: Sequence[int]) -> FeatureExtractor:
-        return FeatureExtractor(
-            context.encoder,
-            layers=layers,
-            facets=self.facets,
-            device=context.device,
-            dtype=context.dtype,
-        )
 
     def _training_vectors(
         self,
