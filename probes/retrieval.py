@@ -11,12 +11,12 @@ from torch import Tensor
 
 from probes.features.sources import asked_patches
 from probes.features.split import TrainingSplit
-from probes.features.stream import batches, check, extract, read_ahead
+from probes.features.stream import batches, extract, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage
 from probes.heads.losses import label_histograms
 from probes.heads.scored_images import SquashedScoring
-from probes.heads.scores import HeadScores, ImageCounts
+from probes.heads.scores import ImageCounts, mask_score
 from ssl_bench.composition.fields import (
     Count,
     Engine,
@@ -33,7 +33,7 @@ from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
 from ssl_bench.neighbours import faiss_nearest, takes_faiss
-from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED
+from ssl_bench.scores import IGNORED
 from ssl_bench.system.transfers import fetched, sent
 
 METRICS = ("miou", "pixel_accuracy")
@@ -155,8 +155,16 @@ class Retrieval(Probe):
                 for layer, of_layer in zip(layers, features, strict=True)
             }
             counts = self._count(memory, shares.to(context.device), training_pass, images)
-            for index, layer in enumerate(layers):
-                yield from self._scores(layer, HeadScores(counts, index), images, memory[layer])
+            for index, (layer, search) in enumerate(memory.items()):
+                details = {
+                    "memory_patches": len(search.memory),
+                    "constant_features": search.is_constant(),
+                    "warnings": few_images_warning(len(images)),
+                    "guesses": guesses_of(self, self.guesses),
+                }
+                cell, names = (layer, self.scored_facet), images.class_names
+                for metric in METRICS:
+                    yield mask_score(cell, metric, counts, (index, 0), names, details)
 
     def training_pass(self, context: ProbeContext) -> TrainingPass:
         """How training images become features and labels."""
@@ -204,28 +212,9 @@ class Retrieval(Probe):
                 counts.append(class_counts(predicted, target, classes))
             # Together, because the host waits for each fetching.
             sums, counts = fetched([sums, torch.stack(counts)])
-            check(training_pass.extractor, sums, ids)
+            training_pass.extractor.check(sums, ids)
             per_image.add(counts[:, :, None])
         return per_image
-
-    def _scores(
-        self, layer: int, scores: HeadScores, images: ImageSet, search: NeighbourSearch
-    ) -> Iterator[Score]:
-        values = (scores.miou()[0], scores.accuracy(0))
-        intervals = (scores.miou_ci95(0), scores.accuracy_ci95(0))
-        iou = [None if value != value else value for value in scores.iou(0)]
-        details = {
-            "iou_by_class": dict(zip(images.class_names, iou, strict=True)),
-            "absent_classes": ABSENT_CLASS_POLICY,
-            "memory_patches": len(search.memory),
-            "constant_features": search.is_constant(),
-            "warnings": few_images_warning(len(images)),
-            "guesses": guesses_of(self, self.guesses),
-        }
-        number, counts = len(images), scores.counts(0)
-        for metric, value, interval in zip(METRICS, values, intervals, strict=True):
-            more = details | scores.baseline(metric, images.class_names).as_details()
-            yield Score(layer, self.scored_facet, metric, value, interval, number, more, counts)
 
 
 def labelled_patches(training_pass: TrainingPass, patch: int) -> Int64[Tensor, " labelled"]:

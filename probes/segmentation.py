@@ -5,7 +5,6 @@ the probe, and a run of it: features, heads, held-out images, scored images, sco
 """
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from probes.features.sources import LayerGroup, asked_patches, require_one_block_a_head, sources_of
 from probes.features.split import TrainingSplit, digest
-from probes.features.stream import batches, check, extract, read_ahead
+from probes.features.stream import batches, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
 from probes.heads.kept import KeptState
@@ -33,7 +32,7 @@ from probes.heads.scored_images import (
     SlidingScoring,
     SquashedScoring,
 )
-from probes.heads.scores import HeadScores, ImageCounts, best_rate
+from probes.heads.scores import ImageCounts, best_value, mask_score, plain
 from probes.heads.sgd import (
     SGD,
     HeadAdamW,
@@ -68,7 +67,7 @@ from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
 from ssl_bench.models import Encoder
-from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED, mean_iou
+from ssl_bench.scores import IGNORED, mean_iou
 from ssl_bench.system.files import remove_orphans, write_text_atomically
 from ssl_bench.system.naming import image_name
 from ssl_bench.system.transfers import fetched, sent
@@ -367,7 +366,11 @@ class SegmentationRun:
         )
         for _, scores in found:
             yield from scores
-        self._forget_kept()
+        views = self.probe.views
+        fitted = (self.split.entries(views), self.split.every_entry(views))
+        for kept in (*map(self._kept_heads, fitted), self._kept_counts()):
+            kept.path.unlink(missing_ok=True)
+        remove_orphans(self.cache / "heads")
 
     def features(self) -> TrainingFeatures:
         """Of all training images, in memory, on disk, or computed whenever they are asked for."""
@@ -389,7 +392,7 @@ class SegmentationRun:
 
     def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
         """Heads of all sources; those that a killed run had finished are taken from its file."""
-        context, kept = self.context, self._kept(self._heads_path(entries))
+        context, kept = self.context, self._kept_heads(entries)
         if "finished" in kept.found:
             return TrainedHeads(**kept.found["finished"]).on(context.device)
         heads = self.probe.training.train(
@@ -433,7 +436,7 @@ class SegmentationRun:
         The scored images stream once through encoder and heads; what a killed run had counted
         passes no more.
         """
-        images, kept = self.val_images, self._kept(self._counts_path())
+        images, kept = self.val_images, self._kept_counts()
         counts = self.no_counts(heads)
         if kept.found:
             counts.extend(kept.found)
@@ -445,7 +448,7 @@ class SegmentationRun:
         drawn = self.count(heads, self._scored(indices), self.no_counts(heads)) if indices else []
         chosen = [None] * len(self.sources) if held_out is None else held_out
         found = [
-            self._scores(heads, index, HeadScores(counts, index), chosen[index], details)
+            self._scores(heads, index, counts, chosen[index], details)
             for index in range(len(self.sources))
         ]
         return found, drawn
@@ -474,7 +477,7 @@ class SegmentationRun:
         extractor, found = self.training_pass.extractor, []
         for batch in batches(images, self.probe.training.batch_size):
             windows = torch.cat([image.windows for image in batch])
-            ids = [image.image_id for image in batch]
+            ids = [image.image_id for image in batch for _ in image.windows]
             by_layer, sums = extract(extractor, windows, ids)
             parts, drawn, first = [], [], 0
             for image in batch:
@@ -485,7 +488,7 @@ class SegmentationRun:
                 drawn += [predicted] if kept is None else []
             # Together, because the host waits for each fetching.
             sums, parts, *drawn = fetched([sums, torch.stack(parts), *drawn])
-            check(extractor, sums, ids)
+            extractor.check(sums, ids)
             counts.add(parts)
             found += drawn
             if kept and kept.is_due():
@@ -521,7 +524,7 @@ class SegmentationRun:
         self,
         heads: TrainedHeads,
         index: int,
-        val: HeadScores,
+        counts: ImageCounts,
         held_out: Int64[np.ndarray, "values 3 classes"] | None,
         shared: Mapping[str, Any],
     ) -> tuple[int, list[Score]]:
@@ -536,15 +539,12 @@ class SegmentationRun:
         width = self.training_pass.extractor.width(self.probe.scored_facet)
         # Share of the channels that are the same in all training patches.
         constant = heads.constant_channels[index] / width / len(source)
-        oracle = val.best()
-        chosen = oracle if held_out is None else best_rate(held_out)
+        by_value = mean_iou(counts.total[index])
+        oracle = best_value(counts.total[index])
+        chosen = oracle if held_out is None else best_value(held_out)
         ways = [] if held_out is None else [("miou_holdout", chosen)]
         scores = []
         for metric, rate in [*ways, ("miou_oracle", oracle), ("pixel_accuracy", chosen)]:
-            if metric == "pixel_accuracy":
-                value, ci95 = val.accuracy(rate), val.accuracy_ci95(rate)
-            else:
-                value, ci95 = val.miou()[rate], val.miou_ci95(rate)
             warnings = []
             if len(values) > 1 and rate in (0, len(values) - 1):
                 name = hyperparameter.replace("_", " ")
@@ -554,31 +554,16 @@ class SegmentationRun:
             details = {
                 hyperparameter: values[rate],
                 f"{hyperparameter}s": list(values),
-                "miou_by_rate": _plain(val.miou()),
-                "miou_by_rate_held_out": held_out
-                if held_out is None
-                else _plain(mean_iou(held_out).tolist()),
+                "miou_by_rate": plain(by_value),
+                "miou_by_rate_held_out": None if held_out is None else plain(mean_iou(held_out)),
                 "constant_features": constant == 1,
                 "constant_channels_percent": round(100 * constant, 1),
-                "warnings": [*warnings, *few_images_warning(val.num_images)],
-                "iou_by_class": dict(zip(names, _plain(val.iou(rate)), strict=True)),
-                "absent_classes": ABSENT_CLASS_POLICY,
+                "warnings": [*warnings, *few_images_warning(len(counts))],
                 **shared,
                 "layers": list(source),
-                **val.baseline(metric, names).as_details(),
             }
-            scores.append(
-                Score(
-                    source[-1],
-                    self.probe.scored_facet,
-                    metric,
-                    value,
-                    ci95,
-                    val.num_images,
-                    details,
-                    val.counts(rate),
-                )
-            )
+            cell = source[-1], self.probe.scored_facet
+            scores.append(mask_score(cell, metric, counts, (index, rate), names, details))
         return chosen, scores
 
     def _details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
@@ -614,33 +599,19 @@ class SegmentationRun:
 
     # Files that a killed run goes on from are named after all that their content depends on.
 
-    def _kept(self, path: Path) -> KeptState:
-        return KeptState(path, self.probe.keep_minutes, self.context.say)
+    def _kept(self, ending: str, *facts: Any) -> KeptState:
+        fitting = repr((self.heads, self.probe.training))
+        words = json.dumps([fitting, self.training_pass.header(), self.sources, *facts])
+        name = f"{sha256(words.encode()).hexdigest()[:16]}.{ending}"
+        return KeptState(self.cache / "heads" / name, self.probe.keep_minutes, self.context.say)
 
-    def _heads_path(self, entries: Int64[Tensor, " chosen"]) -> Path:
-        return self._named("heads", entries.tolist())
+    def _kept_heads(self, entries: Int64[Tensor, " chosen"]) -> KeptState:
+        return self._kept("heads", entries.tolist())
 
-    def _counts_path(self) -> Path:
+    def _kept_counts(self) -> KeptState:
         images = (self.val_images.fingerprint(), *self.val_images.ids)
         split = (self.split.indices, sorted(self.split.held_out), self.probe.training.refit)
-        return self._named("counts", split, images, repr(self.scoring))
-
-    def _named(self, ending: str, *facts: Any) -> Path:
-        header = self.training_pass.header()
-        words = json.dumps([repr((self.heads, self.probe.training)), header, self.sources, *facts])
-        return self.cache / "heads" / f"{sha256(words.encode()).hexdigest()[:16]}.{ending}"
-
-    def _forget_kept(self) -> None:
-        views = self.probe.views
-        for entries in (self.split.entries(views), self.split.every_entry(views)):
-            self._heads_path(entries).unlink(missing_ok=True)
-        self._counts_path().unlink(missing_ok=True)
-        remove_orphans(self.cache / "heads")
-
-
-def _plain(values: Sequence[float]) -> list[float | None]:
-    # JSON has no NaN: the IoU of an absent class is null.
-    return [None if math.isnan(value) else value for value in values]
+        return self._kept("counts", split, images, repr(self.scoring))
 
 
 def draw_panel(

@@ -77,12 +77,6 @@ class ImagePass:
             return known
         # Before others take their room.
         passed.pop(key, None)
-        passed[key] = self._passed(images, indices, layers)
-        return passed[key]
-
-    def _passed(
-        self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]
-    ) -> ImageFeatures:
         extractor = self._extractor(layers)
         found = {
             facet: torch.empty(len(layers), len(indices), vector_width(extractor, facet))
@@ -111,7 +105,8 @@ class ImagePass:
                 values[:, rows] = part
             labels[rows] = torch.tensor([label for _, label in batch])
             first = rows.stop
-        return ImageFeatures(tuple(layers), found, labels)
+        passed[key] = ImageFeatures(tuple(layers), found, labels)
+        return passed[key]
 
     def _extractor(self, layers: Sequence[int]) -> FeatureExtractor:
         parts = dict.fromkeys(part for facet in self.probe.facets for part in parts_of(facet))

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8
 from torch import Tensor
 
 from probes.features.disk import DamagedFeatures, FeatureFile, FeatureReader, label_file
-from probes.features.stream import ahead, batches, check, extract, read_ahead
+from probes.features.stream import ahead, batches, extract, read_ahead
 from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import CheckpointError, MachineError
@@ -111,7 +111,7 @@ def half_features(
     finite = torch.stack([half.isfinite().flatten(1).all(1) for half in halves])
     # Together, because the host waits for each fetching.
     sums, finite, *host = fetched([sums, finite, *(halves if fetch else [])])
-    check(extractor, sums, ids)
+    extractor.check(sums, ids)
     for index, image in finite.logical_not().nonzero().tolist():
         raise CheckpointError(
             f"layer {extractor.layers[index]} of {extractor.encoder.name} gives "
