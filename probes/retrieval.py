@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from probes.features.stream import batches, extract, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage
 from probes.heads.losses import label_histograms
-from probes.heads.scored_images import SquashedScoring
+from probes.heads.scored_images import Squashed
 from probes.heads.scores import ImageCounts, mask_score
 from ssl_bench.composition.fields import (
     Count,
@@ -194,10 +195,11 @@ class Retrieval(Probe):
     ) -> ImageCounts:
         """Stream the scored images once through the encoder and the memories of some layers."""
         classes = labels.shape[1]
-        scoring = SquashedScoring(self.image_size, self.score_size)
+        inference = Squashed(self.score_size)
+        prepare = partial(inference.prepare, size=self.image_size)
         per_image = ImageCounts(len(memory), 1, classes)
         every = range(len(images))
-        items = read_ahead(images, every, scoring.prepare, workers=self.num_workers)
+        items = read_ahead(images, every, prepare, workers=self.num_workers)
         shown = training_pass.context.progress(items, "scored images", len(images))
         for batch in batches(shown, self.batch_size):
             windows = torch.cat([item.windows for item in batch])
@@ -207,7 +209,7 @@ class Retrieval(Probe):
             counts = []
             for position, item in enumerate(batch):
                 logits = torch.stack([vote[position] for vote in votes])[None]
-                predicted = scoring.predict(logits, item)
+                predicted = inference.predict(logits, item)
                 target = sent(item.mask, predicted.device)
                 counts.append(class_counts(predicted, target, classes))
             # Together, because the host waits for each fetching.

@@ -1,7 +1,8 @@
 """Linear segmentation: what can a linear head segment with the patches of each block?
 
-In this order: the choices (`probe.training`, `probe.inference`; losses are in `heads/losses.py`),
-the probe, and a run of it: features, heads, held-out images, scored images, scores, pictures.
+In this order: steps and regressions (`probe.training`; losses are in `heads/losses.py`, what
+`probe.inference` takes in `heads/scored_images.py`), the probe, and a run of it: features, heads,
+held-out images, scored images, scores, pictures.
 """
 
 import json
@@ -25,13 +26,7 @@ from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest
 from probes.heads.kept import KeptState
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
-from probes.heads.scored_images import (
-    PatchScoring,
-    ScoredImage,
-    Scoring,
-    SlidingScoring,
-    SquashedScoring,
-)
+from probes.heads.scored_images import ScoredImage, SlidingWindows, Squashed
 from probes.heads.scores import ImageCounts, best_value, mask_score, plain
 from probes.heads.sgd import (
     SGD,
@@ -54,19 +49,17 @@ from ssl_bench.composition.fields import (
     Rate,
     ShareBelowOne,
     Threads,
-    check_fields,
 )
 from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.labels import voc_colours
 from ssl_bench.data.limited import sampled, sampled_numbers
 from ssl_bench.data.locations import cache_folder
-from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
-from ssl_bench.models import Encoder
 from ssl_bench.scores import IGNORED, mean_iou
 from ssl_bench.system.files import remove_orphans, write_text_atomically
 from ssl_bench.system.naming import image_name
@@ -118,50 +111,6 @@ class PatchRegression(LogisticRegression):
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "refit": self.refit}
-
-
-@dataclass(frozen=True)
-class Squashed:
-    """Images are squashed to squares, logits upsampled bilinearly.
-
-    Attributes:
-        score_size: Masks are reduced to this size before scoring; the original size if None.
-    """
-
-    score_size: Pixels | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "probe.inference")
-
-    def settings(self) -> dict[str, Any]:
-        return {"scoring": "squash", "score_size": self.score_size}
-
-    def of_images(self, image_size: int, encoder: Encoder) -> Scoring:
-        del encoder
-        return SquashedScoring(image_size, self.score_size)
-
-
-@dataclass(frozen=True)
-class ByPatch(Squashed):
-    """Images are squashed to squares, and each pixel takes the class of its patch."""
-
-    def settings(self) -> dict[str, Any]:
-        return {"scoring": "patch", "score_size": self.score_size}
-
-    def of_images(self, image_size: int, encoder: Encoder) -> Scoring:
-        del encoder
-        return PatchScoring(image_size, self.score_size)
-
-
-@dataclass(frozen=True)
-class SlidingWindows:
-    """Windows slide over the image at its own shape."""
-
-    def settings(self) -> dict[str, Any]:
-        return {"scoring": "slide", "score_size": None}
-
-    def of_images(self, image_size: int, encoder: Encoder) -> Scoring:
-        return SlidingScoring(image_size, encoder.mean)
 
 
 @dataclass(frozen=True)
@@ -306,7 +255,6 @@ class SegmentationRun:
         split: Which training images are used, and which of them choose the rate.
         training_pass: How these images become features and labels.
         heads: What is to be fitted for each source and learning rate, or C.
-        scoring: Shows an image to the encoder, and makes of the logits of its patches classes.
     """
 
     def __init__(self, probe: Segmentation, context: ProbeContext) -> None:
@@ -342,7 +290,6 @@ class SegmentationRun:
             seed=context.seed,
             device=context.device,
         )
-        self.scoring = probe.inference.of_images(probe.image_size, encoder)
         self.cache = cache_folder(probe.cache)
 
     def scores(self) -> Iterator[Score]:
@@ -417,9 +364,7 @@ class SegmentationRun:
         for batch in shown:
             for number in range(batch.features.shape[1]):
                 one = batch.features[:, number : number + 1]
-                image = self.scoring.prepare(
-                    self.training_pass.images[self.split.indices[next(left)]]
-                )
+                image = self.prepare(self.training_pass.images[self.split.indices[next(left)]])
                 blocks = dict(zip(features.layers, one, strict=True))
                 predicted = self._predict(heads, blocks, image)
                 total = total + self._count_one(predicted, image.mask)
@@ -453,9 +398,14 @@ class SegmentationRun:
         ]
         return found, drawn
 
+    def prepare(self, sample: Sample) -> ScoredImage:
+        """An image as the encoder is shown it to be scored."""
+        probe = self.probe
+        return probe.inference.prepare(sample, probe.image_size, self.context.encoder.mean)
+
     def _scored(self, indices: Sequence[int]) -> Iterable[ScoredImage]:
         workers = self.probe.num_workers
-        items = read_ahead(self.val_images, indices, self.scoring.prepare, workers=workers)
+        items = read_ahead(self.val_images, indices, self.prepare, workers=workers)
         return self.context.progress(items, "scored images", len(indices))
 
     def no_counts(self, heads: TrainedHeads) -> ImageCounts:
@@ -507,7 +457,7 @@ class SegmentationRun:
             windows = torch.cat([features[layer].float() for layer in source], -1)
             logits = torch.stack([heads.logits(index, one) for one in windows])
             # Here the logits of patches become classes of pixels.
-            predicted.append(self.scoring.predict(logits, image))
+            predicted.append(self.probe.inference.predict(logits, image))
         return torch.stack(predicted)
 
     def _count_one(
@@ -588,7 +538,7 @@ class SegmentationRun:
         indices = sampled_numbers(self.val_images.ids, self.probe.panels)
         for index, predicted in zip(indices, drawn, strict=True):
             sample = self.val_images[index]
-            masks = {"ground truth": self.scoring.prepare(sample).mask}
+            masks = {"ground truth": self.prepare(sample).mask}
             for source, rate, by_rate in zip(self.sources, rates, predicted, strict=True):
                 title = f"layer{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
                 masks[title] = by_rate[rate]
@@ -611,7 +561,7 @@ class SegmentationRun:
     def _kept_counts(self) -> KeptState:
         images = (self.val_images.fingerprint(), *self.val_images.ids)
         split = (self.split.indices, sorted(self.split.held_out), self.probe.training.refit)
-        return self._kept("counts", split, images, repr(self.scoring))
+        return self._kept("counts", split, images, repr(self.probe.inference))
 
 
 def draw_panel(

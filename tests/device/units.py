@@ -150,7 +150,7 @@ def scored_segmentation(folder: Path, scoring: str) -> Counts:
 
     def work(number: int) -> None:
         images = ColourDataset(num_val=number * _BATCH).val()
-        items = [run.scoring.prepare(images[i]) for i in range(len(images))]
+        items = [run.prepare(images[i]) for i in range(len(images))]
         run.count(heads, items, run.no_counts(heads), kept)
 
     return counts_of(work, 1, 3)

@@ -233,25 +233,6 @@ def test_both_concatenated_want_a_class_token_too():
         classification(facet="cls_patch_mean").require_fitting(replace(tiny(), num_prefix_tokens=0))
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"c_values": []}, "probe.training.c_values expects one value or more"),
-        ({"c_values": [0.0, 1.0]}, "probe.training.c_values expects a list .* a number in"),
-        ({"training": "sgd", "learning_rates": []}, "probe.training.learning_rates expects one"),
-        ({"layers_mode": "multi"}, "probe.layers_mode expects single or last4"),
-        ({"facet": "token"}, "probe.facet must be among cls, patch_mean, cls_patch_mean"),
-        ({"facet": []}, "probe.facet must be among"),
-        ({"training": "sgd", "epochs": 0}, "probe.training.epochs expects a whole number in"),
-        ({"holdout": 1.0}, "probe.holdout expects a number in"),
-        ({"crop_share": 0.0}, "probe.crop_share expects a number in"),
-    ],
-)
-def test_options_without_meaning_are_refused(options, complaint):
-    with pytest.raises(ConfigurationError, match=complaint):
-        classification(**options)
-
-
 def test_protocols_are_files_and_what_does_not_apply_is_no_setting():
     probes = {
         name: plan_probes(["classification"], ["class_folders"], [f"probe.protocol={name}"])[0]

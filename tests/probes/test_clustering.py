@@ -33,7 +33,6 @@ from ssl_bench.models import Encoder, build_vit, encoder_from_model
 from ssl_bench.report.model import chosen_metric
 from ssl_bench.results import ResultStore
 from tests.support.coloured_classes import TINY, coloured_classes, flat, scored, tiny
-from tests.support.configured import configured
 
 MET = np.array([[4, 0], [0, 3], [1, 2]])
 
@@ -297,7 +296,5 @@ def test_what_cannot_be_clustered_is_refused(colours):
         ConfigurationError, match=r"at most the 18 clusters .* got 24; ask for fewer"
     ):
         scores(colours, clusters_per_class=[1, 4])
-    with pytest.raises(ConfigurationError, match="clusters_per_class expects one value or more"):
-        configured(Clustering, clusters_per_class=[])
     with pytest.raises(UnfitEncoder, match=r"no \[CLS\] token"):
         Clustering().require_fitting(replace(tiny(), num_prefix_tokens=0))

@@ -22,7 +22,6 @@ from ssl_bench.models import ConvMixerConfig, Encoder, build_encoder, save_encod
 from ssl_bench.neighbours import nearest
 from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import flat, scored, tiny
-from tests.support.configured import configured
 from tests.support.faults import class_folders, encoder_file, fails, probing, records
 
 
@@ -279,22 +278,6 @@ def test_features_that_are_equal_are_flagged_and_those_not_finite_refused(root):
     assert found[0, "cls", "top1_k3"].value == pytest.approx(100 / 6)
     with pytest.raises(CheckpointError, match="layer 0 of flat gives features that are not finite"):
         scored(KNN(neighbours=[3]), ClassFolders(root), encoder=flat(math.nan))
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"neighbours": []}, "probe.neighbours"),
-        ({"neighbours": [0]}, "probe.neighbours"),
-        ({"facet": "key"}, "probe.facet must be among cls, patch_mean"),
-        ({"temperature": 0.0}, "probe.temperature"),
-        ({"crop_share": 1.5}, "probe.crop_share"),
-        ({"protocol": "paper"}, "probe.protocol"),
-    ],
-)
-def test_options_without_meaning_are_refused(options, complaint):
-    with pytest.raises(ConfigurationError, match=complaint):
-        configured(KNN, **options)
 
 
 def test_only_datasets_of_labelled_images_get_the_probe():

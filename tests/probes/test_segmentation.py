@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from PIL import Image
 
 from probes.features.split import TrainingSplit
-from probes.heads.scored_images import SquashedScoring
+from probes.heads.scored_images import Squashed
 from probes.segmentation import Segmentation, SegmentationRun
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.composition.presets import guesses_of
-from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
+from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.intervals import few_images_warning
 from tests.support.colours import (
     ColourDataset,
@@ -24,7 +24,6 @@ from tests.support.colours import (
     score_values,
     tiny_encoder,
 )
-from tests.support.heads import segmentation
 
 PHOTOS = {
     "voc2012": ["dataset=voc2012"],
@@ -132,7 +131,7 @@ def test_scores_equal_an_independent_confusion_matrix_over_all_scored_images(tmp
     confusion = np.zeros((4, 4), np.int64)
     for sample in (context.dataset.val()[index] for index in range(7)):
         assert sample.mask is not None
-        image = SquashedScoring(32).prepare(sample).windows
+        image = Squashed().prepare(sample, 32).windows
         blocks = run.training_pass.extractor(image)
         tokens = torch.cat([blocks[layer]["token"][0] for layer in heads.sources[-1]], -1)
         rate = scores[-1].details["learning_rates"].index(scores[-1].details["learning_rate"])
@@ -246,35 +245,6 @@ def test_features_that_are_not_finite_stop_the_run_and_name_the_image(tmp_path):
 def test_data_that_cannot_be_scored_is_named(tmp_path, dataset, message):
     with pytest.raises(DataError, match=message):
         list(quick_probe(epochs=1).run(probe_context(tmp_path, dataset=dataset)))
-
-
-_NO_HOLDOUT = "must be 0 unless"
-
-
-@pytest.mark.parametrize(
-    ("field", "changes", "said"),
-    [
-        ("norm", {"norm": "batch"}, "expects"),
-        ("layers_mode", {"layers_mode": "all"}, "expects"),
-        ("training.learning_rates", {"learning_rates": []}, "expects"),
-        ("training.learning_rates", {"learning_rates": [0.1, -0.1]}, "expects"),
-        ("training.epochs", {"epochs": 0}, "expects"),
-        ("views", {"views": 3}, "must be 1 or 2"),
-        ("holdout", {"holdout": 1.0}, "expects"),
-        ("crops", {"crops": "some"}, "expects"),
-        ("loss.factor", {"factor": 0}, "expects"),
-        ("training.optimizer", {"optimizer": "adam"}, "expects"),
-        ("training.schedule", {"schedule": "poly"}, "expects"),
-        ("inference.score_size", {"score_size": 0}, "expects"),
-        ("holdout", {"crops": "resized"}, _NO_HOLDOUT),
-        ("holdout", {"inference": "slide"}, _NO_HOLDOUT),
-        ("training.refit", {"training": "lbfgs", "refit": True, "holdout": 0.0}, "must be false"),
-        ("training.max_iterations", {"training": "lbfgs", "max_iterations": 0}, "expects"),
-    ],
-)
-def test_a_wrong_hyperparameter_is_named(field, changes, said):
-    with pytest.raises(ConfigurationError, match=f"probe.{field} {said}"):
-        segmentation(**changes)
 
 
 def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):

@@ -13,11 +13,10 @@ from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.layouts.class_folders import ClassFolders
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
 from ssl_bench.tables.pairs.image_scores import ImageCurve
 from tests.support.coloured_classes import coloured_classes, scored
-from tests.support.configured import configured
 from tests.support.faults import class_folders, probing, records
 from tests.support.heads import classification
 
@@ -165,22 +164,6 @@ def test_a_class_with_fewer_images_than_shots_is_refused_in_a_line(root):
         scores(classification(QUICK, shots=2), images)
     assert scores(KNN(shots=3, draws=1, neighbours=[1]), images)
     assert scores(classification(QUICK, shots=3, draws=1, holdout=0.0), images)
-
-
-@pytest.mark.parametrize("kind", [KNN, LinearClassification])
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"shots": []}, "probe.shots expects one value or more"),
-        ({"shots": 0}, "probe.shots expects"),
-        ({"shots": [1, 0]}, "probe.shots expects"),
-        ({"draws": 0}, "probe.draws expects"),
-        ({"shots": [1], "train_images": 9}, "probe.train_images must be null where probe.shots"),
-    ],
-)
-def test_options_without_meaning_are_refused(kind, options, complaint):
-    with pytest.raises(ConfigurationError, match=complaint):
-        configured(kind, **options)
 
 
 def test_without_shots_settings_are_what_they_were():
