@@ -14,19 +14,21 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from probes.features.image import ImageFeatures, ImagePass
-from probes.features.sources import IMAGE_FACETS, LayerGroup, require_one_block_a_head, sources_of
+from probes.features.image import IMAGE_FACETS, ImageFeatures, ImagePass
 from probes.features.split import (
     TOPS,
     AskedShots,
+    LayerGroup,
     Shots,
     TrainingSplit,
     class_labels,
     digest,
     over_draws,
+    require_one_block_a_head,
     require_one_way_to_draw,
     shot_metric,
     shots_of,
+    sources_of,
     top_score,
 )
 from probes.features.stream import batches, read_ahead
@@ -267,10 +269,7 @@ class LinearClassification(Probe):
             choosing = fitted(portion.before)
         heads = fitted(portion.fitted)
         details = {
-            "num_train_images": len(portion.fitted),
-            "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
-            "train_ids_sha256": portions.ids_sha256(portion.fitted),
-            "train_seconds": round(heads.seconds, 3),
+            **portions.details(portion, portion.fitted, heads.seconds),
             "unconverged_heads": heads.unfinished,
             "stalled_heads": heads.stalled,
             "guesses": guesses_of(self, self.guesses),
@@ -341,10 +340,7 @@ class LinearClassification(Probe):
             scored_labels = torch.tensor(class_labels(val_images))
             ranks = _attentive_ranks(heads, seen, scored_labels)
             details = {
-                "num_train_images": len(portion.before),
-                "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
-                "train_ids_sha256": portions.ids_sha256(portion.before),
-                "train_seconds": round(heads.seconds, 3),
+                **portions.details(portion, portion.before, heads.seconds),
                 "feature_tier": features.tier,
                 "encoder_passes": features.passes,
                 "guesses": guesses_of(self, [*self.guesses, *_ATTENTIVE_GUESSES]),
@@ -450,9 +446,16 @@ class Portions:
             for draws in zip(*by_draw, strict=True):
                 yield from over_draws(draws, count)
 
-    def ids_sha256(self, fitted: Int64[Tensor, " fitted"]) -> str:
-        """Hexadecimal digest of the ids of what heads are fitted to, one a line."""
-        return digest([self.images.ids[self.indices[n]] for n in fitted.tolist()])
+    def details(
+        self, portion: Portion, fitted: Int64[Tensor, " fitted"], seconds: float
+    ) -> dict[str, Any]:
+        """What records say of the images that heads are fitted to, and how long that took."""
+        return {
+            "num_train_images": len(fitted),
+            "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
+            "train_ids_sha256": digest([self.images.ids[self.indices[n]] for n in fitted.tolist()]),
+            "train_seconds": round(seconds, 3),
+        }
 
     def require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
         """Refuse images to fit to that are of one class.

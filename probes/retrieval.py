@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float16, Int64, UInt8
 from torch import Tensor
 
-from probes.features.sources import asked_patches
-from probes.features.split import TrainingSplit
+from probes.features.split import TrainingSplit, asked_patches
 from probes.features.stream import batches, extract, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage

@@ -18,8 +18,14 @@ from jaxtyping import Float, Int64, UInt8
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from probes.features.sources import LayerGroup, asked_patches, require_one_block_a_head, sources_of
-from probes.features.split import TrainingSplit, digest
+from probes.features.split import (
+    LayerGroup,
+    TrainingSplit,
+    asked_patches,
+    digest,
+    require_one_block_a_head,
+    sources_of,
+)
 from probes.features.stream import batches, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from probes.features.sources import parts_of
 from probes.features.stream import at_once, batches, read_ahead
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
@@ -19,6 +18,13 @@ from ssl_bench.layers import Facet
 from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.results import encoder_id
 from ssl_bench.system.transfers import fetched, sent
+
+IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
+    "cls": ("cls_normed",),
+    "patch_mean": ("token_normed",),
+    "cls_patch_mean": ("cls_normed", "token_normed"),
+}
+"""What stands for an image: [CLS], the mean patch, or both concatenated, after the final norm."""
 
 # Unit vectors closer than this to each other tell nothing apart.
 _CONSTANT = 1e-6
@@ -115,6 +121,11 @@ class ImagePass:
     @property
     def _size(self) -> int:
         return self.probe.image_size or min(self.context.encoder.native_size)
+
+
+def parts_of(facet: Facet) -> tuple[Facet, ...]:
+    """What is taken of a block for an image: of facets from inside of it the mean patch."""
+    return IMAGE_FACETS.get(facet, (facet,))
 
 
 def is_constant(features: Float[Tensor, "images dim"]) -> bool:

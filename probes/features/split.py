@@ -1,4 +1,4 @@
-"""Which training images heads are fitted to: all but a share, or a few of each class, n shots.
+"""What heads see and are fitted to: blocks, and all training images but a share, or n a class.
 
 And the scores of classes: how often the true one is among the first n, over images and draws.
 """
@@ -19,12 +19,59 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share, mean_estimate
+from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 from ssl_bench.results import Baseline
 
+# The layers whose features, concatenated, one head sees.
+LayerGroup = tuple[int, ...]
+_PATCHES: tuple[Facet, ...] = ("token", "key", "query", "value", *INNER_FACETS)
 TOPS = (1, 5)
 """How many classes may be named."""
 AskedShots = Count | Sequence[Count] | None
 """Images of each class, one number or several; None takes all there are."""
+
+
+def sources_of(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
+    """What each head sees: every layer alone ("single"), or several up to the last asked one.
+
+    "multi" are the layers at 1/4, 1/2, 3/4 and all of the depth up to it, "last4" the last four.
+    """
+    last = max(layers)
+    if layers_mode == "multi":
+        return [tuple(sorted({max(0, (last + 1) * q // 4 - 1) for q in (1, 2, 3, 4)}))]
+    if layers_mode == "last4":
+        return [tuple(range(max(0, last - 3), last + 1))]
+    return [(layer,) for layer in sorted(layers)]
+
+
+def asked_patches(facet: str, norm: str) -> AskedFacets:
+    """What a head or a memory sees of patches, where a block's output may pass the final norm.
+
+    Raises:
+        ConfigurationError: not known, or not what a block gives although it is to be normed.
+    """
+    asked = asked_facets(facet, _PATCHES)
+    if norm != "final":
+        return asked
+    if asked.names != ("token",):
+        raise ConfigurationError(
+            f"probe.facet must be token for probe.norm=final, got {facet}; that norm is the "
+            "encoder's last, of what blocks give"
+        )
+    return AskedFacets(("token_normed",), None)
+
+
+def require_one_block_a_head(asked: AskedFacets | None, layers_mode: str) -> None:
+    """Refuse a block by name where heads see several.
+
+    Raises:
+        ConfigurationError: one is named.
+    """
+    if asked and asked.block is not None and layers_mode != "single":
+        raise ConfigurationError(
+            f"probe.facet must name every block with * for probe.layers_mode={layers_mode}, got "
+            f"block {asked.block}"
+        )
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ VERSION = 3
 
 Half = Float16[Tensor, "batch rows cols dim"]
 # Which values occur in the labels of each entry, 255 among them.
-Present = Bool[Tensor, "entries 256"]
+Present = Bool[Tensor, "_entries 256"]
 # Entries of batches that follow each other.
 Chosen = Sequence[Int64[Tensor, "..."]]
 # Takes the labels of some entries.

@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float, Float64, UInt8
 from torch import Tensor
 
-from probes.features.image import image_vectors
+from probes.features.image import image_vectors, parts_of
 from probes.features.moments import Moments
-from probes.features.sources import parts_of
 from probes.features.stream import at_once, batches, read_ahead
 from probes.features.views import ResizedCrops
 from probes.geometry.estimates import (

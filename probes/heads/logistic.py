@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from probes.features.sources import LayerGroup
+from probes.features.split import LayerGroup
 from probes.features.tiers import TrainingFeatures
 from probes.heads.kept import KeptState
 from probes.heads.sgd import (

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from probes.features.sources import LayerGroup
+from probes.features.split import LayerGroup
 from probes.features.tiers import FeatureBatch, TrainingFeatures
 from probes.heads.kept import KeptState
 from probes.heads.losses import PIECE_BYTES, PixelLoss, PixelTargets

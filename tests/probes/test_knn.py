@@ -118,15 +118,6 @@ def test_the_vote_is_that_of_a_plain_restatement_in_float64(monkeypatch, rows_at
             assert rank == (expected if votes[target] else 7)
 
 
-def test_the_central_square_keeps_its_share_of_the_shorter_side():
-    image = np.zeros((8, 24, 3), np.uint8)
-    image[2:6, 10:14] = 200
-
-    assert (central_square(image, 4, share=0.5) == 200).all()
-    whole = central_square(image, 8, share=1.0).permute(1, 2, 0).numpy()
-    assert np.array_equal(whole, image[:, 8:16])
-
-
 @pytest.mark.parametrize("height", [375, 500, 64, 1201])
 @pytest.mark.parametrize(("size", "share"), [(224, 0.875), (96, 1.0), (30, 0.9)])
 def test_the_central_square_is_that_of_resizing_and_cropping_up_to_rounding(height, size, share):

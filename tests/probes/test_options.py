@@ -58,6 +58,7 @@ BY_SHOTS = [
         (segmentation, {"learning_rates": []}, "probe.training.learning_rates expects"),
         (segmentation, {"learning_rates": [0.1, -0.1]}, "probe.training.learning_rates expects"),
         (segmentation, {"epochs": 0}, "probe.training.epochs expects"),
+        (segmentation, {"train_images": -1}, "probe.train_images expects"),
         (segmentation, {"views": 3}, "probe.views must be 1 or 2"),
         (segmentation, {"holdout": 1.0}, "probe.holdout expects"),
         (segmentation, {"crops": "some"}, "probe.crops expects"),
