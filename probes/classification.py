@@ -112,6 +112,10 @@ class Momentum(StepTraining):
 class FixedPooling:
     """What `probe.facet` says, the same for all heads; `probe.training` fits these."""
 
+    def settings(self) -> dict[str, Any]:
+        """Nothing that the facet and the training do not say."""
+        return {}
+
 
 @dataclass(frozen=True)
 class LinearClassification(Probe):
