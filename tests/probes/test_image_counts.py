@@ -1,8 +1,10 @@
 import numpy as np
+import pytest
 import torch
 
-from probes.heads.scores import ImageCounts
+from probes.heads.scores import ImageCounts, mask_score
 from ssl_bench.metrics import class_counts
+from ssl_bench.scores import iou_per_class, mean_iou, pixel_accuracy
 
 
 def _counts(images=7, sources=2, values=3, classes=5):
@@ -35,6 +37,23 @@ def test_counts_come_back_as_they_were():
         found = kept.of(source, value)
         assert found.dtype == np.int32
         assert np.array_equal(found, counts[:, source, value].numpy())
+
+
+@pytest.mark.parametrize(
+    ("metric", "score"), [("miou_oracle", mean_iou), ("pixel_accuracy", pixel_accuracy)]
+)
+def test_scores_of_a_head_are_those_of_its_own_counts(metric, score):
+    counts = _counts()
+    kept = _kept(counts, 7)
+    for source, value in np.ndindex(2, 3):
+        own = counts[:, source, value].numpy()
+        found = mask_score((4, "key"), metric, kept, (source, value), "abcde", {"more": 1})
+        assert (found.layer, found.facet, found.metric) == (4, "key", metric)
+        assert found.value == pytest.approx(float(score(own.sum(0))))
+        assert np.array_equal(np.asarray(found.per_image), own)
+        iou = list(found.details["iou_by_class"].values())
+        assert iou == pytest.approx(iou_per_class(own.sum(0)).tolist())
+        assert (found.num_images, found.details["more"]) == (7, 1)
 
 
 def test_only_true_pixels_are_labels():
