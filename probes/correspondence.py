@@ -34,7 +34,6 @@ from ssl_bench.composition.fields import (
     Temperature,
     Threads,
     Within,
-    check_fields,
     require_some,
 )
 from ssl_bench.composition.presets import changed_settings
@@ -45,7 +44,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import mean_estimate
-from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.results import Baseline
 from ssl_bench.system.naming import image_name
 from ssl_bench.system.transfers import fetched, sent
@@ -61,7 +60,6 @@ Warp = Literal["homography", "crop", "flip"]
 Strength = Annotated[float, Within(0, 0.33)]
 NumPoints = Annotated[int, Within(1, 65536)]
 
-_FACETS: tuple[Facet, ...] = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
 _SHOWN_ALPHA = 0.1
 # From the middles of pixels, which OpenCV counts from 0, to the coordinates of this file.
 _HALF = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
@@ -120,32 +118,24 @@ class Correspondence(Probe):
     num_workers: Threads = 4
 
     task = "correspondence"
+    known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
     # Alphas are in the names of the metrics.
     not_settings = (*Probe.not_settings, "alphas", "panels", "batch_size", "memory_gib")
     rounds_size = True
     keeps_images = True
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
+        super().__post_init__()
         require_some("probe.alphas", self.alphas)
         if len(set(self.metrics)) < len(self.metrics):
             raise ConfigurationError(
                 f"probe.alphas must name each share once, got {list(self.alphas)}"
             )
-        asked_facets(self.facet, _FACETS)
 
     @property
     def role(self) -> str:
         """Warps are made of any images."""
         return "images" if self.protocol == "warps" else "correspondence"
-
-    @property
-    def asked_facets(self) -> AskedFacets:
-        return asked_facets(self.facet, _FACETS)
-
-    @property
-    def facets(self) -> tuple[Facet, ...]:
-        return self.asked_facets.names
 
     @property
     def metrics(self) -> tuple[str, ...]:

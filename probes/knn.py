@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from probes.features.image import ImagePass, is_constant
-from probes.features.shots import (
+from probes.features.split import (
     TOPS,
     AskedShots,
     Shots,
+    TrainingSplit,
     over_draws,
     require_one_way_to_draw,
     shot_metric,
     shots_of,
     top_score,
 )
-from probes.features.split import TrainingSplit
 from probes.features.stream import batches
 from ssl_bench.composition.fields import (
     Count,
@@ -26,17 +26,14 @@ from ssl_bench.composition.fields import (
     PositiveShare,
     Temperature,
     Threads,
-    check_fields,
     require_some,
 )
 from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.layers import INNER_FACETS
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
-
-_FACETS: tuple[Facet, ...] = ("cls", "patch_mean", *INNER_FACETS)
 
 
 @dataclass(frozen=True)
@@ -80,19 +77,15 @@ class KNN(Probe):
     guesses: Sequence[str] = ()
 
     task = "knn"
+    known_facets = ("cls", "patch_mean", *INNER_FACETS)
     role = "classification"
     keeps_images = True
     not_settings = (*Probe.not_settings, "batch_size", "memory_gib", "engine")
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
+        super().__post_init__()
         require_some("probe.neighbours", self.neighbours)
-        asked_facets(self.facet, _FACETS)
         require_one_way_to_draw(self.shots, self.train_images)
-
-    @property
-    def asked_facets(self) -> AskedFacets:
-        return asked_facets(self.facet, _FACETS)
 
     def settings(self) -> dict[str, Any]:
         # Of shots the metric says their number and that of the neighbours.
@@ -122,7 +115,7 @@ class KNN(Probe):
                 for count in shots_of(self.shots)
                 for metric in metrics(self.neighbours_of(count))
             ]
-        return list(itertools.product(sorted(layers), self.asked_facets.names, names))
+        return list(itertools.product(sorted(layers), self.facets, names))
 
     def neighbours_of(self, shots: int) -> tuple[int, ...]:
         """How many vote where so many images of each class are there."""
@@ -146,19 +139,12 @@ class KNN(Probe):
         if counts:
             shots = Shots.draw(train, most=max(counts), draws=self.draws, seed=context.seed)
         indices = shots.indices if shots else self._voting(train, context.seed)
-        image_pass = ImagePass(
-            context=context,
-            facets=self.asked_facets.names,
-            image_size=self.image_size,
-            crop_share=self.crop_share,
-            batch_size=self.batch_size,
-            workers=self.num_workers,
-        )
+        image_pass = ImagePass(self, context, self.batch_size)
         at_once = image_pass.layers_at_once(len(indices) + len(val), self.memory_gib)
         for layers in batches(sorted(context.layers), at_once):
             bank = image_pass.run(train, indices, layers)
             queries = image_pass.run(val, range(len(val)), layers)
-            for cell in itertools.product(layers, self.asked_facets.names):
+            for cell in itertools.product(layers, self.facets):
                 asked, voting = queries.of(*cell), bank.of(*cell)
                 classes = len(val.class_names)
                 if shots is None:

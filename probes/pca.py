@@ -19,14 +19,14 @@ from torch.nn.functional import interpolate
 from probes.features.moments import Moments
 from probes.features.views import resized_photograph
 from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
-from ssl_bench.composition.fields import Count, FilePath, Pixels, check_fields
+from ssl_bench.composition.fields import Count, FilePath, Pixels
 from ssl_bench.data.limited import sampled, sampled_numbers
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import mean_estimate
-from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.layers import INNER_FACETS
 from ssl_bench.system.files import open_regular, write_atomically
 from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.naming import encoder_name, file_name, image_name
@@ -39,7 +39,6 @@ NUM_COMPONENTS = 3
 PERCENTILES = (1.0, 99.0)
 SMALL_SPREAD = 10.0
 """Percent of the mean square; a variance below it is said beside a map."""
-_FACETS: tuple[Facet, ...] = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
 _AT_LEAST = 224
 # Features that are equal but for the rounding of float32 count as constant.
 _CONSTANT = 1e-12
@@ -87,13 +86,13 @@ class PCA(Probe):
 
     task = "pca"
     role = "images"
+    known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
     rounds_size = True
     # What is drawn and how, not what the variance is.
     not_settings = ("protocol", "facet", "align_to", "grid", "own_size")
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
-        asked_facets(self.facet, _FACETS)
+        super().__post_init__()
         if self.protocol == "dataset" and self.background != "keep":
             raise ConfigurationError(
                 "probe.background must be keep for probe.protocol=dataset, whose images pass the "
@@ -128,15 +127,6 @@ class PCA(Probe):
             for layer in layers:
                 shown[f"{self.kind}/block{layer:02d}/{image_name(image_id)}"] = [layer]
         return shown
-
-    @property
-    def asked_facets(self) -> AskedFacets:
-        return asked_facets(self.facet, _FACETS)
-
-    @property
-    def scored_facet(self) -> Facet:
-        """As records have it."""
-        return self.asked_facets.names[0]
 
     @property
     def grid_kinds(self) -> tuple[str, ...]:

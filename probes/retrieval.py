@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -9,14 +10,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float16, Int64, UInt8
 from torch import Tensor
 
-from probes.features.labels import label_histograms
-from probes.features.sources import asked_patches
-from probes.features.split import TrainingSplit
-from probes.features.stream import batches, check, extract, read_ahead
+from probes.features.split import TrainingSplit, asked_patches
+from probes.features.stream import batches, extract, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage
-from probes.heads.scored_images import SquashedScoring
-from probes.heads.scores import HeadScores, ImageCounts
+from probes.heads.losses import label_histograms
+from probes.heads.scored_images import Squashed
+from probes.heads.scores import ImageCounts, mask_score
 from ssl_bench.composition.fields import (
     Count,
     Engine,
@@ -24,18 +24,16 @@ from ssl_bench.composition.fields import (
     PositiveOrZero,
     Temperature,
     Threads,
-    check_fields,
 )
 from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import few_images_warning
-from ssl_bench.layers import AskedFacets, Facet
+from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
 from ssl_bench.neighbours import faiss_nearest, takes_faiss
-from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED
+from ssl_bench.scores import IGNORED
 from ssl_bench.system.transfers import fetched, sent
 
 METRICS = ("miou", "pixel_accuracy")
@@ -127,18 +125,9 @@ class Retrieval(Probe):
     keeps_images = True
     not_settings = (*Probe.not_settings, "memory_gib", "engine")
 
-    def __post_init__(self) -> None:
-        check_fields(self, "probe")
-        asked_patches(self.facet, self.norm)
-
     @property
     def asked_facets(self) -> AskedFacets:
         return asked_patches(self.facet, self.norm)
-
-    @property
-    def scored_facet(self) -> Facet:
-        """As records have it."""
-        return self.asked_facets.names[0]
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(layer, self.scored_facet, m) for layer in sorted(layers) for m in METRICS]
@@ -166,8 +155,16 @@ class Retrieval(Probe):
                 for layer, of_layer in zip(layers, features, strict=True)
             }
             counts = self._count(memory, shares.to(context.device), training_pass, images)
-            for index, layer in enumerate(layers):
-                yield from self._scores(layer, HeadScores(counts, index), images, memory[layer])
+            for index, (layer, search) in enumerate(memory.items()):
+                details = {
+                    "memory_patches": len(search.memory),
+                    "constant_features": search.is_constant(),
+                    "warnings": few_images_warning(len(images)),
+                    "guesses": guesses_of(self, self.guesses),
+                }
+                cell, names = (layer, self.scored_facet), images.class_names
+                for metric in METRICS:
+                    yield mask_score(cell, metric, counts, (index, 0), names, details)
 
     def training_pass(self, context: ProbeContext) -> TrainingPass:
         """How training images become features and labels."""
@@ -177,14 +174,8 @@ class Retrieval(Probe):
         )
         is_whole = self.crops == "whole"
         return TrainingPass(
-            extractor=FeatureExtractor(
-                context.encoder,
-                layers=tuple(sorted(context.layers)),
-                facets=(self.scored_facet,),
-                device=context.device,
-                dtype=context.dtype,
-            ),
-            facet=self.scored_facet,
+            context=context,
+            extractor=context.extractor(sorted(context.layers), self.scored_facet),
             images=images,
             indices=split.indices,
             image_size=self.image_size,
@@ -192,8 +183,6 @@ class Retrieval(Probe):
             label_size=self.image_size,
             batch_size=self.batch_size,
             workers=self.num_workers,
-            progress=context.progress,
-            say=context.say,
         )
 
     def _count(
@@ -205,46 +194,28 @@ class Retrieval(Probe):
     ) -> ImageCounts:
         """Stream the scored images once through the encoder and the memories of some layers."""
         classes = labels.shape[1]
-        scoring = SquashedScoring(self.image_size, self.score_size)
+        inference = Squashed(self.score_size)
+        prepare = partial(inference.prepare, size=self.image_size)
         per_image = ImageCounts(len(memory), 1, classes)
         every = range(len(images))
-        items = read_ahead(images, every, scoring.prepare, workers=self.num_workers)
-        shown = training_pass.progress(items, "scored images", len(images))
+        items = read_ahead(images, every, prepare, workers=self.num_workers)
+        shown = training_pass.context.progress(items, "scored images", len(images))
         for batch in batches(shown, self.batch_size):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
-            blocks, sums = extract(training_pass.extractor, self.scored_facet, windows, ids)
+            blocks, sums = extract(training_pass.extractor, windows, ids)
             votes = [patch_votes(self, blocks[i], search, labels) for i, search in memory.items()]
             counts = []
             for position, item in enumerate(batch):
                 logits = torch.stack([vote[position] for vote in votes])[None]
-                predicted = scoring.predict(logits, item)
+                predicted = inference.predict(logits, item)
                 target = sent(item.mask, predicted.device)
                 counts.append(class_counts(predicted, target, classes))
             # Together, because the host waits for each fetching.
             sums, counts = fetched([sums, torch.stack(counts)])
-            check(training_pass.extractor, sums, ids)
+            training_pass.extractor.check(sums, ids)
             per_image.add(counts[:, :, None])
         return per_image
-
-    def _scores(
-        self, layer: int, scores: HeadScores, images: ImageSet, search: NeighbourSearch
-    ) -> Iterator[Score]:
-        values = (scores.miou()[0], scores.accuracy(0))
-        intervals = (scores.miou_ci95(0), scores.accuracy_ci95(0))
-        iou = [None if value != value else value for value in scores.iou(0)]
-        details = {
-            "iou_by_class": dict(zip(images.class_names, iou, strict=True)),
-            "absent_classes": ABSENT_CLASS_POLICY,
-            "memory_patches": len(search.memory),
-            "constant_features": search.is_constant(),
-            "warnings": few_images_warning(len(images)),
-            "guesses": guesses_of(self, self.guesses),
-        }
-        number, counts = len(images), scores.counts(0)
-        for metric, value, interval in zip(METRICS, values, intervals, strict=True):
-            more = details | scores.baseline(metric, images.class_names).as_details()
-            yield Score(layer, self.scored_facet, metric, value, interval, number, more, counts)
 
 
 def labelled_patches(training_pass: TrainingPass, patch: int) -> Int64[Tensor, " labelled"]:
@@ -304,7 +275,7 @@ def remembered(
     shares = torch.empty(len(chosen), classes)
     by_batch = list(_by_batch(chosen, patches, training_pass.batch_size))
     read = training_pass.stream(layers, [entries for entries, _ in by_batch], extractor.device)
-    shown = training_pass.progress(read, "remembered images", len(by_batch))
+    shown = training_pass.context.progress(read, "remembered images", len(by_batch))
     start = 0
     for batch, (_, within) in zip(shown, by_batch, strict=True):
         here = slice(start, start := start + len(within))

@@ -1,16 +1,16 @@
 """Linear segmentation: what can a linear head segment with the patches of each block?
 
-In this order: the choices (`probe.training`, `probe.inference`; losses are in `heads/losses.py`),
-the probe, and a run of it: features, heads, held-out images, scored images, scores, pictures.
+In this order: steps and regressions (`probe.training`; losses are in `heads/losses.py`, what
+`probe.inference` takes in `heads/scored_images.py`), the probe, and a run of it: features, heads,
+held-out images, scored images, scores, pictures.
 """
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,24 +18,32 @@ from jaxtyping import Float, Int64, UInt8
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from probes.features.sources import LayerGroup, asked_patches, require_one_block_a_head, sources_of
-from probes.features.split import TrainingSplit
-from probes.features.stream import batches, check, extract, read_ahead
+from probes.features.split import (
+    LayerGroup,
+    TrainingSplit,
+    asked_patches,
+    digest,
+    require_one_block_a_head,
+    sources_of,
+)
+from probes.features.stream import batches, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
 from probes.heads.kept import KeptState
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
-from probes.heads.optimizers import SGD, HeadAdamW, Schedule
-from probes.heads.scored_images import (
-    PatchScoring,
-    ScoredImage,
-    Scoring,
-    SlidingScoring,
-    SquashedScoring,
+from probes.heads.scored_images import ScoredImage, SlidingWindows, Squashed
+from probes.heads.scores import ImageCounts, best_value, mask_score, plain
+from probes.heads.sgd import (
+    SGD,
+    HeadAdamW,
+    HeadOptimizer,
+    Heads,
+    Schedule,
+    StepTraining,
+    TrainedHeads,
+    floats,
 )
-from probes.heads.scores import HeadScores, ImageCounts, best_rate
-from probes.heads.sgd import Heads, HeadTraining, TrainedHeads, floats
 from probes.pictures import sheet, titled
 from ssl_bench.composition.fields import (
     Count,
@@ -47,22 +55,18 @@ from ssl_bench.composition.fields import (
     Rate,
     ShareBelowOne,
     Threads,
-    check_fields,
-    require_some,
 )
 from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.labels import voc_colours
 from ssl_bench.data.limited import sampled, sampled_numbers
 from ssl_bench.data.locations import cache_folder
-from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import few_images_warning
-from ssl_bench.layers import AskedFacets, Facet
+from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
-from ssl_bench.models import Encoder
-from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED, mean_iou
+from ssl_bench.scores import IGNORED, mean_iou
 from ssl_bench.system.files import remove_orphans, write_text_atomically
 from ssl_bench.system.naming import image_name
 from ssl_bench.system.transfers import fetched, sent
@@ -77,42 +81,27 @@ _LINE_HEIGHT = 16
 
 
 @dataclass(frozen=True)
-class Steps:
+class Steps(StepTraining):
     """A number of optimizer steps.
 
     Attributes:
-        learning_rates: All are trained; which one counts is chosen afterwards.
-        batch_size: Images of a step.
         warmup: Share of the steps in which the learning rate rises.
     """
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rates: Sequence[Rate] = HALF_DECADES
     epochs: Count = 30
     batch_size: Count = 16
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     schedule: Literal["cosine", "linear", "constant", "drop"] = "cosine"
     warmup: ShareBelowOne = 0.05
     weight_decay: PositiveOrZero = 1e-4
 
-    refit: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, "probe.training")
-        require_some("probe.training.learning_rates", self.learning_rates)
-
     def settings(self) -> dict[str, Any]:
         return asdict(self) | {"learning_rates": floats(self.learning_rates)}
 
-    def of_heads(self, heads: Heads) -> HeadTraining:
+    def steps(self) -> tuple[HeadOptimizer, Schedule]:
         optimizer = {"adamw": HeadAdamW, "sgd": SGD}[self.optimizer]
-        return HeadTraining(
-            values=tuple(floats(self.learning_rates)),
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            optimizer=optimizer(weight_decay=self.weight_decay),
-            schedule=Schedule(self.schedule, self.warmup),
-            **vars(heads),
-        )
+        return optimizer(weight_decay=self.weight_decay), Schedule(self.schedule, self.warmup)
 
 
 @dataclass(frozen=True)
@@ -128,50 +117,6 @@ class PatchRegression(LogisticRegression):
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "refit": self.refit}
-
-
-@dataclass(frozen=True)
-class Squashed:
-    """Images are squashed to squares, logits upsampled bilinearly.
-
-    Attributes:
-        score_size: Masks are reduced to this size before scoring; the original size if None.
-    """
-
-    score_size: Pixels | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "probe.inference")
-
-    def settings(self) -> dict[str, Any]:
-        return {"scoring": "squash", "score_size": self.score_size}
-
-    def of_images(self, image_size: int, encoder: Encoder) -> Scoring:
-        del encoder
-        return SquashedScoring(image_size, self.score_size)
-
-
-@dataclass(frozen=True)
-class ByPatch(Squashed):
-    """Images are squashed to squares, and each pixel takes the class of its patch."""
-
-    def settings(self) -> dict[str, Any]:
-        return {"scoring": "patch", "score_size": self.score_size}
-
-    def of_images(self, image_size: int, encoder: Encoder) -> Scoring:
-        del encoder
-        return PatchScoring(image_size, self.score_size)
-
-
-@dataclass(frozen=True)
-class SlidingWindows:
-    """Windows slide over the image at its own shape."""
-
-    def settings(self) -> dict[str, Any]:
-        return {"scoring": "slide", "score_size": None}
-
-    def of_images(self, image_size: int, encoder: Encoder) -> Scoring:
-        return SlidingScoring(image_size, encoder.mean)
 
 
 @dataclass(frozen=True)
@@ -239,7 +184,7 @@ class Segmentation(Probe):
     )
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
+        super().__post_init__()
         require_one_block_a_head(self.asked_facets, self.layers_mode)
         if self.crops == "whole" and self.views > 2:
             raise ConfigurationError(
@@ -296,11 +241,6 @@ class Segmentation(Probe):
     def asked_facets(self) -> AskedFacets:
         return asked_patches(self.facet, self.norm)
 
-    @property
-    def scored_facet(self) -> Facet:
-        """As records have it."""
-        return self.asked_facets.names[0]
-
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""
         return sources_of(layers, self.layers_mode)
@@ -311,21 +251,16 @@ class Segmentation(Probe):
         Raises:
             DataError: the labels hold too few classes.
         """
-        yield from self.prepared(context).scores()
-
-    def prepared(self, context: ProbeContext) -> "SegmentationRun":
-        """The run with all its parts; opens the dataset, computes nothing."""
-        return SegmentationRun(self, context)
+        yield from SegmentationRun(self, context).scores()
 
 
 class SegmentationRun:
-    """Linear segmentation of one encoder on one dataset.
+    """Linear segmentation of one encoder on one dataset; making it computes nothing.
 
     Attributes:
         split: Which training images are used, and which of them choose the rate.
         training_pass: How these images become features and labels.
-        training: Fits one head for each source and learning rate, or C.
-        scoring: Shows an image to the encoder, and makes of the logits of its patches classes.
+        heads: What is to be fitted for each source and learning rate, or C.
     """
 
     def __init__(self, probe: Segmentation, context: ProbeContext) -> None:
@@ -336,40 +271,31 @@ class SegmentationRun:
         )
         self.val_images = probe.split(context.dataset)
         self.sources = probe.sources(context.layers)
-        self.views = WholeImage(probe.views)
+        views = WholeImage(probe.views)
         if probe.crops == "resized":
-            self.views = ResizedCrops(probe.views, context.seed)
+            views = ResizedCrops(probe.views, context.seed)
         elif probe.crops == "scaled":
-            self.views = ScaledCrops(probe.views, context.seed, encoder.mean)
+            views = ScaledCrops(probe.views, context.seed, encoder.mean)
+        layers = sorted({layer for source in self.sources for layer in source})
         patch = encoder.patch_size
         self.training_pass = TrainingPass(
-            extractor=FeatureExtractor(
-                encoder,
-                layers=sorted({layer for source in self.sources for layer in source}),
-                facets=(probe.scored_facet,),
-                device=context.device,
-                dtype=context.dtype,
-            ),
-            facet=probe.scored_facet,
+            context=context,
+            extractor=context.extractor(layers, probe.scored_facet),
             images=images,
             indices=self.split.indices,
             image_size=probe.image_size,
-            views=self.views,
+            views=views,
             label_size=probe.loss.label_size(probe.image_size // patch, patch),
             batch_size=probe.training.batch_size,
             workers=probe.num_workers,
-            progress=context.progress,
-            say=context.say,
         )
-        heads = Heads(
+        self.heads = Heads(
             loss=probe.loss,
             standardize=probe.norm == "standardize",
             classes=len(self.val_images.class_names),
             seed=context.seed,
             device=context.device,
         )
-        self.training = probe.training.of_heads(heads)
-        self.scoring = probe.inference.of_images(probe.image_size, encoder)
         self.cache = cache_folder(probe.cache)
 
     def scores(self) -> Iterator[Score]:
@@ -382,7 +308,7 @@ class SegmentationRun:
         heads = self.train(features)
         held_out = self.count_held_out(heads, features)
         if self.probe.training.refit:
-            heads = self._fit(features, self.split.every_entry(self.views.count))
+            heads = self._fit(features, self.split.every_entry(self.probe.views))
         found, drawn = self.score(heads, held_out, self._details(heads, features))
         # Before the scores, so that no record stands there without them.
         self._draw(drawn, [chosen for chosen, _ in found])
@@ -393,7 +319,11 @@ class SegmentationRun:
         )
         for _, scores in found:
             yield from scores
-        self._forget_kept()
+        views = self.probe.views
+        fitted = (self.split.entries(views), self.split.every_entry(views))
+        for kept in (*map(self._kept_heads, fitted), self._kept_counts()):
+            kept.path.unlink(missing_ok=True)
+        remove_orphans(self.cache / "heads")
 
     def features(self) -> TrainingFeatures:
         """Of all training images, in memory, on disk, or computed whenever they are asked for."""
@@ -403,8 +333,8 @@ class SegmentationRun:
 
     def train(self, features: TrainingFeatures) -> TrainedHeads:
         """Train the heads of all sources on the images that are not held out."""
-        entries = self.split.entries(self.views.count)
-        seen = features.facts.classes(entries)
+        entries = self.split.entries(self.probe.views)
+        seen = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
         if len(seen) < 2:
             names = [self.val_images.class_names[number] for number in seen]
             raise DataError(
@@ -415,10 +345,12 @@ class SegmentationRun:
 
     def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
         """Heads of all sources; those that a killed run had finished are taken from its file."""
-        kept = self._kept(self._heads_path(entries))
+        context, kept = self.context, self._kept_heads(entries)
         if "finished" in kept.found:
-            return TrainedHeads(**kept.found["finished"]).on(self.context.device)
-        heads = self.training.train(features, self.sources, entries, self.context.progress, kept)
+            return TrainedHeads(**kept.found["finished"]).on(context.device)
+        heads = self.probe.training.train(
+            self.heads, features, self.sources, entries, context.progress, kept
+        )
         if heads.seconds >= 60 * self.probe.keep_minutes:
             kept.write({"finished": vars(heads)})
         return heads
@@ -431,16 +363,14 @@ class SegmentationRun:
             return None
         total = torch.zeros(1, dtype=torch.int64, device=self.context.device)
         positions = torch.tensor(sorted(self.split.held_out))
-        chosen = (positions * self.views.count).split(self.probe.training.batch_size)
+        chosen = (positions * self.probe.views).split(self.probe.training.batch_size)
         read = features.of_layers(features.layers, self.context.device)
         shown = self.context.progress(read(chosen), "held-out images", len(chosen))
         left = iter(positions.tolist())
         for batch in shown:
             for number in range(batch.features.shape[1]):
                 one = batch.features[:, number : number + 1]
-                image = self.scoring.prepare(
-                    self.training_pass.images[self.split.indices[next(left)]]
-                )
+                image = self.prepare(self.training_pass.images[self.split.indices[next(left)]])
                 blocks = dict(zip(features.layers, one, strict=True))
                 predicted = self._predict(heads, blocks, image)
                 total = total + self._count_one(predicted, image.mask)
@@ -457,7 +387,7 @@ class SegmentationRun:
         The scored images stream once through encoder and heads; what a killed run had counted
         passes no more.
         """
-        images, kept = self.val_images, self._kept(self._counts_path())
+        images, kept = self.val_images, self._kept_counts()
         counts = self.no_counts(heads)
         if kept.found:
             counts.extend(kept.found)
@@ -469,20 +399,25 @@ class SegmentationRun:
         drawn = self.count(heads, self._scored(indices), self.no_counts(heads)) if indices else []
         chosen = [None] * len(self.sources) if held_out is None else held_out
         found = [
-            self._scores(heads, index, HeadScores(counts, index), chosen[index], details)
+            self._scores(heads, index, counts, chosen[index], details)
             for index in range(len(self.sources))
         ]
         return found, drawn
 
+    def prepare(self, sample: Sample) -> ScoredImage:
+        """An image as the encoder is shown it to be scored."""
+        probe = self.probe
+        return probe.inference.prepare(sample, probe.image_size, self.context.encoder.mean)
+
     def _scored(self, indices: Sequence[int]) -> Iterable[ScoredImage]:
         workers = self.probe.num_workers
-        items = read_ahead(self.val_images, indices, self.scoring.prepare, workers=workers)
+        items = read_ahead(self.val_images, indices, self.prepare, workers=workers)
         return self.context.progress(items, "scored images", len(indices))
 
     def no_counts(self, heads: TrainedHeads) -> ImageCounts:
         """Counts of no image yet."""
         sources, values = heads.bias.shape[:2]
-        return ImageCounts(sources, values, self.training.classes)
+        return ImageCounts(sources, values, self.heads.classes)
 
     def count(
         self,
@@ -498,8 +433,8 @@ class SegmentationRun:
         extractor, found = self.training_pass.extractor, []
         for batch in batches(images, self.probe.training.batch_size):
             windows = torch.cat([image.windows for image in batch])
-            ids = [image.image_id for image in batch]
-            by_layer, sums = extract(extractor, self.probe.scored_facet, windows, ids)
+            ids = [image.image_id for image in batch for _ in image.windows]
+            by_layer, sums = extract(extractor, windows, ids)
             parts, drawn, first = [], [], 0
             for image in batch:
                 some = slice(first, first := first + len(image.windows))
@@ -509,7 +444,7 @@ class SegmentationRun:
                 drawn += [predicted] if kept is None else []
             # Together, because the host waits for each fetching.
             sums, parts, *drawn = fetched([sums, torch.stack(parts), *drawn])
-            check(extractor, sums, ids)
+            extractor.check(sums, ids)
             counts.add(parts)
             found += drawn
             if kept and kept.is_due():
@@ -528,7 +463,7 @@ class SegmentationRun:
             windows = torch.cat([features[layer].float() for layer in source], -1)
             logits = torch.stack([heads.logits(index, one) for one in windows])
             # Here the logits of patches become classes of pixels.
-            predicted.append(self.scoring.predict(logits, image))
+            predicted.append(self.probe.inference.predict(logits, image))
         return torch.stack(predicted)
 
     def _count_one(
@@ -538,14 +473,14 @@ class SegmentationRun:
     ) -> Int64[Tensor, "sources values 3 classes"]:
         """Right, predicted and true pixels by class, for the heads of all sources."""
         target = sent(mask, predicted.device)
-        counts = class_counts(predicted.flatten(0, 1), target, self.training.classes)
+        counts = class_counts(predicted.flatten(0, 1), target, self.heads.classes)
         return counts.unflatten(0, predicted.shape[:2])
 
     def _scores(
         self,
         heads: TrainedHeads,
         index: int,
-        val: HeadScores,
+        counts: ImageCounts,
         held_out: Int64[np.ndarray, "values 3 classes"] | None,
         shared: Mapping[str, Any],
     ) -> tuple[int, list[Score]]:
@@ -554,20 +489,18 @@ class SegmentationRun:
         The held-out images choose it; without any, the scored ones do. Mean IoU is given at the
         one chosen without a look at the scored images and at the best one, accuracy at the former.
         """
-        source, values = self.sources[index], self.training.values
-        hyperparameter, names = self.training.hyperparameter, self.val_images.class_names
+        training, source = self.probe.training, self.sources[index]
+        values, hyperparameter = training.values, training.hyperparameter
+        names = self.val_images.class_names
         width = self.training_pass.extractor.width(self.probe.scored_facet)
         # Share of the channels that are the same in all training patches.
         constant = heads.constant_channels[index] / width / len(source)
-        oracle = val.best()
-        chosen = oracle if held_out is None else best_rate(held_out)
+        by_value = mean_iou(counts.total[index])
+        oracle = best_value(counts.total[index])
+        chosen = oracle if held_out is None else best_value(held_out)
         ways = [] if held_out is None else [("miou_holdout", chosen)]
         scores = []
         for metric, rate in [*ways, ("miou_oracle", oracle), ("pixel_accuracy", chosen)]:
-            if metric == "pixel_accuracy":
-                value, ci95 = val.accuracy(rate), val.accuracy_ci95(rate)
-            else:
-                value, ci95 = val.miou()[rate], val.miou_ci95(rate)
             warnings = []
             if len(values) > 1 and rate in (0, len(values) - 1):
                 name = hyperparameter.replace("_", " ")
@@ -577,42 +510,27 @@ class SegmentationRun:
             details = {
                 hyperparameter: values[rate],
                 f"{hyperparameter}s": list(values),
-                "miou_by_rate": _plain(val.miou()),
-                "miou_by_rate_held_out": held_out
-                if held_out is None
-                else _plain(mean_iou(held_out).tolist()),
+                "miou_by_rate": plain(by_value),
+                "miou_by_rate_held_out": None if held_out is None else plain(mean_iou(held_out)),
                 "constant_features": constant == 1,
                 "constant_channels_percent": round(100 * constant, 1),
-                "warnings": [*warnings, *few_images_warning(val.num_images)],
-                "iou_by_class": dict(zip(names, _plain(val.iou(rate)), strict=True)),
-                "absent_classes": ABSENT_CLASS_POLICY,
+                "warnings": [*warnings, *few_images_warning(len(counts))],
                 **shared,
                 "layers": list(source),
-                **val.baseline(metric, names).as_details(),
             }
-            scores.append(
-                Score(
-                    source[-1],
-                    self.probe.scored_facet,
-                    metric,
-                    value,
-                    ci95,
-                    val.num_images,
-                    details,
-                    val.counts(rate),
-                )
-            )
+            cell = source[-1], self.probe.scored_facet
+            scores.append(mask_score(cell, metric, counts, (index, rate), names, details))
         return chosen, scores
 
     def _details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
         """What records say of the training, the same for all sources."""
         held_out = len(self.split.held_out)
-        ignored = features.facts.without_label()[:: self.views.count]
+        ignored = ~features.present[:: self.probe.views, :IGNORED].any(1)
         trained = len(self.split.indices) - (0 if self.probe.training.refit else held_out)
         return {
             "num_train_images": trained,
             "num_held_out_images": held_out,
-            "train_ids_sha256": self.split.ids_sha256(self.training_pass.images),
+            "train_ids_sha256": digest(self.split.ids(self.training_pass.images)),
             "all_ignored_train_images": int(ignored.sum()),
             "train_seconds": round(heads.seconds, 3),
             "unconverged_heads": heads.unfinished,
@@ -626,7 +544,7 @@ class SegmentationRun:
         indices = sampled_numbers(self.val_images.ids, self.probe.panels)
         for index, predicted in zip(indices, drawn, strict=True):
             sample = self.val_images[index]
-            masks = {"ground truth": self.scoring.prepare(sample).mask}
+            masks = {"ground truth": self.prepare(sample).mask}
             for source, rate, by_rate in zip(self.sources, rates, predicted, strict=True):
                 title = f"layer{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
                 masks[title] = by_rate[rate]
@@ -637,33 +555,19 @@ class SegmentationRun:
 
     # Files that a killed run goes on from are named after all that their content depends on.
 
-    def _kept(self, path: Path) -> KeptState:
-        return KeptState(path, self.probe.keep_minutes, self.context.say)
+    def _kept(self, ending: str, *facts: Any) -> KeptState:
+        fitting = repr((self.heads, self.probe.training))
+        words = json.dumps([fitting, self.training_pass.header(), self.sources, *facts])
+        name = f"{sha256(words.encode()).hexdigest()[:16]}.{ending}"
+        return KeptState(self.cache / "heads" / name, self.probe.keep_minutes, self.context.say)
 
-    def _heads_path(self, entries: Int64[Tensor, " chosen"]) -> Path:
-        return self._named("heads", entries.tolist())
+    def _kept_heads(self, entries: Int64[Tensor, " chosen"]) -> KeptState:
+        return self._kept("heads", entries.tolist())
 
-    def _counts_path(self) -> Path:
+    def _kept_counts(self) -> KeptState:
         images = (self.val_images.fingerprint(), *self.val_images.ids)
         split = (self.split.indices, sorted(self.split.held_out), self.probe.training.refit)
-        return self._named("counts", split, images, repr(self.scoring))
-
-    def _named(self, ending: str, *facts: Any) -> Path:
-        header = self.training_pass.header()
-        words = json.dumps([repr(self.training), header, self.sources, *facts])
-        return self.cache / "heads" / f"{sha256(words.encode()).hexdigest()[:16]}.{ending}"
-
-    def _forget_kept(self) -> None:
-        views = self.views.count
-        for entries in (self.split.entries(views), self.split.every_entry(views)):
-            self._heads_path(entries).unlink(missing_ok=True)
-        self._counts_path().unlink(missing_ok=True)
-        remove_orphans(self.cache / "heads")
-
-
-def _plain(values: Sequence[float]) -> list[float | None]:
-    # JSON has no NaN: the IoU of an absent class is null.
-    return [None if math.isnan(value) else value for value in values]
+        return self._kept("counts", split, images, repr(self.probe.inference))
 
 
 def draw_panel(

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from ssl_bench.composition.fields import check_fields
 from ssl_bench.composition.presets import changed_settings, usual_values
 from ssl_bench.data.corruptions import as_settings, corruption_of
 from ssl_bench.data.files.overlap import shared_files
@@ -35,8 +36,9 @@ from ssl_bench.data.files.readable import (
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.views import OpenedOnce
 from ssl_bench.errors import ConfigurationError, UnfitEncoder, UnreadableImage
+from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import holds
-from ssl_bench.layers import AskedFacets
+from ssl_bench.layers import AskedFacets, Facet, asked_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id, stride_of
 from ssl_bench.results.provenance import provenance
@@ -83,6 +85,12 @@ class ProbeContext:
     known: Sequence[Record] = ()
     passed: Passed = field(default_factory=dict)
 
+    def extractor(self, layers: Sequence[int], *facets: Facet) -> FeatureExtractor:
+        """What gives these facets of these blocks, where and as the run computes."""
+        return FeatureExtractor(
+            self.encoder, layers=layers, facets=facets, device=self.device, dtype=self.dtype
+        )
+
     def stages(self) -> list["ProbeContext"]:
         """One for the asked blocks of each grid and width; one alone where all are alike."""
         return [
@@ -123,6 +131,7 @@ class Probe:
         role: What the dataset must support: a role of `ssl_bench.data.samples.Dataset`.
         protocol: Field of the preset that the other fields' values come from; records carry it.
         facet: What of a block it looks at, one name or several; None where that cannot be said.
+        known_facets: The names that it takes there, beside submodules of blocks.
         image_size: Side in pixels of the squares that the encoder sees; None for the encoder's own.
         longer_side: That of photographs which keep their shape; None for their own size.
         squash: Side of the square that such photographs are squashed to instead.
@@ -139,6 +148,7 @@ class Probe:
     protocol: Any
     role: Any
     facet: Any = None
+    known_facets: Any = ()
     image_size: Any = None
     longer_side: Any = None
     squash: Any = None
@@ -151,6 +161,11 @@ class Probe:
     rounds_size: ClassVar[bool] = False
     not_settings: ClassVar[Collection[str]] = ("protocol", "facet", "num_workers", "guesses")
 
+    def __post_init__(self) -> None:
+        check_fields(self, "probe")
+        # Refuses a name that is not known.
+        _ = self.facets
+
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         """Every (layer, facet, metric) that `run` will score."""
         raise NotImplementedError
@@ -161,8 +176,18 @@ class Probe:
 
     @property
     def asked_facets(self) -> AskedFacets | None:
-        """What of a block it looks at, where that may name a block."""
-        return None
+        """What `facet` says, and the one block that it may name."""
+        return asked_facets(self.facet, self.known_facets) if self.known_facets else None
+
+    @property
+    def facets(self) -> tuple[Facet, ...]:
+        """What of a block it looks at, as records have it."""
+        return self.asked_facets.names if self.asked_facets else ()
+
+    @property
+    def scored_facet(self) -> Facet:
+        """The one of a probe that looks at one."""
+        return self.facets[0]
 
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
         """Refuse an encoder for whose blocks there is no answer.
@@ -170,8 +195,7 @@ class Probe:
         Raises:
             UnfitEncoder: a facet is of [CLS], which the encoder has not.
         """
-        facets = self.asked_facets.names if self.asked_facets else ()
-        if not encoder.has_cls and {"cls", "cls_patch_mean"}.intersection(facets):
+        if not encoder.has_cls and {"cls", "cls_patch_mean"}.intersection(self.facets):
             raise UnfitEncoder(f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean")
 
     def fitted_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":

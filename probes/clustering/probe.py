@@ -36,7 +36,6 @@ from ssl_bench.composition.fields import (
     PositiveOrZero,
     PositiveShare,
     Threads,
-    check_fields,
     require_some,
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
@@ -44,7 +43,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.intervals import Interval
-from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.transfers import fetched, sent
 
@@ -57,13 +56,6 @@ METRICS = ("ami", "nmi", "ari", "purity", "miou_matched")
 PATCH_METRICS = (*METRICS, "accuracy_matched")
 MAJORITY = "miou_majority"
 """Of patches in more clusters than classes."""
-
-_FACETS: Mapping[str, tuple[Facet, ...]] = MappingProxyType(
-    {
-        "images": ("cls", "patch_mean", *INNER_FACETS),
-        "patches": ("token", "token_normed", "key", "query", "value", *INNER_FACETS),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -101,21 +93,18 @@ class Clustering(Probe):
     protocols_by_role = MappingProxyType({"classification": "images", "segmentation": "patches"})
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
+        super().__post_init__()
         require_some("probe.clusters_per_class", self.clusters_per_class)
-        asked_facets(self.facet, _FACETS[self.protocol])
 
     @property
     def role(self) -> str:
         return "classification" if self.protocol == "images" else "segmentation"
 
     @property
-    def asked_facets(self) -> AskedFacets:
-        return asked_facets(self.facet, _FACETS[self.protocol])
-
-    @property
-    def facets(self) -> tuple[Facet, ...]:
-        return self.asked_facets.names
+    def known_facets(self) -> tuple[Facet, ...]:
+        of_patches = ("token", "token_normed", "key", "query", "value")
+        named = ("cls", "patch_mean") if self.protocol == "images" else of_patches
+        return (*named, *INNER_FACETS)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -165,14 +154,7 @@ class Clustering(Probe):
                 f"images of {images.name} {images.split} can make, got {asked}; ask for fewer, or "
                 "for more images"
             )
-        image_pass = ImagePass(
-            context=context,
-            facets=self.facets,
-            image_size=self.image_size,
-            crop_share=self.crop_share,
-            batch_size=self.batch_size,
-            workers=self.num_workers,
-        )
+        image_pass = ImagePass(self, context, self.batch_size)
         at_once = image_pass.layers_at_once(len(images), self.memory_gib)
         for layers in batches(sorted(context.layers), at_once):
             found = image_pass.run(images, range(len(images)), layers)
@@ -199,11 +181,11 @@ class Clustering(Probe):
                 f"patches of {train.name} {train.split} can make, got {asked}; ask for fewer, or "
                 "for more images or a larger probe.fit_patches"
             )
-        every = self._extractor(context, sorted(context.layers))
+        every = context.extractor(sorted(context.layers), *self.facets)
         width = sum(map(every.width, self.facets))
         at_once = max(1, int(self.memory_gib * 2**30 / (2 * width * len(chosen))))
         for layers in batches(every.layers, at_once):
-            extractor = self._extractor(context, layers)
+            extractor = context.extractor(layers, *self.facets)
             vectors = self._training_vectors(context, extractor, train, chosen, side**2)
             centres: dict[Cell, list[Float[Tensor, "_centres _dim"]]] = {}
             details: dict[Cell, dict[str, Any]] = {}
@@ -236,15 +218,6 @@ class Clustering(Probe):
     def _size(self, context: ProbeContext) -> int:
         """Side in pixels of the squares that images are squashed to."""
         return self.image_size or min(context.encoder.native_size)
-
-    def _extractor(self, context: ProbeContext, layers: Sequence[int]) -> FeatureExtractor:
-        return FeatureExtractor(
-            context.encoder,
-            layers=layers,
-            facets=self.facets,
-            device=context.device,
-            dtype=context.dtype,
-        )
 
     def _training_vectors(
         self,

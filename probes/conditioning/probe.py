@@ -25,7 +25,7 @@ from probes.conditioning.scores import (
     spectra_scores,
 )
 from probes.pictures import blocks_name
-from ssl_bench.composition.fields import Count, Pixels, check_fields
+from ssl_bench.composition.fields import Count, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import Probe, ProbeContext, Score
@@ -79,7 +79,7 @@ class Conditioning(Probe):
     role = "images"
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
+        super().__post_init__()
         if self.compare_to is not None and self.protocol != "checkpoints":
             raise ConfigurationError(
                 "probe.compare_to goes with probe.protocol=checkpoints, got "

@@ -57,13 +57,19 @@ class FeatureFile:
         Raises:
             DamagedFeatures: the file has another size, header or checksums than were written.
         """
+        expected = len(self._tail(np.zeros(self.shape[:2], _CHECKSUM)))
         try:
             file = self.path.open("rb")
+            file.seek(self._data_bytes())
+            tail = file.read(expected + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise DamagedFeatures(f"{self.path} cannot be read ({error.strerror})") from error
-        return FeatureReader(self, file, self._read_checksums(file))
+        checksums = np.frombuffer(tail, _CHECKSUM, min(prod(self.shape[:2]), len(tail) // 4))
+        if len(tail) != expected or tail != self._tail(checksums):
+            raise DamagedFeatures(f"{self.path} is not as it was written")
+        return FeatureReader(self, file, checksums.reshape(self.shape[:2]))
 
     @contextmanager
     def writing(self) -> Iterator["FeatureWriter"]:
@@ -101,18 +107,6 @@ class FeatureFile:
     def place(self, layer: int, entry: int) -> int:
         """Of the first byte of a layer of an entry; all layers of one lie side by side."""
         return 2 * prod(self.entry_shape) * (entry * self.shape[0] + layer)
-
-    def _read_checksums(self, file: BinaryIO) -> UInt32[np.ndarray, "layers entries"]:
-        expected = len(self._tail(np.zeros(self.shape[:2], _CHECKSUM)))
-        try:
-            file.seek(self._data_bytes())
-            tail = file.read(expected + 1)
-        except OSError as error:
-            raise DamagedFeatures(f"{self.path} cannot be read ({error.strerror})") from error
-        checksums = np.frombuffer(tail, _CHECKSUM, min(prod(self.shape[:2]), len(tail) // 4))
-        if len(tail) != expected or tail != self._tail(checksums):
-            raise DamagedFeatures(f"{self.path} is not as it was written")
-        return checksums.reshape(self.shape[:2])
 
     def _tail(self, checksums: UInt32[np.ndarray, "..."]) -> bytes:
         content = checksums.tobytes() + self._header_bytes()

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from probes.features.sources import parts_of
 from probes.features.stream import at_once, batches, read_ahead
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
@@ -18,6 +18,13 @@ from ssl_bench.layers import Facet
 from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.results import encoder_id
 from ssl_bench.system.transfers import fetched, sent
+
+IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
+    "cls": ("cls_normed",),
+    "patch_mean": ("token_normed",),
+    "cls_patch_mean": ("cls_normed", "token_normed"),
+}
+"""What stands for an image: [CLS], the mean patch, or both concatenated, after the final norm."""
 
 # Unit vectors closer than this to each other tell nothing apart.
 _CONSTANT = 1e-6
@@ -45,22 +52,19 @@ class ImagePass:
     """How images become vectors.
 
     Attributes:
-        facets: Of `IMAGE_FACETS`, or from inside of blocks.
-        image_size: Side in pixels; without it the encoder's own.
-        crop_share: Side of the central square that is looked at, relative to the shorter side.
+        probe: Says the facets, of `IMAGE_FACETS` or from inside of blocks, `image_size`, a side in
+            pixels or None for the encoder's own, `crop_share`, the side of the central square that
+            is looked at, relative to the shorter side, and `num_workers`.
     """
 
+    probe: Any
     context: ProbeContext
-    facets: tuple[str, ...]
-    image_size: int | None
-    crop_share: float
     batch_size: int
-    workers: int
 
     def layers_at_once(self, num_images: int, memory_gib: float) -> int:
         """How many layers of so many images fit into memory, at least one."""
         extractor = self._extractor(self.context.layers)
-        width = sum(vector_width(extractor, facet) for facet in self.facets)
+        width = sum(vector_width(extractor, facet) for facet in self.probe.facets)
         return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))
 
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
@@ -72,33 +76,27 @@ class ImagePass:
             CheckpointError: features are not finite.
         """
         passed, encoder = self.context.passed, encoder_id(self.context.encoder.identity())
-        seen = (images.fingerprint(), tuple(indices), self._size, self.crop_share)
+        seen = (images.fingerprint(), tuple(indices), self._size, self.probe.crop_share)
         key = (encoder, self.context.dtype, *seen)
         known: ImageFeatures | None = passed.get(key)
-        if known and {*layers} <= {*known.layers} and {*self.facets} <= {*known.by_facet}:
+        if known and {*layers} <= {*known.layers} and {*self.probe.facets} <= {*known.by_facet}:
             return known
         # Before others take their room.
         passed.pop(key, None)
-        passed[key] = self._passed(images, indices, layers)
-        return passed[key]
-
-    def _passed(
-        self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]
-    ) -> ImageFeatures:
         extractor = self._extractor(layers)
         found = {
             facet: torch.empty(len(layers), len(indices), vector_width(extractor, facet))
-            for facet in self.facets
+            for facet in self.probe.facets
         }
         labels = torch.empty(len(indices), dtype=torch.int64)
         first = 0
-        size, share = self._size, self.crop_share
+        size, share = self._size, self.probe.crop_share
 
         def prepared(sample: Sample) -> tuple[UInt8[Tensor, "3 size size"], int]:
             assert sample.label is not None
             return central_square(sample.image, size, share=share), sample.label
 
-        squares = read_ahead(images, indices, prepared, workers=self.workers)
+        squares = read_ahead(images, indices, prepared, workers=self.probe.num_workers)
         shown = self.context.progress(squares, f"{images.split} images", len(indices))
         for batch in batches(shown, at_once(self.batch_size, size, self.context.device)):
             pixels = sent(torch.stack([pixels for pixels, _ in batch]), self.context.device)
@@ -113,24 +111,21 @@ class ImagePass:
                 values[:, rows] = part
             labels[rows] = torch.tensor([label for _, label in batch])
             first = rows.stop
-        return ImageFeatures(tuple(layers), found, labels)
+        passed[key] = ImageFeatures(tuple(layers), found, labels)
+        return passed[key]
 
     def _extractor(self, layers: Sequence[int]) -> FeatureExtractor:
-        return FeatureExtractor(
-            self.context.encoder,
-            layers=layers,
-            facets=self._parts,
-            device=self.context.device,
-            dtype=self.context.dtype,
-        )
+        parts = dict.fromkeys(part for facet in self.probe.facets for part in parts_of(facet))
+        return self.context.extractor(layers, *parts)
 
     @property
     def _size(self) -> int:
-        return self.image_size or min(self.context.encoder.native_size)
+        return self.probe.image_size or min(self.context.encoder.native_size)
 
-    @property
-    def _parts(self) -> tuple[Facet, ...]:
-        return tuple(dict.fromkeys(part for facet in self.facets for part in parts_of(facet)))
+
+def parts_of(facet: Facet) -> tuple[Facet, ...]:
+    """What is taken of a block for an image: of facets from inside of it the mean patch."""
+    return IMAGE_FACETS.get(facet, (facet,))
 
 
 def is_constant(features: Float[Tensor, "images dim"]) -> bool:

@@ -11,9 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.layers import Facet
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -59,27 +57,15 @@ def at_once(batch_size: int, image_size: int, device: torch.device) -> int:
 
 
 def extract(
-    extractor: FeatureExtractor,
-    facet: Facet,
-    images: Float[Tensor, "batch 3 height width"],
-    ids: Sequence[str],
+    extractor: FeatureExtractor, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
 ) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
-    """Features of a batch by layer, and what `check` wants to know of them.
+    """Features of a batch by layer, of an extractor of one facet, and what `check` of it wants.
 
     Raises:
         CheckpointError: they are not finite, where the host need not wait to know.
     """
     features, sums = extractor.unchecked(images)
     if not sums.is_cuda:
-        check(extractor, sums, ids)
+        extractor.check(sums, ids)
+    (facet,) = extractor.facets
     return {layer: facets[facet] for layer, facets in features.items()}, sums
-
-
-def check(
-    extractor: FeatureExtractor, sums: Float[Tensor, "layers batch"], ids: Sequence[str]
-) -> None:
-    """Raise a CheckpointError that names the images if features are not finite."""
-    try:
-        extractor.check(sums)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} (the batch: {', '.join(ids)})") from error

@@ -20,14 +20,13 @@ from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8
 from torch import Tensor
 
 from probes.features.disk import DamagedFeatures, FeatureFile, FeatureReader, label_file
-from probes.features.stream import ahead, batches, check, extract, read_ahead
+from probes.features.stream import ahead, batches, extract, read_ahead
 from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import CheckpointError, MachineError
-from ssl_bench.evaluation import Progress
+from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
-from ssl_bench.scores import IGNORED
 from ssl_bench.system.device import free_memory
 from ssl_bench.system.memory import free_host_memory
 from ssl_bench.system.transfers import fetched, sent
@@ -41,6 +40,8 @@ _AHEAD = 2
 VERSION = 3
 
 Half = Float16[Tensor, "batch rows cols dim"]
+# Which values occur in the labels of each entry, 255 among them.
+Present = Bool[Tensor, "_entries 256"]
 # Entries of batches that follow each other.
 Chosen = Sequence[Int64[Tensor, "..."]]
 # Takes the labels of some entries.
@@ -93,41 +94,30 @@ class Room:
         )
 
 
-@dataclass(frozen=True)
-class HalfFeatures:
-    """What rounds the features of all layers of an extractor to float16."""
+def half_features(
+    extractor: FeatureExtractor,
+    images: Float[Tensor, "batch 3 height width"],
+    ids: Sequence[str],
+    *,
+    fetch: bool = False,
+) -> list[Half]:
+    """Features of all layers, rounded to float16; `fetch` brings them into host memory.
 
-    extractor: FeatureExtractor
-    facet: Facet
-
-    def fetched(
-        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
-    ) -> list[Half]:
-        """By layer in host memory, which waits for them once.
-
-        Raises:
-            CheckpointError: a feature is not finite in float16.
-        """
-        return self._checked(images, ids, leave=False)
-
-    def left(self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]) -> list[Half]:
-        """As `fetched`, left on the device."""
-        return self._checked(images, ids, leave=True)
-
-    def _checked(
-        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str], *, leave: bool
-    ) -> list[Half]:
-        features, sums = extract(self.extractor, self.facet, images, ids)
-        halves = [features[layer].half() for layer in self.extractor.layers]
-        finite = torch.stack([half.isfinite().flatten(1).all(1) for half in halves])
-        sums, finite, *host = fetched([sums, finite, *([] if leave else halves)])
-        check(self.extractor, sums, ids)
-        for index, image in finite.logical_not().nonzero().tolist():
-            raise CheckpointError(
-                f"layer {self.extractor.layers[index]} of {self.extractor.encoder.name} gives "
-                f"features beyond float16 (65504) for image {ids[image]}; try probe.norm=final"
-            )
-        return halves if leave else host
+    Raises:
+        CheckpointError: a feature is not finite in float16.
+    """
+    features, sums = extract(extractor, images, ids)
+    halves = [features[layer].half() for layer in extractor.layers]
+    finite = torch.stack([half.isfinite().flatten(1).all(1) for half in halves])
+    # Together, because the host waits for each fetching.
+    sums, finite, *host = fetched([sums, finite, *(halves if fetch else [])])
+    extractor.check(sums, ids)
+    for index, image in finite.logical_not().nonzero().tolist():
+        raise CheckpointError(
+            f"layer {extractor.layers[index]} of {extractor.encoder.name} gives "
+            f"features beyond float16 (65504) for image {ids[image]}; try probe.norm=final"
+        )
+    return host if fetch else halves
 
 
 @dataclass(frozen=True)
@@ -143,37 +133,13 @@ Read = Callable[[Chosen], Iterator[FeatureBatch]]
 
 
 @dataclass(frozen=True)
-class LabelFacts:
-    """Which values occur in the labels of each entry, 255 among them."""
-
-    present: Bool[Tensor, "entries 256"]
-
-    @classmethod
-    def unknown(cls, entries: int) -> "LabelFacts":
-        return cls(torch.zeros(entries, 256, dtype=torch.bool))
-
-    def put(self, entries: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
-        for entry, values in zip(entries, labels, strict=True):
-            self.present[entry, values.unique().long()] = True
-
-    def classes(self, entries: Int64[Tensor, " chosen"]) -> list[int]:
-        """Those of some entries, ascending."""
-        found = self.present[entries].any(0).nonzero()[:, 0].tolist()
-        return [value for value in found if value != IGNORED]
-
-    def without_label(self) -> Bool[Tensor, " entries"]:
-        """Entries all of whose pixels are ignored."""
-        return ~self.present[:, :IGNORED].any(1)
-
-
-@dataclass(frozen=True)
 class FeaturesInMemory:
     """Features that were computed for this run and are held by it."""
 
     layers: tuple[int, ...]
     blocks: Float[Tensor, "layers entries rows cols dim"]
     labels: Integer[Tensor, "entries height width"]
-    facts: LabelFacts = field(default_factory=lambda: LabelFacts.unknown(0))
+    present: Present = field(default_factory=lambda: torch.zeros(0, 256, dtype=torch.bool))
 
     tier = "memory"
     passes = 1
@@ -209,7 +175,7 @@ class FeaturesOnDisk:
     """
 
     layers: tuple[int, ...]
-    facts: LabelFacts
+    present: Present
     labels: UInt8[Tensor, "entries height width"]
     file: FeatureFile
     compute: Callable[[], object]
@@ -281,7 +247,7 @@ class StreamedFeatures:
     """
 
     layers: tuple[int, ...]
-    facts: LabelFacts
+    present: Present
     compute: Callable[[Sequence[int], Chosen, torch.device], Iterator[FeatureBatch]]
     _computed: int = field(default=0, init=False, repr=False)
 
@@ -289,7 +255,7 @@ class StreamedFeatures:
 
     @property
     def passes(self) -> int:
-        return -(-self._computed // len(self.facts.present))
+        return -(-self._computed // len(self.present))
 
     def of_layers(self, layers: Sequence[int], device: torch.device) -> Read:
         def read(chosen: Chosen) -> Iterator[FeatureBatch]:
@@ -304,9 +270,9 @@ TrainingFeatures = FeaturesInMemory | FeaturesOnDisk | StreamedFeatures
 """Features by layer and entry; entry `views * i + v` is view v of image i.
 
 Where an image as a whole has a class, it is one patch with one label. `of_layers` gives what reads
-some layers in the order asked for; `facts` are the classes that the labels of each entry hold
-(nothing where each has one); `passes` is how often the views passed the encoder, rounded up: 0 if a
-file held the features.
+some layers in the order asked for; `present` says which values occur in the labels of each entry,
+255 among them (nothing where each has one); `passes` is how often the views passed the encoder,
+rounded up: 0 if a file held the features.
 """
 
 
@@ -315,13 +281,13 @@ class TrainingPass:
     """How training images become features and labels.
 
     Attributes:
+        extractor: Of one facet.
         indices: Of the images, within `images`.
         label_size: Height and width of the labels in training.
-        say: Gets a line on where features are, and where those of an earlier run are damaged.
     """
 
+    context: ProbeContext
     extractor: FeatureExtractor
-    facet: Facet
     images: ImageSet
     indices: Sequence[int]
     image_size: int
@@ -329,8 +295,10 @@ class TrainingPass:
     label_size: int
     batch_size: int
     workers: int
-    progress: Progress
-    say: Callable[[str], None]
+
+    @property
+    def facet(self) -> Facet:
+        return self.extractor.facets[0]
 
     def run(self, room: Room) -> TrainingFeatures:
         """Compute the features, take them from a file of an earlier run, or get ready to stream.
@@ -347,18 +315,23 @@ class TrainingPass:
         file = FeatureFile(room.folder, self.header(), shape)
         num_bytes = 2 * prod(shape)
         tier = room.choose(num_bytes, entries * size**2, lambda: self._is_kept(file))
-        self.say(room.said(tier, num_bytes))
-        facts = LabelFacts.unknown(entries)
+        self.context.say(room.said(tier, num_bytes))
+        present = torch.zeros(entries, 256, dtype=torch.bool)
+
+        def put_present(some: Sequence[int], values: UInt8[Tensor, "some rows cols"]) -> None:
+            for entry, of_entry in zip(some, values, strict=True):
+                present[entry, of_entry.unique().long()] = True
+
         if tier == "stream":
-            self.read_labels(facts.put)
-            return StreamedFeatures(layers, facts, self.stream)
+            self.read_labels(put_present)
+            return StreamedFeatures(layers, present, self.stream)
         if tier == "memory":
             labels = torch.empty(entries, size, size, dtype=torch.uint8)
         else:
             labels = label_file(room.folder, (entries, size, size))
 
         def put_labels(some: Sequence[int], values: UInt8[Tensor, "some rows cols"]) -> None:
-            facts.put(some, values)
+            put_present(some, values)
             labels[list(some)] = values
 
         if tier == "memory":
@@ -368,7 +341,7 @@ class TrainingPass:
                 blocks[index, list(some)] = features
 
             self._fill(put, put_labels)
-            return FeaturesInMemory(layers, blocks, labels, facts)
+            return FeaturesInMemory(layers, blocks, labels, present)
 
         def write() -> None:
             with file.writing() as writer:
@@ -379,14 +352,15 @@ class TrainingPass:
             self.read_labels(put_labels)
         else:
             write()
-        return FeaturesOnDisk(layers, facts, labels, file, write, self.say, int(not is_kept))
+        say, passes = self.context.say, int(not is_kept)
+        return FeaturesOnDisk(layers, present, labels, file, write, say, passes)
 
     def _is_kept(self, file: FeatureFile) -> bool:
         """Whether an earlier run left its features; those that are read are looked at then."""
         try:
             return file.open() is not None
         except DamagedFeatures as error:
-            self.say(f"{error}; computing the features again")
+            self.context.say(f"{error}; computing the features again")
             return False
 
     def stream(
@@ -406,7 +380,6 @@ class TrainingPass:
         Raises:
             CheckpointError: a feature is not finite in float16.
         """
-        encoder = HalfFeatures(self.extractor, self.facet)
         indices = [self.extractor.layers.index(layer) for layer in layers]
 
         def prepared(entry: int) -> _Prepared:
@@ -417,7 +390,7 @@ class TrainingPass:
         found = ahead(prepared, entries, workers=self.workers, most=4 * self.workers)
         for some in chosen:
             ids, images, labels = _of_view(list(islice(found, len(some))), 0)
-            halves = encoder.left(images, ids)
+            halves = half_features(self.extractor, images, ids)
             features = torch.stack([halves[index] for index in indices])
             yield FeatureBatch(sent(features, device), sent(labels, device))
 
@@ -429,17 +402,19 @@ class TrainingPass:
         self, put: Callable[[int, Sequence[int], Half], None] | None, put_labels: PutLabels
     ) -> None:
         """Read all images; features are computed only where somebody takes them."""
-        encoder, views, start = HalfFeatures(self.extractor, self.facet), self.views.count, 0
+        views, start = self.views.count, 0
         prepare = partial(self._prepared, range(views))
         images = read_ahead(self.images, self.indices, prepare, workers=self.workers)
-        shown = self.progress(images, "training images", len(self.indices))
+        shown = self.context.progress(images, "training images", len(self.indices))
         for batch in batches(shown, self.batch_size):
             for number in range(views):
                 entries = range(start * views + number, (start + len(batch)) * views, views)
                 ids, pixels, labels = _of_view(batch, number)
                 put_labels(entries, labels)
                 if put is not None:
-                    for index, half in enumerate(encoder.fetched(pixels, ids)):
+                    for index, half in enumerate(
+                        half_features(self.extractor, pixels, ids, fetch=True)
+                    ):
                         put(index, entries, half)
             start += len(batch)
 

@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from probes.features.image import image_vectors
+from probes.features.image import image_vectors, parts_of
 from probes.features.moments import Moments
-from probes.features.sources import parts_of
 from probes.features.stream import at_once, batches, read_ahead
 from probes.features.views import ResizedCrops
 from probes.geometry.estimates import (
@@ -40,7 +39,6 @@ from ssl_bench.composition.fields import (
     ShareSpan,
     Threads,
     Within,
-    check_fields,
 )
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.locations import cache_folder
@@ -49,7 +47,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
-from ssl_bench.layers import INNER_FACETS, REGISTERS, AskedFacets, Facet, asked_facets
+from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
 from ssl_bench.results import encoder_id
 from ssl_bench.system.transfers import fetched, sent
 
@@ -78,7 +76,6 @@ _WHY = {
     "register_patch_cosine": "the encoder has no registers",
     "position_r2": "images of a single patch",
 }
-_FACETS: tuple[Facet, ...] = ("cls", "patch_mean", *INNER_FACETS)
 # Of the images, for reading positions: to choose the penalty with, and to score on.
 _SHARE = 0.2
 Cell = tuple[int, str]
@@ -120,11 +117,11 @@ class Geometry(Probe):
 
     task = "geometry"
     role = "images"
+    known_facets = ("cls", "patch_mean", *INNER_FACETS)
     not_settings = (*Probe.not_settings, "batch_size")
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
-        asked_facets(self.facet, _FACETS)
+        super().__post_init__()
         for name in ("view_area", "alpha_ranks"):
             low, high = getattr(self, name)
             if low > high:
@@ -132,13 +129,9 @@ class Geometry(Probe):
                     f"probe.{name} expects the smaller number first, got [{low},{high}]"
                 )
 
-    @property
-    def asked_facets(self) -> AskedFacets:
-        return asked_facets(self.facet, _FACETS)
-
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         by_facet = [
-            *((f, IMAGE_METRICS) for f in self.asked_facets.names),
+            *((f, IMAGE_METRICS) for f in self.facets),
             ("token", TOKEN_METRICS),
         ]
         return [
@@ -168,7 +161,7 @@ class Geometry(Probe):
             context.say(f"geometry: {_FEW}: spectra and positions say little, or are undefined")
         layers = sorted(context.layers)
         for layer in context.progress(layers, "geometry, spectra", len(layers)):
-            for facet in self.asked_facets.names:
+            for facet in self.facets:
                 yield from self._of_images((layer, facet), passes, views[layer, facet])
             yield from self._of_tokens((layer, "token"), passes)
         passes.kept.path.unlink(missing_ok=True)
@@ -254,7 +247,7 @@ class Passes:
         }
         self.paired = frozenset(order[: probe.pair_images])
         self.viewed = tuple(sorted(order[: probe.view_images]))
-        self.facets = probe.asked_facets.names
+        self.facets = probe.facets
         self.size = probe.image_size or min(context.encoder.native_size)
         self.at_once = at_once(probe.batch_size, self.size, context.device)
         facts = (

@@ -1,9 +1,13 @@
-"""Heads that learn where to look: patches pooled by several queries, then a linear layer."""
+"""Heads that learn where to look: patches pooled by several queries, then a linear layer.
+
+`probe.pool=attentive` of linear classification.
+"""
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +15,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from probes.features.tiers import TrainingFeatures
-from probes.heads.optimizers import HeadOptimizer, Schedule
+from probes.heads.sgd import LARS, Schedule, State, floats, seeded_batches
+from ssl_bench.composition.fields import Count, Rate, check_fields, require_some
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.transfers import sent
 
@@ -70,9 +76,6 @@ class AttentiveHeads:
         """The same change of every tensor."""
         return AttentiveHeads(*(change(getattr(self, item.name)) for item in fields(self)))
 
-    def on(self, device: torch.device) -> "AttentiveHeads":
-        return self.changed(lambda part: part.to(device))
-
     def loss_and_gradients(
         self,
         source: int,
@@ -129,82 +132,6 @@ def pooled(
 
 
 @dataclass(frozen=True)
-class AttentiveTraining:
-    """Hyperparameters of attentive heads; their values are learning rates."""
-
-    values: tuple[float, ...]
-    queries: int
-    epochs: int
-    batch_size: int
-    optimizer: HeadOptimizer
-    schedule: Schedule
-    classes: int
-    seed: int
-    device: torch.device
-
-    hyperparameter = "learning_rate"
-
-    def train(
-        self,
-        features: TrainingFeatures,
-        labels: Int64[Tensor, " images"],
-        layers: Sequence[int],
-        entries: Int64[Tensor, " chosen"],
-        progress: Progress,
-    ) -> "TrainedAttentiveHeads":
-        """Train one head for each layer and rate on the chosen entries.
-
-        `labels` are those of every entry, chosen or not.
-        """
-        start, batches = time.monotonic(), self._batches(entries)
-        bank, constant, states = None, (), [{}, {}, {}, {}]
-        read = features.of_layers(layers, self.device)
-        peak = torch.tensor(self.values, device=self.device)
-        name = f"attentive heads of layers {layers[0]} to {layers[-1]}"
-        shown = progress(read(batches), name, len(batches))
-        for step, (batch, some) in enumerate(zip(shown, batches, strict=True)):
-            blocks = batch.features.flatten(2, 3)  # layers batch tokens dim
-            if bank is None:
-                by_channel = blocks.flatten(1, 2)  # layers batch*tokens dim
-                varies = by_channel.amax(1) != by_channel.amin(1)
-                constant = tuple((~varies).sum(1).tolist())
-                bank = AttentiveHeads.drawn(
-                    sources=len(blocks),
-                    values=len(self.values),
-                    queries=self.queries,
-                    dim=blocks.shape[-1],
-                    classes=self.classes,
-                    seed=self.seed,
-                ).on(self.device)
-            true = sent(labels[some], self.device)
-            # Of all sources, one after the other, because of what a batch of one takes.
-            found = [
-                bank.loss_and_gradients(source, tokens.float(), true)[1]
-                for source, tokens in enumerate(blocks)
-            ]
-            gradients = map(torch.stack, zip(*found, strict=True))
-            rates = peak * self.schedule.factor(step, len(batches))
-            for part, gradient, state in zip(bank.trained, gradients, states, strict=True):
-                shaped = rates.view(-1, *[1] * (part.ndim - 2))
-                self.optimizer.update(part, gradient, state, shaped, step + 1)
-        assert bank is not None
-        return TrainedAttentiveHeads(tuple(layers), bank, constant, time.monotonic() - start)
-
-    def _batches(self, entries: Int64[Tensor, " chosen"]) -> list[Int64[Tensor, " some"]]:
-        """Whole batches in a seeded order, the same for all heads.
-
-        What is left over of an epoch is left out, because a small batch has other statistics.
-        """
-        generator, size = torch.Generator().manual_seed(self.seed), self.batch_size
-        whole = max(1, len(entries) // size)
-        return [
-            entries[chosen]
-            for _ in range(self.epochs)
-            for chosen in torch.randperm(len(entries), generator=generator).split(size)[:whole]
-        ]
-
-
-@dataclass(frozen=True)
 class TrainedAttentiveHeads:
     """Heads of some layers.
 
@@ -216,3 +143,104 @@ class TrainedAttentiveHeads:
     heads: AttentiveHeads
     constant_channels: tuple[int, ...]
     seconds: float
+
+
+@dataclass(frozen=True)
+class AttentivePooling:
+    """Every head pools the patches by queries that it learns, with steps of LARS.
+
+    Attributes:
+        queries: Each gives its slice of the channels, so they divide the width of the encoder.
+        learning_rates: All are trained; which one counts is chosen afterwards.
+        batch_size: Images of a step, over which pooled channels are normalised.
+
+    Source: Efficient probing, https://github.com/billpsomas/efficient-probing (b8f4fb84), whose
+    rates are .1 to 1.5 at this batch size, for 90 epochs of new crops.
+    """
+
+    queries: Count = 32
+    learning_rates: Sequence[Rate] = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+    epochs: Count = 20
+    batch_size: Count = 256
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.pool")
+        require_some("probe.pool.learning_rates", self.learning_rates)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "pool": "attentive",
+            "queries": self.queries,
+            "optimizer": "lars",
+            "learning_rates": floats(self.learning_rates),
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
+        }
+
+    def require_fitting(self, dim: int) -> None:
+        """Refuse an encoder of this many channels.
+
+        Raises:
+            ConfigurationError: the queries do not divide them.
+        """
+        if dim % self.queries:
+            fitting = [count for count in range(1, dim + 1) if dim % count == 0]
+            nearest = min(fitting, key=lambda count: abs(count - self.queries))
+            raise ConfigurationError(
+                f"probe.pool.queries must divide the {dim} channels of this encoder, got "
+                f"{self.queries}; add probe.pool.queries={nearest}"
+            )
+
+    def train(
+        self,
+        features: TrainingFeatures,
+        labels: Int64[Tensor, " images"],
+        entries: Int64[Tensor, " chosen"],
+        *,
+        classes: int,
+        seed: int,
+        device: torch.device,
+        progress: Progress,
+    ) -> TrainedAttentiveHeads:
+        """Train one head for each layer and rate on the chosen entries.
+
+        `labels` are those of every entry, chosen or not.
+        """
+        start, layers = time.monotonic(), features.layers
+        # What is left over of an epoch is left out, because a small batch has other statistics.
+        whole = max(1, len(entries) // self.batch_size)
+        by_epoch = seeded_batches(entries, self.batch_size, epochs=self.epochs, seed=seed)
+        batches = [some for epoch in by_epoch for some in epoch[:whole]]
+        # As theirs: ten epochs of ninety.
+        optimizer, schedule = LARS(), Schedule("cosine", warmup=1 / 9)
+        bank, constant, states = None, (), [State() for _ in range(4)]
+        peak = torch.tensor(floats(self.learning_rates), device=device)
+        name = f"attentive heads of layers {layers[0]} to {layers[-1]}"
+        shown = progress(features.of_layers(layers, device)(batches), name, len(batches))
+        for step, (batch, some) in enumerate(zip(shown, batches, strict=True)):
+            blocks = batch.features.flatten(2, 3)  # layers batch tokens dim
+            if bank is None:
+                by_channel = blocks.flatten(1, 2)  # layers batch*tokens dim
+                varies = by_channel.amax(1) != by_channel.amin(1)
+                constant = tuple((~varies).sum(1).tolist())
+                bank = AttentiveHeads.drawn(
+                    sources=len(blocks),
+                    values=len(peak),
+                    queries=self.queries,
+                    dim=blocks.shape[-1],
+                    classes=classes,
+                    seed=seed,
+                ).changed(lambda part: part.to(device))
+            true = sent(labels[some], device)
+            # Of all sources, one after the other, because of what a batch of one takes.
+            found = [
+                bank.loss_and_gradients(source, tokens.float(), true)[1]
+                for source, tokens in enumerate(blocks)
+            ]
+            gradients = map(torch.stack, zip(*found, strict=True))
+            rates = peak * schedule.factor(step, len(batches))
+            for part, gradient, state in zip(bank.trained, gradients, states, strict=True):
+                shaped = rates.view(-1, *[1] * (part.ndim - 2))
+                optimizer.update(part, gradient, state, shaped, step + 1)
+        assert bank is not None
+        return TrainedAttentiveHeads(tuple(layers), bank, constant, time.monotonic() - start)

@@ -54,26 +54,3 @@ class KeptState:
         """
         write_atomically(self.path, lambda file: torch.save(dict(state), file))
         self._written = time.monotonic()
-
-
-class Standing:
-    """How far a fit is.
-
-    Attributes:
-        state: What was reached, by name; of an earlier process where `kept` holds some.
-    """
-
-    def __init__(self, kept: KeptState | None) -> None:
-        self.state: dict[str, Any] = dict(kept.found) if kept else {}
-        self._kept, self._start = kept, time.monotonic()
-        self._before: float = self.state.get("seconds", 0.0)
-
-    def reached(self, **state: Any) -> None:
-        """Remember it, and write it down if that is due."""
-        self.state |= state
-        if self._kept and self._kept.is_due():
-            self._kept.write({**self.state, "seconds": self.seconds()})
-
-    def seconds(self) -> float:
-        """Of work on it, by all processes."""
-        return self._before + time.monotonic() - self._start

@@ -1,19 +1,17 @@
-"""Heads fitted to the end: logistic regressions for all sources and penalties at once."""
+"""Heads fitted to the end by L-BFGS: logistic regressions of all sources and penalties at once."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from probes.features.sources import LayerGroup
-from probes.features.tiers import FeatureBatch, TrainingFeatures
+from probes.features.split import LayerGroup
+from probes.features.tiers import TrainingFeatures
 from probes.heads.kept import KeptState
-from probes.heads.lbfgs import minimise
 from probes.heads.sgd import (
     Heads,
     LinearHeads,
@@ -28,15 +26,27 @@ from ssl_bench.composition.fields import Count, Positive, check_fields, require_
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import in_float64
 
+_Values = Float64[Tensor, "problems parameters"]
+_Each = Float64[Tensor, " problems"]
+# A step, how the gradient changed on it, and a weight: zero where that says nothing.
+_Pair = tuple[_Values, _Values, _Each]
+
+# Of the decrease that the slope promises; and halvings of a step before a problem is given up.
+_SUFFICIENT = 1e-4
+_HALVINGS = 20
+
 
 @dataclass(frozen=True)
-class LogisticRegression:
-    """Logistic regressions, each fitted to its end by L-BFGS.
+class LogisticRegression(Training):
+    """Logistic regressions, each fitted to its end by L-BFGS; values are C.
+
+    C multiplies the sum of the loss beside half the squared weights, of two classes half the
+    squared difference of theirs; the bias is free, as in scikit-learn. The result does not depend
+    on the size of the batches.
 
     Attributes:
         c_values: C of scikit-learn's: weight of the loss against the penalty. All are fitted;
             which one counts is chosen afterwards.
-        batch_size: Images that are looked at together; the result does not depend on it.
         gradient_tolerance: A head has converged where no entry of the mean loss's gradient exceeds
             it.
     """
@@ -46,10 +56,15 @@ class LogisticRegression:
     batch_size: Count = 16
 
     gradient_tolerance: ClassVar[float] = 1e-6
+    hyperparameter = "c_value"
 
     def __post_init__(self) -> None:
         check_fields(self, "probe.training")
         require_some("probe.training.c_values", self.c_values)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return tuple(floats(self.c_values))
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -58,32 +73,9 @@ class LogisticRegression:
             "max_iterations": self.max_iterations,
         }
 
-    def of_heads(self, heads: "Heads") -> "LogisticTraining":
-        return LogisticTraining(
-            values=tuple(floats(self.c_values)),
-            max_iterations=self.max_iterations,
-            batch_size=self.batch_size,
-            gradient_tolerance=self.gradient_tolerance,
-            **vars(heads),
-        )
-
-
-@dataclass(frozen=True)
-class LogisticTraining(Training):
-    """Logistic regressions of the heads that it was told of; values are C.
-
-    C multiplies the sum of the loss beside half the squared weights, of two classes half the
-    squared difference of theirs; the bias is free, as in scikit-learn. The result does not depend
-    on the size of the batches.
-    """
-
-    max_iterations: int
-    gradient_tolerance: float
-
-    hyperparameter = "c_value"
-
     def train(
         self,
+        heads: Heads,
         features: TrainingFeatures,
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
@@ -93,46 +85,65 @@ class LogisticTraining(Training):
         """Fit one head for each source and C; nothing is random in it, and nothing is kept."""
         del kept
         start = time.monotonic()
-        read = features.of_layers(layers_of(sources), self.device)
+        read = features.of_layers(layers_of(sources), heads.device)
         batches = entries.split(self.batch_size)
         # From one pass: scale of the channels, and how many patches of each batch count.
-        found, counted = RunningStatistics.none(self.device), []
+        found, counted = RunningStatistics.none(heads.device), []
         for batch in progress(read(batches), "mean and deviation", len(batches)):
             found.add(batch.features)
-            counted.append(self.targets(batch).counted.sum())
-        statistics = found.standardization(len(sources)).on(self.device)
+            counted.append(heads.targets(batch).counted.sum())
+        statistics = found.standardization(len(sources), heads.device)
         numbers = in_float64(torch.stack(counted))
         total = numbers.sum().clamp(min=1)
+        shares = (numbers / total).tolist()
         c_values = torch.tensor(self.values, dtype=torch.float64, device=numbers.device)
         # At the minimum the weights of two classes are opposite, so that the sum of their squares
         # is half the square of the difference, which is all that scikit-learn has there.
-        squares = 2 if self.classes == 2 else 1
-        scale = statistics if self.standardize else statistics.identity()
-        shape = (len(sources), len(self.values), self.classes, scale.mean.shape[1])
+        squares = 2 if heads.classes == 2 else 1
+        penalty = squares / (c_values.repeat(len(sources)) * total)
+        scale = statistics if heads.standardize else statistics.identity()
+        shape = (len(sources), len(self.values), heads.classes, scale.mean.shape[1])
         weight = scale.mean.new_zeros(shape)
-        objective = _Objective(
-            training=self,
-            heads=LinearHeads(scale, weight, weight[..., 0].clone()),
-            read=partial(read, batches),
-            shares=(numbers / total).tolist(),
-            penalty=squares / (c_values.repeat(len(sources)) * total),
-        )
+        bank = LinearHeads(scale, weight, weight[..., 0].clone())
+
+        def by_head(weight: Tensor, bias: Tensor) -> Float64[Tensor, "heads parameters"]:
+            return in_float64(torch.cat([weight.flatten(2), bias], 2).flatten(0, 1))
+
+        def place(values: Float64[Tensor, "heads parameters"]) -> None:
+            parts = values.to(bank.weight).view(*shape[:2], -1)
+            bank.weight = parts[..., : -heads.classes].reshape(shape)
+            bank.bias = parts[..., -heads.classes :].contiguous()
+
+        def objective(
+            values: Float64[Tensor, "heads parameters"],
+        ) -> tuple[Float64[Tensor, " heads"], Float64[Tensor, "heads parameters"]]:
+            """Mean loss of every head over all patches that count, and its share of the penalty."""
+            place(values)
+            loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
+            for batch, share in zip(read(batches), shares, strict=True):
+                x = joined(batch.features, len(sources))
+                losses, parts = bank.loss_and_gradients(x, heads.loss, heads.targets(batch))
+                loss += share * in_float64(losses.flatten())
+                gradient += share * by_head(*parts)
+            weights = values[:, : -heads.classes]
+            gradient[:, : -heads.classes] += penalty[:, None] * weights
+            return loss + penalty * weights.square().sum(1) / 2, gradient
+
         # One item a fit: how many steps it takes is not known before.
+        name = f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}"
         (minimum,) = (
             minimise(
                 objective,
-                objective.start(),
+                by_head(bank.weight, bank.bias),
                 max_iterations=self.max_iterations,
                 gradient_tolerance=self.gradient_tolerance,
             )
-            for _ in progress(
-                range(1), f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}", 1
-            )
+            for _ in progress(range(1), name, 1)
         )
-        objective.place(minimum.values)
+        place(minimum.values)
         return TrainedHeads(
             tuple(sources),
-            *objective.heads.folded(),
+            *bank.folded(),
             constant_channels=statistics.constant_channels(),
             seconds=time.monotonic() - start,
             unfinished=int((~minimum.converged).sum()),
@@ -140,45 +151,96 @@ class LogisticTraining(Training):
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Objective:
-    """Mean loss of every head over all patches that count, and its share of the penalty.
+@dataclass(frozen=True)
+class Minimum:
+    """Where all problems ended.
 
     Attributes:
-        read: Gives all batches, in one order.
-        shares: Of the patches that count, for each batch.
-        penalty: Of half the squared weights, beside the mean loss.
+        converged: Where the gradient is as small as was asked.
+        stalled: Where it is not, and yet a step gained next to nothing; the others that did not
+            converge reached the limit of iterations.
     """
 
-    training: LogisticTraining
-    heads: LinearHeads
-    read: Callable[[], Iterator[FeatureBatch]]
-    shares: Sequence[float]
-    penalty: Float64[Tensor, " heads"]
+    values: Float64[Tensor, "problems parameters"]
+    converged: Bool[Tensor, " problems"]
+    stalled: Bool[Tensor, " problems"]
+    iterations: int
 
-    def start(self) -> Float64[Tensor, "heads parameters"]:
-        by_head = torch.cat([self.heads.weight.flatten(2), self.heads.bias], 2).flatten(0, 1)
-        return in_float64(by_head)
 
-    def place(self, values: Float64[Tensor, "heads parameters"]) -> None:
-        """Write parameters into the heads."""
-        shape = self.heads.weight.shape
-        by_head = values.to(self.heads.weight).view(*shape[:2], -1)
-        self.heads.weight = by_head[..., : -shape[2]].reshape(shape)
-        self.heads.bias = by_head[..., -shape[2] :].contiguous()
+def minimise(
+    objective: Callable[[_Values], tuple[_Each, _Values]],
+    start: Float64[Tensor, "problems parameters"],
+    *,
+    max_iterations: int,
+    memory: int = 5,
+    gradient_tolerance: float = 1e-6,
+    loss_tolerance: float = 1e-10,
+) -> Minimum:
+    """Minimise smooth convex functions of the rows of `start`, each with steps of its own.
 
-    def __call__(
-        self, values: Float64[Tensor, "heads parameters"]
-    ) -> tuple[Float64[Tensor, " heads"], Float64[Tensor, "heads parameters"]]:
-        self.place(values)
-        sources, _, classes, _ = self.heads.weight.shape
-        loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
-        for batch, share in zip(self.read(), self.shares, strict=True):
-            features, targets = joined(batch.features, sources), self.training.targets(batch)
-            losses, parts = self.heads.loss_and_gradients(features, self.training.loss, targets)
-            loss += share * in_float64(losses.flatten())
-            by_head = torch.cat([parts[0].flatten(2), parts[1]], 2).flatten(0, 1)
-            gradient += share * in_float64(by_head)
-        weights = values[:, :-classes]
-        gradient[:, :-classes] += self.penalty[:, None] * weights
-        return loss + self.penalty * weights.square().sum(1) / 2, gradient
+    `objective` gives the losses of all problems and their gradients. A problem converges where no
+    entry of its gradient exceeds `gradient_tolerance`, and stalls where a step lowers its loss by a
+    smaller share than `loss_tolerance`; either ends it. `memory` is how many steps approximate the
+    curvature.
+
+    Source: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. Backtracking alone
+    is enough: a convex function curves upwards along every step.
+    """
+    values, (loss, gradient), pairs, iteration = start, objective(start), list[_Pair](), 0
+    converged = gradient.abs().amax(1) <= gradient_tolerance
+    stalled = torch.zeros_like(converged)
+    is_over = bool((converged | stalled).all())
+    while iteration < max_iterations and not is_over:
+        before, direction = (values, loss, gradient), _direction(gradient, pairs)
+        # Halve each problem's step until its loss falls enough; those that never do stay.
+        slope, stalled_before = _dot(gradient, direction), stalled
+        length = torch.where(converged | stalled, 0.0, 1.0).to(loss)
+        for _ in range(_HALVINGS):
+            tried = before[0] + length[:, None] * direction
+            tried_loss, tried_gradient = objective(tried)
+            fell = (tried_loss <= before[1] + _SUFFICIENT * length * slope) | (length == 0)
+            values = torch.where(fell[:, None], tried, before[0])
+            loss = torch.where(fell, tried_loss, before[1])
+            gradient = torch.where(fell[:, None], tried_gradient, before[2])
+            converged = gradient.abs().amax(1) <= gradient_tolerance
+            # What has stalled once stays so.
+            stalled = stalled_before | (before[1] - loss <= loss_tolerance * before[1].abs())
+            # Both at once: on a device the host waits for each answer.
+            have_fallen, is_over = torch.stack([fell.all(), (converged | stalled).all()]).tolist()
+            if have_fallen:
+                break
+            length = torch.where(fell, length, length / 2)
+        pairs = [*pairs, _pair(values - before[0], gradient - before[2])][-memory:]
+        iteration += 1
+    return Minimum(values, converged, stalled & ~converged, iteration)
+
+
+def _direction(gradient: _Values, pairs: Sequence[_Pair]) -> _Values:
+    """Minus the approximate inverse Hessian times the gradient, by the two loops."""
+    if not pairs:
+        # The first step is at most of length one.
+        return -gradient / gradient.abs().sum(1, keepdim=True).clamp(min=1)
+    direction, shares = gradient.clone(), []
+    for step, change, weight in reversed(pairs):
+        share = weight * _dot(step, direction)
+        direction -= share[:, None] * change
+        shares.append(share)
+    # Scaled by the latest pair of each problem that says something.
+    scale = torch.ones_like(pairs[0][2])
+    for step, change, weight in pairs:
+        ratio = _dot(step, change) / _dot(change, change).clamp(min=1e-300)
+        scale = torch.where(weight > 0, ratio, scale)
+    direction *= scale[:, None]
+    for (step, change, weight), share in zip(pairs, reversed(shares), strict=True):
+        direction += (share - weight * _dot(change, direction))[:, None] * step
+    return -direction
+
+
+def _pair(step: _Values, change: _Values) -> _Pair:
+    curvature = _dot(step, change)
+    says = curvature > 1e-12 * _dot(step, step)
+    return step, change, torch.where(says, 1 / curvature.where(says, 1.0), 0.0)
+
+
+def _dot(one: _Values, other: _Values) -> _Each:
+    return (one * other).sum(1)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 
-from probes.heads.upsampled_logsumexp import PIECE_BYTES
+from probes.heads.losses import PIECE_BYTES
 
 # Blocks have at most this many pixels along an axis; results/tables/pixels.md has others.
 _SIDE = 10

@@ -1,6 +1,10 @@
-"""How an image is shown to the encoder for scoring, and how logits become classes of its pixels."""
+"""How an image is shown to the encoder for scoring, and how logits become classes of its pixels.
+
+`probe.inference` of linear segmentation.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +13,7 @@ from torch import Tensor
 
 from probes.features.views import nearest_labels, resized, tensors
 from probes.heads.pixels import predict_pixels
+from ssl_bench.composition.fields import Pixels, check_fields
 from ssl_bench.data.samples import Sample
 
 # Of the longer side to the shorter one, beyond which an image is shrunk further.
@@ -34,32 +39,46 @@ class ScoredImage:
 
 
 @dataclass(frozen=True)
-class SquashedScoring:
+class Squashed:
     """The whole image, squashed to a square; logits are upsampled to the size of the mask.
 
     Attributes:
-        mask_size: Masks are reduced to this height and width first; None leaves them as they are.
+        score_size: Masks are reduced to this height and width before scoring; the original size if
+            None.
     """
 
-    size: int
-    mask_size: int | None = None
+    score_size: Pixels | None = None
 
-    def prepare(self, sample: Sample) -> ScoredImage:
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.inference")
+
+    def settings(self) -> dict[str, Any]:
+        return {"scoring": "squash", "score_size": self.score_size}
+
+    def prepare(
+        self, sample: Sample, size: int, mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    ) -> ScoredImage:
+        """Show an image in a square of this side; `mean` is the colour of what lies beyond it."""
+        del mean
         image, mask = tensors(sample)
-        if self.mask_size is not None:
-            mask = nearest_labels(mask, self.mask_size, self.mask_size)
-        squashed = resized(image, self.size, self.size)
-        return ScoredImage(sample.image_id, squashed[None], ((0, 0),), (self.size, self.size), mask)
+        if self.score_size is not None:
+            mask = nearest_labels(mask, self.score_size, self.score_size)
+        squashed = resized(image, size, size)
+        return ScoredImage(sample.image_id, squashed[None], ((0, 0),), (size, size), mask)
 
     def predict(
         self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
     ) -> UInt8[Tensor, "values height width"]:
+        """Classes of the pixels of a mask from the logits of patches."""
         return predict_pixels(logits[0], *image.mask.shape)
 
 
 @dataclass(frozen=True)
-class PatchScoring(SquashedScoring):
+class ByPatch(Squashed):
     """Squashed images, each pixel of which takes the class of the patch over it."""
+
+    def settings(self) -> dict[str, Any]:
+        return {"scoring": "patch", "score_size": self.score_size}
 
     def predict(
         self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
@@ -69,63 +88,54 @@ class PatchScoring(SquashedScoring):
 
 
 @dataclass(frozen=True)
-class SlidingScoring:
+class SlidingWindows:
     """Square windows over the image, whose shorter side is resized to that of a window.
 
     Windows are two thirds of their side apart; where they overlap, their upsampled logits are
     averaged before they are resized to the size of the mask.
 
-    Attributes:
-        mean: Colour of what lies beyond a very long image.
-
     Source: test mode "slide" of https://github.com/open-mmlab/mmsegmentation, as the linear heads
     of https://github.com/facebookresearch/dinov2 use it (512 pixels, 341 apart).
     """
 
-    size: int
-    mean: tuple[float, float, float]
+    def settings(self) -> dict[str, Any]:
+        return {"scoring": "slide", "score_size": None}
 
-    def prepare(self, sample: Sample) -> ScoredImage:
+    def prepare(self, sample: Sample, size: int, mean: tuple[float, float, float]) -> ScoredImage:
+        """In windows of this side; `mean` is the colour of what lies beyond a very long image."""
         image, mask = tensors(sample)
-        scale = min(self.size / min(mask.shape), _LONGEST * self.size / max(mask.shape))
+        scale = min(size / min(mask.shape), _LONGEST * size / max(mask.shape))
         height, width = (max(1, round(scale * side)) for side in mask.shape)
-        mean = torch.tensor(self.mean).view(3, 1, 1)
-        beyond = (0, max(0, self.size - width), 0, max(0, self.size - height))
-        padded = F.pad(resized(image, height, width) - mean, beyond) + mean
-        corners = tuple((top, left) for top in self._starts(height) for left in self._starts(width))
-        windows = [
-            padded[:, top : top + self.size, left : left + self.size] for top, left in corners
-        ]
+        colour = torch.tensor(mean).view(3, 1, 1)
+        beyond = (0, max(0, size - width), 0, max(0, size - height))
+        padded = F.pad(resized(image, height, width) - colour, beyond) + colour
+        # The last window ends with the image.
+        down, across = (
+            [*range(0, max(0, length - size), max(1, 2 * size // 3)), max(0, length - size)]
+            for length in (height, width)
+        )
+        corners = tuple((top, left) for top in down for left in across)
+        windows = [padded[:, top : top + size, left : left + size] for top, left in corners]
         return ScoredImage(sample.image_id, torch.stack(windows), corners, (height, width), mask)
 
     def predict(
         self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
     ) -> UInt8[Tensor, "values height width"]:
-        # One rate at a time: the upsampled logits of one image already take 100 MB.
-        predicted = [self._predict(logits[:, rate], image) for rate in range(logits.shape[1])]
-        return torch.stack(predicted)
+        """As of squashed images, one rate at a time: the upsampled logits of one take 100 MB."""
+        return torch.stack([self._predict(of_rate, image) for of_rate in logits.unbind(1)])
 
     def _predict(
         self, logits: Float[Tensor, "windows rows cols classes"], image: ScoredImage
     ) -> UInt8[Tensor, "height width"]:
-        height, width = image.size
+        (height, width), size = image.size, image.windows.shape[-1]
         total = logits.new_zeros(logits.shape[-1], height, width)
         times = logits.new_zeros(height, width)
-        side = (self.size, self.size)
         for window, (top, left) in zip(logits, image.corners, strict=True):
-            upsampled = F.interpolate(window.movedim(-1, 0)[None], size=side, mode="bilinear")[0]
-            rows, cols = slice(top, top + self.size), slice(left, left + self.size)
+            maps = window.movedim(-1, 0)[None]
+            upsampled = F.interpolate(maps, size=(size, size), mode="bilinear")[0]
+            rows, cols = slice(top, top + size), slice(left, left + size)
             part = total[:, rows, cols]
             part += upsampled[:, : part.shape[1], : part.shape[2]]
             times[rows, cols] += 1
         original = F.interpolate((total / times)[None], size=image.mask.shape, mode="bilinear")[0]
         return original.argmax(0).to(torch.uint8)
-
-    def _starts(self, length: int) -> list[int]:
-        """First pixels of the windows along one axis; the last window ends with the image."""
-        last, stride = max(0, length - self.size), max(1, 2 * self.size // 3)
-        return [*range(0, last, stride), last]
-
-
-Scoring = SquashedScoring | SlidingScoring
-"""Shows an image to the encoder (`prepare`); makes classes of the logits of patches (`predict`)."""

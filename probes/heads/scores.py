@@ -1,17 +1,25 @@
 """Scores of many heads: what was counted of every scored image, and what follows from it."""
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Int64, Integer
 from torch import Tensor
 
-from ssl_bench.intervals import Interval, mean_iou_estimate, pixel_accuracy_estimate
+from ssl_bench.evaluation import Score
+from ssl_bench.intervals import mean_iou_estimate, pixel_accuracy_estimate
 from ssl_bench.results import Baseline, PerImage
-from ssl_bench.scores import iou_per_class, mean_iou, of_constant_class, pixel_accuracy
+from ssl_bench.scores import (
+    ABSENT_CLASS_POLICY,
+    iou_per_class,
+    mean_iou,
+    of_constant_class,
+    pixel_accuracy,
+)
 
 
 class ImageCounts:
@@ -73,51 +81,52 @@ class ImageCounts:
         self._true = np.concatenate([self._true, state["true"].numpy()])
 
 
-@dataclass(frozen=True)
-class HeadScores:
-    """Scores of the heads of one source by learning rate, over a whole dataset."""
+def mask_score(
+    cell: tuple[int, str],
+    metric: str,
+    counts: ImageCounts,
+    head: tuple[int, int],
+    class_names: Sequence[str],
+    details: Mapping[str, Any],
+) -> Score:
+    """Pixel accuracy, or mean IoU over the classes that occur, of one head over a whole dataset.
 
-    per_image: ImageCounts
-    source: int
-
-    @property
-    def num_images(self) -> int:
-        return len(self.per_image)
-
-    def total(self) -> Int64[np.ndarray, "values 3 classes"]:
-        return self.per_image.total[self.source]
-
-    def miou(self) -> list[float]:
-        """Mean IoU of each rate over the classes that occur, in percent."""
-        return mean_iou(self.total()).tolist()
-
-    def best(self) -> int:
-        return best_rate(self.total())
-
-    def miou_ci95(self, rate: int) -> Interval | None:
-        return mean_iou_estimate(self.counts(rate)).ci95()
-
-    def accuracy(self, rate: int) -> float:
-        return float(pixel_accuracy(self.total()[rate]))
-
-    def accuracy_ci95(self, rate: int) -> Interval | None:
-        return pixel_accuracy_estimate(self.counts(rate)).ci95()
-
-    def counts(self, rate: int) -> PerImage:
-        """Pixels that are right, predicted and true by class, for each image."""
-        return self.per_image.of(self.source, rate)
-
-    def baseline(self, metric: str, class_names: Sequence[str]) -> Baseline:
-        """Naming one class at all pixels, whatever the image."""
-        named, counts = of_constant_class(self.total()[0])
-        score = pixel_accuracy if metric == "pixel_accuracy" else mean_iou
-        return Baseline(f"constant class {class_names[named]}", float(score(counts)))
-
-    def iou(self, rate: int) -> list[float]:
-        """IoU of each class in percent, NaN where it is neither true nor predicted."""
-        return iou_per_class(self.total()[rate]).tolist()
+    Args:
+        cell: Layer and facet.
+        metric: "pixel_accuracy"; any other name is one of mean IoU.
+        counts: Of all images.
+        head: Its source and value.
+        class_names: In the order of their numbers.
+        details: What else the record says.
+    """
+    is_accuracy = metric == "pixel_accuracy"
+    score = pixel_accuracy if is_accuracy else mean_iou
+    estimate = pixel_accuracy_estimate if is_accuracy else mean_iou_estimate
+    source, value = head
+    total, per_image = counts.total[source], counts.of(source, value)
+    named, constant = of_constant_class(total[0])
+    baseline = Baseline(f"constant class {class_names[named]}", float(score(constant)))
+    return Score(
+        *cell,
+        metric,
+        float(score(total)[value]),
+        estimate(per_image).ci95(),
+        len(counts),
+        {
+            "iou_by_class": dict(zip(class_names, plain(iou_per_class(total[value])), strict=True)),
+            "absent_classes": ABSENT_CLASS_POLICY,
+            **details,
+            **baseline.as_details(),
+        },
+        per_image,
+    )
 
 
-def best_rate(counts: Int64[np.ndarray, "values 3 classes"]) -> int:
-    """Index of the rate with the largest mean IoU."""
+def plain(values: Sequence[float] | np.ndarray) -> list[float | None]:
+    """As records have them: JSON has no NaN, so that of an absent class is null."""
+    return [None if math.isnan(value) else float(value) for value in values]
+
+
+def best_value(counts: Int64[np.ndarray, "values 3 classes"]) -> int:
+    """Index of the head with the largest mean IoU."""
     return int(np.nan_to_num(mean_iou(counts), nan=-1.0).argmax())

@@ -1,27 +1,143 @@
 """Linear heads for every (source of features, learning rate), trained side by side.
 
-A source is one layer, or several layers concatenated. In this order: the scale of the channels, the
-bank of heads, how it is trained, and what is left: weights for features as the encoder gives them.
+A source is one layer, or several layers concatenated. In this order: optimizers and rates, the
+scale of the channels, the bank of heads, how it is trained, and what is left: weights for features
+as the encoder gives them.
 """
 
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from probes.features.sources import LayerGroup
-from probes.features.tiers import Chosen, FeatureBatch, Read, TrainingFeatures
-from probes.heads.kept import KeptState, Standing
-from probes.heads.losses import PixelLoss, PixelTargets
-from probes.heads.optimizers import HeadOptimizer, Schedule
-from probes.heads.upsampled_logsumexp import PIECE_BYTES
+from probes.features.split import LayerGroup
+from probes.features.tiers import FeatureBatch, TrainingFeatures
+from probes.heads.kept import KeptState
+from probes.heads.losses import PIECE_BYTES, PixelLoss, PixelTargets
+from ssl_bench.composition.fields import Count, Rate, check_fields, require_some
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import float64_device, in_float64
 
 _AT_ONCE = 16
+_DROP_AT, _DROP_TO = 0.8, 0.1
+
+State = dict[str, Tensor]
+
+
+# `update` moves a parameter in place; `rates` broadcasts over it, steps count from one. One step
+# moves all heads, each at a rate of its own.
+
+
+@dataclass(frozen=True)
+class HeadAdamW:
+    """Adam with decoupled weight decay.
+
+    Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, in the order of operations of
+    `torch.optim.AdamW`.
+    """
+
+    weight_decay: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: State, rates: Tensor, step: int
+    ) -> None:
+        beta1, beta2 = self.betas
+        first = state.setdefault("first", torch.zeros_like(parameter))
+        second = state.setdefault("second", torch.zeros_like(parameter))
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        deviation = (second / (1 - beta2**step)).sqrt_().add_(self.epsilon)
+        parameter.mul_(1 - rates * self.weight_decay)
+        parameter.sub_(rates / (1 - beta1**step) * first / deviation)
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Momentum without dampening, as `torch.optim.SGD`."""
+
+    weight_decay: float = 1e-4
+    momentum: float = 0.9
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: State, rates: Tensor, step: int
+    ) -> None:
+        del step
+        velocity = state.setdefault("velocity", torch.zeros_like(parameter))
+        velocity.mul_(self.momentum).add_(gradient).add_(parameter, alpha=self.weight_decay)
+        parameter.sub_(rates * velocity)
+
+
+@dataclass(frozen=True)
+class LARS:
+    """Momentum on gradients that are brought to a share of the length of what they move.
+
+    For parameters whose first two axes are sources and rates: each head has lengths of its own. A
+    vector of a head, such as its bias, moves by its gradient as it is.
+
+    Source: You et al., https://arxiv.org/abs/1708.03888, as `util/lars.py` of
+    https://github.com/billpsomas/efficient-probing (b8f4fb84) has it, without weight decay.
+    """
+
+    momentum: float = 0.9
+    trust: float = 0.001
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: State, rates: Tensor, step: int
+    ) -> None:
+        del step
+        if parameter.ndim > 3:
+            axes = tuple(range(2, parameter.ndim))
+            length, change = (one.square().sum(axes, True).sqrt() for one in (parameter, gradient))
+            known = (length > 0) & (change > 0)
+            gradient = gradient * torch.where(known, self.trust * length / change, 1.0)
+        velocity = state.setdefault("velocity", torch.zeros_like(parameter))
+        velocity.mul_(self.momentum).add_(gradient)
+        parameter.sub_(rates * velocity)
+
+
+HeadOptimizer = HeadAdamW | SGD | LARS
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate as a share of its peak: linear warm-up, then one of four shapes.
+
+    Attributes:
+        shape: "cosine" and "linear" fall to zero, "constant" stays, "drop" stays until four fifths
+            of the steps behind the warm-up are done, and is a tenth then.
+        warmup: Share of the steps.
+    """
+
+    shape: str = "cosine"
+    warmup: float = 0.05
+
+    def factor(self, step: int, num_steps: int) -> float:
+        warmup_steps = self.warmup * num_steps
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        done = (step - warmup_steps) / (num_steps - warmup_steps)
+        shapes = {
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+            "linear": 1 - done,
+            "drop": 1.0 if done < _DROP_AT else _DROP_TO,
+        }
+        return shapes.get(self.shape, 1.0)
+
+
+def seeded_batches(
+    entries: Int64[Tensor, " chosen"], size: int, *, epochs: int, seed: int
+) -> list[list[Int64[Tensor, " some"]]]:
+    """The batches of each epoch in a seeded order, the same for all heads; none is left out."""
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(len(entries), generator=generator) for _ in range(epochs)]
+    return [[entries[chosen] for chosen in order.split(size)] for order in orders]
 
 
 @dataclass(frozen=True)
@@ -30,9 +146,6 @@ class Standardization:
 
     mean: Float[Tensor, "sources dim"]
     scale: Float[Tensor, "sources dim"]
-
-    def on(self, device: torch.device) -> "Standardization":
-        return Standardization(self.mean.to(device), self.scale.to(device))
 
     def identity(self) -> "Standardization":
         """One that leaves the features as they are."""
@@ -79,18 +192,14 @@ class RunningStatistics:
             self.within = self.within + variances.sum(1)
             self.images = total
 
-    def standardization(self, sources: int) -> Standardization:
+    def standardization(self, sources: int, device: torch.device) -> Standardization:
         """What brings the channels of the sources, whose layers follow each other, to one scale."""
         deviation = ((self.within + self.between) / self.images).sqrt()
         # A channel that does not vary in float16 says nothing; dividing would blow up its rounding.
         varies = deviation > 1e-4 * self.mean.abs()
         scale = torch.where(varies, 1 / deviation.clamp(min=1e-12), 0)
-        mean, scale = (part.float().reshape(sources, -1) for part in (self.mean, scale))
-        return Standardization(mean, scale)
-
-    def on(self, device: torch.device) -> "RunningStatistics":
-        parts = (self.mean, self.between, self.within)
-        return RunningStatistics(self.images, *(part.to(float64_device(device)) for part in parts))
+        parts = (part.float().reshape(sources, -1).to(device) for part in (self.mean, scale))
+        return Standardization(*parts)
 
 
 @dataclass(eq=False)
@@ -232,24 +341,37 @@ class Heads:
     seed: int
     device: torch.device
 
+    def targets(self, batch: FeatureBatch) -> PixelTargets:
+        """The labels of a batch as the loss takes them."""
+        rows, cols = batch.features.shape[2:4]
+        return self.loss.targets(batch.labels, self.classes, (rows, cols))
 
-@dataclass(frozen=True)
-class Training(Heads):
-    """A way to fit heads.
+
+class Training:
+    """A way to fit heads, as a configuration names it: a frozen dataclass of this class.
 
     Attributes:
         values: What the heads of one source differ by; one of them is chosen afterwards.
         hyperparameter: What these are.
         batch_size: Images that are looked at together.
+        refit: Whether all training images are fitted once the held-out ones have chosen.
     """
 
-    values: tuple[float, ...]
-    batch_size: int
-
     hyperparameter: ClassVar[str]
+    batch_size: Any
+    refit: Any = False
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        raise NotImplementedError
+
+    def settings(self) -> dict[str, Any]:
+        """What records say of it."""
+        raise NotImplementedError
 
     def train(
         self,
+        heads: Heads,
         features: TrainingFeatures,
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
@@ -259,22 +381,6 @@ class Training(Heads):
         """Fit one head for each source and value to the chosen entries; `kept` may hold a part."""
         raise NotImplementedError
 
-    def targets(self, batch: FeatureBatch) -> PixelTargets:
-        """The labels of a batch as the loss takes them."""
-        rows, cols = batch.features.shape[2:4]
-        return self.loss.targets(batch.labels, self.classes, (rows, cols))
-
-
-@runtime_checkable
-class HeadFitting(Protocol):
-    """How heads are fitted, as a configuration names it."""
-
-    def settings(self) -> dict[str, Any]:
-        """What records say of it."""
-        ...
-
-    def of_heads(self, heads: Heads) -> Training: ...
-
 
 def floats(grid: Sequence[float]) -> list[float]:
     """1 and 1.0 of a grid alike."""
@@ -282,17 +388,35 @@ def floats(grid: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class HeadTraining(Training):
-    """Heads that are trained step by step; values are learning rates."""
+class StepTraining(Training):
+    """Heads that are trained step by step; values are learning rates.
 
-    epochs: int
-    optimizer: HeadOptimizer
-    schedule: Schedule
+    Attributes:
+        learning_rates: All are trained; which one counts is chosen afterwards.
+        batch_size: Images of a step.
+    """
+
+    learning_rates: Sequence[Rate]
+    epochs: Count
+    batch_size: Count
 
     hyperparameter = "learning_rate"
 
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.training")
+        require_some("probe.training.learning_rates", self.learning_rates)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return tuple(floats(self.learning_rates))
+
+    def steps(self) -> tuple[HeadOptimizer, Schedule]:
+        """What moves the heads, and at which share of the rates."""
+        raise NotImplementedError
+
     def train(
         self,
+        heads: Heads,
         features: TrainingFeatures,
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
@@ -300,55 +424,51 @@ class HeadTraining(Training):
         kept: KeptState | None = None,
     ) -> "TrainedHeads":
         """Train one head for each source and rate on the chosen entries."""
-        standing = Standing(kept)
-        read = features.of_layers(layers_of(sources), self.device)
-        found = self._statistics(read, entries.split(self.batch_size), standing, progress)
-        statistics = found.standardization(len(sources)).on(self.device)
+        state: dict[str, Any] = dict(kept.found) if kept else {}
+        start = time.monotonic() - state.get("seconds", 0.0)
+
+        def reached(**parts: Any) -> None:
+            state.update(parts)
+            if kept and kept.is_due():
+                kept.write({**state, "seconds": time.monotonic() - start})
+
+        read = features.of_layers(layers_of(sources), heads.device)
+        in_order, done = entries.split(self.batch_size), state.get("batches", 0)
+        found = RunningStatistics.none(heads.device)
+        if done:
+            place, known = float64_device(heads.device), state["statistics"]
+            parts = (known[name].to(place) for name in ("mean", "between", "within"))
+            found = RunningStatistics(known["images"], *parts)
+        shown = progress(read(in_order[done:]), "mean and deviation", len(in_order) - done)
+        for number, batch in enumerate(shown, start=done + 1):
+            found.add(batch.features)
+            reached(batches=number, statistics=dict(vars(found)))
+        statistics = found.standardization(len(sources), heads.device)
+        optimizer, schedule = self.steps()
         bank = ParallelHeads(
-            statistics if self.standardize else statistics.identity(),
-            classes=self.classes,
+            statistics if heads.standardize else statistics.identity(),
+            classes=heads.classes,
             rates=self.values,
-            optimizer=self.optimizer,
-            seed=self.seed,
+            optimizer=optimizer,
+            seed=heads.seed,
         )
-        if "bank" in standing.state:
-            bank.go_on(standing.state["bank"])
-        batches, done = self._batches(entries), standing.state.get("step", 0)
+        if "bank" in state:
+            bank.go_on(state["bank"])
+        by_epoch = seeded_batches(entries, self.batch_size, epochs=self.epochs, seed=heads.seed)
+        batches, done = [some for epoch in by_epoch for some in epoch], state.get("step", 0)
         name = f"heads of layers {sources[0][-1]} to {sources[-1][-1]}"
         shown = progress(read(batches[done:]), name, len(batches) - done)
         for step, batch in enumerate(shown, start=done):
             x = joined(batch.features, len(sources))
-            factor = self.schedule.factor(step, len(batches))
-            bank.step(x, self.loss, self.targets(batch), rate_factor=factor)
-            standing.reached(step=step + 1, bank=bank.state())
+            factor = schedule.factor(step, len(batches))
+            bank.step(x, heads.loss, heads.targets(batch), rate_factor=factor)
+            reached(step=step + 1, bank=bank.state())
         return TrainedHeads(
             tuple(sources),
             *bank.folded(),
             constant_channels=statistics.constant_channels(),
-            seconds=standing.seconds(),
+            seconds=time.monotonic() - start,
         )
-
-    def _statistics(
-        self, read: Read, batches: Chosen, standing: Standing, progress: Progress
-    ) -> RunningStatistics:
-        done = standing.state.get("batches", 0)
-        found = RunningStatistics.none(self.device)
-        if done:
-            found = RunningStatistics(**standing.state["statistics"]).on(self.device)
-        shown = progress(read(batches[done:]), "mean and deviation", len(batches) - done)
-        for number, batch in enumerate(shown, start=done + 1):
-            found.add(batch.features)
-            standing.reached(batches=number, statistics=dict(vars(found)))
-        return found
-
-    def _batches(self, entries: Int64[Tensor, " chosen"]) -> list[Int64[Tensor, " some"]]:
-        """Every entry once an epoch in a seeded order, the same for all heads; none is left out."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return [
-            entries[chosen]
-            for _ in range(self.epochs)
-            for chosen in torch.randperm(len(entries), generator=generator).split(self.batch_size)
-        ]
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from probes.tokencut.pictures import (
     sheet_path,
 )
 from ssl_bench import __version__
-from ssl_bench.composition.fields import Count, CountOrZero, Pixels, check_fields
+from ssl_bench.composition.fields import Count, CountOrZero, Pixels
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.files.fingerprints import entries_of
 from ssl_bench.data.limited import sampled
@@ -53,7 +53,7 @@ from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import Share, mean_estimate
-from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.layers import INNER_FACETS
 from ssl_bench.results import Baseline, encoder_id
 from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
 from ssl_bench.system.files import write_atomically
@@ -65,7 +65,6 @@ _WAITING_PIXELS = 64_000_000
 """Decoded images that wait for others of their shape, together: 192 MB."""
 # Percent of degenerate graphs above which a block's numbers say nothing.
 _MOST_DEGENERATE = 50.0
-FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed", *INNER_FACETS)
 # Percent of the image that the largest object covers.
 _SIZES = {
     "below_10_percent": (0.0, 10.0),
@@ -110,6 +109,7 @@ class TokenCut(Cut, Probe):
     squash: Pixels | None = None
 
     task = "tokencut"
+    known_facets = ("key", "query", "value", "token", "token_normed", *INNER_FACETS)
     further_protocols = ("adaptive",)
     truths_by_role = MappingProxyType({"boxes": "boxes", "saliency": "masks", "discovery": "none"})
     max_sides_by_role = MappingProxyType({"boxes": None, "saliency": None, "discovery": 640})
@@ -118,11 +118,10 @@ class TokenCut(Cut, Probe):
     not_settings = ("protocol", "facet", "panels", "truth")
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
+        super().__post_init__()
         # MaskCut's painted patches have cosine 0 with all: a lower tau would link them to all.
         if self.method == "maskcut" and self.tau != "otsu" and self.tau < 0:
             raise ConfigurationError(f"probe.tau must lie in [0, 1) for maskcut, got {self.tau}")
-        asked_facets(self.facet, FACETS)
 
     @property
     def role(self) -> str:
@@ -138,14 +137,6 @@ class TokenCut(Cut, Probe):
         """The protocol and each option that differs from it."""
         changed = changed_settings(self).items()
         return [self.protocol, *(f"{name}={value}" for name, value in changed)]
-
-    @property
-    def facets(self) -> tuple[Facet, ...]:
-        return self.asked_facets.names
-
-    @property
-    def asked_facets(self) -> AskedFacets:
-        return asked_facets(self.facet, FACETS)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = {"boxes": ["corloc"], "masks": [*OBJECT_SCORES], "none": ["degenerate"]}

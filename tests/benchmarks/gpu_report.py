@@ -230,7 +230,7 @@ def extraction() -> None:
 def heads() -> None:
     """A step of 96 linear heads, 12 blocks at 8 rates, on features of 384 values."""
     from probes.heads.losses import HistogramLoss, UpsampledLoss
-    from probes.heads.sgd import Heads, ParallelHeads, Standardization
+    from probes.heads.sgd import ParallelHeads, Standardization
     from probes.segmentation import Segmentation
 
     for classes, side, batch in ((21, 28, 16), (150, 32, 4)) if CUDA else ((5, 4, 2),):
@@ -238,12 +238,11 @@ def heads() -> None:
         labels = torch.randint(classes, (batch, 4 * side, 4 * side), device=DEVICE).byte()
         for name, loss in (("pixels", UpsampledLoss(4)), ("histograms", HistogramLoss())):
             with entry(f"{classes} classes, {name}"):
-                asked = Heads(loss, True, classes, 0, DEVICE)
-                training: Any = Segmentation().training.of_heads(asked)
+                training: Any = Segmentation().training
                 ones = torch.ones(12, 384, device=DEVICE)
                 bank = ParallelHeads(
                     Standardization(torch.zeros_like(ones), ones),
-                    classes=classes, rates=training.values, optimizer=training.optimizer, seed=0,
+                    classes=classes, rates=training.values, optimizer=training.steps()[0], seed=0,
                 )  # fmt: skip
                 targets = loss.targets(labels, classes, (side, side))
 

@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from probes.heads.losses import HistogramLoss, PixelLoss, UpsampledLoss
-from probes.heads.optimizers import HeadAdamW
-from probes.heads.sgd import ParallelHeads, Standardization
+from probes.heads.sgd import HeadAdamW, ParallelHeads, Standardization
 from probes.retrieval import NeighbourSearch
 from probes.segmentation import HALF_DECADES
 from ssl_bench.data.samples import Sample

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from probes.classification.probe import LinearClassification
+from probes.classification import LinearClassification
 from probes.clustering.probe import Clustering
 from probes.conditioning.probe import Conditioning
 from probes.correspondence import Correspondence

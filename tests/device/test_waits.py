@@ -23,10 +23,11 @@ from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from probes.features.image import ImagePass
 from probes.heads.kept import KeptState
-from probes.heads.lbfgs import minimise
+from probes.heads.logistic import minimise
+from probes.knn import KNN
 from probes.pca import PCA, features_of
 from probes.retrieval import Retrieval
-from probes.segmentation import Segmentation
+from probes.segmentation import Segmentation, SegmentationRun
 from probes.tokencut.probe import TokenCut, find_in_batch
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.samples import Sample
@@ -126,7 +127,7 @@ def feature_cache_batch(folder: Path) -> Counts:
     probe = _segmentation()
 
     def work(number: int) -> None:
-        probe.prepared(_context(folder, number * _BATCH)).features()
+        SegmentationRun(probe, _context(folder, number * _BATCH)).features()
 
     return counts_of(work, 1, 3)
 
@@ -134,11 +135,12 @@ def feature_cache_batch(folder: Path) -> Counts:
 def heads_step(folder: Path, loss: str, **changes: Any) -> Counts:
     """Two learning rates for each of twelve blocks."""
     probe = _segmentation(loss=loss, **changes)
-    run = probe.prepared(_context(folder, 2 * _BATCH))
+    run = SegmentationRun(probe, _context(folder, 2 * _BATCH))
     features = run.features()
 
     def work(number: int) -> None:
-        run.training = replace(run.training, epochs=number)  # pyright: ignore[reportCallIssue]
+        training: Any = run.probe.training
+        run.probe = replace(run.probe, training=replace(training, epochs=number))
         run.train(features)
 
     per_epoch = counts_of(work, 1, 3)
@@ -149,13 +151,13 @@ def heads_step(folder: Path, loss: str, **changes: Any) -> Counts:
 def scored_segmentation(folder: Path, scoring: str) -> Counts:
     """A batch of three images, heads of twelve blocks and two rates."""
     probe = _segmentation(inference=scoring)
-    run = probe.prepared(_context(folder, _BATCH))
+    run = SegmentationRun(probe, _context(folder, _BATCH))
     heads = run.train(run.features())
     kept = KeptState(folder / "counts", 10.0, print)
 
     def work(number: int) -> None:
         images = ColourDataset(num_val=number * _BATCH).val()
-        items = [run.scoring.prepare(images[i]) for i in range(len(images))]
+        items = [run.prepare(images[i]) for i in range(len(images))]
         run.count(heads, items, run.no_counts(heads), kept)
 
     return counts_of(work, 1, 3)
@@ -194,9 +196,8 @@ class Labelled:
 
 def image_vectors_batch(folder: Path) -> Counts:
     """Three images, [CLS] and mean patch of twelve blocks."""
-    image_pass = ImagePass(
-        _context(folder, 1), ("cls", "patch_mean"), None, 0.875, batch_size=_BATCH, workers=1
-    )
+    probe = KNN(facet=["cls", "patch_mean"], num_workers=1)
+    image_pass = ImagePass(probe, _context(folder, 1), _BATCH)
 
     def work(number: int) -> None:
         images: Any = Labelled(number * _BATCH)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from probes.features.disk import FeatureFile, FeatureWriter
+from probes.segmentation import SegmentationRun
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from tests.support.colours import probe_context, quick_probe, score_values
@@ -98,7 +99,7 @@ def test_fault_56_features_that_change_between_two_readings_are_never_used(tmp_p
     # Entries larger than a buffer of the operating system's reader.
     probe, said = quick_probe(**SMALL, image_size=128, cache=str(tmp_path)), []
     context = probe_context(tmp_path)
-    features = probe.prepared(replace(context, say=said.append)).features()
+    features = SegmentationRun(probe, replace(context, say=said.append)).features()
     read = features.of_layers([3, 1], torch.device("cpu"))
     chosen = torch.arange(16).flip(0).split(5)
 

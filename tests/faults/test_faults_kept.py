@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from probes.knn import KNN
+from probes.segmentation import SegmentationRun
 from probes.tokencut.probe import TokenCut
 from ssl_bench.data.layouts.coco20k import read_boxes
 from ssl_bench.data.layouts.toy import Toy
@@ -125,7 +126,8 @@ def discovery_log(folder: Path, facts: Facts) -> str:
 
 def features(folder: Path, facts: Facts) -> str:
     usual = {"tier": "disk", "cache": str(folder), "image_size": 16, "holdout": 0.0}
-    quick_probe(**probing(facts, **usual)).prepared(context(folder, facts)).features()
+    probe = quick_probe(**probing(facts, **usual))
+    SegmentationRun(probe, context(folder, facts)).features()
     (path,) = (folder / "features").iterdir()
     return path.name
 

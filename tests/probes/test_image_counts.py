@@ -1,8 +1,10 @@
 import numpy as np
+import pytest
 import torch
 
-from probes.heads.scores import HeadScores, ImageCounts
+from probes.heads.scores import ImageCounts, mask_score
 from ssl_bench.metrics import class_counts
+from ssl_bench.scores import iou_per_class, mean_iou, pixel_accuracy
 
 
 def _counts(images=7, sources=2, values=3, classes=5):
@@ -37,13 +39,21 @@ def test_counts_come_back_as_they_were():
         assert np.array_equal(found, counts[:, source, value].numpy())
 
 
-def test_scores_of_a_source_are_those_of_its_own_heads():
+@pytest.mark.parametrize(
+    ("metric", "score"), [("miou_oracle", mean_iou), ("pixel_accuracy", pixel_accuracy)]
+)
+def test_scores_of_a_head_are_those_of_its_own_counts(metric, score):
     counts = _counts()
-    scores = HeadScores(_kept(counts, 7), 1)
-
-    assert scores.num_images == 7
-    assert np.array_equal(scores.total(), counts[:, 1].sum(0).numpy())
-    assert np.array_equal(scores.counts(2), counts[:, 1, 2].numpy())
+    kept = _kept(counts, 7)
+    for source, value in np.ndindex(2, 3):
+        own = counts[:, source, value].numpy()
+        found = mask_score((4, "key"), metric, kept, (source, value), "abcde", {"more": 1})
+        assert (found.layer, found.facet, found.metric) == (4, "key", metric)
+        assert found.value == pytest.approx(float(score(own.sum(0))))
+        assert np.array_equal(np.asarray(found.per_image), own)
+        iou = list(found.details["iou_by_class"].values())
+        assert iou == pytest.approx(iou_per_class(own.sum(0)).tolist())
+        assert (found.num_images, found.details["more"]) == (7, 1)
 
 
 def test_only_true_pixels_are_labels():
@@ -58,20 +68,13 @@ def test_pixels_beyond_two_to_the_31_are_summed():
 
 
 def test_counts_that_were_kept_go_before_those_of_the_rest():
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.randint(0, 3, (5, 2, 2, 3, 4), generator=generator)
-    # What is true is the same under all heads.
-    counts[:, :, :, 2] = counts[:, :1, :1, 2]
-    whole, parts = ImageCounts(2, 2, 4), [ImageCounts(2, 2, 4) for _ in range(2)]
-    whole.add(counts)
-    parts[0].add(counts[:3])
-    parts[1].add(counts[3:])
+    counts = _counts()
+    parts = [_kept(some, 7) for some in (counts[:3], counts[3:])]
 
-    joined = ImageCounts(2, 2, 4)
+    joined = ImageCounts(2, 3, 5)
     for part in parts:
         joined.extend(part.state())
 
-    assert (joined.total == whole.total).all()
-    for source in range(2):
-        for value in range(2):
-            assert (joined.of(source, value) == whole.of(source, value)).all()
+    assert (joined.total == counts.sum(0).numpy()).all()
+    for source, value in np.ndindex(2, 3):
+        assert np.array_equal(joined.of(source, value), counts[:, source, value].numpy())

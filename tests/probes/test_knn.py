@@ -1,6 +1,6 @@
 """k-NN classification: the vote, and the probe that asks every block."""
 
-import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -10,30 +10,18 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from probes.features.image import ImagePass
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import CheckpointError, ConfigurationError
-from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.metrics import LabelledFeatures, knn_ranks, vote_rank
-from ssl_bench.models import (
-    ConvMixerConfig,
-    Encoder,
-    ViTConfig,
-    build_encoder,
-    build_vit,
-    encoder_from_model,
-    save_encoder,
-)
+from ssl_bench.models import ConvMixerConfig, Encoder, build_encoder, save_encoder
 from ssl_bench.neighbours import nearest
 from ssl_bench.planning import plan_probes
-from ssl_bench.system.progress import show_progress
-from tests.support.coloured_classes import coloured_classes
-from tests.support.configured import configured
+from tests.support.coloured_classes import flat, scored, tiny
 from tests.support.faults import class_folders, encoder_file, fails, probing, records
 
 
@@ -130,15 +118,6 @@ def test_the_vote_is_that_of_a_plain_restatement_in_float64(monkeypatch, rows_at
             assert rank == (expected if votes[target] else 7)
 
 
-def test_the_central_square_keeps_its_share_of_the_shorter_side():
-    image = np.zeros((8, 24, 3), np.uint8)
-    image[2:6, 10:14] = 200
-
-    assert (central_square(image, 4, share=0.5) == 200).all()
-    whole = central_square(image, 8, share=1.0).permute(1, 2, 0).numpy()
-    assert np.array_equal(whole, image[:, 8:16])
-
-
 @pytest.mark.parametrize("height", [375, 500, 64, 1201])
 @pytest.mark.parametrize(("size", "share"), [(224, 0.875), (96, 1.0), (30, 0.9)])
 def test_the_central_square_is_that_of_resizing_and_cropping_up_to_rounding(height, size, share):
@@ -152,70 +131,29 @@ def test_the_central_square_is_that_of_resizing_and_cropping_up_to_rounding(heig
     assert np.abs(found - expected).max() <= 1
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return coloured_classes(tmp_path_factory.mktemp("colours"))
-
-
-@pytest.fixture(scope="module")
-def encoder():
-    config = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
-    return encoder_from_model(build_vit(config, seed=0), name="tiny")
-
-
-@pytest.fixture
-def context(tmp_path, root, encoder):
-    return ProbeContext(
-        encoder=encoder,
-        dataset=ClassFolders(root),
-        layers=(2, 0),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=0,
-        artifacts=tmp_path,
-        progress=show_progress,
-    )
-
-
-def scores(probe, context):
-    return {(s.layer, s.facet, s.metric): s for s in probe.run(context)}
-
-
-def test_every_asked_cell_is_scored_from_features_after_the_final_norm(context, monkeypatch):
+def test_every_asked_cell_is_scored_from_features_after_the_final_norm(root):
     probe = KNN(neighbours=(3, 10), facet=["patch_mean", "cls"], crop_share=1.0, engine="torch")
-    asked = []
+    dataset = ClassFolders(root)
 
-    def heard(queries, bank, **options):
-        asked.append((queries, bank))
-        assert options["engine"] == "torch"
-        return knn_ranks(queries, bank, **options)
+    found = scored(probe, dataset)
 
-    monkeypatch.setattr("probes.knn.knn_ranks", heard)
-    found = scores(probe, context)
-
-    assert sorted(found) == sorted(probe.cells([0, 2]))
-    train, val = context.dataset.train(), context.dataset.val()
-    places = [(layer, facet) for layer in (0, 2) for facet in ("cls", "patch_mean")]
-    for (layer, facet), (queries, bank) in zip(places, asked, strict=True):
-        for images, features in ((val, queries), (train, bank)):
-            expected = _by_hand(context.encoder, layer, facet, images)
-            torch.testing.assert_close(features.features, expected, atol=1e-5, rtol=1e-5)
-            assert features.labels.tolist() == [images[i].label for i in range(len(images))]
-        (places_of_truth,) = knn_ranks(
-            queries, bank, num_classes=6, neighbours=[3], temperature=0.07
+    for layer, facet in itertools.product((0, 2), ("cls", "patch_mean")):
+        queries, bank = (
+            _by_hand(tiny(), layer, facet, images) for images in (dataset.val(), dataset.train())
         )
-        for top in (1, 5):
-            score = found[layer, facet, f"top{top}_k3"]
-            right = 100 * (places_of_truth < top).double().mean()
-            assert score.value == pytest.approx(right.item())
+        places = knn_ranks(queries, bank, num_classes=6, neighbours=[3, 10], temperature=0.07)
+        for (of_k, k), top in itertools.product(zip(places, (3, 10), strict=True), (1, 5)):
+            score = found[layer, facet, f"top{top}_k{k}"]
+            right = of_k < top
+            assert score.value == pytest.approx(100 * right.double().mean().item())
             assert score.ci95 is not None
             assert score.ci95[0] <= score.value <= score.ci95[1]
             assert score.num_images == 12
             assert score.per_image is not None
-            assert score.per_image.tolist() == (places_of_truth < top).tolist()
+            assert score.per_image.tolist() == right.tolist()
 
 
-def _by_hand(encoder: Encoder, layer: int, facet: str, images: ImageSet) -> torch.Tensor:
+def _by_hand(encoder: Encoder, layer: int, facet: str, images: ImageSet) -> LabelledFeatures:
     """Feature of each image alone; the final norm is applied here."""
     extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])
     norm = encoder.module.get_submodule("norm")
@@ -225,29 +163,8 @@ def _by_hand(encoder: Encoder, layer: int, facet: str, images: ImageSet) -> torc
         found = extractor(pixels[None].float() / 255)[layer]
         cls, tokens = norm(found["cls"]), norm(found["token"])
         vectors.append((cls if facet == "cls" else tokens.mean((1, 2))).detach())
-    return torch.cat(vectors)
-
-
-def test_an_image_that_is_in_the_bank_finds_itself(context, root):
-    dataset = ClassFolders(root, val_split="train")
-    object.__setattr__(dataset, "val", dataset.train)
-    itself = ProbeContext(**{**vars(context), "dataset": dataset})
-
-    found = scores(KNN(neighbours=[1]), itself)
-
-    assert {cell[0]: score.value for cell, score in found.items()} == {0: 100.0, 2: 100.0}
-
-
-def test_little_memory_takes_more_passes_and_gives_the_same(context, monkeypatch):
-    whole = scores(KNN(neighbours=[3]), context)
-    passes = []
-    run = ImagePass.run
-    monkeypatch.setattr(ImagePass, "run", lambda self, *rest: passes.append(1) or run(self, *rest))
-
-    parts = scores(KNN(neighbours=[3], memory_gib=1e-9), context)
-
-    assert len(passes) == 4
-    assert {c: s.value for c, s in parts.items()} == {c: s.value for c, s in whole.items()}
+    labels = [images[index].label for index in range(len(images))]
+    return LabelledFeatures(torch.cat(vectors), torch.tensor(labels))
 
 
 @pytest.mark.parametrize(
@@ -271,13 +188,13 @@ def test_a_record_says_the_size_of_its_protocol(place, words, size, changed):
         assert last.startswith("a class without votes is never among the five")
 
 
-def test_more_neighbours_than_images_are_refused(context):
+def test_more_neighbours_than_images_are_refused(root):
     command = r"ask for it alone: --task knn probe\.neighbours="
     complaint = rf"at most the 30 images of class_folders train, got 200; {command}\[10,20\]"
     with pytest.raises(ConfigurationError, match=complaint):
-        scores(KNN(), context)
+        scored(KNN(), ClassFolders(root))
     with pytest.raises(ConfigurationError, match=rf"at most the 8 images .*{command}\[8\]"):
-        scores(KNN(neighbours=[9], train_images=8), context)
+        scored(KNN(neighbours=[9], train_images=8), ClassFolders(root))
 
 
 def test_neighbours_that_nobody_typed_are_those_that_there_are_images_for(place, capsys):
@@ -344,37 +261,14 @@ def test_a_top_five_of_fewer_classes_is_no_number_and_tables_and_report_say_why(
     )
 
 
-def test_features_that_are_equal_are_flagged_and_those_not_finite_refused(context):
-    config = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
-    model = build_vit(config, seed=0)
-    for name, weight in (("weight", 0.0), ("bias", 1.0)):
-        torch.nn.init.constant_(model.get_parameter(f"norm.{name}"), weight)
-    constant = ProbeContext(**{**vars(context), "encoder": encoder_from_model(model, name="flat")})
-
-    found = scores(KNN(neighbours=[3]), constant)
+def test_features_that_are_equal_are_flagged_and_those_not_finite_refused(root):
+    found = scored(KNN(neighbours=[3]), ClassFolders(root), encoder=flat())
 
     assert all(score.details["constant_features"] for score in found.values())
     # All are equally near: the first three, of the first class, vote.
     assert found[0, "cls", "top1_k3"].value == pytest.approx(100 / 6)
-    torch.nn.init.constant_(model.get_parameter("norm.bias"), torch.nan)
     with pytest.raises(CheckpointError, match="layer 0 of flat gives features that are not finite"):
-        scores(KNN(neighbours=[3]), dataclasses.replace(constant, passed={}))
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"neighbours": []}, "probe.neighbours"),
-        ({"neighbours": [0]}, "probe.neighbours"),
-        ({"facet": "key"}, "probe.facet must be among cls, patch_mean"),
-        ({"temperature": 0.0}, "probe.temperature"),
-        ({"crop_share": 1.5}, "probe.crop_share"),
-        ({"protocol": "paper"}, "probe.protocol"),
-    ],
-)
-def test_options_without_meaning_are_refused(options, complaint):
-    with pytest.raises(ConfigurationError, match=complaint):
-        configured(KNN, **options)
+        scored(KNN(neighbours=[3]), ClassFolders(root), encoder=flat(math.nan))
 
 
 def test_only_datasets_of_labelled_images_get_the_probe():

@@ -2,10 +2,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.heads.losses import HistogramLoss, UpsampledLoss
-from probes.heads.optimizers import SGD, HeadAdamW, Schedule
-from probes.heads.sgd import HeadTraining, ParallelHeads, RunningStatistics, Standardization, joined
-from probes.heads.upsampled_logsumexp import PIECE_BYTES
+from probes.heads.losses import PIECE_BYTES, HistogramLoss, UpsampledLoss
+from probes.heads.sgd import (
+    SGD,
+    HeadAdamW,
+    ParallelHeads,
+    RunningStatistics,
+    Schedule,
+    Standardization,
+    joined,
+    seeded_batches,
+)
 from tests.benchmarks.memory import LiveBytes
 
 SOURCES, BATCH, ROWS, COLS, DIM, CLASSES = 2, 3, 4, 3, 6, 5
@@ -32,9 +39,8 @@ def _standardization():
     return Standardization(mean, torch.rand(SOURCES, DIM, generator=generator) + 0.5)
 
 
-def _bank(standardization, rates=RATES, optimizer=None):
-    chosen = optimizer or HeadAdamW(weight_decay=DECAY)
-    return ParallelHeads(standardization, classes=CLASSES, rates=rates, optimizer=chosen, seed=3)
+def _bank(standardization, optimizer):
+    return ParallelHeads(standardization, classes=CLASSES, rates=RATES, optimizer=optimizer, seed=3)
 
 
 def _separate_run(source, rate, mode, batches, standardization, start, **options):
@@ -52,36 +58,28 @@ def _separate_run(source, rate, mode, batches, standardization, start, **options
     return weight.detach(), bias.detach()
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 2**10, 2**20])
 @pytest.mark.parametrize(
-    ("loss", "mode"), [(HistogramLoss(), "nearest"), (UpsampledLoss(SIDE), "bilinear")]
+    ("loss", "mode", "piece_bytes", "momentum"),
+    [
+        *((HistogramLoss(), "nearest", size, {}) for size in (1, 2**10, 2**20)),
+        *((UpsampledLoss(SIDE), "bilinear", size, {}) for size in (1, 2**10, 2**20)),
+        (HistogramLoss(), "nearest", 2**20, {"momentum": 0.9}),
+    ],
 )
-def test_steps_of_the_bank_equal_separate_adamw_runs(monkeypatch, loss, mode, piece_bytes):
+def test_steps_of_the_bank_equal_separate_runs(monkeypatch, loss, mode, piece_bytes, momentum):
     monkeypatch.setitem(PIECE_BYTES, "cpu", piece_bytes)
     standardization = _standardization()
-    bank = _bank(standardization)
+    bank = _bank(standardization, SGD(weight_decay=DECAY) if momentum else HeadAdamW(DECAY))
     start = (bank.weight[0, 0].clone(), bank.bias[0, 0].clone())
     for step, (features, labels) in enumerate(_batches(3)):
         bank.step(features, loss, loss.targets(labels, CLASSES, GRID), rate_factor=1 / (step + 1))
     for source in range(SOURCES):
         for index, rate in enumerate(RATES):
-            weight, bias = _separate_run(source, rate, mode, _batches(3), standardization, start)
-            torch.testing.assert_close(bank.weight[source, index], weight, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(bank.bias[source, index], bias, rtol=1e-6, atol=1e-6)
-
-
-def test_momentum_steps_of_the_bank_equal_separate_runs():
-    standardization, loss = _standardization(), HistogramLoss()
-    bank = _bank(standardization, optimizer=SGD(weight_decay=DECAY))
-    start = (bank.weight[0, 0].clone(), bank.bias[0, 0].clone())
-    for step, (features, labels) in enumerate(_batches(3)):
-        bank.step(features, loss, loss.targets(labels, CLASSES, GRID), rate_factor=1 / (step + 1))
-
-    weight, bias = _separate_run(
-        1, RATES[2], "nearest", _batches(3), standardization, start, momentum=0.9
-    )
-    torch.testing.assert_close(bank.weight[1, 2], weight, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(bank.bias[1, 2], bias, rtol=1e-6, atol=1e-6)
+            found = bank.weight[source, index], bank.bias[source, index]
+            expected = _separate_run(
+                source, rate, mode, _batches(3), standardization, start, **momentum
+            )
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
@@ -107,7 +105,7 @@ def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
 
 def test_folded_heads_give_the_same_logits_on_features_that_were_not_standardized():
     standardization = _standardization()
-    bank = _bank(standardization)
+    bank = _bank(standardization, HeadAdamW())
     features, _ = next(_batches(1))
     bank.bias.normal_()
     weight, bias = bank.folded()
@@ -122,7 +120,7 @@ def test_folded_heads_give_the_same_logits_on_features_that_were_not_standardize
 
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(SIDE)])
 def test_a_batch_without_any_label_leaves_a_finite_loss_of_zero_and_no_gradient(loss):
-    bank = _bank(_standardization())
+    bank = _bank(_standardization(), HeadAdamW())
     features, labels = next(_batches(1))
     targets = loss.targets(torch.full_like(labels, 255), CLASSES, GRID)
     losses, (weight, bias) = bank.loss_and_gradients(features, loss, targets)
@@ -137,27 +135,17 @@ def test_joined_layers_keep_the_order_of_their_channels():
 
 
 def test_every_entry_is_seen_once_an_epoch_in_an_order_that_the_seed_draws():
-    def batches(seed):
-        training = HeadTraining(
-            values=RATES,
-            epochs=2,
-            batch_size=4,
-            loss=HistogramLoss(),
-            optimizer=HeadAdamW(),
-            schedule=Schedule(),
-            standardize=True,
-            classes=CLASSES,
-            seed=seed,
-            device=torch.device("cpu"),
-        )
-        return training._batches(torch.arange(20, 30))
+    def epochs(seed):
+        return seeded_batches(torch.arange(20, 30), 4, epochs=2, seed=seed)
 
-    sizes, entries = [len(b) for b in batches(0)], torch.cat(batches(0)).view(2, 10)
-    assert sizes == [4, 4, 2] * 2
-    assert entries.sort(1).values.tolist() == [list(range(20, 30))] * 2
-    assert not torch.equal(entries[0], entries[1])
-    assert torch.equal(torch.cat(batches(0)), torch.cat(batches(0)))
-    assert not torch.equal(torch.cat(batches(0)), torch.cat(batches(1)))
+    first, second = epochs(0)
+    assert [len(some) for some in first] == [len(some) for some in second] == [4, 4, 2]
+    one, other = torch.cat(first), torch.cat(second)
+    assert one.sort().values.tolist() == other.sort().values.tolist() == list(range(20, 30))
+    again, by_another = (torch.cat(epochs(seed)[0]) for seed in (0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert not torch.equal(one, by_another)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -168,7 +156,7 @@ def test_statistics_are_those_of_all_patches_however_they_are_cut(size):
     statistics = RunningStatistics.none(torch.device("cpu"))
     for some in blocks.half()[:, :4].split(size, 1):
         statistics.add(some)
-    found = statistics.standardization(2)
+    found = statistics.standardization(2, torch.device("cpu"))
     chosen = blocks.half().double()[:, :4].flatten(1, 3)
     torch.testing.assert_close(found.mean.double(), chosen.mean(1), rtol=1e-6, atol=1e-6)
     expected = 1 / chosen.std(1, correction=0)

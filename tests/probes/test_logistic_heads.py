@@ -9,9 +9,11 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 from probes.features.tiers import FeaturesInMemory
-from probes.heads.lbfgs import minimise
-from probes.heads.logistic import LogisticTraining
+from probes.heads.logistic import LogisticRegression as Regression
+from probes.heads.logistic import minimise
 from probes.heads.losses import HistogramLoss
+from probes.heads.sgd import Heads
+from tests.support.coloured_classes import silent
 
 C_VALUES = (1e-4, 1e-2, 1.0)
 NUM_IMAGES, SIDE, CLASSES = 12, 4, 10
@@ -29,64 +31,51 @@ def _digits():
     return FeaturesInMemory((0, 1), blocks, torch.from_numpy(masks))
 
 
-def _training(**changes):
-    values = {"values": C_VALUES, "max_iterations": 1000, "standardize": True, "batch_size": 7}
-    return LogisticTraining(
-        **{"classes": CLASSES, "gradient_tolerance": 1e-6, **values, **changes},
-        loss=HistogramLoss(),
-        seed=0,
-        device=torch.device("cpu"),
-    )
+def _train(entries, sources=((0,), (1,)), features=None, classes=CLASSES, **changes):
+    regression = Regression(**{"c_values": C_VALUES, "batch_size": 7, **changes})
+    asked = Heads(HistogramLoss(), True, classes, 0, torch.device("cpu"))
+    return regression.train(asked, features or _digits(), sources, entries, silent)
 
 
-def _train(training, entries, sources=((0,), (1,)), features=None):
-    progress = lambda items, description, total=None: items  # noqa: ARG005, E731
-    return training.train(features or _digits(), sources, entries, progress)
-
-
-def _scikit_learn(layer, c, entries):
-    """Probabilities of all patches, from a head on the standardized ones of the entries."""
-    features = _digits()
-    blocks, masks = features.blocks[layer].double().numpy(), features.labels.numpy()
-    x, y = blocks[entries].reshape(-1, 64), masks[entries].reshape(-1)
+def _fitted(x, y, c):
+    """The regression of all, on channels standardized over what is fitted to; and these."""
     # As in the suite, a channel without variation says nothing.
     deviation = x.std(0)
     scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0)
-    model = LogisticRegression(C=c, tol=1e-7, max_iter=1000)
+    model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
     model.fit(((x - x.mean(0)) * scale)[y < 255], y[y < 255])
-    return model.predict_proba((blocks.reshape(-1, 64) - x.mean(0)) * scale)
+    return model, lambda other: (other - x.mean(0)) * scale
 
 
 @pytest.mark.slow
 def test_all_heads_equal_the_regressions_of_scikit_learn():
-    entries = torch.arange(2, NUM_IMAGES)
-    heads = _train(_training(), entries)
+    entries, digits = torch.arange(2, NUM_IMAGES), _digits()
+    heads = _train(entries)
     # None reached the limit: they went on until float32 has no more digits.
     assert heads.unfinished == heads.stalled
     for layer in (0, 1):
-        x = _digits().blocks[layer].double().flatten(0, 2)
+        x = digits.blocks[layer].double()
+        fitted, labels = x[entries].flatten(0, 2).numpy(), digits.labels[entries].flatten().numpy()
         for index, c in enumerate(C_VALUES):
             weight, bias = heads.weight[layer, index].double(), heads.bias[layer, index].double()
-            shares = (x @ weight.T + bias).softmax(1).numpy()
-            expected = _scikit_learn(layer, c, entries.numpy())
+            shares = (x.flatten(0, 2) @ weight.T + bias).softmax(1).numpy()
+            model, scaled = _fitted(fitted, labels, c)
+            expected = model.predict_proba(scaled(x.flatten(0, 2).numpy()))
             assert np.abs(shares - expected).max() < 5e-3
             assert (shares.argmax(1) == expected.argmax(1)).mean() > 0.97
 
 
 @pytest.mark.parametrize("c", [1e-4, 1e-2, 1.0])
-def test_heads_of_two_classes_decide_as_the_regression_of_scikit_learn(c):
+def test_heads_of_two_classes_decide_as_the_regression_of_scikit_learn(monkeypatch, c):
+    monkeypatch.setattr(Regression, "gradient_tolerance", 1e-5)
     features, entries = _digits(), torch.arange(NUM_IMAGES)
     kept = torch.isin(features.labels, torch.tensor([1, 7], dtype=torch.uint8))
     labels = torch.where(kept, (features.labels == 7).byte(), 255).byte()
     x, y = features.blocks[0].double().reshape(-1, 64).numpy(), labels.reshape(-1).numpy()
-    deviation = x.std(0)
-    scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0)
-    model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
-    model.fit(((x - x.mean(0)) * scale)[y < 255], y[y < 255])
-    expected = model.decision_function((x - x.mean(0)) * scale)
+    model, scaled = _fitted(x, y, c)
+    expected = model.decision_function(scaled(x))
 
-    training = _training(values=(c,), classes=2, gradient_tolerance=1e-5)
-    heads = _train(training, entries, ((0,),), replace(features, labels=labels))
+    heads = _train(entries, ((0,),), replace(features, labels=labels), classes=2, c_values=[c])
 
     weight, bias = heads.weight[0, 0].double(), heads.bias[0, 0].double()
     found = torch.from_numpy(x) @ (weight[1] - weight[0]) + bias[1] - bias[0]
@@ -95,8 +84,8 @@ def test_heads_of_two_classes_decide_as_the_regression_of_scikit_learn(c):
 
 def test_a_head_depends_neither_on_those_beside_it_nor_on_the_size_of_the_batches():
     entries = torch.arange(NUM_IMAGES)
-    together = _train(_training(), entries)
-    alone = _train(_training(values=C_VALUES[1:2], batch_size=NUM_IMAGES), entries, ((1,),))
+    together = _train(entries)
+    alone = _train(entries, ((1,),), c_values=C_VALUES[1:2], batch_size=NUM_IMAGES)
     x = _digits().blocks[1].float().flatten(0, 2)
     one = (x @ together.weight[1, 1].T + together.bias[1, 1]).softmax(1)
     other = (x @ alone.weight[0, 0].T + alone.bias[0, 0]).softmax(1)
@@ -104,7 +93,7 @@ def test_a_head_depends_neither_on_those_beside_it_nor_on_the_size_of_the_batche
 
 
 def test_heads_that_reach_the_limit_of_iterations_are_counted():
-    heads = _train(_training(max_iterations=2), torch.arange(NUM_IMAGES))
+    heads = _train(torch.arange(NUM_IMAGES), max_iterations=2)
     assert heads.unfinished == 2 * len(C_VALUES)
     assert heads.stalled == 0
 

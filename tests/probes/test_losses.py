@@ -1,9 +1,22 @@
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.features.labels import label_histograms
-from probes.heads.losses import HistogramLoss, MajorityLoss, ResampledLoss, UpsampledLoss
+from probes.features.views import nearest_labels
+from probes.heads.losses import (
+    PIECE_BYTES,
+    HistogramLoss,
+    MajorityLoss,
+    ResampledLoss,
+    UpsampledLoss,
+    by_exponentials,
+    by_powers,
+    corner_weights,
+    label_histograms,
+    summed_logsumexp,
+)
 
 CLASSES, HEADS, BATCH, ROWS, COLS = 5, 3, 2, 4, 3
 GRID = (ROWS, COLS)
@@ -36,35 +49,28 @@ def _reference(logits, labels, mode):
     return losses.detach(), logits.grad
 
 
-@pytest.mark.parametrize("pixels_per_patch", [1, 3, 4])
-def test_histogram_loss_equals_pixel_cross_entropy_of_nearest_upsampling(pixels_per_patch):
-    logits, labels = _logits(), _labels(pixels_per_patch)
-    loss = HistogramLoss()
+def _modes(labels):
+    patches = labels.unflatten(2, (-1, 4)).unflatten(1, (-1, 4)).transpose(2, 3)
+    return patches.flatten(3).mode(3).values
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "mode", "close"),
+    [
+        *((HistogramLoss(), _labels(side), "nearest", 1e-12) for side in (1, 3, 4)),
+        # Label weights are kept in float32.
+        *((UpsampledLoss(side), _labels(side), "bilinear", 1e-6) for side in (1, 4, 7, 16)),
+        (ResampledLoss(10), nearest_labels(_labels(4)[0], 10, 10)[None], "bilinear", 1e-6),
+        (MajorityLoss(), _labels(4, ignored=0.4), "nearest", 1e-12),
+    ],
+)
+def test_a_loss_equals_the_cross_entropy_of_pixels_with_upsampled_logits(loss, labels, mode, close):
+    logits = _logits()[:, :, : len(labels)]
     value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES, GRID))
-    expected, expected_gradient = _reference(logits, labels, "nearest")
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("pixels_per_patch", [1, 4, 7, 16])
-def test_upsampled_loss_equals_pixel_cross_entropy_of_bilinear_upsampling(pixels_per_patch):
-    logits, labels = _logits(), _labels(pixels_per_patch)
-    loss = UpsampledLoss(pixels_per_patch)
-    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES, GRID))
-    expected, expected_gradient = _reference(logits, labels, "bilinear")
-    # Label weights are kept in float32.
-    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
-
-
-def test_resampled_loss_equals_pixel_cross_entropy_at_any_size():
-    logits = _logits()
-    labels = F.interpolate(_labels(4)[:, None], size=(10, 10), mode="nearest-exact")[:, 0]
-    loss = ResampledLoss(10)
-    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES, GRID))
-    expected, expected_gradient = _reference(logits, labels, "bilinear")
-    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
+    seen = _modes(labels) if isinstance(loss, MajorityLoss) else labels
+    expected, expected_gradient = _reference(logits, seen, mode)
+    torch.testing.assert_close(value, expected, rtol=close, atol=close)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(4)])
@@ -90,17 +96,6 @@ def test_a_patch_counts_once_for_its_most_frequent_label():
     assert targets.counted[0, 0, 0].tolist() == [1, 1, 0, 1]
 
 
-def test_mode_loss_equals_cross_entropy_of_the_patches_with_their_modes():
-    logits, labels = _logits(), _labels(4, ignored=0.4)
-    modes = labels.unflatten(2, (-1, 4)).unflatten(1, (-1, 4)).transpose(2, 3)
-    modes = modes.flatten(3).mode(3).values
-    loss = MajorityLoss()
-    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES, GRID))
-    expected, expected_gradient = _reference(logits, modes, "nearest")
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(4), UpsampledLoss(8)])
 def test_logits_far_apart_keep_loss_and_gradient_finite(loss):
     side = 8 if loss == UpsampledLoss(8) else 4
@@ -108,3 +103,94 @@ def test_logits_far_apart_keep_loss_and_gradient_finite(loss):
     value, gradient = loss.loss_and_gradient(_logits(torch.float32, scale=1e4), targets)
     assert value.isfinite().all()
     assert gradient.isfinite().all()
+
+
+def cells(side: int, scale: float = 3.0, dtype: torch.dtype = torch.float64, number: int = 7):
+    generator = torch.Generator().manual_seed(side)
+    corners = scale * torch.randn(4, HEADS, CLASSES, number, generator=generator, dtype=dtype)
+    counted = torch.randint(0, 2, (side**2, number), generator=generator).to(dtype)
+    return corners, counted
+
+
+def plain(corners, counted):
+    """Every upsampled logit, and autograd."""
+    corners = corners.double().requires_grad_()
+    weights = corner_weights(math.isqrt(len(counted)))
+    logits = torch.einsum("pk,khcn->phcn", weights, corners)
+    total = (logits.logsumexp(2) * counted.double()[:, None]).sum((0, 2))
+    (gradient,) = torch.autograd.grad(total.sum(), corners)
+    return total.detach(), gradient
+
+
+@pytest.mark.parametrize("form", [by_exponentials, by_powers, summed_logsumexp])
+@pytest.mark.parametrize("side", [1, 2, 5, 8, 14, 16])
+def test_either_form_equals_the_sum_over_all_upsampled_logits(form, side):
+    corners, counted = cells(side)
+
+    found, expected = form(corners, counted), plain(corners, counted)
+
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("side", [4, 8])
+def test_pieces_cover_every_head_and_cell_once(monkeypatch, side):
+    corners, counted = cells(side, number=150)
+    # One head and 64 cells a piece, the fewest there are.
+    monkeypatch.setitem(PIECE_BYTES, "cpu", 1)
+
+    found, expected = summed_logsumexp(corners, counted), plain(corners, counted)
+
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_a_cell_of_equal_corners_counted_by_hand():
+    corners = torch.zeros(4, 1, 2, 1)
+    corners[:, 0, 1] = math.log(3)
+    counted = torch.zeros(64, 1)
+    counted[:6] = 1
+
+    total, gradient = summed_logsumexp(corners, counted)
+
+    # Six pixels with a sum of exponentials of 1 + 3; a quarter of the gradient is the first's.
+    assert total.item() == pytest.approx(6 * math.log(4))
+    assert gradient.sum((0, 1, 3)).tolist() == pytest.approx([1.5, 4.5])
+
+
+def test_powers_keep_the_accuracy_of_float32_up_to_the_largest_step():
+    corners, counted = cells(16, scale=5, dtype=torch.float32)
+    assert (corners.amax(0) - corners.amin(0)).max() < 30
+
+    total, gradient = by_powers(corners, counted)
+
+    expected, expected_gradient = plain(corners, counted)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_a_class_that_vanishes_at_one_patch_still_wins_at_the_next():
+    corners = torch.zeros(4, 1, 2, 1)
+    # From left to right one class falls from 0 to -59, the other rises from -110 to -51.
+    corners[1::2, 0, 0] = -59
+    corners[:, 0, 1, 0] = torch.tensor([-110.0, -51.0, -110.0, -51.0])
+    counted = torch.ones(64, 1)
+
+    total, gradient = summed_logsumexp(corners, counted)
+
+    expected, expected_gradient = plain(corners, counted)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=0, atol=1e-4)
+
+
+def test_heads_whose_logits_jump_or_are_nan_spoil_no_other_and_stay_exact():
+    corners, counted = cells(8, dtype=torch.float32)
+    corners[:, 1] *= 1e3
+    corners[0, 2, 3, 4] = math.nan
+
+    total, gradient = summed_logsumexp(corners, counted)
+
+    expected, expected_gradient = plain(corners, counted)
+    torch.testing.assert_close(total[:2].double(), expected[:2], rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        gradient[:, :2].double(), expected_gradient[:, :2], atol=1e-4, rtol=0
+    )
+    assert total[2].isnan()

@@ -1,5 +1,6 @@
 """How often an image passes the encoder for several probes of one command."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +15,19 @@ from ssl_bench.data.corruptions import Corruption, corrupted_dataset
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset
 from ssl_bench.evaluation import Evaluation, PassedImages, Probe
-from ssl_bench.models import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    Encoder,
-    ViTConfig,
-    build_vit,
-    encoder_from_model,
-)
+from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD, Encoder
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from tests.support import heads
-from tests.support.coloured_classes import coloured_classes
+from tests.support.coloured_classes import scored, tiny
 from tests.support.colours import Counter
 
-TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
 TRAIN, VAL = 30, 12
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    return coloured_classes(tmp_path_factory.mktemp("colours"))
 
 
 @pytest.fixture
 def encoder() -> Encoder:
-    return encoder_from_model(build_vit(TINY, seed=0), name="tiny")
+    return tiny()
 
 
 def evaluation(probe: Probe, encoder: Encoder, root: Path, **changes: Any) -> Evaluation:
@@ -73,6 +61,30 @@ def test_images_pass_once_for_probes_that_ask_for_the_same(root, encoder, tmp_pa
     assert {task for task, *_ in cells} == {"classification", "knn"}
 
 
+@pytest.mark.parametrize("probe", [KNN(neighbours=[3]), classification()])
+def test_little_memory_takes_more_passes_and_gives_the_same(root, probe):
+    found, images = [], []
+    for gib in (8.0, 1e-9):
+        encoder = tiny()
+        counter = Counter(encoder)
+        some = scored(replace(probe, memory_gib=gib), ClassFolders(root), encoder=encoder)
+        found.append({cell: score.value for cell, score in some.items()})
+        images.append(counter.images)
+    assert found[0] == found[1]
+    assert images == [TRAIN + VAL, 2 * (TRAIN + VAL)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"training": "sgd", "learning_rates": [0.1], "epochs": 2}, {"layers_mode": "last4"}],
+)
+def test_images_pass_once_for_all_blocks_facets_and_heads(root, encoder, changes):
+    counter = Counter(encoder)
+    probe = heads.classification(facet=["cls", "patch_mean"], encoder_batch_size=7, **changes)
+    scored(probe, ClassFolders(root), encoder=encoder, layers=(0, 1, 2))
+    assert counter.images == TRAIN + VAL
+
+
 @pytest.mark.parametrize(
     ("first", "second", "again"),
     [
@@ -93,7 +105,7 @@ def test_what_differs_passes_again(root, encoder, tmp_path, first, second, again
 
 
 def test_another_encoder_or_arithmetic_has_features_of_its_own(root, encoder, tmp_path):
-    other = encoder_from_model(build_vit(TINY, seed=1), name="other")
+    other = tiny(seed=1)
     passed, store = PassedImages(), ResultStore(tmp_path)
     counters = [Counter(encoder), Counter(other)]
     for one, dtype in ((encoder, "float32"), (other, "float32"), (encoder, "bfloat16")):

@@ -60,13 +60,12 @@ def test_of_equal_classes_the_first_wins_everywhere():
     assert not predict_pixels(_logits("all equal", 4), 40, 30).any()
 
 
-@pytest.mark.parametrize("size", [(37, 53), (64, 64), (5, 3)])
-@pytest.mark.parametrize("classes", [2, 21, 255])
-@pytest.mark.parametrize("predict", [predict_pixels, predict_upsampled])
-def test_predicted_pixels_have_the_largest_interpolated_logit(size, classes, predict):
+@pytest.mark.parametrize("size", [(37, 53), (5, 3)])
+@pytest.mark.parametrize("classes", [2, 255])
+def test_upsampled_pixels_have_the_largest_interpolated_logit(size, classes):
     logits = _logits("noisy", classes)
     upsampled = F.interpolate(logits.movedim(-1, 1), size, mode="bilinear")
-    predicted = predict(logits, *size).long()
+    predicted = predict_upsampled(logits, *size).long()
     best = upsampled.gather(1, predicted[:, None])[:, 0]
     torch.testing.assert_close(best, upsampled.amax(1))
 

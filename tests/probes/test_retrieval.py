@@ -17,7 +17,6 @@ from probes.retrieval import (
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
 from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
-from tests.support.configured import configured
 
 QUICK: dict[str, Any] = {"neighbours": 5, "image_size": 32, "batch_size": 4, "num_workers": 1}
 
@@ -113,14 +112,6 @@ def test_pixels_without_a_label_are_neither_remembered_nor_counted(tmp_path):
 def test_what_cannot_be_retrieved_is_named(tmp_path, changes, dataset, error, message):
     with pytest.raises(error, match=message):
         list(_probe(**changes).run(probe_context(tmp_path, dataset=dataset)))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"norm": "l2"}, {"crops": "scaled"}, {"neighbours": 0}, {"temperature": 0.0}]
-)
-def test_a_wrong_hyperparameter_is_named(wrong):
-    with pytest.raises(ConfigurationError, match=f"probe.{next(iter(wrong))}"):
-        configured(Retrieval, **wrong)
 
 
 @pytest.mark.parametrize("protocol", ["ssl_bench", "hbird"])

@@ -1,30 +1,25 @@
 """A few images of each class, drawn several times: k-NN and linear heads of n shots."""
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from probes.classification.probe import LinearClassification
-from probes.features.shots import Shots, over_draws
+from probes.classification import LinearClassification
+from probes.features.split import Shots, over_draws
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.layouts.class_folders import ClassFolders
-from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+from ssl_bench.errors import DataError
+from ssl_bench.evaluation import Score
 from ssl_bench.results.contributions import ImageCurve
-from tests.support.coloured_classes import coloured_classes
-from tests.support.configured import configured
-from tests.support.faults import class_folders, encoder_file, probing, records
+from tests.support.coloured_classes import coloured_classes, scored
+from tests.support.faults import class_folders, probing, records
 from tests.support.heads import classification
 
-TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
 QUICK: dict[str, Any] = {"crop_share": 1.0, "c_values": [1e-3, 0.1, 10.0], "num_workers": 1}
 
 
@@ -33,27 +28,8 @@ def root(tmp_path_factory):
     return coloured_classes(tmp_path_factory.mktemp("colours"), noise=250)
 
 
-def silent(items: Iterable, description: str, total: int | None = None) -> Iterable:
-    return items
-
-
-def context(dataset: Any, *, seed: int = 0, weights: int = 0) -> ProbeContext:
-    return ProbeContext(
-        encoder=encoder_from_model(build_vit(TINY, seed=weights), name="tiny"),
-        dataset=dataset,
-        layers=(1, 0),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=seed,
-        artifacts=Path("nowhere"),
-        progress=silent,
-    )
-
-
 def scores(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
-    found = list(probe.run(context(dataset, **changes)))
-    assert sorted((s.layer, s.facet, s.metric) for s in found) == sorted(probe.cells([0, 1]))
-    return {(s.layer, s.facet, s.metric): s for s in found}
+    return scored(probe, dataset, layers=(1, 0), **changes)
 
 
 def of_images(root: Path, kept: list[int]) -> ClassFolders:
@@ -177,16 +153,6 @@ def of_draw(details: Any, name: str, draw: int) -> Any:
     return details[name] if name in details else details[f"{name}_by_draw"][draw]
 
 
-def test_all_encoders_are_fitted_to_the_same_images(root):
-    probe = classification(QUICK | {"c_values": [0.1]}, shots=2, draws=2, holdout=0.0)
-    one, other = (scores(probe, ClassFolders(root), weights=n) for n in (0, 1))
-
-    digests = [found[0, "cls", "top1_oracle_2shot"].details for found in (one, other)]
-    first, second = (details["train_ids_sha256_by_draw"] for details in digests)
-    assert first == second
-    assert len(set(first)) == 2
-
-
 def test_a_class_with_fewer_images_than_shots_is_refused_in_a_line(root):
     images = of_images(root, [*range(23), *range(25, 30)])
     short = "the class class4 has 3; take fewer with probe.shots"
@@ -198,22 +164,6 @@ def test_a_class_with_fewer_images_than_shots_is_refused_in_a_line(root):
         scores(classification(QUICK, shots=2), images)
     assert scores(KNN(shots=3, draws=1, neighbours=[1]), images)
     assert scores(classification(QUICK, shots=3, draws=1, holdout=0.0), images)
-
-
-@pytest.mark.parametrize("kind", [KNN, LinearClassification])
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"shots": []}, "probe.shots expects one value or more"),
-        ({"shots": 0}, "probe.shots expects"),
-        ({"shots": [1, 0]}, "probe.shots expects"),
-        ({"draws": 0}, "probe.draws expects"),
-        ({"shots": [1], "train_images": 9}, "probe.train_images must be null where probe.shots"),
-    ],
-)
-def test_options_without_meaning_are_refused(kind, options, complaint):
-    with pytest.raises(ConfigurationError, match=complaint):
-        configured(kind, **options)
 
 
 def test_without_shots_settings_are_what_they_were():
@@ -252,19 +202,12 @@ def test_images_are_paired_by_how_many_draws_were_right():
     assert curve.best_layer() == 1
 
 
-def test_shots_run_from_the_command_and_are_found_again(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    encoder_file(Path("encoder.safetensors"))
-    class_folders(tmp_path / "classes")
-    words = probing("knn", "class_folders", tmp_path / "classes", "probe.shots=[1,2]")
+def test_shots_run_from_the_command(place):
+    class_folders(place / "classes")
+    words = probing("knn", "class_folders", place / "classes", "probe.shots=[1,2]")
     assert main([*words, "probe.draws=2"]) == 0
     first = records()
     assert {r.metric for r in first} == {
         f"top{top}_{name}" for top in (1, 5) for name in ("k1_1shot", "k1_2shot", "k2_2shot")
     }
     assert all(math.isnan(r.value) for r in first if "top5" in r.metric)
-    capsys.readouterr()
-
-    assert main([*words, "probe.draws=2"]) == 0
-
-    assert "6 of 6 scores finished before" in "".join(capsys.readouterr())

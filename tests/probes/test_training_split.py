@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 
 from probes.features.split import TrainingSplit
-from ssl_bench.errors import ConfigurationError
 
 
 class Names:
@@ -44,8 +43,3 @@ def test_held_out_images_lie_anywhere_among_the_training_images():
 
     # Of a fifth, with a deviation of 9.
     assert counts.tolist() == pytest.approx([100] * 10, abs=5 * 9)
-
-
-def test_a_sample_of_no_image_is_refused():
-    with pytest.raises(ConfigurationError, match=r"train_images must be 1 or more.*got -1"):
-        TrainingSplit.draw(Names(40), at_most=-1, holdout=0.0, seed=0)

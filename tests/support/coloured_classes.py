@@ -1,11 +1,18 @@
-"""Pictures of six classes that differ by colour, as class folders."""
+"""Pictures of six classes that differ by colour, as class folders, and a small encoder of them."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
+from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
+
 COLOURS = ((250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0), (0, 250, 250), (250, 0, 250))
+TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
 
 
 def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 90) -> Path:
@@ -20,3 +27,36 @@ def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 9
                 pixels = np.clip(np.array(colour) + around, 0, 255).astype(np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number}.png")
     return root
+
+
+def tiny(seed: int = 0) -> Encoder:
+    return encoder_from_model(build_vit(TINY, seed=seed), name="tiny")
+
+
+def flat(value: float = 1.0) -> Encoder:
+    """One whose final norm gives the same number everywhere."""
+    model = build_vit(TINY, seed=0)
+    torch.nn.init.zeros_(model.get_parameter("norm.weight"))
+    torch.nn.init.constant_(model.get_parameter("norm.bias"), value)
+    return encoder_from_model(model, name="flat")
+
+
+def silent(items: Iterable, description: str, total: int | None = None) -> Iterable:
+    return items
+
+
+def class_context(dataset: Any, **changes: Any) -> ProbeContext:
+    values: dict[str, Any] = {
+        "encoder": tiny(), "dataset": dataset, "layers": (2, 0), "device": torch.device("cpu"),
+        "dtype": torch.float32, "seed": 0, "artifacts": Path("nowhere"),
+        "progress": silent, "say": lambda _: None,
+    }  # fmt: skip
+    return ProbeContext(**{**values, **changes})
+
+
+def scored(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
+    """By layer, facet and metric; exactly those that the probe announced."""
+    context = class_context(dataset, **changes)
+    found = {(s.layer, s.facet, s.metric): s for s in probe.run(context)}
+    assert sorted(found) == sorted(probe.cells(context.layers))
+    return found

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from probes.classification.probe import LinearClassification
+from probes.classification import LinearClassification
 from probes.segmentation import Segmentation
 from ssl_bench.composition.choices import config_folder
 from ssl_bench.composition.compose import TARGET, component_class, constructed, read_file

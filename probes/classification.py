@@ -1,42 +1,43 @@
-"""Linear classification: which classes can a linear head tell apart in each block?"""
+"""Linear classification: which classes can a linear head tell apart in each block?
+
+In this order: how heads are fitted, the probe with linear heads and with attentive ones, what they
+are fitted to, and how places of the true class become accuracies.
+"""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from probes.classification.attentive import (
-    ATTENTIVE_FACET,
-    AttentivePooling,
-    FixedPooling,
-    held_out_ranks,
-    scored_ranks,
-)
-from probes.classification.scores import choice_scores, metrics
-from probes.features.image import ImageFeatures, ImagePass
-from probes.features.labels import class_labels
-from probes.features.shots import (
+from probes.features.image import IMAGE_FACETS, ImageFeatures, ImagePass
+from probes.features.split import (
+    TOPS,
     AskedShots,
+    LayerGroup,
     Shots,
+    TrainingSplit,
+    class_labels,
+    digest,
     over_draws,
+    require_one_block_a_head,
     require_one_way_to_draw,
     shot_metric,
     shots_of,
+    sources_of,
+    top_score,
 )
-from probes.features.sources import IMAGE_FACETS, LayerGroup, require_one_block_a_head, sources_of
-from probes.features.split import TrainingSplit, digest
-from probes.features.stream import batches
-from probes.features.tiers import FeaturesInMemory, Room, TrainingPass
+from probes.features.stream import batches, read_ahead
+from probes.features.tiers import FeaturesInMemory, Room, TrainingPass, half_features
 from probes.features.views import CentralSquare
+from probes.heads.attentive import AttentivePooling, TrainedAttentiveHeads
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import LabelLoss
-from probes.heads.optimizers import SGD, Schedule
-from probes.heads.sgd import HeadFitting, Heads, HeadTraining, TrainedHeads, Training, floats
+from probes.heads.sgd import SGD, HeadOptimizer, Heads, Schedule, StepTraining, TrainedHeads, floats
 from ssl_bench.composition.fields import (
     Count,
     Pixels,
@@ -46,20 +47,24 @@ from ssl_bench.composition.fields import (
     Rate,
     ShareBelowOne,
     Threads,
-    check_fields,
-    require_some,
     shown,
 )
 from ssl_bench.composition.presets import guesses_of
+from ssl_bench.data.central_square import central_square
 from ssl_bench.data.locations import cache_folder
-from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor
-from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.layers import INNER_FACETS, AskedFacets
 from ssl_bench.metrics import LabelledFeatures, class_rank
+from ssl_bench.system.transfers import sent
 
-_FACETS: tuple[Facet, ...] = (*IMAGE_FACETS, *INNER_FACETS)
+ATTENTIVE_FACET = "patch_attentive"
+"""As records have it: the patches after the final norm, pooled where a head learned to look."""
+
+Ranks = Int64[Tensor, "values _ranked"]
+"""How many classes each head puts before the true one; all of them where it diverged."""
+
 _PATCHES = "token_normed"
 _MOST_CHOOSING = 4
 # Logits that are in memory at once: a quarter of a gibibyte.
@@ -84,21 +89,12 @@ class ImageRegression(LogisticRegression):
 
 
 @dataclass(frozen=True)
-class Momentum:
-    """Steps of SGD with momentum .9 and rates that fall to zero with a cosine.
-
-    Attributes:
-        learning_rates: All are trained; which one counts is chosen afterwards.
-        batch_size: Images of a step.
-    """
+class Momentum(StepTraining):
+    """Steps of SGD with momentum .9 and rates that fall to zero with a cosine."""
 
     learning_rates: Sequence[Rate] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
     epochs: Count = 100
     batch_size: Count = 1024
-
-    def __post_init__(self) -> None:
-        check_fields(self, "probe.training")
-        require_some("probe.training.learning_rates", self.learning_rates)
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -108,15 +104,17 @@ class Momentum:
             "batch_size": self.batch_size,
         }
 
-    def of_heads(self, heads: Heads) -> HeadTraining:
-        return HeadTraining(
-            values=tuple(floats(self.learning_rates)),
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            optimizer=SGD(weight_decay=0.0),
-            schedule=Schedule("cosine", warmup=0.0),
-            **vars(heads),
-        )
+    def steps(self) -> tuple[HeadOptimizer, Schedule]:
+        return SGD(weight_decay=0.0), Schedule("cosine", warmup=0.0)
+
+
+@dataclass(frozen=True)
+class FixedPooling:
+    """What `probe.facet` says, the same for all heads; `probe.training` fits these."""
+
+    def settings(self) -> dict[str, Any]:
+        """Nothing that the facet and the training do not say."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ class LinearClassification(Probe):
     facet: str | Sequence[str] = "cls"
     pool: FixedPooling | AttentivePooling = field(default_factory=FixedPooling)
     layers_mode: Literal["single", "last4"] = "single"
-    training: HeadFitting = field(default_factory=ImageRegression)
+    training: ImageRegression | Momentum = field(default_factory=ImageRegression)
     standardise: bool = True
     holdout: ShareBelowOne = 0.1
     train_images: Count | None = None
@@ -167,11 +165,12 @@ class LinearClassification(Probe):
 
     task = "classification"
     role = "classification"
+    known_facets = (*IMAGE_FACETS, *INNER_FACETS)
     keeps_images = True
     not_settings = (*Probe.not_settings, "training", "pool", "encoder_batch_size", "memory_gib")
 
     def __post_init__(self) -> None:
-        check_fields(self, "probe")
+        super().__post_init__()
         require_one_block_a_head(self.asked_facets, self.layers_mode)
         require_one_way_to_draw(self.shots, self.train_images)
         usual = LinearClassification.facet, LinearClassification.layers_mode
@@ -184,10 +183,10 @@ class LinearClassification(Probe):
             )
 
     @property
-    def asked_facets(self) -> AskedFacets:
+    def asked_facets(self) -> AskedFacets | None:
         if isinstance(self.pool, AttentivePooling):
             return AskedFacets((ATTENTIVE_FACET,), None)
-        return asked_facets(self.facet, _FACETS)
+        return super().asked_facets
 
     def settings(self) -> dict[str, Any]:
         # Said by the metric, or without a meaning, where images of each class are drawn; where not.
@@ -207,7 +206,7 @@ class LinearClassification(Probe):
         if self.shots is not None:
             names = [shot_metric(name, count) for count in shots_of(self.shots) for name in names]
         last = [source[-1] for source in sources_of(layers, self.layers_mode)]
-        return list(itertools.product(last, self.asked_facets.names, names))
+        return list(itertools.product(last, self.facets, names))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.
@@ -227,27 +226,16 @@ class LinearClassification(Probe):
     # Linear heads: vectors of images are in memory, of as many layers as fit there.
 
     def _linear_scores(self, context: ProbeContext) -> Iterator[Score]:
-        train_images, val_images = (
-            self.training_images(context.dataset),
-            self.split(context.dataset),
-        )
+        train_images = self.training_images(context.dataset)
+        val_images = self.split(context.dataset)
         portions = self._portions(train_images, context.seed)
-        image_pass = ImagePass(
-            context=context,
-            facets=self.asked_facets.names,
-            image_size=self.image_size,
-            crop_share=self.crop_share,
-            batch_size=self.encoder_batch_size,
-            workers=self.num_workers,
-        )
-        training = self.training.of_heads(
-            Heads(
-                loss=LabelLoss(),
-                standardize=self.standardise,
-                classes=len(val_images.class_names),
-                seed=context.seed,
-                device=context.device,
-            )
+        image_pass = ImagePass(self, context, self.encoder_batch_size)
+        heads = Heads(
+            loss=LabelLoss(),
+            standardize=self.standardise,
+            classes=len(val_images.class_names),
+            seed=context.seed,
+            device=context.device,
         )
         every = sources_of(context.layers, self.layers_mode)
         num_images = len(portions.indices) + len(val_images)
@@ -257,14 +245,14 @@ class LinearClassification(Probe):
             train = image_pass.run(train_images, portions.indices, layers)
             portions.require_two_classes(train.labels)
             val = image_pass.run(val_images, range(len(val_images)), layers)
-            for facet in image_pass.facets:
-                asked = (context, training, portions, facet, sources, train, val)
+            for facet in self.facets:
+                asked = (context, heads, portions, facet, sources, train, val)
                 yield from portions.scores(partial(self._linear_heads, *asked))
 
     def _linear_heads(
         self,
         context: ProbeContext,
-        training: Training,
+        asked: Heads,
         portions: "Portions",
         facet: str,
         sources: Sequence[LayerGroup],
@@ -278,17 +266,14 @@ class LinearClassification(Probe):
         )
 
         def fitted(entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
-            return training.train(cached, sources, entries, context.progress)
+            return self.training.train(asked, cached, sources, entries, context.progress)
 
         choosing = None
         if portion.choosing is not None and portion.before is not portion.fitted:
             choosing = fitted(portion.before)
         heads = fitted(portion.fitted)
         details = {
-            "num_train_images": len(portion.fitted),
-            "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
-            "train_ids_sha256": portions.ids_sha256(portion.fitted),
-            "train_seconds": round(heads.seconds, 3),
+            **portions.details(portion, portion.fitted, heads.seconds),
             "unconverged_heads": heads.unfinished,
             "stalled_heads": heads.stalled,
             "guesses": guesses_of(self, self.guesses),
@@ -302,14 +287,14 @@ class LinearClassification(Probe):
             yield list(
                 choice_scores(
                     (source[-1], facet),
-                    hyperparameter=training.hyperparameter,
-                    values=training.values,
-                    num_classes=training.classes,
+                    hyperparameter=self.training.hyperparameter,
+                    values=self.training.values,
+                    num_classes=asked.classes,
                     ranks=_linear_ranks(heads, index, features, context.device),
                     labels=features.labels,
                     held_out=held_out,
                     constant=heads.constant_channels[index] / features.features.shape[1],
-                    missing=training.classes - len(train.labels[portion.fitted].unique()),
+                    missing=asked.classes - len(train.labels[portion.fitted].unique()),
                     shared={**details, "layers": list(source)},
                 )
             )
@@ -317,22 +302,14 @@ class LinearClassification(Probe):
     # Attentive heads: patches of all layers, in memory or on disk.
 
     def _attentive_scores(self, pool: AttentivePooling, context: ProbeContext) -> Iterator[Score]:
-        train_images, val_images = (
-            self.training_images(context.dataset),
-            self.split(context.dataset),
-        )
+        train_images = self.training_images(context.dataset)
+        val_images = self.split(context.dataset)
         classes, encoder = len(val_images.class_names), context.encoder
-        training = pool.training(context, classes)
+        pool.require_fitting(encoder.dim)
         portions = self._portions(train_images, context.seed)
         training_pass = TrainingPass(
-            extractor=FeatureExtractor(
-                encoder,
-                layers=tuple(sorted(context.layers)),
-                facets=(_PATCHES,),
-                device=context.device,
-                dtype=context.dtype,
-            ),
-            facet=_PATCHES,
+            context=context,
+            extractor=context.extractor(sorted(context.layers), _PATCHES),
             images=train_images,
             indices=portions.indices,
             image_size=self.image_size or min(encoder.native_size),
@@ -340,8 +317,6 @@ class LinearClassification(Probe):
             label_size=1,
             batch_size=self.encoder_batch_size,
             workers=self.num_workers,
-            progress=context.progress,
-            say=context.say,
         )
         labels = torch.tensor(class_labels(train_images))[list(portions.indices)]
         portions.require_two_classes(labels)
@@ -349,20 +324,27 @@ class LinearClassification(Probe):
         features = training_pass.run(Room("auto", self.memory_gib, None, folder))
 
         def of_portion(portion: Portion) -> Iterator[list[Score]]:
-            heads = training.train(
-                features, labels, features.layers, portion.before, context.progress
+            heads = pool.train(
+                features,
+                labels,
+                portion.before,
+                classes=classes,
+                seed=context.seed,
+                device=context.device,
+                progress=context.progress,
             )
             held_out = None
             if portion.choosing is not None:
-                held_out = held_out_ranks(
-                    heads, features, labels, portion.choosing, training=training, context=context
-                )
-            ranks = scored_ranks(heads, training_pass, val_images, self.crop_share)
+                parts = portion.choosing.split(pool.batch_size)
+                read = features.of_layers(heads.layers, context.device)(parts)
+                blocks = (batch.features for batch in read)
+                seen = context.progress(blocks, "held-out images", len(parts))
+                held_out = _attentive_ranks(heads, seen, labels[portion.choosing])
+            seen = self._scored_patches(training_pass, val_images)
+            scored_labels = torch.tensor(class_labels(val_images))
+            ranks = _attentive_ranks(heads, seen, scored_labels)
             details = {
-                "num_train_images": len(portion.before),
-                "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
-                "train_ids_sha256": portions.ids_sha256(portion.before),
-                "train_seconds": round(heads.seconds, 3),
+                **portions.details(portion, portion.before, heads.seconds),
                 "feature_tier": features.tier,
                 "encoder_passes": features.passes,
                 "guesses": guesses_of(self, [*self.guesses, *_ATTENTIVE_GUESSES]),
@@ -371,11 +353,11 @@ class LinearClassification(Probe):
                 yield list(
                     choice_scores(
                         (layer, ATTENTIVE_FACET),
-                        hyperparameter=training.hyperparameter,
-                        values=training.values,
+                        hyperparameter="learning_rate",
+                        values=floats(pool.learning_rates),
                         num_classes=classes,
                         ranks=ranks[index],
-                        labels=torch.tensor(class_labels(val_images)),
+                        labels=scored_labels,
                         held_out=None if held_out is None else held_out[index],
                         constant=heads.constant_channels[index] / encoder.dim,
                         missing=classes - len(labels[portion.before].unique()),
@@ -384,6 +366,23 @@ class LinearClassification(Probe):
                 )
 
         yield from portions.scores(of_portion)
+
+    def _scored_patches(
+        self, training_pass: TrainingPass, images: ImageSet
+    ) -> Iterator[Float[Tensor, "layers images rows cols dim"]]:
+        """Of the scored images, which pass the encoder once."""
+        extractor, size, first = training_pass.extractor, training_pass.image_size, 0
+
+        def prepared(sample: Sample) -> UInt8[Tensor, "3 size size"]:
+            return central_square(sample.image, size, share=self.crop_share)
+
+        squares = read_ahead(images, range(len(images)), prepared, workers=self.num_workers)
+        shown = training_pass.context.progress(squares, f"{images.split} images", len(images))
+        for batch in batches(shown, self.encoder_batch_size):
+            ids = images.ids[first : first + len(batch)]
+            first += len(batch)
+            pixels = sent(torch.stack(batch), extractor.device).float() / 255
+            yield torch.stack(half_features(extractor, pixels, ids))
 
     def _portions(self, images: ImageSet, seed: int) -> "Portions":
         """What heads are fitted to.
@@ -451,9 +450,16 @@ class Portions:
             for draws in zip(*by_draw, strict=True):
                 yield from over_draws(draws, count)
 
-    def ids_sha256(self, fitted: Int64[Tensor, " fitted"]) -> str:
-        """Hexadecimal digest of the ids of what heads are fitted to, one a line."""
-        return digest([self.images.ids[self.indices[n]] for n in fitted.tolist()])
+    def details(
+        self, portion: Portion, fitted: Int64[Tensor, " fitted"], seconds: float
+    ) -> dict[str, Any]:
+        """What records say of the images that heads are fitted to, and how long that took."""
+        return {
+            "num_train_images": len(fitted),
+            "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
+            "train_ids_sha256": digest([self.images.ids[self.indices[n]] for n in fitted.tolist()]),
+            "train_seconds": round(seconds, 3),
+        }
 
     def require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
         """Refuse images to fit to that are of one class.
@@ -477,11 +483,109 @@ class Portions:
 
 def _linear_ranks(
     heads: TrainedHeads, index: int, images: LabelledFeatures, device: torch.device
-) -> Int64[Tensor, "values images"]:
-    """How many classes the heads of one source put before the true one."""
+) -> Ranks:
+    """By the heads of one source."""
     at_once, found = max(1, _LOGITS // heads.bias[index].numel()), []
     rows = zip(images.features.split(at_once), images.labels.split(at_once), strict=True)
     for features, labels in rows:
         logits = heads.logits(index, features.to(device)[:, None])[:, :, 0]
         found.append(class_rank(logits, labels.to(device)).cpu())
     return torch.cat(found, 1)
+
+
+def _attentive_ranks(
+    heads: TrainedAttentiveHeads,
+    batches: Iterable[Float[Tensor, "layers some rows cols dim"]],
+    labels: Int64[Tensor, " images"],
+) -> Int64[Tensor, "layers values images"]:
+    """By the heads of all layers, batch by batch."""
+    found, first = [], 0
+    for blocks in batches:
+        true = labels[first : first + blocks.shape[1]].to(blocks.device)
+        first += blocks.shape[1]
+        by_layer = [
+            class_rank(heads.heads.logits(index, tokens.flatten(1, 2).float()), true)
+            for index, tokens in enumerate(blocks)
+        ]
+        found.append(torch.stack(by_layer).cpu())
+    return torch.cat(found, 2)
+
+
+def metrics(*, holdout: bool) -> list[str]:
+    """Names of what is scored, in the order in which `choice_scores` does it."""
+    choices = ["holdout", "oracle"] if holdout else ["oracle"]
+    return [f"top{top}_{choice}" for choice in choices for top in TOPS]
+
+
+def choice_scores(
+    cell: tuple[int, str],
+    *,
+    hyperparameter: str,
+    values: Sequence[float],
+    num_classes: int,
+    ranks: Ranks,
+    labels: Int64[Tensor, " images"],
+    held_out: Ranks | None,
+    constant: float,
+    missing: int,
+    shared: Mapping[str, Any],
+) -> Iterator[Score]:
+    """Top-1 and top-5 of one source at the value chosen without and with a look at scored images.
+
+    Always the best by top-1, of equally good ones the first.
+
+    Args:
+        cell: Layer and facet.
+        hyperparameter: What the values are of: the learning rate, or another one that is chosen.
+        values: One for each head.
+        num_classes: How many there are.
+        ranks: Over the scored images.
+        labels: Of the scored images.
+        held_out: Over the images held out of training; None where all were used.
+        constant: Share of the channels, from 0 to 1, that are the same for all training images.
+        missing: How many classes no training image has.
+        shared: Details that are the same for all sources.
+    """
+    details: dict[str, Any] = {
+        f"{hyperparameter}s": list(values),
+        "top1_by_rate": _top1(ranks),
+        "top1_by_rate_held_out": None if held_out is None else _top1(held_out),
+        "num_classes": num_classes,
+        "constant_features": constant == 1,
+        "constant_channels_percent": round(100 * constant, 1),
+        **shared,
+    }
+    name, wary = hyperparameter.replace("_", " "), list[str]()
+    diverged = (ranks == num_classes).any(1).tolist()
+    if any(diverged):
+        names = (f"{value:g}" for value, gone in zip(values, diverged, strict=True) if gone)
+        wary.append(f"heads diverged: {name} {', '.join(names)}")
+    if missing:
+        wary.append(f"{missing} of {num_classes} classes have no training image")
+    if constant == 1:
+        wary.append("degenerate: all training images have the same features")
+    choices = [] if held_out is None else [("holdout", _best(held_out))]
+    for choice, best in (*choices, ("oracle", _best(ranks))):
+        warnings = list(wary)
+        if len(values) > 1 and best in (0, len(values) - 1):
+            edge = f"the chosen {name} {values[best]:g} is at the edge of its grid"
+            warnings.insert(0, edge)
+        for top in TOPS:
+            yield top_score(
+                cell,
+                f"top{top}_{choice}",
+                ranks[best] < top,
+                labels,
+                top=top,
+                num_classes=num_classes,
+                details={**details, hyperparameter: values[best], "warnings": warnings},
+            )
+
+
+def _best(ranks: Ranks) -> int:
+    right = (ranks == 0).sum(1).tolist()
+    return right.index(max(right))
+
+
+def _top1(ranks: Ranks) -> list[float]:
+    return (100 * (ranks == 0).double().mean(1)).tolist()
