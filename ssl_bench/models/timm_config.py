@@ -16,7 +16,7 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import EncoderConfig, GrayingKind, check_divisible
-from ssl_bench.models.initialisers.options import BLOCK_OPTIONS, FILTER_OPTIONS, make_initialiser
+from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, make_initialiser
 
 if TYPE_CHECKING:
     from ssl_bench.models.timm_model import Shape
@@ -143,7 +143,7 @@ class TimmConfig(EncoderConfig):
                 f"model.graying_class_blocks is of CaiT alone, got true for {self.name}; "
                 "set it to false"
             )
-        every = {**BLOCK_OPTIONS, **FILTER_OPTIONS}
+        every = {**INITIALISERS, **FILTER_INITIALISERS}
         make_initialiser({n: every[n] for n in family.inits}, self.init, self.init_options)
         if self.frozen_filters and "covariance" not in family.inits:
             raise ConfigurationError(

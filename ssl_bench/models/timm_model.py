@@ -20,12 +20,13 @@ from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.graying import gray_inputs
-from ssl_bench.models.initialisers.blocks import initialiser_of, set_block
-from ssl_bench.models.initialisers.convolutions import (
+from ssl_bench.models.initialisers import (
     FILTER_INITIALISERS,
+    INITIALISERS,
     draw_filters,
     draw_uniform,
-    filter_initialiser_of,
+    make_initialiser,
+    set_block,
 )
 from ssl_bench.models.positions import resize_positions
 from ssl_bench.models.timm_config import TimmConfig
@@ -156,10 +157,10 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
         for module in model.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 draw_uniform(module, generator)
-        initialiser = filter_initialiser_of(config.init, config.init_options)
-        draw_filters(depthwise_filters(model.model), initialiser, generator)
+        filters = make_initialiser(FILTER_INITIALISERS, config.init, config.init_options)
+        draw_filters(depthwise_filters(model.model), filters, generator)
     elif config.init != "default":
-        initialiser = initialiser_of(config.init, config.init_options)
+        initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
         for block in model.blocks:
             set_block(block, initialiser, generator)
     return model

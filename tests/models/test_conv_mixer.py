@@ -29,7 +29,7 @@ from ssl_bench.models import (
     load_encoder,
     save_encoder,
 )
-from ssl_bench.models.loading.identity import read_metadata
+from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.results import ResultStore
 
 CPU = torch.device("cpu")

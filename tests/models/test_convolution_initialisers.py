@@ -7,12 +7,13 @@ import torch
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, build_encoder
-from ssl_bench.models.initialisers.convolutions import (
+from ssl_bench.models.initialisers import (
+    FILTER_INITIALISERS,
     CovarianceFilters,
     UniformFilters,
     centered_gaussian,
     filter_covariance,
-    filter_initialiser_of,
+    make_initialiser,
     positive_root,
 )
 
@@ -175,5 +176,5 @@ def test_an_encoder_of_one_layer_takes_the_first_sigma():
 )
 def test_a_covariance_without_meaning_is_refused_in_one_line(name, options, message):
     with pytest.raises(ConfigurationError, match=message) as raised:
-        filter_initialiser_of(name, options)
+        make_initialiser(FILTER_INITIALISERS, name, options)
     assert "\n" not in str(raised.value)

@@ -198,7 +198,7 @@ def test_a_folder_of_timm_takes_its_weights_from_nowhere_else(tmp_path):
     assert "model_args" in message_of(f"local-dir:{folder}")
 
 
-@pytest.mark.parametrize("module", ["hugging_face.load_foreign", "timm_encoder.read_weights"])
+@pytest.mark.parametrize("module", ["foreign.read_weights", "timm_encoder.read_weights"])
 def test_weights_of_a_folder_that_are_replaced_while_they_are_read_are_refused(
     tmp_path, monkeypatch, module
 ):

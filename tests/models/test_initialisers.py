@@ -12,7 +12,7 @@ from ssl_bench.models import (
 )
 from ssl_bench.models.convolutional import build_convnext
 from ssl_bench.models.encoder import configured
-from ssl_bench.models.initialisers.blocks import (
+from ssl_bench.models.initialisers import (
     DefaultInit,
     MimeticInit,
     ShiftedInputs,
@@ -204,7 +204,7 @@ def test_one_part_of_mimetic_attention_is_that_of_both_and_all_else_is_default(p
 
 
 def test_parts_of_mimetic_attention_are_three():
-    with pytest.raises(ConfigurationError, match=r"parts must be one of both, qk, vo, got 'vq'"):
+    with pytest.raises(ConfigurationError, match=r"parts expects both or qk or vo, got 'vq'"):
         ViTConfig(init="mimetic", init_options={"parts": "vq"})
 
 

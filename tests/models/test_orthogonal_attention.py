@@ -18,7 +18,7 @@ from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model, load_encoder, save_encoder
-from ssl_bench.models.initialisers.blocks import OsaInit, XavierInit
+from ssl_bench.models.initialisers import OsaInit, XavierInit
 from ssl_bench.models.orthogonal.attention import OrthogonalAttention, newton_schulz_basis
 from ssl_bench.models.orthogonal.exponential import phi
 

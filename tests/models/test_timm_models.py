@@ -35,7 +35,7 @@ from ssl_bench.models.graying import (
     gray_windows,
     gray_with_class,
 )
-from ssl_bench.models.initialisers.convolutions import (
+from ssl_bench.models.initialisers import (
     CovarianceFilters,
     draw_filters,
     filter_covariance,

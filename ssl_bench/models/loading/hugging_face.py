@@ -11,16 +11,10 @@ from typing import Any
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Encoder
-from ssl_bench.models.kinds import encoder_from_model
 from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
-from ssl_bench.models.loading.identity import (
-    colour_of,
-    is_number,
-    unreplaced,
-    verified_sha256,
-)
 from ssl_bench.models.loading.layouts import Description
+from ssl_bench.models.loading.weights import colour_of, is_number
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.paths import expanded, real
 
@@ -114,25 +108,20 @@ def _from_transformers(
     config: Mapping[str, Any], weights: Path, file: _Find, path: Path, *, uri: str, label: str
 ) -> Encoder:
     described = _described(config, path)
-    with unreplaced(weights):
-        digest = verified_sha256(weights)
-        model, contents, keys = load_foreign(weights, described)
     colours, colours_from = _colours(config["model_type"], file)
-    encoder = encoder_from_model(
-        model,
-        name=label,
+    encoder = load_foreign(
+        weights,
         uri=uri,
-        sha256=digest,
-        keys=keys,
-        contents=contents,
+        name=label,
+        described=described,
         colours=colours,
         colours_from=colours_from,
     )
+    ours: Any = encoder.module.config
     is_dinov2 = config["model_type"].startswith("dinov2")
-    width = {"intermediate_size": model.config.hidden_dim}
     built = {
-        **({"mlp_ratio": model.config.mlp_ratio} if is_dinov2 else width),
-        "qkv_bias": model.config.qkv_bias,
+        **({"mlp_ratio": ours.mlp_ratio} if is_dinov2 else {"intermediate_size": ours.hidden_dim}),
+        "qkv_bias": ours.qkv_bias,
         "hidden_act": "gelu",
         "use_swiglu_ffn": False,
     }
