@@ -10,13 +10,10 @@ import torch
 from torch import nn
 
 from pretrain.train import Pretraining
-from probes.conditioning.probe import Conditioning
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.models import file_report
 from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.errors import CheckpointError, ConfigurationError
-from ssl_bench.evaluation import Evaluation
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     ConvMixer,
@@ -30,7 +27,6 @@ from ssl_bench.models import (
     save_encoder,
 )
 from ssl_bench.models.loading.checkpoint import read_metadata
-from ssl_bench.results import ResultStore
 
 CPU = torch.device("cpu")
 TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size=3)
@@ -112,16 +108,6 @@ def test_the_output_is_that_of_the_equations(skip):
     np.testing.assert_allclose(tokens[0], states[0][-1].reshape(12, -1).T, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_only_the_skip_carries_the_input_past_silent_filters(skip):
-    model = lively(replace(TINY, skip=skip))
-    block = model.blocks[1]
-    for parameter in block.get_submodule("depthwise").parameters():
-        nn.init.zeros_(parameter)
-    one, other = (block(torch.randn(1, 12, 4, 4)) for _ in range(2))
-    assert torch.equal(one, other) == (not skip)
-
-
 @pytest.mark.parametrize(("patch_size", "published"), [(1, 706_570), (2, 708_874)])
 def test_conv_mixer_256_8_has_the_published_number_of_weights(patch_size, published):
     # 707K with patches of one pixel and ten classes; a patch of two has 3 * 3 * 256 more.
@@ -163,32 +149,12 @@ def test_all_but_covariance_filters_start_as_pytorch_starts_convolutions():
         ({"kernel_size": 4}, "kernel_size must be odd.* got 4; take 3 or 5"),
         ({"kernel_size": 0}, "kernel_size expects a whole number .*, got 0"),
         ({"patch_size": 5}, "image_size must be a multiple of model.patch_size = 5, got 16"),
-        ({"init": "skipless"}, "model.init must be one of uniform, covariance, got 'skipless'"),
-        ({"init_options": {"sigma_0": 1.0}}, "init=uniform has no option 'sigma_0'"),
     ],
 )
 def test_a_configuration_without_meaning_is_refused_in_one_line(changes, message):
     with pytest.raises(ConfigurationError, match=message) as raised:
         replace(TINY, **changes)
     assert "\n" not in str(raised.value)
-
-
-def test_a_checkpoint_comes_back_as_it_was(tmp_path):
-    config = replace(TINY, skip=False, init="covariance", init_options={"sigma_0": 0.2})
-    model = lively(config)
-    save_encoder(tmp_path / "run" / "last.safetensors", model, {})
-
-    encoder = load_encoder(str(tmp_path / "run"))
-
-    assert isinstance(encoder.module, ConvMixer)
-    assert encoder.module.config == config
-    loaded = encoder.module.state_dict()
-    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
-    assert torch.equal(encoder.module(images()), model(images()))
-    assert (encoder.depth, encoder.dim, encoder.patch_size) == (3, 12, 4)
-    assert (encoder.num_heads, encoder.has_cls, encoder.native_size) == (0, False, (16, 16))
-    named = identify_encoder(str(tmp_path / "run"))
-    assert (named.name, named.sha256, named.depth) == ("run", encoder.sha256, 3)
 
 
 def test_a_checkpoint_that_names_no_kind_is_a_vision_transformer(tmp_path):
@@ -226,36 +192,6 @@ def test_the_features_of_a_block_are_its_maps(tmp_path):
             found["token"][1].numpy(), wanted.transpose(1, 2, 0), rtol=1e-4, atol=1e-5
         )
         assert torch.equal(found["token"], found["token_normed"])
-
-
-def test_images_are_padded_to_whole_patches_and_other_sizes_refused():
-    encoder = encoder_from_model(lively(), name="x")
-    padded = FeatureExtractor(encoder, layers=(1,), pad=True)(images(height=15, width=22))
-    assert padded[1]["token"].shape == (2, 4, 6, 12)
-    with pytest.raises(ConfigurationError, match="multiples of the patch size 4"):
-        FeatureExtractor(encoder, layers=(1,))(images(height=15, width=22))
-
-
-def test_what_a_conv_mixer_does_not_have_is_refused_in_one_line():
-    encoder = encoder_from_model(lively(), name="mixer")
-    with pytest.raises(ConfigurationError, match=r"mixer has no \[CLS\] token; ask for facet=tok"):
-        FeatureExtractor(encoder, layers=(0,), facets=("cls",))
-    with pytest.raises(CheckpointError, match="layer 0 of mixer computes no key"):
-        FeatureExtractor(encoder, layers=(0,), facets=("key",))(images())
-
-
-def test_conditioning_asks_for_attention(tmp_path):
-    evaluation = Evaluation(
-        encoder=encoder_from_model(lively(), name="mixer"),
-        dataset=Toy(num_train=2, num_val=2),
-        probe=Conditioning(num_images=1, image_size=16),
-        layers=(0,),
-        seed=0,
-        device=CPU,
-        dtype=torch.float32,
-    )
-    with pytest.raises(ConfigurationError, match="blocks of attention and an MLP, mixer has none"):
-        evaluation.run(ResultStore(tmp_path), say=lambda _: None, overwrite=False)
 
 
 def test_a_report_says_that_there_is_no_attention(tmp_path, capsys):
