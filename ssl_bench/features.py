@@ -24,7 +24,9 @@ from ssl_bench.system.progress import say
 from ssl_bench.system.transfers import fetched, sent
 
 Features = dict[int, dict[Facet, Tensor]]
-Grids = dict[int, tuple[int, int]]
+Grid = tuple[int, int]
+# Where a hook puts what it hears: features of the layer, its grid, images of the batch.
+_Place = tuple[dict[Facet, Tensor], Grid, int]
 Layout = Literal["tokens", "channels_first", "channels_last"]
 
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
@@ -213,7 +215,7 @@ class FeatureExtractor:
             )
 
     @contextmanager
-    def _listening(self, found: Features, grids: Grids, batch: int) -> Iterator[None]:
+    def _listening(self, found: Features, grids: dict[int, Grid], batch: int) -> Iterator[None]:
         """Hooks that fill `found` during a forward pass; gone afterwards, whatever happens."""
         blocks = self._module.get_submodule("blocks")
         handles = []
@@ -225,7 +227,7 @@ class FeatureExtractor:
                 # Some of timm's blocks have none, which `_require_all` tells.
                 qkv = dict(block.named_modules()).get("attn.qkv")
                 if qkv is not None and any(facet in _QKV_PARTS for facet in self.facets):
-                    keep = partial(self._keep_qkv, found[layer], layer, (batch, *grids[layer]))
+                    keep = partial(self._keep_qkv, layer, (found[layer], grids[layer], batch))
                     handles.append(qkv.register_forward_hook(keep))
             for tap in self._taps:
                 place = (found[tap.layer], grids[tap.layer], batch)
@@ -242,15 +244,9 @@ class FeatureExtractor:
             for handle in handles:
                 handle.remove()
 
-    def _keep_tokens(
-        self,
-        features: dict[Facet, Tensor],
-        grid: tuple[int, int],
-        _block: nn.Module,
-        _inputs: tuple[Any, ...],
-        output: Any,
-    ) -> None:
-        tokens = tokens_among(output)
+    # Hooks are given the module, what goes in, and, behind it, what comes out.
+    def _keep_tokens(self, features: dict[Facet, Tensor], grid: Grid, *heard: Any) -> None:
+        tokens = tokens_among(heard[-1])
         # Blocks of convolutions and of windows give maps; their norm, like all, takes tokens.
         if tokens.ndim != 3:
             last = self.encoder.channels_last
@@ -269,16 +265,8 @@ class FeatureExtractor:
             if "cls_normed" in self.facets:
                 features["cls_normed"] = normed[:, 0].float()
 
-    def _keep_qkv(
-        self,
-        features: dict[Facet, Tensor],
-        layer: int,
-        shape: tuple[int, int, int],
-        _qkv: nn.Module,
-        _inputs: tuple[Any, ...],
-        output: Tensor,
-    ) -> None:
-        batch, *grid = shape
+    def _keep_qkv(self, layer: int, place: _Place, *heard: Any) -> None:
+        (features, grid, batch), output = place, heard[-1]
         tokens = self.encoder.num_prefix_tokens + grid[0] * grid[1]
         if output.shape[:2] != (batch, tokens):
             raise UnfitEncoder(
@@ -288,16 +276,10 @@ class FeatureExtractor:
         for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
             if facet in self.facets:
                 # A copy, so that the other two thirds can go.
-                features[facet] = self._patches(part.contiguous(), (grid[0], grid[1]))
+                features[facet] = self._patches(part.contiguous(), grid)
 
     def _keep_inner(
-        self,
-        tap: "_Tap",
-        place: tuple[dict[Facet, Tensor], tuple[int, int], int],
-        owners: list[nn.Module],
-        module: nn.Module,
-        inputs: tuple[Any, ...],
-        output: Any = None,
+        self, tap: "_Tap", place: _Place, owners: list[nn.Module], module: nn.Module, *heard: Any
     ) -> None:
         if module in owners:
             raise UnfitEncoder(
@@ -307,7 +289,7 @@ class FeatureExtractor:
         owners.append(module)
         if len(owners) > 1:
             return
-        value = output if tap.side == "output" else inputs[0] if inputs else None
+        value = heard[-1] if tap.side == "output" else next(iter(heard[0]), None)
         if not isinstance(value, Tensor):
             raise UnfitEncoder(
                 f"{tap.name} of {self.encoder.name} gives a {type(value).__name__}, expected one "
@@ -345,7 +327,7 @@ class FeatureExtractor:
         return widths
 
     def _patches(
-        self, tokens: Float[Tensor, "batch tokens width"], grid: tuple[int, int]
+        self, tokens: Float[Tensor, "batch tokens width"], grid: Grid
     ) -> Float[Tensor, "batch rows cols width"]:
         return tokens[:, self.encoder.num_prefix_tokens :].unflatten(1, grid).float()
 
@@ -400,7 +382,16 @@ def _tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
     path = submodule_of(facet)
     if path is not None:
         if path not in parts:
-            raise UnfitEncoder(_no_such(encoder, layer, path, list(parts)))
+            near = ", ".join(difflib.get_close_matches(path, [n for n in parts if n], n=3))
+            hint = f"did you mean {near}? " if near else ""
+            parent = path
+            while parent not in parts:
+                parent = parent.rpartition(".")[0]
+            where = f"blocks.{layer}.{parent}".rstrip(".")
+            raise UnfitEncoder(
+                f"{encoder.name} has no blocks.{layer}.{path}; {hint}{where} has "
+                f"{_children(list(parts), parent)}"
+            )
         return _Tap(layer, facet, f"blocks.{layer}.{path}", (parts[path],), "output")
     found, side = _named(parts, facet)
     if not found:
@@ -426,27 +417,13 @@ def _named(
     return (tuple(pair) if len(pair) == 2 else ()), "input"
 
 
-def _no_such(encoder: Encoder, layer: int, path: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(path, [name for name in names if name], n=3)
-    parent = path
-    while parent not in names:
-        parent = parent.rpartition(".")[0]
-    where = f"blocks.{layer}.{parent}".rstrip(".")
-    hint = f"did you mean {', '.join(near)}? " if near else ""
-    return (
-        f"{encoder.name} has no blocks.{layer}.{path}; {hint}{where} has {_children(names, parent)}"
-    )
-
-
 def _children(names: list[str], parent: str) -> str:
     start = f"{parent}." if parent else ""
     found = [n.removeprefix(start) for n in names if n.startswith(start) and n != parent]
     return ", ".join(name for name in found if "." not in name) or "no submodules"
 
 
-def _layouts(
-    shape: Sequence[int], batch: int, grid: tuple[int, int], num_prefix_tokens: int
-) -> list[Layout]:
+def _layouts(shape: Sequence[int], batch: int, grid: Grid, num_prefix_tokens: int) -> list[Layout]:
     """How a tensor may lie on a grid of patches; at most one way where that is no square."""
     patches = grid[0] * grid[1]
     with_prefix = (patches, num_prefix_tokens + patches)

@@ -1,8 +1,6 @@
 """Models of timm as encoders of this suite: all blocks in one row, whatever their stages."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -96,8 +94,14 @@ class TimmBackbone(nn.Module):
         size = (images.shape[-2] // patch, images.shape[-1] // patch)
         if size == tuple(model.patch_embed.grid_size):
             return model(images)
-        with _resized_positions(model, size) as positions:
-            return torch.func.functional_call(model, positions, (images,))
+        # Meanwhile timm believes that these positions are its own.
+        native = model.patch_embed.grid_size
+        resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
+        model.patch_embed.grid_size = size
+        try:
+            return torch.func.functional_call(model, {"pos_embed": resized}, (images,))
+        finally:
+            model.patch_embed.grid_size = native
 
 
 class _NormOfTokens(nn.Module):
@@ -177,18 +181,6 @@ def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
     """ConvNeXt's convolutions of one channel each, in the order of its blocks."""
     found = (module for block in blocks_of(model) for module in block.modules())
     return [m for m in found if isinstance(m, nn.Conv2d) and m.weight.shape[1] == 1]
-
-
-@contextmanager
-def _resized_positions(model: Any, size: tuple[int, int]) -> Iterator[dict[str, Tensor]]:
-    """Positions for `size` = (rows, cols); meanwhile timm believes that they are its own."""
-    native = model.patch_embed.grid_size
-    resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
-    model.patch_embed.grid_size = size
-    try:
-        yield {"pos_embed": resized}
-    finally:
-        model.patch_embed.grid_size = native
 
 
 def shape_of(config: TimmConfig) -> Shape:

@@ -328,10 +328,6 @@ def test_what_does_not_fit_orthogonal_attention_is_said(wrong, said, monkeypatch
     monkeypatch.setitem(jaxtyping.config.__dict__, "jaxtyping_disable", True)
     with pytest.raises(ConfigurationError, match=said):
         ViTConfig.from_dict({**TINY.to_dict(), **wrong})
-
-
-def test_a_basis_that_is_none_is_refused(monkeypatch):
-    monkeypatch.setitem(jaxtyping.config.__dict__, "jaxtyping_disable", True)
     with pytest.raises(ConfigurationError, match="must be one of qr, newton_schulz, got 'svd'"):
         OrthogonalAttention(DIM, HEADS, "svd")  # type: ignore[arg-type]
 

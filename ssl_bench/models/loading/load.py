@@ -73,14 +73,9 @@ def load_encoder(uri: str) -> Encoder:
     if scheme == "torchhub":
         return _from_torch_hub(uri)
     if scheme == "torchvision":
-        if not rest.startswith("vit_"):
-            raise CheckpointError(
-                f"{uri}: this model of torchvision is not supported; give {_KINDS}"
-            )
         raise CheckpointError(
-            f"{uri}: Vision Transformers of torchvision are loaded from a file; write it with "
-            f"`python -c \"import torch, torchvision.models as m; torch.save(m.get_model('{rest}', "
-            f"weights='DEFAULT').state_dict(), '{rest}.pth')\"` and give {rest}.pth"
+            f"{uri}: addresses of torchvision are not supported; save the state_dict() of its Vision "
+            f"Transformer and give that file, or give {_KINDS}"
         )
     return _from_path(uri)
 

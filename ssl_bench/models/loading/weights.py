@@ -25,7 +25,6 @@ from ssl_bench.system.memory import pass_on_memory
 _SMALL_FILE = 2**20
 # Of numbers in a config.json.
 _LARGEST = 1e9
-_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
 # The kernel of the patches tells where in a file an encoder begins. Files are seen flat: a slash
 # stands between names of dictionaries, a number or whatever else is no text in brackets.
 _KERNEL = re.compile(
@@ -34,7 +33,6 @@ _KERNEL = re.compile(
 )
 _BLOCK = re.compile(r"(?:blocks?\d?|layers?|stages)\.\w*\d+\.")
 _PART = re.compile(r"[./]")
-_DEEPEST = 40
 # Words in a name that say which of several encoders it is; MoCo-v3 and solo-learn score the one
 # that is trained.
 _AVERAGED = {"averaged", "average", "averaging", "avg", "ema", "swa", "teacher", "target"}
@@ -226,7 +224,7 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
 
     Of several encoders the one is taken whose name says that it is an average.
     """
-    leaves = list(_leaves(content, path))
+    leaves = list(_leaves(content))
     tensors = _once(((name, one) for name, one in leaves if isinstance(one, Tensor)), path)
     training = tuple(
         {name.partition("param_groups/")[0] for name, _ in leaves if "/param_groups/" in name}
@@ -291,10 +289,8 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     return Backbone(usable(plain, path), total, {**ignored, **heads}, parts, note if others else "")
 
 
-def _leaves(value: object, path: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
     """What containers of any depth hold, under names of the way to it."""
-    if depth > _DEEPEST:
-        raise CheckpointError(f"{path} has more than {_DEEPEST} levels; save model.state_dict()")
     items: Iterable[tuple[str, object]]
     if isinstance(value, Mapping):
         items = (
@@ -307,7 +303,7 @@ def _leaves(value: object, path: Path, name: str = "", depth: int = 0) -> Iterat
         yield name, value
         return
     for key, item in items:
-        yield from _leaves(item, path, f"{name}/{key}" if name else key, depth + 1)
+        yield from _leaves(item, f"{name}/{key}" if name else key)
 
 
 def _without(wrapper: str, name: str) -> str:
@@ -463,9 +459,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
 def _no_weights(path: Path, reason: str) -> str:
     with path.open("rb") as file:
         begins = file.read(64)
-    if begins.startswith(_PICTURES):
-        reason = "it begins as a picture does"
-    elif begins and begins.isascii() and b"\0" not in begins:
+    if begins and begins.isascii() and b"\0" not in begins:
         reason = "it begins as a text does"
     return f"{path} is no weights file, or a damaged one ({reason}); copy or download it again"
 
