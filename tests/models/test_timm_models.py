@@ -351,8 +351,9 @@ def test_class_blocks_gray_cls_and_patches_as_one_matrix():
     torch.testing.assert_close(torch.cat([first, patches], 1), expected)
 
 
-@pytest.mark.parametrize("config", [ATTO, ISOTROPIC], ids=["timm", "isotropic"])
-def test_uniform_and_covariance_differ_in_depthwise_filters_alone(config):
+@pytest.mark.parametrize("kind", ["atto", "isotropic", "mixer"])
+def test_uniform_and_covariance_differ_in_depthwise_filters_alone(kind):
+    config: Any = replace(KINDS[kind], init_options={})
     uniform, covariance = (
         build_encoder(replace(config, init=init), seed=0) for init in ("uniform", "covariance")
     )
