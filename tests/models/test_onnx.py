@@ -93,10 +93,9 @@ def dinov2_layer(activation: nn.Module) -> Part:
     )
 
 
-def embedded(m: Any, images: Tensor) -> Tensor:
-    """With positions that are resized, as DINOv2's are."""
+def embedded(m: Any, images: Tensor, *, resized: bool) -> Tensor:
     x = torch.cat([m.cls_token.expand(images.shape[0], -1, -1), m.patch_embeddings(images)], 1)
-    if not m.resized:
+    if not resized:
         return x + m.position_embeddings
     first, patches = m.position_embeddings[:, :1], m.position_embeddings[:, 1:]
     patches = patches.reshape(1, GRID, GRID, DIM).permute(0, 3, 1, 2)
@@ -114,7 +113,7 @@ def transformers(kind: Callable[[nn.Module], Part], activation: nn.Module | None
         return x
 
     embeddings = Part(
-        embedded,
+        lambda m, x: embedded(m, x, resized=kind is dinov2_layer),
         cls_token=nn.Parameter(torch.randn(1, 1, DIM)),
         position_embeddings=nn.Parameter(torch.randn(1, 1 + GRID**2, DIM)),
         patch_embeddings=Part(
@@ -122,7 +121,6 @@ def transformers(kind: Callable[[nn.Module], Part], activation: nn.Module | None
             projection=nn.Conv2d(3, DIM, PATCH, PATCH),
         ),
     )
-    embeddings.resized = kind is dinov2_layer
     stack = nn.ModuleList(kind(activation or nn.GELU()) for _ in range(DEPTH))
     return Part(
         lambda m, x: m.layernorm(m.encoder(m.embeddings(x))),

@@ -74,8 +74,8 @@ def load_encoder(uri: str) -> Encoder:
         return _from_torch_hub(uri)
     if scheme == "torchvision":
         raise CheckpointError(
-            f"{uri}: addresses of torchvision are not supported; save the state_dict() of its Vision "
-            f"Transformer and give that file, or give {_KINDS}"
+            f"{uri}: addresses of torchvision are not supported; save the state_dict() of its "
+            f"Vision Transformer and give that file, or give {_KINDS}"
         )
     return _from_path(uri)
 
