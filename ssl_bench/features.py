@@ -93,7 +93,16 @@ class FeatureExtractor:
             patch = max((*encoder.strides, self.patch_size))
             trial = [n * patch for n in _TRIAL_GRID] if encoder.any_size else encoder.native_size
             found, _ = self.unchecked(torch.zeros(2, 3, *trial))
-            self._widths |= self._inner_widths(found)
+            widths: dict[Facet, int] = {}
+            for tap in self._taps:
+                width = found[tap.layer][tap.facet].shape[-1]
+                if widths.setdefault(tap.facet, width) != width:
+                    raise UnfitEncoder(
+                        f"{tap.facet} of {encoder.name} has {width} channels in block {tap.layer} "
+                        f"and {widths[tap.facet]} in others, expected one number; ask for blocks "
+                        "that are alike"
+                    )
+            self._widths |= widths
 
     def width(self, facet: Facet) -> int:
         """Of its features, in the last layer where they differ."""
@@ -171,7 +180,18 @@ class FeatureExtractor:
             suppress(_DeepestLayerDone),
         ):
             self._module(images)
-        self._require_all(found)
+        for layer, features in found.items():
+            silent = [facet for facet in self.facets if facet not in features]
+            if unheard := [facet for facet in silent if facet not in _QKV_PARTS]:
+                raise UnfitEncoder(
+                    f"{self.encoder.name} never calls {', '.join(unheard)} of block {layer} in a "
+                    "pass; ask for a submodule that it calls"
+                )
+            if silent:
+                raise UnfitEncoder(
+                    f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
+                    "qkv layer; ask for probe.facet=token"
+                )
         # Sums, because they are one pass without a copy.
         sums = [value.flatten(1).sum(1) for item in found.values() for value in item.values()]
         ordered: Features = {
@@ -224,7 +244,7 @@ class FeatureExtractor:
                 block = blocks.get_submodule(str(layer))
                 keep = partial(self._keep_tokens, found[layer], grids[layer])
                 handles.append(block.register_forward_hook(keep))
-                # Some of timm's blocks have none, which `_require_all` tells.
+                # Some of timm's blocks have none, which is told after the pass.
                 qkv = dict(block.named_modules()).get("attn.qkv")
                 if qkv is not None and any(facet in _QKV_PARTS for facet in self.facets):
                     keep = partial(self._keep_qkv, layer, (found[layer], grids[layer], batch))
@@ -313,37 +333,10 @@ class FeatureExtractor:
         # A copy: what comes next in the block may work in place.
         features[tap.facet] = value.float().clone()
 
-    def _inner_widths(self, found: Features) -> dict[Facet, int]:
-        """Channels of each facet from inside, which are one number in all blocks."""
-        widths: dict[Facet, int] = {}
-        for tap in self._taps:
-            width = found[tap.layer][tap.facet].shape[-1]
-            if widths.setdefault(tap.facet, width) != width:
-                raise UnfitEncoder(
-                    f"{tap.facet} of {self.encoder.name} has {width} channels in block "
-                    f"{tap.layer} and {widths[tap.facet]} in others, expected one number; ask for "
-                    "blocks that are alike"
-                )
-        return widths
-
     def _patches(
         self, tokens: Float[Tensor, "batch tokens width"], grid: Grid
     ) -> Float[Tensor, "batch rows cols width"]:
         return tokens[:, self.encoder.num_prefix_tokens :].unflatten(1, grid).float()
-
-    def _require_all(self, found: Features) -> None:
-        for layer, features in found.items():
-            silent = [facet for facet in self.facets if facet not in features]
-            if unheard := [facet for facet in silent if facet not in _QKV_PARTS]:
-                raise UnfitEncoder(
-                    f"{self.encoder.name} never calls {', '.join(unheard)} of block {layer} in a "
-                    "pass; ask for a submodule that it calls"
-                )
-            if silent:
-                raise UnfitEncoder(
-                    f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
-                    "qkv layer; ask for probe.facet=token"
-                )
 
 
 def tokens_among(output: Any) -> Tensor:

@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import jaxtyping
 import pytest
 import scipy.fft
 import torch
@@ -18,7 +17,6 @@ from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from probes.conditioning.decomposition import decompose_block
 from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import (
     ViTConfig,
     build_vit,
@@ -244,27 +242,6 @@ def test_a_training_step_has_gradients_everywhere_and_its_flops_can_be_counted(k
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"graying": "dft"}, "model.graying expects none or svd or dct, got 'dft'"),
-        ({"graying_exponent": 0}, r"model.graying_exponent expects a number in \(0, 1\], got 0"),
-        (
-            {"graying_exponent": 1.2},
-            r"model.graying_exponent expects a number in \(0, 1\], got 1.2",
-        ),
-        ({"graying_layers": [0, 2]}, r"graying_layers must lie in 0..1, got 2;"),
-        ({"graying_layers": []}, "graying_layers must lie in 0..1, got none"),
-        ({"graying_exponent": "big"}, "model.graying_exponent expects a number .*, got 'big'"),
-    ],
-)
-def test_what_is_no_graying_is_said(wrong, said, monkeypatch):
-    # Users have no type checks but our own.
-    monkeypatch.setitem(jaxtyping.config.__dict__, "jaxtyping_disable", True)
-    with pytest.raises(ConfigurationError, match=said):
-        ViTConfig.from_dict({**TINY.to_dict(), **wrong})
 
 
 def test_the_rows_of_table_2_differ_in_attention_and_graying_alone():

@@ -1,6 +1,5 @@
 """Orthogonal self-attention against its paper's formulas, its initialisation, its encoders."""
 
-import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from pretrain.resources import training_flops
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, build_vit
 from ssl_bench.models.initialisers import OsaInit, XavierInit
 from ssl_bench.models.orthogonal.attention import OrthogonalAttention, newton_schulz_basis
@@ -303,23 +301,6 @@ def test_the_flops_of_a_training_step_can_be_counted(kind):
     learner = Supervised().build(config, Timeline(1, 1), seed=0, class_names=("a", "b"))
     views = torch.randn(2, 3, 32, 32), torch.tensor([0, 1]), torch.tensor(1.0)
     assert training_flops(learner, views, 0) > 0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"attention": "osa"}, "expects softmax or linear or osa_qr"),
-        ({"qkv_bias": True}, "model.attention=osa_qr has no biases; set model.qkv_bias=false"),
-        ({"num_heads": 1}, "model.num_heads must be 2 or more, got 1"),
-    ],
-)
-def test_what_does_not_fit_orthogonal_attention_is_said(wrong, said, monkeypatch):
-    # Users have no type checks but our own.
-    monkeypatch.setitem(jaxtyping.config.__dict__, "jaxtyping_disable", True)
-    with pytest.raises(ConfigurationError, match=said):
-        ViTConfig.from_dict({**TINY.to_dict(), **wrong})
-    with pytest.raises(ConfigurationError, match="must be one of qr, newton_schulz, got 'svd'"):
-        OrthogonalAttention(DIM, HEADS, "svd")  # type: ignore[arg-type]
 
 
 def test_the_rows_of_the_mnist_table_differ_in_the_model_alone():

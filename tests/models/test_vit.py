@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
+from ssl_bench.models import OrthogonalAttention, VisionTransformer, ViTConfig, build_vit
 from ssl_bench.models.encoder import configured
 from ssl_bench.models.positions import resize_positions, sinusoidal_positions
 from ssl_bench.models.vit import Attention, Block
@@ -79,6 +79,21 @@ def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
         ({"drop_path": 0.1, "skip_mlp": False}, "set model.drop_path=0"),
         ({"position_scale": 2.0}, "=sinusoidal, got 2 and learned positions"),
         ({"num_registers": -1}, "num_registers expects a whole number .*, got -1"),
+        ({"mlp_input_std": -0.1}, r"model.mlp_input_std expects .* got -0\.1"),
+        ({"init_options": {"mlp_input_std": -0.1}}, r"init_options.mlp_input_std expects .* -0\.1"),
+        ({"graying": "dft"}, "model.graying expects none or svd or dct, got 'dft'"),
+        ({"graying_exponent": 0}, r"graying_exponent expects a number in \(0, 1\], got 0"),
+        ({"graying_exponent": 1.2}, r"graying_exponent expects a number in \(0, 1\], got 1.2"),
+        ({"graying_exponent": "big"}, "model.graying_exponent expects a number .*, got 'big'"),
+        ({"graying_layers": [0, 12]}, r"graying_layers must lie in 0\.\.11, got 12;"),
+        ({"graying_layers": []}, r"graying_layers must lie in 0\.\.11, got none"),
+        ({"attention": "osa"}, "expects softmax or linear or osa_qr"),
+        ({"attention": "osa_qr"}, "model.attention=osa_qr has no biases; set model.qkv_bias=false"),
+        ({"init": "osa", "num_heads": 1}, "model.num_heads must be 2 or more, got 1"),
+        (
+            {"init": "mimetic", "init_options": {"parts": "vq"}},
+            "expects both or qk or vo, got 'vq'",
+        ),
         ({"init": "magic"}, "one of default, skipless, mimetic, xavier, osa, got 'magic'"),
         ({"init": "skipless", "init_options": {"alhpa": 1.0}}, "did you mean: alpha"),
         (
@@ -96,6 +111,12 @@ def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
 def test_a_wrong_configuration_says_what_was_expected(wrong, said):
     with unchecked_types(), pytest.raises(ConfigurationError, match=said):
         ViTConfig.from_dict(wrong)
+
+
+def test_a_basis_of_orthogonal_attention_that_is_none_is_refused():
+    said = "must be one of qr, newton_schulz, got 'svd'"
+    with unchecked_types(), pytest.raises(ConfigurationError, match=said):
+        OrthogonalAttention(12, 3, "svd")  # type: ignore[arg-type]
 
 
 def test_an_image_that_the_patch_does_not_divide_is_refused():
