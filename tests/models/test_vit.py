@@ -92,7 +92,7 @@ def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
         ({"init": "osa", "num_heads": 1}, "model.num_heads must be 2 or more, got 1"),
         (
             {"init": "mimetic", "init_options": {"parts": "vq"}},
-            "expects both or qk or vo, got 'vq'",
+            "both or qk or vo, got 'vq'",
         ),
         ({"init": "magic"}, "one of default, skipless, mimetic, xavier, osa, got 'magic'"),
         ({"init": "skipless", "init_options": {"alhpa": 1.0}}, "did you mean: alpha"),
