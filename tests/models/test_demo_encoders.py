@@ -113,23 +113,6 @@ def test_an_installed_package_looks_inside_itself(tmp_path, monkeypatch):
     assert loading.demo_folder() == tmp_path / "package" / "demo"
 
 
-def test_a_finished_kind_is_exported_beside_an_unfinished_one(runs, tmp_path, place, monkeypatch):
-    del runs["dino-skip_soap-seed0"]
-    ledger = tmp_path / "ledger.json"
-    ledger.write_text(json.dumps(runs))
-    words = ["demo", str(tmp_path / "runs"), "--json", str(ledger), "--out", str(place)]
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit, match="dino-skip_soap-seed0 is missing"):
-        demo.main()
-    (weights,) = place.glob("*.safetensors")
-    assert weights.name == "demo_skipless.safetensors"
-    said = json.loads(ledger.read_text())
-    assert demo_of("skip") not in said
-    kept = said[demo_of("skipless")]
-    assert (kept["run"], kept["bytes"]) == (CHOSEN["skipless"], weights.stat().st_size)
-    assert kept["sha256"] == identify_encoder("demo:skipless").sha256
-
-
 def test_those_that_come_with_this_suite_are_those_of_the_ledger():
     """What lies in results/demo is what the queue wrote last."""
     known = {name: run for name in NAMES if (run := Ledger(LEDGER).runs.get(demo_of(name)))}

@@ -320,18 +320,3 @@ def test_the_rows_of_the_mnist_table_differ_in_the_model_alone():
         "qr": ["model.attention: softmax -> osa_qr", *osa],
         "newton_schulz": ["model.attention: softmax -> osa_newton_schulz", *osa],
     }
-
-
-def test_the_mnist_recipe_is_that_of_appendix_d():
-    plan = build(compose_config("pretraining", ["experiment=osa_mnist_qr"]))
-    assert isinstance(plan, Pretraining)
-    encoder, train = plan.encoder, plan.train
-    assert isinstance(encoder, ViTConfig)
-    assert (encoder.image_size, encoder.patch_size, encoder.depth) == (28, 4, 6)
-    assert (encoder.dim, encoder.num_heads, encoder.mlp_ratio) == (64, 4, 4)
-    assert (train.epochs, train.batch_size, train.max_grad_norm) == (10, 128, 1.0)
-    timeline = train.timeline(60_000)
-    assert timeline.total_steps == 4680
-    assert plan.optimizer.lr * train.batch / 256 == pytest.approx(3e-4)
-    assert (train.final_lr, train.warmup_steps(timeline)) == (3e-4, 0)
-    assert (train.weight_decay, train.final_weight_decay) == (0.05, 0.05)
