@@ -191,7 +191,16 @@ class Encoder(_Identified):
         """
         called = name or type(module).__name__
         parts = dict(module.named_modules())
-        blocks = blocks or _longest_list(module, called)
+        if not blocks:
+            lists = _lists(module)
+            longest = [one for one, count in lists.items() if count == max(lists.values())]
+            if len(longest) != 1:
+                came = ", ".join(lists) or "no list of modules of one kind"
+                raise CheckpointError(
+                    f"{called}: expected one longest list of blocks, came {came}; name it: "
+                    "Encoder.from_module(module, blocks='NAME')"
+                )
+            blocks = longest[0]
         if blocks not in parts or not list(parts[blocks].children()):
             raise CheckpointError(
                 f"{called} has no list of blocks called {blocks!r}; expected the name of a "
@@ -301,18 +310,6 @@ def _lists(module: nn.Module) -> dict[str, int]:
         and len({type(child) for child in children}) == 1
         and any(True for _ in children[0].children())
     }
-
-
-def _longest_list(module: nn.Module, called: str) -> str:
-    lists = _lists(module)
-    longest = [name for name, count in lists.items() if count == max(lists.values())]
-    if len(longest) != 1:
-        came = ", ".join(lists) or "no list of modules of one kind"
-        raise CheckpointError(
-            f"{called}: expected one longest list of blocks, came {came}; name it: "
-            "Encoder.from_module(module, blocks='NAME')"
-        )
-    return longest[0]
 
 
 def _patch_kernel(module: nn.Module, called: str) -> int:

@@ -340,7 +340,7 @@ def test_a_checkpoint_gives_the_model_back_and_no_probe_takes_it(tmp_path):
     [
         ({"head_width": 6}, r"head_width expects a divisor of 2 x model.dim = 16, got 6; take 2"),
         ({"mimetic_layers": [2]}, r"mimetic_layers must lie in 0\.\.1, got 2"),
-        ({"mimetic_layers": []}, "got none; model.mimetic="),
+        ({"mimetic_layers": []}, "got none; null stands for all blocks"),
     ],
 )
 def test_a_wrong_configuration_says_what_fits(changes, message):
