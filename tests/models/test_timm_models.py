@@ -222,8 +222,8 @@ def test_sizes_come_from_the_name_where_they_are_left_open():
     assert (swin.patch_size, swin.window_size, vit.patch_size) == (4, 7, 16)
     assert (swin.depth, swin.dim, swin.shape.strides[::8]) == (24, 768, (4, 16, 16))
     assert TimmConfig.from_dict(json.loads(json.dumps(swin.to_dict()))) == swin
-    strides = TimmConfig(name="convnext_atto", image_size=32, patch_size=2).shape.strides
-    assert (strides[0], strides[4], strides[-1]) == (4, 16, 16)
+    atto = TimmConfig(name="convnext_atto", image_size=32, patch_size=2)
+    assert atto.shape.strides[::4] == (4, 16, 16)
 
 
 @pytest.mark.parametrize("config", [SWIN, CAIT, VIT])
