@@ -16,7 +16,7 @@ from ssl_bench.layers import numbered_layers, resolve_layers
 from ssl_bench.models import Encoder, identify_encoder, load_encoder
 from ssl_bench.models.encoder import ASSUMED
 from ssl_bench.models.loading.addresses import expand, kept_epoch, with_baselines
-from ssl_bench.models.loading.identity import read_metadata
+from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.models.loading.layouts import DINO
 from ssl_bench.models.loading.load import stated_identity
 from ssl_bench.planning import (

@@ -24,7 +24,9 @@ from ssl_bench.system.progress import say
 from ssl_bench.system.transfers import fetched, sent
 
 Features = dict[int, dict[Facet, Tensor]]
-Grids = dict[int, tuple[int, int]]
+Grid = tuple[int, int]
+# Where a hook puts what it hears: features of the layer, its grid, images of the batch.
+_Place = tuple[dict[Facet, Tensor], Grid, int]
 Layout = Literal["tokens", "channels_first", "channels_last"]
 
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
@@ -91,7 +93,16 @@ class FeatureExtractor:
             patch = max((*encoder.strides, self.patch_size))
             trial = [n * patch for n in _TRIAL_GRID] if encoder.any_size else encoder.native_size
             found, _ = self.unchecked(torch.zeros(2, 3, *trial))
-            self._widths |= self._inner_widths(found)
+            widths: dict[Facet, int] = {}
+            for tap in self._taps:
+                width = found[tap.layer][tap.facet].shape[-1]
+                if widths.setdefault(tap.facet, width) != width:
+                    raise UnfitEncoder(
+                        f"{tap.facet} of {encoder.name} has {width} channels in block {tap.layer} "
+                        f"and {widths[tap.facet]} in others, expected one number; ask for blocks "
+                        "that are alike"
+                    )
+            self._widths |= widths
 
     def width(self, facet: Facet) -> int:
         """Of its features, in the last layer where they differ."""
@@ -169,7 +180,18 @@ class FeatureExtractor:
             suppress(_DeepestLayerDone),
         ):
             self._module(images)
-        self._require_all(found)
+        for layer, features in found.items():
+            silent = [facet for facet in self.facets if facet not in features]
+            if unheard := [facet for facet in silent if facet not in _QKV_PARTS]:
+                raise UnfitEncoder(
+                    f"{self.encoder.name} never calls {', '.join(unheard)} of block {layer} in a "
+                    "pass; ask for a submodule that it calls"
+                )
+            if silent:
+                raise UnfitEncoder(
+                    f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
+                    "qkv layer; ask for probe.facet=token"
+                )
         # Sums, because they are one pass without a copy.
         sums = [value.flatten(1).sum(1) for item in found.values() for value in item.values()]
         ordered: Features = {
@@ -213,7 +235,7 @@ class FeatureExtractor:
             )
 
     @contextmanager
-    def _listening(self, found: Features, grids: Grids, batch: int) -> Iterator[None]:
+    def _listening(self, found: Features, grids: dict[int, Grid], batch: int) -> Iterator[None]:
         """Hooks that fill `found` during a forward pass; gone afterwards, whatever happens."""
         blocks = self._module.get_submodule("blocks")
         handles = []
@@ -222,10 +244,10 @@ class FeatureExtractor:
                 block = blocks.get_submodule(str(layer))
                 keep = partial(self._keep_tokens, found[layer], grids[layer])
                 handles.append(block.register_forward_hook(keep))
-                # Some of timm's blocks have none, which `_require_all` tells.
+                # Some of timm's blocks have none, which is told after the pass.
                 qkv = dict(block.named_modules()).get("attn.qkv")
                 if qkv is not None and any(facet in _QKV_PARTS for facet in self.facets):
-                    keep = partial(self._keep_qkv, found[layer], layer, (batch, *grids[layer]))
+                    keep = partial(self._keep_qkv, layer, (found[layer], grids[layer], batch))
                     handles.append(qkv.register_forward_hook(keep))
             for tap in self._taps:
                 place = (found[tap.layer], grids[tap.layer], batch)
@@ -242,15 +264,9 @@ class FeatureExtractor:
             for handle in handles:
                 handle.remove()
 
-    def _keep_tokens(
-        self,
-        features: dict[Facet, Tensor],
-        grid: tuple[int, int],
-        _block: nn.Module,
-        _inputs: tuple[Any, ...],
-        output: Any,
-    ) -> None:
-        tokens = tokens_among(output)
+    # Hooks are given the module, what goes in, and, behind it, what comes out.
+    def _keep_tokens(self, features: dict[Facet, Tensor], grid: Grid, *heard: Any) -> None:
+        tokens = tokens_among(heard[-1])
         # Blocks of convolutions and of windows give maps; their norm, like all, takes tokens.
         if tokens.ndim != 3:
             last = self.encoder.channels_last
@@ -269,16 +285,8 @@ class FeatureExtractor:
             if "cls_normed" in self.facets:
                 features["cls_normed"] = normed[:, 0].float()
 
-    def _keep_qkv(
-        self,
-        features: dict[Facet, Tensor],
-        layer: int,
-        shape: tuple[int, int, int],
-        _qkv: nn.Module,
-        _inputs: tuple[Any, ...],
-        output: Tensor,
-    ) -> None:
-        batch, *grid = shape
+    def _keep_qkv(self, layer: int, place: _Place, *heard: Any) -> None:
+        (features, grid, batch), output = place, heard[-1]
         tokens = self.encoder.num_prefix_tokens + grid[0] * grid[1]
         if output.shape[:2] != (batch, tokens):
             raise UnfitEncoder(
@@ -288,16 +296,10 @@ class FeatureExtractor:
         for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
             if facet in self.facets:
                 # A copy, so that the other two thirds can go.
-                features[facet] = self._patches(part.contiguous(), (grid[0], grid[1]))
+                features[facet] = self._patches(part.contiguous(), grid)
 
     def _keep_inner(
-        self,
-        tap: "_Tap",
-        place: tuple[dict[Facet, Tensor], tuple[int, int], int],
-        owners: list[nn.Module],
-        module: nn.Module,
-        inputs: tuple[Any, ...],
-        output: Any = None,
+        self, tap: "_Tap", place: _Place, owners: list[nn.Module], module: nn.Module, *heard: Any
     ) -> None:
         if module in owners:
             raise UnfitEncoder(
@@ -307,7 +309,7 @@ class FeatureExtractor:
         owners.append(module)
         if len(owners) > 1:
             return
-        value = output if tap.side == "output" else inputs[0] if inputs else None
+        value = heard[-1] if tap.side == "output" else next(iter(heard[0]), None)
         if not isinstance(value, Tensor):
             raise UnfitEncoder(
                 f"{tap.name} of {self.encoder.name} gives a {type(value).__name__}, expected one "
@@ -331,37 +333,10 @@ class FeatureExtractor:
         # A copy: what comes next in the block may work in place.
         features[tap.facet] = value.float().clone()
 
-    def _inner_widths(self, found: Features) -> dict[Facet, int]:
-        """Channels of each facet from inside, which are one number in all blocks."""
-        widths: dict[Facet, int] = {}
-        for tap in self._taps:
-            width = found[tap.layer][tap.facet].shape[-1]
-            if widths.setdefault(tap.facet, width) != width:
-                raise UnfitEncoder(
-                    f"{tap.facet} of {self.encoder.name} has {width} channels in block "
-                    f"{tap.layer} and {widths[tap.facet]} in others, expected one number; ask for "
-                    "blocks that are alike"
-                )
-        return widths
-
     def _patches(
-        self, tokens: Float[Tensor, "batch tokens width"], grid: tuple[int, int]
+        self, tokens: Float[Tensor, "batch tokens width"], grid: Grid
     ) -> Float[Tensor, "batch rows cols width"]:
         return tokens[:, self.encoder.num_prefix_tokens :].unflatten(1, grid).float()
-
-    def _require_all(self, found: Features) -> None:
-        for layer, features in found.items():
-            silent = [facet for facet in self.facets if facet not in features]
-            if unheard := [facet for facet in silent if facet not in _QKV_PARTS]:
-                raise UnfitEncoder(
-                    f"{self.encoder.name} never calls {', '.join(unheard)} of block {layer} in a "
-                    "pass; ask for a submodule that it calls"
-                )
-            if silent:
-                raise UnfitEncoder(
-                    f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
-                    "qkv layer; ask for probe.facet=token"
-                )
 
 
 def tokens_among(output: Any) -> Tensor:
@@ -400,7 +375,16 @@ def _tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
     path = submodule_of(facet)
     if path is not None:
         if path not in parts:
-            raise UnfitEncoder(_no_such(encoder, layer, path, list(parts)))
+            near = ", ".join(difflib.get_close_matches(path, [n for n in parts if n], n=3))
+            hint = f"did you mean {near}? " if near else ""
+            parent = path
+            while parent not in parts:
+                parent = parent.rpartition(".")[0]
+            where = f"blocks.{layer}.{parent}".rstrip(".")
+            raise UnfitEncoder(
+                f"{encoder.name} has no blocks.{layer}.{path}; {hint}{where} has "
+                f"{_children(list(parts), parent)}"
+            )
         return _Tap(layer, facet, f"blocks.{layer}.{path}", (parts[path],), "output")
     found, side = _named(parts, facet)
     if not found:
@@ -426,27 +410,13 @@ def _named(
     return (tuple(pair) if len(pair) == 2 else ()), "input"
 
 
-def _no_such(encoder: Encoder, layer: int, path: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(path, [name for name in names if name], n=3)
-    parent = path
-    while parent not in names:
-        parent = parent.rpartition(".")[0]
-    where = f"blocks.{layer}.{parent}".rstrip(".")
-    hint = f"did you mean {', '.join(near)}? " if near else ""
-    return (
-        f"{encoder.name} has no blocks.{layer}.{path}; {hint}{where} has {_children(names, parent)}"
-    )
-
-
 def _children(names: list[str], parent: str) -> str:
     start = f"{parent}." if parent else ""
     found = [n.removeprefix(start) for n in names if n.startswith(start) and n != parent]
     return ", ".join(name for name in found if "." not in name) or "no submodules"
 
 
-def _layouts(
-    shape: Sequence[int], batch: int, grid: tuple[int, int], num_prefix_tokens: int
-) -> list[Layout]:
+def _layouts(shape: Sequence[int], batch: int, grid: Grid, num_prefix_tokens: int) -> list[Layout]:
     """How a tensor may lie on a grid of patches; at most one way where that is no square."""
     patches = grid[0] * grid[1]
     with_prefix = (patches, num_prefix_tokens + patches)

@@ -29,7 +29,7 @@ from probes.spectra import (
 )
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Interval, Jackknife
-from ssl_bench.models.initialisers.statistics import effective_rank as centred_effective_rank
+from ssl_bench.models.initialisers import effective_rank as centred_effective_rank
 
 MATRIX = "attention_matrix"
 OUTPUTS = ("attention", "attention_skip", "mlp", "mlp_skip")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ssl_bench.composition.compose import as_plain, as_yaml, build, compose_config, with_root
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.initialisers.options import in_full
+from ssl_bench.models.initialisers import in_full
 from ssl_bench.system.endings import is_heard
 from ssl_bench.system.escaping import printable_lines
 from ssl_bench.system.progress import say

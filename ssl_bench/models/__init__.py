@@ -1,27 +1,22 @@
-"""Encoders: ours, those with layers of timm, their checkpoints, and everybody else's.
-
-Names of what computes are imported when they are asked for: what an encoder is, is known without
-torch.
-"""
+"""Encoders: ours, those with layers of timm, their checkpoints, and everybody else's."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ssl_bench.models.config import ConvMixerConfig, EncoderConfig, ViTConfig
 from ssl_bench.models.convnext_config import ConvNeXtConfig
-from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder
-from ssl_bench.models.loading.identity import EncoderIdentity
+from ssl_bench.models.convolutional import ConvMixer
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder, EncoderIdentity
+from ssl_bench.models.kinds import build_encoder, encoder_from_model
+from ssl_bench.models.loading.checkpoint import save_encoder
 from ssl_bench.models.loading.load import identify_encoder, load_encoder
 from ssl_bench.models.timm_config import TimmConfig
+from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
 if TYPE_CHECKING:
-    from ssl_bench.models.convolutional import ConvMixer
-    from ssl_bench.models.kinds import build_encoder, encoder_from_model
-    from ssl_bench.models.loading.checkpoint import save_encoder
     from ssl_bench.models.orthogonal.attention import OrthogonalAttention
     from ssl_bench.models.state_space.config import StateSpaceConfig
     from ssl_bench.models.state_space.model import StateSpaceModel
-    from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
 __all__ = [
     "IMAGENET_MEAN",
@@ -47,21 +42,15 @@ __all__ = [
     "save_encoder",
 ]
 
-_HOMES = {
-    "ConvMixer": "convolutional",
-    "EncoderModule": "vit",
+# What stands apart from encoders of images is imported when it is asked for.
+_APART = {
     "OrthogonalAttention": "orthogonal.attention",
     "StateSpaceConfig": "state_space.config",
     "StateSpaceModel": "state_space.model",
-    "VisionTransformer": "vit",
-    "build_encoder": "kinds",
-    "build_vit": "vit",
-    "encoder_from_model": "kinds",
-    "save_encoder": "loading.checkpoint",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _APART:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_APART[name]}"), name)

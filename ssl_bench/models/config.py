@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -19,14 +18,15 @@ from ssl_bench.composition.fields import (
     require,
 )
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.initialisers.options import BLOCK_OPTIONS, FILTER_OPTIONS, make_initialiser
+from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, make_initialiser
 
 Config = TypeVar("Config", bound="EncoderConfig")
 AttentionKind = Literal["softmax", "linear", "osa_qr", "osa_newton_schulz"]
 GrayingKind = Literal["none", "svd", "dct"]
 Norm = Literal["layernorm", "none"]
 PositionEmbedding = Literal["learned", "sinusoidal"]
-_OLDER_OPTIONS = ("mlp_mean", "mlp_input_std")
+# Fields that were among `init_options` once.
+_OLDER_OPTIONS = {"mlp_mean", "mlp_input_std"}
 
 
 class EncoderConfig:
@@ -76,11 +76,8 @@ class EncoderConfig:
         Raises:
             ConfigurationError: A key that no version of this class knows, or a wrong value.
         """
-        known = [item.name for item in fields(cls)]
-        for key in values:
-            if key not in known:
-                near = ", ".join(get_close_matches(key, known)) or ", ".join(known)
-                raise ConfigurationError(f"model has no key {key!r}; did you mean: {near}?")
+        if unknown := values.keys() - {item.name for item in fields(cls)}:
+            raise ConfigurationError(f"model has no key {', '.join(map(repr, sorted(unknown)))}")
         return cls(**values)
 
 
@@ -110,7 +107,7 @@ class ViTConfig(EncoderConfig):
         mlp_mean: Added to all entries of the first matrix of every MLP, whatever drew it.
         mlp_input_std: Deviation of a normal number that each input channel of that matrix adds to
             its weights towards all hidden units.
-        init: Name of an initialiser, see `ssl_bench.models.initialisers.options`.
+        init: Name of an initialiser, see `ssl_bench.models.initialisers`.
         init_options: Its hyperparameters that differ from their defaults; None means the default.
             `mlp_mean` and `mlp_input_std` among them are older names of the fields.
     """
@@ -143,7 +140,17 @@ class ViTConfig(EncoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._take_older_options()
+        said = dict(self.init_options)
+        for item in (one for one in fields(self) if one.name in _OLDER_OPTIONS & said.keys()):
+            value, here = said.pop(item.name), getattr(self, item.name)
+            require(f"model.init_options.{item.name}", item.type, value)
+            if here not in (item.default, value):
+                raise ConfigurationError(
+                    f"model.init_options.{item.name} is an older name of model.{item.name}, got "
+                    f"{value} and {here}; give the latter alone"
+                )
+            object.__setattr__(self, item.name, float(value))
+        object.__setattr__(self, "init_options", said)
         check_divisible(self, "image_size", "patch_size")
         check_divisible(self, "dim", "num_heads")
         if self.position_embedding == "sinusoidal" and self.dim % 4:
@@ -170,7 +177,7 @@ class ViTConfig(EncoderConfig):
                 "model.init=osa draws 2 x head width orthogonal columns of model.dim entries, so "
                 f"model.num_heads must be 2 or more, got {self.num_heads}"
             )
-        make_initialiser(BLOCK_OPTIONS, self.init, self.init_options)
+        make_initialiser(INITIALISERS, self.init, self.init_options)
 
     @property
     def grid_size(self) -> int:
@@ -187,22 +194,6 @@ class ViTConfig(EncoderConfig):
         """[CLS] and registers, which come before the patches."""
         return 1 + self.num_registers
 
-    def _take_older_options(self) -> None:
-        """Move what `init_options` says of fields into them."""
-        said = dict(self.init_options)
-        for item in fields(self):
-            if item.name not in _OLDER_OPTIONS or item.name not in said:
-                continue
-            value, here = said.pop(item.name), getattr(self, item.name)
-            require(f"model.init_options.{item.name}", item.type, value)
-            if here not in (item.default, value):
-                raise ConfigurationError(
-                    f"model.init_options.{item.name} is an older name of model.{item.name}, got "
-                    f"{value} and {here}; give the latter alone"
-                )
-            object.__setattr__(self, item.name, float(value))
-        object.__setattr__(self, "init_options", said)
-
 
 @dataclass(frozen=True)
 class ConvMixerConfig(EncoderConfig):
@@ -213,8 +204,8 @@ class ConvMixerConfig(EncoderConfig):
         kernel_size: Side of the depthwise filters in patches; odd.
         skip: Add the input of the depthwise convolution to its output, the only skip there is.
         frozen_filters: Leave the depthwise filters, not their biases, as they were drawn.
-        init: Of the depthwise filters, see `ssl_bench.models.initialisers.options`; all else
-            starts as PyTorch starts convolutions.
+        init: Of the depthwise filters, see `ssl_bench.models.initialisers`; all else starts as
+            PyTorch starts convolutions.
         init_options: Its hyperparameters that differ from their defaults; None means the default.
     """
 
@@ -239,7 +230,7 @@ class ConvMixerConfig(EncoderConfig):
                 "model.kernel_size must be odd, so that a filter has a middle, got "
                 f"{self.kernel_size}; take {near}"
             )
-        make_initialiser(FILTER_OPTIONS, self.init, self.init_options)
+        make_initialiser(FILTER_INITIALISERS, self.init, self.init_options)
 
 
 # By name: these files import this one.
@@ -282,10 +273,7 @@ def check_layers(name: str, layers: Sequence[int] | None, depth: int) -> None:
         return
     outside = [layer for layer in layers if layer not in range(depth)]
     if outside or not layers:
-        none = (
-            "model.mimetic=[] changes" if name == "mimetic_layers" else "model.graying=none grays"
-        )
         raise ConfigurationError(
             f"model.{name} must lie in 0..{depth - 1}, got "
-            f"{', '.join(map(str, outside)) or 'none'}; {none} no block, null every one"
+            f"{', '.join(map(str, outside)) or 'none'}; null stands for all blocks"
         )

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from ssl_bench.composition.fields import Depth, Pixels, RateOrZero, Width, Within
 from ssl_bench.models.config import EncoderConfig, check_divisible
-from ssl_bench.models.initialisers.options import FILTER_OPTIONS, make_initialiser
+from ssl_bench.models.initialisers import FILTER_INITIALISERS, make_initialiser
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class ConvNeXtConfig(EncoderConfig):
             whose ConvNeXt this is (Trockman, "Mimetic initialization", 2025).
         mlp_input_std: Deviation of a normal number that each input channel of that matrix adds to
             its weights towards all hidden units, equation 3.39.
-        init: Of the depthwise filters of 7 x 7, see `ssl_bench.models.initialisers.options`; all
-            else starts as PyTorch starts convolutions.
+        init: Of the depthwise filters of 7 x 7, see `ssl_bench.models.initialisers`; all else
+            starts as PyTorch starts convolutions.
         init_options: Its hyperparameters that differ from their defaults; None means the default.
     """
 
@@ -40,4 +40,4 @@ class ConvNeXtConfig(EncoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_divisible(self, "image_size", "patch_size")
-        make_initialiser(FILTER_OPTIONS, self.init, self.init_options)
+        make_initialiser(FILTER_INITIALISERS, self.init, self.init_options)

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from ssl_bench.models.config import ConvMixerConfig
 from ssl_bench.models.convnext_config import ConvNeXtConfig
-from ssl_bench.models.initialisers.convolutions import (
+from ssl_bench.models.initialisers import (
+    FILTER_INITIALISERS,
     draw_filters,
     draw_uniform,
-    filter_initialiser_of,
+    make_initialiser,
 )
 from ssl_bench.models.vit import EncoderModule, PatchEmbed
 
@@ -138,7 +139,7 @@ def build_conv_mixer(config: ConvMixerConfig, *, seed: int) -> ConvMixer:
     for block in model.blocks:
         draw_uniform(block.get_submodule("depthwise"), generator)
         draw_uniform(block.get_submodule("pointwise"), generator)
-    initialiser = filter_initialiser_of(config.init, config.init_options)
+    initialiser = make_initialiser(FILTER_INITIALISERS, config.init, config.init_options)
     draw_filters(_depthwise(model), initialiser, generator)
     return model
 
@@ -152,7 +153,7 @@ def build_convnext(config: ConvNeXtConfig, *, seed: int) -> ConvNeXt:
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             draw_uniform(module, generator)
-    initialiser = filter_initialiser_of(config.init, config.init_options)
+    initialiser = make_initialiser(FILTER_INITIALISERS, config.init, config.init_options)
     draw_filters(_depthwise(model), initialiser, generator)
     # Last, so that all else is as it is without.
     for block in model.blocks:

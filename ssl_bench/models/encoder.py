@@ -1,16 +1,19 @@
-"""A frozen model with everything a probe must know about it; what names it needs no torch."""
+"""A frozen model with everything a probe must know about it, of whatever library it comes from."""
 
+import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any
 
-from ssl_bench.errors import CheckpointError
+import torch
+from torch import Tensor, nn
+
+from ssl_bench.errors import CheckpointError, UnfitEncoder
 from ssl_bench.models.config import EncoderConfig
-
-if TYPE_CHECKING:
-    from torch import nn
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -27,6 +30,10 @@ _OF_TRAINING = frozenset(
         *("position_scale", "mlp_mean", "mlp_input_std"),
     }
 )
+# The same sums on another path: timm decides it by the machine.
+_OF_MACHINE = frozenset({"training", "fused_attn"})
+_NORMS = ("norm", "layernorm", "ln_f", "ln_post", "final_norm", "norm_final", "post_layernorm")
+_USUAL_SIZE = 224
 
 
 @dataclass(frozen=True)
@@ -50,35 +57,48 @@ class Contents:
     epoch: float | None = None
 
 
-class ModuleFacts(TypedDict, total=False):
-    """What `Encoder.from_module` can be told; the rest is found out.
+class _Identified:
+    sha256: str
+    architecture: Mapping[str, Any]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
 
-    Attributes:
-        patch_size: Pixels; else the kernel of the convolution that makes patches.
-        blocks: Name of the list of blocks, such as "blocks" or "encoder.layers"; else the longest
-            list of modules of one kind.
-        norm: Name of the final norm; else the usual names are looked for.
-        image_size: Height and width that it was trained on; else what it says, or 224.
-        mean: Of its training images, RGB in [0, 1]; else ImageNet's.
-        std: Of the same images.
-        num_registers: How many of the tokens before the patches are no [CLS].
-        name: How tables call it; else that of its class.
-        epoch: Stands in records, for curves over epochs.
-    """
-
-    patch_size: int | None
-    blocks: str | None
-    norm: str | None
-    image_size: int | tuple[int, int] | None
-    mean: Sequence[float]
-    std: Sequence[float]
-    num_registers: int
-    name: str | None
-    epoch: int | float | None
+    def identity(self) -> dict[str, Any]:
+        """What decides the features of an image, in plain JSON types and under records' names."""
+        return {
+            "checkpoint_sha256": self.sha256,
+            "architecture": self.architecture,
+            "mean": self.mean,
+            "std": self.std,
+        }
 
 
 @dataclass(frozen=True)
-class Encoder:
+class EncoderIdentity(_Identified):
+    """What names the cells of an encoder; the fields are those of `Encoder`.
+
+    Attributes:
+        num_heads: None where only timm knows, which takes seconds to import.
+    """
+
+    uri: str
+    name: str
+    sha256: str
+    architecture: Mapping[str, Any]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    depth: int
+    patch_size: int
+    native_size: tuple[int, int]
+    num_heads: int | None
+    is_staged: bool
+    has_cls: bool
+    any_size: bool = True
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Encoder(_Identified):
     """A frozen encoder of patches, whatever library it comes from.
 
     Args:
@@ -107,7 +127,7 @@ class Encoder:
         instead: Of usual facets that it lacks, which one probes look at where none was typed.
     """
 
-    module: "nn.Module"
+    module: nn.Module
     name: str
     uri: str
     sha256: str
@@ -132,7 +152,20 @@ class Encoder:
     instead: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def from_module(cls, module: "nn.Module", **facts: Unpack[ModuleFacts]) -> "Encoder":
+    def from_module(
+        cls,
+        module: nn.Module,
+        *,
+        patch_size: int | None = None,
+        blocks: str | None = None,
+        norm: str | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        num_registers: int = 0,
+        name: str | None = None,
+        epoch: int | float | None = None,
+    ) -> "Encoder":
         """An encoder of one's own: any module that takes images and has a list of blocks.
 
         One pass over two black images shows what is not said: depth, width, tokens before the
@@ -142,14 +175,79 @@ class Encoder:
         Args:
             module: Takes batch x 3 x height x width, normalised by `mean` and `std`; its blocks
                 give tokens (batch x tokens x dim), maps, or tuples that begin with one.
-            facts: What is known of it, see `ModuleFacts`.
+            patch_size: Pixels; else the kernel of the convolution that makes patches.
+            blocks: Name of the list of blocks, such as "blocks" or "encoder.layers"; else the
+                longest list of modules of one kind.
+            norm: Name of the final norm; else the usual names are looked for.
+            image_size: Height and width that it was trained on; else what it says, or 224.
+            mean: Of its training images, RGB in [0, 1]; else ImageNet's.
+            std: Of the same images.
+            num_registers: How many of the tokens before the patches are no [CLS].
+            name: How tables call it; else that of its class.
+            epoch: Stands in records, for curves over epochs.
 
         Raises:
             CheckpointError: What was expected of the module, what came and what to say.
         """
-        from ssl_bench.models.from_module import encoder_of_module
-
-        return encoder_of_module(module, **facts)
+        called = name or type(module).__name__
+        parts = dict(module.named_modules())
+        if not blocks:
+            lists = _lists(module)
+            longest = [one for one, count in lists.items() if count == max(lists.values())]
+            if len(longest) != 1:
+                came = ", ".join(lists) or "no list of modules of one kind"
+                raise CheckpointError(
+                    f"{called}: expected one longest list of blocks, came {came}; name it: "
+                    "Encoder.from_module(module, blocks='NAME')"
+                )
+            blocks = longest[0]
+        if blocks not in parts or not list(parts[blocks].children()):
+            raise CheckpointError(
+                f"{called} has no list of blocks called {blocks!r}; expected the name of a "
+                f"ModuleList or Sequential, such as {', '.join(_lists(module)) or 'blocks'}"
+            )
+        patch = patch_size or _patch_kernel(module, called)
+        own = OwnModule(module, blocks, _final_norm(parts, norm, blocks, called)).eval()
+        size, outputs = _first_pass(own, _sizes(module, image_size, patch), called)
+        try:
+            _heard(own, (size[0] + patch, size[1] + 2 * patch))
+            any_size = True
+        except Exception:  # Somebody's forward may refuse a size in any way.
+            any_size = False
+        grid = (size[0] // patch, size[1] // patch)
+        widths, prefix, channels_last = _anatomy(outputs, grid, called)
+        heads = [getattr(part, "num_heads", None) for part in next(own.blocks.children()).modules()]
+        # The layer that keys are taken from.
+        has_keys = all("attn.qkv" in dict(one.named_modules()) for one in own.blocks.children())
+        lacking = {} if prefix > num_registers else {"cls": "patch_mean"}
+        colour = IMAGENET_MEAN if mean is None else mean
+        deviation = IMAGENET_STD if std is None else std
+        return cls(
+            module=own,
+            name=called,
+            uri="memory",
+            sha256=state_dict_sha256(module),
+            architecture={
+                **of_library(module, "module", type(module).__qualname__),
+                "code_sha256": _code_sha256(module),
+                "blocks": blocks,
+                "patch_size": patch,
+            },
+            patch_size=patch,
+            depth=len(outputs),
+            dim=widths[-1],
+            num_heads=next((n for n in heads if isinstance(n, int) and not isinstance(n, bool)), 0),
+            num_prefix_tokens=prefix,
+            native_size=size,
+            mean=(colour[0], colour[1], colour[2]),
+            std=(deviation[0], deviation[1], deviation[2]),
+            colours_from="assumed, ImageNet's" if mean is None else "from_module",
+            num_registers=num_registers,
+            contents=Contents("module", epoch=None if epoch is None else float(epoch)),
+            channels_last=channels_last,
+            any_size=any_size,
+            instead=lacking if has_keys else {**lacking, "key": "token"},
+        )
 
     def stride(self, layer: int) -> int:
         """Pixels along a side of what a token of a block stands for."""
@@ -179,15 +277,204 @@ class Encoder:
         """Whether the first token is [CLS]."""
         return self.num_prefix_tokens > self.num_registers
 
-    def identity(self) -> dict[str, Any]:
-        """What decides the features of an image, in plain JSON types and under records' names."""
-        return identity_of(self.sha256, self.architecture, (self.mean, self.std))
+
+class OwnModule(nn.Module):
+    """Somebody's module under the names that the extractor asks for: `blocks` and `norm`."""
+
+    def __init__(self, module: nn.Module, blocks: str, norm: nn.Module) -> None:
+        super().__init__()
+        self.module, self.norm = module, norm
+        self.blocks = module.get_submodule(blocks)
+
+    def forward(self, images: Tensor) -> Any:
+        """Whatever the module gives; blocks are heard while it runs."""
+        return self.module(images)
 
 
-def identity_of(sha256: str, architecture: Mapping[str, Any], colours: Colours) -> dict[str, Any]:
-    """See `Encoder.identity`."""
-    mean, std = colours
-    return {"checkpoint_sha256": sha256, "architecture": architecture, "mean": mean, "std": std}
+class _NoNorm(nn.Module):
+    def forward(self, _tokens: Tensor) -> Tensor:
+        """Raise: there is none."""
+        raise UnfitEncoder(
+            "this module has no final norm that is known; name it: "
+            "ssl_bench.Encoder.from_module(module, norm='NAME') is what to probe then"
+        )
+
+
+def _lists(module: nn.Module) -> dict[str, int]:
+    """Lists of modules of one kind, with how many there are."""
+    return {
+        name: len(children)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential)
+        and (children := list(part.children()))
+        and len({type(child) for child in children}) == 1
+        and any(True for _ in children[0].children())
+    }
+
+
+def _patch_kernel(module: nn.Module, called: str) -> int:
+    """The kernel of the first convolution that takes colours and steps as far as it sees."""
+    for part in module.modules():
+        if isinstance(part, nn.Conv2d) and part.in_channels == 3:
+            rows, cols = part.kernel_size
+            if rows == cols and part.stride == part.kernel_size and rows > 1:
+                return rows
+    raise CheckpointError(
+        f"{called} has no convolution of three channels into patches, so the size of a patch is "
+        "not known; say it: Encoder.from_module(module, patch_size=16)"
+    )
+
+
+def _final_norm(
+    parts: Mapping[str, nn.Module], norm: str | None, blocks: str, called: str
+) -> nn.Module:
+    if norm is not None:
+        if norm not in parts:
+            raise CheckpointError(f"{called} has no module {norm!r} for its final norm")
+        return parts[norm]
+    beside = blocks.rpartition(".")[0]
+    paths = [f"{place}{'.' if place else ''}{name}" for place in (beside, "") for name in _NORMS]
+    found = [parts[path] for path in paths if path in parts]
+    # Else the only one that is written down behind the blocks.
+    behind = [
+        part
+        for path, part in list(parts.items())[list(parts).index(blocks) :]
+        if not path.startswith(f"{blocks}.") and type(part).__name__.lower().endswith("norm")
+    ]
+    return found[0] if found else behind[0] if len(behind) == 1 else _NoNorm()
+
+
+def _sizes(
+    module: nn.Module, asked: int | tuple[int, int] | None, patch: int
+) -> list[tuple[int, int]]:
+    """Heights and widths that are tried, the likeliest first."""
+    if asked is not None:
+        return [(asked, asked) if isinstance(asked, int) else asked]
+    said = [
+        getattr(part, name, None)
+        for part in (module, getattr(module, "patch_embed", None), getattr(module, "config", None))
+        for name in ("img_size", "image_size")
+    ]
+    sizes = [(one, one) if isinstance(one, int) else one for one in said]
+    usual = max(1, round(_USUAL_SIZE / patch)) * patch
+    stated = [(int(s[0]), int(s[1])) for s in sizes if isinstance(s, tuple | list) and len(s) == 2]
+    return [*stated, (usual, usual), *((side * patch, side * patch) for side in (14, 16, 8, 4, 2))]
+
+
+def _heard(own: OwnModule, size: tuple[int, int]) -> list[Tensor]:
+    """What the blocks give for two black images, in their order."""
+    device = next((p.device for p in own.parameters()), torch.device("cpu"))
+    found: dict[int, Tensor] = {}
+
+    def keep(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        found[layer] = output[0] if isinstance(output, tuple | list) else output
+
+    children = list(own.blocks.children())
+    handles = [
+        child.register_forward_hook(partial(keep, layer)) for layer, child in enumerate(children)
+    ]
+    try:
+        with torch.no_grad():
+            own(torch.zeros(2, 3, *size, device=device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(found) < len(children):
+        raise UnfitEncoder(f"blocks {sorted(set(range(len(children))) - found.keys())} never run")
+    return [found[layer] for layer in range(len(children))]
+
+
+def _first_pass(
+    own: OwnModule, sizes: Sequence[tuple[int, int]], called: str
+) -> tuple[tuple[int, int], list[Tensor]]:
+    """The first of several sizes that the module takes, and what its blocks give."""
+    why = ""
+    for size in dict.fromkeys(sizes):
+        try:
+            return size, _heard(own, size)
+        except Exception as error:  # Somebody's forward may fail in any way.
+            why = why or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    tried = ", ".join(f"{h} x {w}" for h, w in dict.fromkeys(sizes))
+    raise CheckpointError(
+        f"{called} takes no images (batch x 3 x height x width) of {tried}: {why}; say which with "
+        "Encoder.from_module(module, image_size=...)"
+    )
+
+
+def _anatomy(
+    outputs: list[Tensor], grid: tuple[int, int], called: str
+) -> tuple[list[int], int, bool]:
+    """Widths of the blocks, tokens before the patches, and whether maps have channels last."""
+    patches, shapes = grid[0] * grid[1], {tuple(output.shape[:-1]) for output in outputs}
+    first = outputs[0]
+    if len(shapes) == 1 and first.ndim == 3 and first.shape[0] == 2 and first.shape[1] >= patches:
+        return [output.shape[-1] for output in outputs], first.shape[1] - patches, False
+    if all(output.ndim == 4 and tuple(output.shape[2:]) == grid for output in outputs):
+        return [output.shape[1] for output in outputs], 0, False
+    if all(output.ndim == 4 and tuple(output.shape[1:3]) == grid for output in outputs):
+        return [output.shape[-1] for output in outputs], 0, True
+    came = " x ".join(map(str, first.shape))
+    raise CheckpointError(
+        f"{called}: expected blocks that give tokens (batch x tokens x dim) or maps of "
+        f"{grid[0]} x {grid[1]} patches for two images, came {came}; name another list of blocks, "
+        "or the true patch_size"
+    )
+
+
+def _code_sha256(module: nn.Module) -> str:
+    """Of the source of all classes that are not PyTorch's: another forward is another encoder."""
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    digest = hashlib.sha256()
+    for kind in sorted(kinds, key=lambda one: f"{one.__module__}.{one.__qualname__}"):
+        if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        try:
+            source = inspect.getsource(kind)
+        except (OSError, TypeError):
+            source = kind.__qualname__
+        digest.update(source.encode())
+    return digest.hexdigest()
+
+
+def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:
+    """Architecture of somebody else's model: its name there, and a digest of all of its modules.
+
+    Of each module these are its class, and the numbers, texts and functions that it holds beside
+    its weights, such as epsilons.
+    """
+    lines = [
+        json.dumps(
+            [
+                path,
+                f"{type(module).__module__}.{type(module).__qualname__}",
+                {
+                    key: getattr(value, "__qualname__", None) or repr(value)
+                    for key, value in sorted(vars(module).items())
+                    if not key.startswith("_") and key not in _OF_MACHINE and _is_plain(value)
+                },
+            ]
+        )
+        for path, module in model.named_modules()
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return {"kind": library, "name": name, "modules_sha256": digest}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    is_function = callable(value) and hasattr(value, "__qualname__")
+    return value is None or isinstance(value, (bool, int, float, str)) or is_function
+
+
+def state_dict_sha256(module: nn.Module) -> str:
+    """Hexadecimal sha256 over names, shapes and bytes of all weights, sorted by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        value = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def configured(

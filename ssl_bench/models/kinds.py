@@ -1,12 +1,9 @@
 """The kinds of encoders of this suite: how they are built, and frozen for probes."""
 
-import hashlib
-import json
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import nn
 
 from ssl_bench.models.config import ConvMixerConfig, EncoderConfig, ViTConfig
@@ -25,13 +22,11 @@ from ssl_bench.models.encoder import (
     Encoder,
     configured,
     require_images,
+    state_dict_sha256,
 )
 from ssl_bench.models.positions import DINO_MARGIN
 from ssl_bench.models.timm_config import TimmConfig
 from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
-
-# The same sums on another path: timm decides it by the machine.
-_OF_MACHINE = frozenset({"training", "fused_attn"})
 
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
@@ -112,44 +107,3 @@ def encoder_from_model(
         widths=shape.widths if shape else (),
         channels_last=shape is not None and shape.channels_last,
     )
-
-
-def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:
-    """Architecture of somebody else's model: its name there, and a digest of all of its modules.
-
-    Of each module these are its class, and the numbers, texts and functions that it holds beside
-    its weights, such as epsilons.
-    """
-    lines = [
-        json.dumps(
-            [
-                path,
-                f"{type(module).__module__}.{type(module).__qualname__}",
-                {
-                    key: getattr(value, "__qualname__", None) or repr(value)
-                    for key, value in sorted(vars(module).items())
-                    if not key.startswith("_") and key not in _OF_MACHINE and _is_plain(value)
-                },
-            ]
-        )
-        for path, module in model.named_modules()
-    ]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    return {"kind": library, "name": name, "modules_sha256": digest}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    is_function = callable(value) and hasattr(value, "__qualname__")
-    return value is None or isinstance(value, (bool, int, float, str)) or is_function
-
-
-def state_dict_sha256(module: nn.Module) -> str:
-    """Hexadecimal sha256 over names, shapes and bytes of all weights, sorted by name."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        value = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

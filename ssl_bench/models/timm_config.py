@@ -16,7 +16,7 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import EncoderConfig, GrayingKind, check_divisible
-from ssl_bench.models.initialisers.options import BLOCK_OPTIONS, FILTER_OPTIONS, make_initialiser
+from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, make_initialiser
 
 if TYPE_CHECKING:
     from ssl_bench.models.timm_model import Shape
@@ -126,9 +126,38 @@ class TimmConfig(EncoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._take_sizes_from_name()
-        self._check_stages()
         family = self.family
+        match = re.search(r"patch(\d+)", self.name)
+        named = int(match[1]) if match else family.patch_size
+        if not family.any_patch and self.patch_size not in (0, named):
+            raise ConfigurationError(
+                f"model.patch_size of {family.name} is {named}, got {self.patch_size}; leave it out"
+            )
+        object.__setattr__(self, "patch_size", self.patch_size or named)
+        if self.window_size and not family.windows:
+            raise ConfigurationError(
+                f"model.window_size is of Swin alone, got {self.window_size} for {self.name}; "
+                "leave it out"
+            )
+        if family.windows and not self.window_size:
+            match = re.search(r"window(\d+)", self.name)
+            object.__setattr__(self, "window_size", int(match[1]) if match else 7)
+        stages, known = family.stages, family.arguments
+        for name in ("widths", "depths", "heads"):
+            values = getattr(self, name)
+            if values is not None and (name not in known or len(values) != stages):
+                raise ConfigurationError(
+                    f"model.{name} of {self.name} must have {stages if name in known else 0} "
+                    f"entries, got {list(values)}"
+                )
+        if family.windows and self.widths is not None:
+            doubled = [self.widths[0] * 2**stage for stage in range(stages)]
+            if list(self.widths) != doubled:
+                raise ConfigurationError(
+                    f"model.widths of Swin must double from stage to stage, got "
+                    f"{list(self.widths)}; take {doubled}"
+                )
+        check_divisible(self, "image_size", "patch_size")
         if self.graying != "none" and "heads" not in family.arguments:
             raise ConfigurationError(
                 f"model.graying needs attention, got {self.graying} for {self.name}; "
@@ -143,7 +172,7 @@ class TimmConfig(EncoderConfig):
                 f"model.graying_class_blocks is of CaiT alone, got true for {self.name}; "
                 "set it to false"
             )
-        every = {**BLOCK_OPTIONS, **FILTER_OPTIONS}
+        every = {**INITIALISERS, **FILTER_INITIALISERS}
         make_initialiser({n: every[n] for n in family.inits}, self.init, self.init_options)
         if self.frozen_filters and "covariance" not in family.inits:
             raise ConfigurationError(
@@ -192,39 +221,3 @@ class TimmConfig(EncoderConfig):
     @property
     def num_registers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.shape.num_registers
-
-    def _take_sizes_from_name(self) -> None:
-        family = self.family
-        match = re.search(r"patch(\d+)", self.name)
-        named = int(match[1]) if match else family.patch_size
-        if not family.any_patch and self.patch_size not in (0, named):
-            raise ConfigurationError(
-                f"model.patch_size of {family.name} is {named}, got {self.patch_size}; leave it out"
-            )
-        object.__setattr__(self, "patch_size", self.patch_size or named)
-        if self.window_size and not family.windows:
-            raise ConfigurationError(
-                f"model.window_size is of Swin alone, got {self.window_size} for {self.name}; "
-                "leave it out"
-            )
-        if family.windows and not self.window_size:
-            match = re.search(r"window(\d+)", self.name)
-            object.__setattr__(self, "window_size", int(match[1]) if match else 7)
-
-    def _check_stages(self) -> None:
-        stages, known = self.family.stages, self.family.arguments
-        for name in ("widths", "depths", "heads"):
-            values = getattr(self, name)
-            if values is not None and (name not in known or len(values) != stages):
-                raise ConfigurationError(
-                    f"model.{name} of {self.name} must have {stages if name in known else 0} "
-                    f"entries, got {list(values)}"
-                )
-        if self.family.windows and self.widths is not None:
-            doubled = [self.widths[0] * 2**stage for stage in range(stages)]
-            if list(self.widths) != doubled:
-                raise ConfigurationError(
-                    f"model.widths of Swin must double from stage to stage, got "
-                    f"{list(self.widths)}; take {doubled}"
-                )
-        check_divisible(self, "image_size", "patch_size")

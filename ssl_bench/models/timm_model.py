@@ -1,8 +1,6 @@
 """Models of timm as encoders of this suite: all blocks in one row, whatever their stages."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,12 +18,13 @@ from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.graying import gray_inputs
-from ssl_bench.models.initialisers.blocks import initialiser_of, set_block
-from ssl_bench.models.initialisers.convolutions import (
+from ssl_bench.models.initialisers import (
     FILTER_INITIALISERS,
+    INITIALISERS,
     draw_filters,
     draw_uniform,
-    filter_initialiser_of,
+    make_initialiser,
+    set_block,
 )
 from ssl_bench.models.positions import resize_positions
 from ssl_bench.models.timm_config import TimmConfig
@@ -95,8 +94,14 @@ class TimmBackbone(nn.Module):
         size = (images.shape[-2] // patch, images.shape[-1] // patch)
         if size == tuple(model.patch_embed.grid_size):
             return model(images)
-        with _resized_positions(model, size) as positions:
-            return torch.func.functional_call(model, positions, (images,))
+        # Meanwhile timm believes that these positions are its own.
+        native = model.patch_embed.grid_size
+        resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
+        model.patch_embed.grid_size = size
+        try:
+            return torch.func.functional_call(model, {"pos_embed": resized}, (images,))
+        finally:
+            model.patch_embed.grid_size = native
 
 
 class _NormOfTokens(nn.Module):
@@ -156,10 +161,10 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
         for module in model.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 draw_uniform(module, generator)
-        initialiser = filter_initialiser_of(config.init, config.init_options)
-        draw_filters(depthwise_filters(model.model), initialiser, generator)
+        filters = make_initialiser(FILTER_INITIALISERS, config.init, config.init_options)
+        draw_filters(depthwise_filters(model.model), filters, generator)
     elif config.init != "default":
-        initialiser = initialiser_of(config.init, config.init_options)
+        initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
         for block in model.blocks:
             set_block(block, initialiser, generator)
     return model
@@ -176,18 +181,6 @@ def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
     """ConvNeXt's convolutions of one channel each, in the order of its blocks."""
     found = (module for block in blocks_of(model) for module in block.modules())
     return [m for m in found if isinstance(m, nn.Conv2d) and m.weight.shape[1] == 1]
-
-
-@contextmanager
-def _resized_positions(model: Any, size: tuple[int, int]) -> Iterator[dict[str, Tensor]]:
-    """Positions for `size` = (rows, cols); meanwhile timm believes that they are its own."""
-    native = model.patch_embed.grid_size
-    resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
-    model.patch_embed.grid_size = size
-    try:
-        yield {"pos_embed": resized}
-    finally:
-        model.patch_embed.grid_size = native
 
 
 def shape_of(config: TimmConfig) -> Shape:

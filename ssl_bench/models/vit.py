@@ -13,8 +13,13 @@ from torch import Generator, Tensor, nn
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.graying import TokenGraying
-from ssl_bench.models.initialisers.blocks import ShiftedInputs, initialiser_of, set_block
-from ssl_bench.models.initialisers.convolutions import draw_uniform
+from ssl_bench.models.initialisers import (
+    INITIALISERS,
+    ShiftedInputs,
+    draw_uniform,
+    make_initialiser,
+    set_block,
+)
 from ssl_bench.models.positions import DINO_MARGIN, resize_positions, sinusoidal_positions
 from ssl_bench.models.precision import without_autocast
 
@@ -230,7 +235,7 @@ def build_vit(
         model = VisionTransformer(config, grid_size)
     generator = torch.Generator().manual_seed(seed)
     _initialise_tokens(model, generator, truncated=config.truncated_tokens)
-    initialiser = initialiser_of(config.init, config.init_options)
+    initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
     if config.mlp_mean or config.mlp_input_std:
         initialiser = ShiftedInputs(initialiser, config.mlp_mean, config.mlp_input_std)
     for block in model.blocks:

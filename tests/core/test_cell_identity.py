@@ -17,8 +17,7 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
-from ssl_bench.models.encoder import configured
-from ssl_bench.models.kinds import of_library
+from ssl_bench.models.encoder import configured, of_library
 from ssl_bench.results import ResultStore
 from tests.support.faults import SMALL, class_folders, encoder_file, probing, records, voc
 from tests.support.foreign_weights import saved

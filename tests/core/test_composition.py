@@ -20,9 +20,7 @@ from ssl_bench.composition.compose import (
     keys,
 )
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.initialisers.blocks import INITIALISERS
-from ssl_bench.models.initialisers.convolutions import FILTER_INITIALISERS
-from ssl_bench.models.initialisers.options import BLOCK_OPTIONS, FILTER_OPTIONS
+from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS
 
 PCA = ["probe=pca", "dataset=toy"]
 
@@ -152,13 +150,3 @@ def test_every_option_of_every_initialiser_can_be_overridden(model, kinds):
 
     older = {"mlp_mean", "mlp_input_std"} if model.startswith("vit") else set()
     assert set(options) == older | {item.name for kind in kinds.values() for item in fields(kind)}
-
-
-@pytest.mark.parametrize(
-    ("kinds", "options"), [(INITIALISERS, BLOCK_OPTIONS), (FILTER_INITIALISERS, FILTER_OPTIONS)]
-)
-def test_an_initialiser_draws_with_the_options_that_a_configuration_checks(kinds, options):
-    assert kinds.keys() == options.keys()
-    for name, kind in kinds.items():
-        assert issubclass(kind, options[name])
-        assert fields(kind) == fields(options[name])

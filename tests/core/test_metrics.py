@@ -4,7 +4,7 @@ import torch
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from ssl_bench.metrics import class_counts, scattered_counts
-from ssl_bench.models.initialisers.statistics import effective_rank
+from ssl_bench.models.initialisers import effective_rank
 from ssl_bench.scores import iou_per_class, is_hit, mean_iou, pixel_accuracy
 
 

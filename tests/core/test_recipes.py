@@ -18,7 +18,7 @@ from pretrain.train import Run
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import as_plain, build, compose_config
 from ssl_bench.errors import Preempted
-from ssl_bench.models.initialisers.options import in_full
+from ssl_bench.models.initialisers import in_full
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"
 STEPS = 8

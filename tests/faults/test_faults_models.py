@@ -316,7 +316,7 @@ def test_fault_26_more_neighbours_than_there_are_are_refused(place, capsys):
     ("name", "reader"),
     [
         ("encoder.safetensors", "ssl_bench.models.loading.checkpoint.read_weights"),
-        ("dino.pth", "ssl_bench.models.loading.foreign.load_foreign"),
+        ("dino.pth", "ssl_bench.models.loading.foreign.read_weights"),
     ],
 )
 def test_fault_48_weights_that_are_replaced_while_they_are_read_give_no_number(

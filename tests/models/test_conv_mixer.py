@@ -1,4 +1,4 @@
-"""ConvMixer: its arithmetic, its checkpoints, its features."""
+"""ConvMixer: its arithmetic, its checkpoints, its filters (equations 3.5 to 3.11, restated)."""
 
 import math
 from dataclasses import replace
@@ -10,27 +10,28 @@ import torch
 from torch import nn
 
 from pretrain.train import Pretraining
-from probes.conditioning.probe import Conditioning
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.models import file_report
 from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.errors import CheckpointError, ConfigurationError
-from ssl_bench.evaluation import Evaluation
-from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     ConvMixer,
     ConvMixerConfig,
     ViTConfig,
     build_encoder,
     build_vit,
-    encoder_from_model,
     identify_encoder,
     load_encoder,
     save_encoder,
 )
-from ssl_bench.models.loading.identity import read_metadata
-from ssl_bench.results import ResultStore
+from ssl_bench.models.initialisers import (
+    FILTER_INITIALISERS,
+    CovarianceFilters,
+    filter_covariance,
+    make_initialiser,
+    positive_root,
+)
+from ssl_bench.models.loading.checkpoint import read_metadata
 
 CPU = torch.device("cpu")
 TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size=3)
@@ -112,36 +113,11 @@ def test_the_output_is_that_of_the_equations(skip):
     np.testing.assert_allclose(tokens[0], states[0][-1].reshape(12, -1).T, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_only_the_skip_carries_the_input_past_silent_filters(skip):
-    model = lively(replace(TINY, skip=skip))
-    block = model.blocks[1]
-    for parameter in block.get_submodule("depthwise").parameters():
-        nn.init.zeros_(parameter)
-    one, other = (block(torch.randn(1, 12, 4, 4)) for _ in range(2))
-    assert torch.equal(one, other) == (not skip)
-
-
 @pytest.mark.parametrize(("patch_size", "published"), [(1, 706_570), (2, 708_874)])
 def test_conv_mixer_256_8_has_the_published_number_of_weights(patch_size, published):
     # 707K with patches of one pixel and ten classes; a patch of two has 3 * 3 * 256 more.
     model = build_encoder(ConvMixerConfig(patch_size=patch_size), seed=0)
     assert sum(p.numel() for p in model.parameters()) + 256 * 10 + 10 == published
-
-
-def test_one_seed_gives_the_same_of_all_but_the_filters_under_any_initialisation():
-    state = torch.get_rng_state()
-    uniform, again, other, covariance = (
-        build_encoder(replace(TINY, init=init), seed=seed).state_dict()
-        for init, seed in (("uniform", 0), ("uniform", 0), ("uniform", 1), ("covariance", 0))
-    )
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(value, again[name]) for name, value in uniform.items())
-    for name, value in uniform.items():
-        is_filter = name.endswith("depthwise.weight")
-        assert torch.equal(value, covariance[name]) == (not is_filter), name
-        if "norm" not in name:
-            assert not torch.equal(value, other[name]), name
 
 
 def test_all_but_covariance_filters_start_as_pytorch_starts_convolutions():
@@ -163,32 +139,12 @@ def test_all_but_covariance_filters_start_as_pytorch_starts_convolutions():
         ({"kernel_size": 4}, "kernel_size must be odd.* got 4; take 3 or 5"),
         ({"kernel_size": 0}, "kernel_size expects a whole number .*, got 0"),
         ({"patch_size": 5}, "image_size must be a multiple of model.patch_size = 5, got 16"),
-        ({"init": "skipless"}, "model.init must be one of uniform, covariance, got 'skipless'"),
-        ({"init_options": {"sigma_0": 1.0}}, "init=uniform has no option 'sigma_0'"),
     ],
 )
 def test_a_configuration_without_meaning_is_refused_in_one_line(changes, message):
     with pytest.raises(ConfigurationError, match=message) as raised:
         replace(TINY, **changes)
     assert "\n" not in str(raised.value)
-
-
-def test_a_checkpoint_comes_back_as_it_was(tmp_path):
-    config = replace(TINY, skip=False, init="covariance", init_options={"sigma_0": 0.2})
-    model = lively(config)
-    save_encoder(tmp_path / "run" / "last.safetensors", model, {})
-
-    encoder = load_encoder(str(tmp_path / "run"))
-
-    assert isinstance(encoder.module, ConvMixer)
-    assert encoder.module.config == config
-    loaded = encoder.module.state_dict()
-    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
-    assert torch.equal(encoder.module(images()), model(images()))
-    assert (encoder.depth, encoder.dim, encoder.patch_size) == (3, 12, 4)
-    assert (encoder.num_heads, encoder.has_cls, encoder.native_size) == (0, False, (16, 16))
-    named = identify_encoder(str(tmp_path / "run"))
-    assert (named.name, named.sha256, named.depth) == ("run", encoder.sha256, 3)
 
 
 def test_a_checkpoint_that_names_no_kind_is_a_vision_transformer(tmp_path):
@@ -213,51 +169,6 @@ def test_a_kind_of_a_later_version_is_refused_in_one_line(tmp_path, monkeypatch)
         assert "\n" not in str(raised.value)
 
 
-def test_the_features_of_a_block_are_its_maps(tmp_path):
-    model = lively()
-    encoder = encoder_from_model(model, name="x", colours=((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
-
-    features = FeatureExtractor(encoder, layers=(0, 2), facets=("token", "token_normed"))(images())
-
-    for layer, found in features.items():
-        assert found["token"].shape == (2, 4, 6, 12)
-        wanted = restated(model, images()[1])[layer]
-        np.testing.assert_allclose(
-            found["token"][1].numpy(), wanted.transpose(1, 2, 0), rtol=1e-4, atol=1e-5
-        )
-        assert torch.equal(found["token"], found["token_normed"])
-
-
-def test_images_are_padded_to_whole_patches_and_other_sizes_refused():
-    encoder = encoder_from_model(lively(), name="x")
-    padded = FeatureExtractor(encoder, layers=(1,), pad=True)(images(height=15, width=22))
-    assert padded[1]["token"].shape == (2, 4, 6, 12)
-    with pytest.raises(ConfigurationError, match="multiples of the patch size 4"):
-        FeatureExtractor(encoder, layers=(1,))(images(height=15, width=22))
-
-
-def test_what_a_conv_mixer_does_not_have_is_refused_in_one_line():
-    encoder = encoder_from_model(lively(), name="mixer")
-    with pytest.raises(ConfigurationError, match=r"mixer has no \[CLS\] token; ask for facet=tok"):
-        FeatureExtractor(encoder, layers=(0,), facets=("cls",))
-    with pytest.raises(CheckpointError, match="layer 0 of mixer computes no key"):
-        FeatureExtractor(encoder, layers=(0,), facets=("key",))(images())
-
-
-def test_conditioning_asks_for_attention(tmp_path):
-    evaluation = Evaluation(
-        encoder=encoder_from_model(lively(), name="mixer"),
-        dataset=Toy(num_train=2, num_val=2),
-        probe=Conditioning(num_images=1, image_size=16),
-        layers=(0,),
-        seed=0,
-        device=CPU,
-        dtype=torch.float32,
-    )
-    with pytest.raises(ConfigurationError, match="blocks of attention and an MLP, mixer has none"):
-        evaluation.run(ResultStore(tmp_path), say=lambda _: None, overwrite=False)
-
-
 def test_a_report_says_that_there_is_no_attention(tmp_path, capsys):
     path = saved(tmp_path / "mixer.safetensors")
 
@@ -272,3 +183,123 @@ def test_the_yaml_files_are_conv_mixer_256_8(name, skip):
     plan = build(compose_config("pretraining", [f"model={name}", "objective=supervised"]))
     assert plan.model == ConvMixerConfig(skip=skip)
     assert isinstance(plan, Pretraining)
+
+
+# A step of one pixel halves a Gaussian of this squared width.
+HALVING = 1 / (2 * math.log(2))
+SIZES = [(3, 0.4), (5, 1.0), (7, 1.9)]
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def restated_covariance(size, sigma):
+    """Equation 3.10 entry by entry; pixels and blocks are counted from the middle."""
+    half = size // 2
+    steps = range(-half, half + 1)
+
+    def gaussian(rows, cols):
+        return math.exp(-(rows**2 + cols**2) / (2 * sigma))
+
+    def around(step):
+        return min(abs(step), size - abs(step))
+
+    entries = []
+    for i in steps:
+        for j in steps:
+            for row in steps:
+                for col in steps:
+                    mask, static = gaussian(i, j), gaussian(row, col)
+                    moved = gaussian(around(row - i), around(col - j))
+                    entries.append(0.5 * (mask * (moved - static) + static * moved))
+    return torch.tensor(entries, dtype=torch.float64).view(size**2, size**2)
+
+
+def test_covariances_of_nine_pixels_counted_by_hand():
+    found = filter_covariance(3, HALVING)
+
+    middle, corner, next_corner, side = 4, 0, 2, 1
+    assert found[middle, middle].item() == pytest.approx((2 * 1 - 1) / 2)
+    assert found[corner, corner].item() == pytest.approx((2 / 4 - 1 / 16) / 2)
+    # A corner is one step of each kind from the middle.
+    assert found[corner, middle].item() == pytest.approx((5 / 4 * 1 / 4 - 1 / 4) / 2)
+    # Around the edge, the next corner is one step away as the side between them is.
+    assert found[corner, next_corner].item() == pytest.approx((2 / 4 * 1 / 2 - 1 / 16) / 2)
+    assert found[corner, side].item() == pytest.approx((3 / 4 * 1 / 2 - 1 / 8) / 2)
+
+
+@pytest.mark.parametrize(("size", "sigma"), SIZES)
+def test_every_covariance_is_that_of_the_formula(size, sigma):
+    torch.testing.assert_close(
+        filter_covariance(size, sigma), restated_covariance(size, sigma), rtol=0, atol=1e-15
+    )
+
+
+@pytest.mark.parametrize(("size", "sigma"), SIZES)
+def test_the_root_is_that_of_the_nearest_positive_semi_definite_matrix(size, sigma):
+    covariance = filter_covariance(size, sigma)
+
+    root = positive_root(covariance)
+
+    positive, lost = root @ root, root @ root - covariance
+    torch.testing.assert_close(root, root.T)
+    assert torch.linalg.eigvalsh(root).min() > -1e-12
+    # The nearest point of a cone: what was added lies in the dual cone, at a right angle to it.
+    assert torch.linalg.eigvalsh(lost).min() > -1e-12
+    assert (positive * lost).sum().abs() < 1e-12
+    if size > 3:
+        assert lost.abs().max() > 1e-3
+
+
+def test_many_filters_have_the_covariance_they_were_drawn_with():
+    initialiser = CovarianceFilters(sigma_0=0.5, v_sigma=0.5, a_sigma=0.0)
+
+    filters = initialiser.filters(100_000, 5, 1.0, generator()).flatten(1)
+
+    root = positive_root(restated_covariance(5, 1.0))
+    assert (filters.T @ filters / len(filters) - root @ root).abs().max() < 0.015
+    assert filters.mean(0).abs().max() < 0.015
+
+
+def test_the_first_layer_of_an_encoder_is_the_narrowest_and_the_last_the_widest():
+    config = ConvMixerConfig(dim=512, depth=3, kernel_size=7, init="covariance")
+
+    blocks = build_encoder(config, seed=0).blocks
+
+    for block, sigma in zip(blocks, (0.08, 0.6275, 1.9), strict=True):
+        filters = block.get_submodule("depthwise").get_parameter("weight").double().flatten(1)
+        root = positive_root(restated_covariance(7, sigma))
+        shares = filters.square().mean(0) / (root @ root).diagonal()
+        assert shares[24].item() == pytest.approx(1, abs=0.25)  # the middle pixel
+        assert filters.square().sum(1).mean().item() == pytest.approx(
+            (root @ root).trace().item(), rel=0.25
+        )
+
+
+def test_an_encoder_of_one_layer_takes_the_first_sigma():
+    config = ConvMixerConfig(dim=64, depth=1, kernel_size=5, init="covariance")
+
+    (block,) = build_encoder(config, seed=0).blocks
+
+    filters = block.get_submodule("depthwise").get_parameter("weight").flatten(1)
+    assert filters[:, 12].square().sum() > 0.9 * filters.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("covariances", {}, "model.init must be one of uniform, covariance, got 'covariances'"),
+        ("covariance", {"sigma": 1.0}, "no option 'sigma'; did you mean: .*v_sigma"),
+        ("uniform", {"sigma_0": 1.0}, "no option 'sigma_0'; it has none"),
+        ("covariance", {"sigma_0": "wide"}, "sigma_0 expects a number in .*, got 'wide'"),
+        ("covariance", {"sigma_0": 0.0}, "must stay positive .* got 0 with"),
+        ("covariance", {"v_sigma": -2.0}, "raise sigma_0"),
+        # Positive in both the first and the last layer, not between them.
+        ("covariance", {"v_sigma": -1.4}, "must stay positive .* got -0.2579"),
+    ],
+)
+def test_a_covariance_without_meaning_is_refused_in_one_line(name, options, message):
+    with pytest.raises(ConfigurationError, match=message) as raised:
+        make_initialiser(FILTER_INITIALISERS, name, options)
+    assert "\n" not in str(raised.value)

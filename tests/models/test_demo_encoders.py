@@ -1,7 +1,6 @@
 """Demonstration encoders: how they are made, and `demo:NAME`, which loads them."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +8,13 @@ import pytest
 import torch
 import yaml
 
-from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import CheckpointError, DataError
+from ssl_bench.errors import CheckpointError
 from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.models.loading import addresses as loading
 from ssl_bench.models.loading.addresses import NAMES
 from tests.benchmarks.evidence import demo
 from tests.benchmarks.evidence.page import LEDGER
-from tests.benchmarks.evidence.rows import ROWS, UNIFORM, demo_of, probes_of
+from tests.benchmarks.evidence.rows import ROWS, demo_of, probes_of
 from tests.benchmarks.ledger import Ledger
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=64, depth=2, num_heads=1)
@@ -95,21 +93,6 @@ def test_what_is_exported_loads_as_the_weights_of_the_chosen_run(name, runs, tmp
     assert load_encoder(f"random:demo:{name}").sha256 != encoder.sha256
 
 
-def test_the_file_takes_two_bytes_a_weight(runs, tmp_path, place):
-    (weights, *_) = exported("skip", runs, tmp_path, place)
-    count = sum(value.numel() for value in build_vit(TINY, seed=0).state_dict().values())
-    assert 2 * count < weights.stat().st_size < 2 * count + 8000
-
-
-def test_a_changed_file_is_refused_by_its_sha256(runs, tmp_path, place):
-    (weights, *_) = exported("skip", runs, tmp_path, place)
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    with pytest.raises(CheckpointError, match="the file was cut or changed"):
-        load_encoder("demo:skip")
-
-
 def test_card_configuration_and_log_lie_beside_and_name_no_place(runs, tmp_path, place):
     files = exported("skip", runs, tmp_path, place)
     ends = ("safetensors", "safetensors.sha256", "md", "yaml", "jsonl")
@@ -123,72 +106,11 @@ def test_card_configuration_and_log_lie_beside_and_name_no_place(runs, tmp_path,
     assert [json.loads(line)["step"] for line in log.splitlines()] == [0, 20, 31, 40, 49]
 
 
-def test_without_skips_the_card_names_the_rule_and_the_start(runs, tmp_path, place):
-    card = " ".join(exported("skipless", runs, tmp_path, place)[2].read_text().split())
-    assert f"run `apart-{START}-seed0`, chosen of {len(ROWS['apart'].arms)} starts as" in card
-    assert f"start `{START}`: `{UNIFORM}`, `model.init_options.suo_gain=false`" in card
-    assert "dino-skipless" not in card
-
-
-def test_nothing_is_exported_before_every_run_of_its_kind_is_finished(runs, tmp_path, place):
-    del runs["dino-skip_adamw-seed0"]
-    with pytest.raises(DataError, match="dino-skip_adamw-seed0 is missing"):
-        exported("skip", runs, tmp_path, place)
-    assert exported("skipless", runs, tmp_path, place)
-
-
-def test_nothing_is_exported_before_the_chosen_one_is_probed(runs, tmp_path, place):
-    del runs[probes_of("dino-skip_adamw-seed0")]
-    assert exported("skip", runs, tmp_path, place)
-    del runs[probes_of("dino-skip_soap-seed0")]
-    with pytest.raises(DataError, match="dino-skip_soap-seed0-probes is missing"):
-        exported("skip", runs, tmp_path, place)
-
-
-def test_what_was_written_stays_when_its_run_folder_is_gone(runs, tmp_path, place):
-    (weights, *_) = exported("skip", runs, tmp_path, place)
-    before = weights.read_bytes()
-    shutil.rmtree(tmp_path / "runs" / CHOSEN["skip"])
-    with pytest.raises(DataError, match="expected its folder in"):
-        exported("skip", runs, tmp_path, place)
-    assert weights.read_bytes() == before
-
-
-def test_a_file_that_is_too_large_is_not_left(runs, tmp_path, place, monkeypatch):
-    monkeypatch.setattr(demo, "MOST_BYTES", 1000)
-    with pytest.raises(DataError, match=r"expected below 1,000"):
-        exported("skip", runs, tmp_path, place)
-    assert not list(place.glob("*.safetensors"))
-
-
-def test_models_says_what_it_is(runs, tmp_path, place, capsys):
-    exported("skip", runs, tmp_path, place)
-    assert main(["models", "demo:skip"]) == 0
-    assert "2 blocks, width 64" in capsys.readouterr().out
-
-
 def test_an_installed_package_looks_inside_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "PACKAGE", tmp_path / "package")
     assert loading.demo_folder() == tmp_path / "results" / "demo"
     (tmp_path / "package" / "demo").mkdir(parents=True)
     assert loading.demo_folder() == tmp_path / "package" / "demo"
-
-
-def test_a_finished_kind_is_exported_beside_an_unfinished_one(runs, tmp_path, place, monkeypatch):
-    del runs["dino-skip_soap-seed0"]
-    ledger = tmp_path / "ledger.json"
-    ledger.write_text(json.dumps(runs))
-    words = ["demo", str(tmp_path / "runs"), "--json", str(ledger), "--out", str(place)]
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit, match="dino-skip_soap-seed0 is missing"):
-        demo.main()
-    (weights,) = place.glob("*.safetensors")
-    assert weights.name == "demo_skipless.safetensors"
-    said = json.loads(ledger.read_text())
-    assert demo_of("skip") not in said
-    kept = said[demo_of("skipless")]
-    assert (kept["run"], kept["bytes"]) == (CHOSEN["skipless"], weights.stat().st_size)
-    assert kept["sha256"] == identify_encoder("demo:skipless").sha256
 
 
 def test_those_that_come_with_this_suite_are_those_of_the_ledger():

@@ -25,7 +25,12 @@ def empty_caches(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "uri", ["timm:vit_tiny_patch16_224.augreg_in21k", "torchhub:facebookresearch/dino:dino_vits16"]
+    "uri",
+    [
+        "timm:vit_tiny_patch16_224.augreg_in21k",
+        "torchhub:facebookresearch/dino:dino_vits16",
+        "hf-hub:timm/vit_small_patch16_224.dino",
+    ],
 )
 @pytest.mark.parametrize("line", ["refuses", "hangs"])
 def test_a_machine_without_network_is_told_quickly(uri, line, empty_caches, monkeypatch):
@@ -44,7 +49,7 @@ def test_a_machine_without_network_is_told_quickly(uri, line, empty_caches, monk
         load_encoder(uri)
     seconds = time.monotonic() - start
     ended.set()
-    assert "timm:NAME@FILE" in str(raised.value)
+    assert "timm:NAME@FILE or local-dir:FOLDER" in str(raised.value)
     assert "cannot be reached" in str(raised.value)
     assert seconds < 5
     assert not list(empty_caches.glob("*.pth"))

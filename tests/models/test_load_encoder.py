@@ -1,28 +1,22 @@
 import argparse
-import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
 import timm
 import torch
 from torch import Tensor
 
 from ssl_bench import models
 from ssl_bench.errors import CheckpointError
-from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
-    Encoder,
     VisionTransformer,
     ViTConfig,
     build_vit,
-    encoder_from_model,
-    identify_encoder,
     load_encoder,
     save_encoder,
 )
-from ssl_bench.models.loading.identity import read_metadata
+from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.system.files import sha256_of
 
 TINY = ViTConfig(
@@ -108,43 +102,6 @@ def test_a_kill_between_the_files_of_a_checkpoint_leaves_one_that_loads(
     assert_same_weights(load_encoder(str(saved)).module, build_vit(TINY, seed=seed))
 
 
-@pytest.mark.parametrize("kept", ["0", "10", "half", "all but one"])
-@pytest.mark.parametrize("kind", ["ours", "dino", "timm"])
-def test_a_truncated_file_is_refused(saved, tmp_path, kept, kind):
-    path, uri = saved, str(saved)
-    if kind != "ours":
-        path = tmp_path / "weights.pth"
-        torch.save(build_vit(DINO_LIKE, seed=0).state_dict(), path)
-        uri = str(path) if kind == "dino" else f"timm:vit_tiny_patch16_224@{path}"
-    content = path.read_bytes()
-    sizes = {"0": 0, "10": 10, "half": len(content) // 2, "all but one": len(content) - 1}
-    path.write_bytes(content[: sizes[kept]])
-    said = message_of(uri)
-    assert "again" in said
-    assert ("is empty" in said) == (kept == "0")
-
-
-@pytest.mark.parametrize("place", [0.1, 0.5, 0.999])
-def test_a_flipped_bit_is_found(saved, place):
-    content = bytearray(saved.read_bytes())
-    content[int(place * len(content))] ^= 1
-    saved.write_bytes(content)
-    said = message_of(saved)
-    assert "sha256" in said
-    assert "again" in said
-
-
-def test_a_flipped_bit_in_foreign_weights_is_found_with_a_sha256_beside_them(tmp_path):
-    path = tmp_path / "dino.pth"
-    torch.save(build_vit(DINO_LIKE, seed=0).state_dict(), path)
-    path.with_name("dino.pth.sha256").write_text(f"{sha256_of(path)}  dino.pth\n")
-    load_encoder(str(path))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    assert "sha256" in message_of(path)
-
-
 def test_our_checkpoint_needs_its_sha256_file(saved):
     saved.with_name("last.safetensors.sha256").unlink()
     assert "sha256sum last.safetensors > last.safetensors.sha256" in message_of(saved)
@@ -171,30 +128,6 @@ def test_a_web_page_in_place_of_weights_is_recognised(tmp_path, name):
     assert "web page" in message_of(path)
 
 
-class Payload:
-    """Writes a file when it is unpickled the ordinary way."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple:
-        return Path.write_text, (self.mark, "ran")
-
-
-@pytest.mark.parametrize(
-    ("container", "said"), [("torch", "which could run code"), ("pickle", "no weights file")]
-)
-def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path, container, said):
-    path, mark = tmp_path / "evil.pth", tmp_path / "mark"
-    content = {"teacher": build_vit(DINO_LIKE, seed=0).state_dict(), "args": Payload(mark)}
-    if container == "torch":
-        torch.save(content, path)
-    else:
-        path.write_bytes(pickle.dumps(content["args"]))
-    assert said in message_of(path)
-    assert not mark.exists()
-
-
 def dino_checkpoint(model: VisionTransformer, **more: object) -> dict[str, object]:
     """What official DINO saves: both networks with their prefixes and heads, and its arguments."""
     backbone = {f"backbone.{name}": value for name, value in model.state_dict().items()}
@@ -219,34 +152,6 @@ def test_an_official_dino_checkpoint_gives_its_teacher(tmp_path):
     assert encoder.module.config == DINO_LIKE
     assert (encoder.loaded_keys, encoder.total_keys) == (30, 31)
     assert encoder.name == "checkpoint"
-
-
-@pytest.mark.parametrize(
-    "prefix",
-    ["", "module.", "backbone.", "teacher.", "module.backbone.", "student.module.backbone."],
-)
-@pytest.mark.parametrize("container", [None, "state_dict", "model", "student"])
-def test_known_prefixes_and_containers_are_stripped(tmp_path, prefix, container):
-    path = tmp_path / "weights.pth"
-    model = build_vit(DINO_LIKE, seed=0)
-    weights = {prefix + name: value for name, value in model.state_dict().items()}
-    torch.save({container: weights, "epoch": 1} if container else weights, path)
-    assert_same_weights(load_encoder(str(path)).module, model)
-
-
-def test_the_teacher_of_a_flat_file_is_preferred(tmp_path):
-    path = tmp_path / "both.pth"
-    teacher, student = build_vit(DINO_LIKE, seed=0), build_vit(DINO_LIKE, seed=1)
-    flat = {f"student.{name}": value for name, value in student.state_dict().items()}
-    torch.save(flat | {f"teacher.{n}": v for n, v in teacher.state_dict().items()}, path)
-    assert_same_weights(load_encoder(str(path)).module, teacher)
-
-
-def test_foreign_safetensors_are_read_like_dino(tmp_path):
-    path = tmp_path / "dino.safetensors"
-    model = build_vit(DINO_LIKE, seed=0)
-    safetensors.torch.save_file(model.state_dict(), path)
-    assert_same_weights(load_encoder(str(path)).module, model)
 
 
 def without(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -345,35 +250,9 @@ def test_unknown_and_unsupported_names_are_refused(uri, said):
     assert said in message_of(uri)
 
 
-def test_an_encoder_in_memory_is_told_by_its_weights():
-    one, same, other = (
-        encoder_from_model(build_vit(TINY, seed=seed), name="x") for seed in (0, 0, 1)
-    )
-    assert one.sha256 == same.sha256 != other.sha256
-
-
-def test_every_kind_of_encoder_goes_through_the_extractor(saved, tmp_path, tiny_model):
-    torch.save(tiny_model.state_dict(), tmp_path / "tiny.pth")
-    images = torch.rand(1, 3, 32, 48)
-    for uri in (saved, tmp_path / "tiny.pth", f"timm:vit_tiny_patch16_224@{tmp_path}/tiny.pth"):
-        encoder: Encoder = load_encoder(str(uri))
-        features = FeatureExtractor(encoder, layers=[1])(images)[1]["token"]
-        rows, cols = 32 // encoder.patch_size, 48 // encoder.patch_size
-        assert features.shape == (1, rows, cols, encoder.dim)
-
-
 def test_whatever_the_package_names_is_there():
     assert {name for name in models.__all__ if getattr(models, name) is not None} == set(
         models.__all__
     )
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         models.nothing  # noqa: B018
-
-
-@pytest.mark.parametrize("strides", ["x", "5", '{"a": 1}', "[0, 0]", '["a"]', "[1.5]"])
-def test_strides_of_a_file_that_are_no_numbers_are_refused(tmp_path, strides):
-    path = tmp_path / "one.safetensors"
-    save_encoder(path, build_vit(TINY, seed=0), {"strides": strides})
-
-    with pytest.raises(CheckpointError, match="states strides that are no whole numbers"):
-        identify_encoder(str(path))

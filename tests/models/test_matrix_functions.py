@@ -67,12 +67,6 @@ def test_beyond_them_it_is_a_rotation_still_and_its_gradient_finite(norm):
     assert error.abs().max() < 0.05
 
 
-def test_matrices_of_any_norm_stand_side_by_side():
-    skew = torch.cat([rotating(norm, count=1) for norm in ANGLES])
-    alone = torch.cat([phi_without_waiting(one[None]) for one in skew])
-    assert torch.equal(phi_without_waiting(skew), alone)
-
-
 @pytest.mark.parametrize("norm", [0.1, 3.0, 30.0])
 def test_the_gradient_of_phi_without_waiting_is_that_of_its_doublings(norm):
     weights = drawn(2, 8, 8, seed=1)

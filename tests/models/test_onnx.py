@@ -1,6 +1,7 @@
 """ONNX files of ViTs and DINOv2, exported here under the names that transformers gives."""
 
 import shutil
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -21,156 +22,122 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 DIM, HEADS, PATCH, GRID, DEPTH = 24, 3, 4, 6, 2
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
+class Part(nn.Module):
+    """A module of named parts, and what it does with them."""
+
+    def __init__(self, does: Callable[[Any, Tensor], Any], **parts: nn.Module | nn.Parameter):
         super().__init__()
-        self.lambda1 = nn.Parameter(torch.rand(DIM) + 0.5)
+        self.does = does
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.lambda1
-
-
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(DIM, DIM) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        def heads(y: Tensor) -> Tensor:
-            return y.view(y.shape[0], -1, HEADS, DIM // HEADS).transpose(1, 2)
-
-        queries, keys, values = (heads(part(x)) for part in (self.query, self.key, self.value))
-        weights = (queries @ keys.transpose(-1, -2) * (DIM // HEADS) ** -0.5).softmax(-1)
-        return (weights @ values).transpose(1, 2).reshape(x.shape[0], -1, DIM)
+    def forward(self, x: Tensor) -> Any:
+        return self.does(self, x)
 
 
-class Dense(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.dense = nn.Linear(inputs, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dense(x)
+def dense(inputs: int, outputs: int) -> Part:
+    return Part(lambda m, x: m.dense(x), dense=nn.Linear(inputs, outputs))
 
 
-class Intermediate(Dense):
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__(DIM, 2 * DIM)
-        self.intermediate_act_fn = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.intermediate_act_fn(self.dense(x))
+def scale() -> Part:
+    return Part(lambda m, x: x * m.lambda1, lambda1=nn.Parameter(torch.rand(DIM) + 0.5))
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.output = SelfAttention(), Dense(DIM, DIM)
+def attended(m: Any, x: Tensor) -> Tensor:
+    def heads(y: Tensor) -> Tensor:
+        return y.view(y.shape[0], -1, HEADS, DIM // HEADS).transpose(1, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output(self.attention(x))
-
-
-class Mlp(nn.Module):
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__()
-        self.fc1, self.activation, self.fc2 = (
-            nn.Linear(DIM, 2 * DIM), activation, nn.Linear(2 * DIM, DIM),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+    queries, keys, values = (heads(part(x)) for part in (m.query, m.key, m.value))
+    weights = (queries @ keys.transpose(-1, -2) * (DIM // HEADS) ** -0.5).softmax(-1)
+    return (weights @ values).transpose(1, 2).reshape(x.shape[0], -1, DIM)
 
 
-class ViTLayer(nn.Module):
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__()
-        self.layernorm_before = nn.LayerNorm(DIM, eps=1e-5)
-        self.layernorm_after = nn.LayerNorm(DIM, eps=1e-5)
-        self.attention = Attention()
-        self.intermediate, self.output = Intermediate(activation), Dense(2 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.layernorm_before(x))
-        return x + self.output(self.intermediate(self.layernorm_after(x)))
+def attention() -> Part:
+    inner = Part(attended, **{n: nn.Linear(DIM, DIM) for n in ("query", "key", "value")})
+    return Part(lambda m, x: m.output(m.attention(x)), attention=inner, output=dense(DIM, DIM))
 
 
-class Dinov2Layer(nn.Module):
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(DIM, eps=1e-6), nn.LayerNorm(DIM, eps=1e-6)
-        self.attention, self.mlp = Attention(), Mlp(activation)
-        self.layer_scale1, self.layer_scale2 = Scale(), Scale()
+def vit_layer(activation: nn.Module) -> Part:
+    def does(m: Any, x: Tensor) -> Tensor:
+        x = x + m.attention(m.layernorm_before(x))
+        return x + m.output(m.intermediate(m.layernorm_after(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.layer_scale1(self.attention(self.norm1(x)))
-        return x + self.layer_scale2(self.mlp(self.norm2(x)))
-
-
-class Projection(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.projection = nn.Conv2d(3, DIM, PATCH, PATCH)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.projection(images).flatten(2).transpose(1, 2)
+    return Part(
+        does,
+        layernorm_before=nn.LayerNorm(DIM, eps=1e-5),
+        layernorm_after=nn.LayerNorm(DIM, eps=1e-5),
+        attention=attention(),
+        intermediate=Part(
+            lambda m, x: m.intermediate_act_fn(m.dense(x)),
+            dense=nn.Linear(DIM, 2 * DIM),
+            intermediate_act_fn=activation,
+        ),
+        output=dense(2 * DIM, DIM),
+    )
 
 
-class Embeddings(nn.Module):
-    def __init__(self, resized: bool) -> None:
-        super().__init__()
-        self.cls_token = nn.Parameter(torch.randn(1, 1, DIM))
-        self.position_embeddings = nn.Parameter(torch.randn(1, 1 + GRID**2, DIM))
-        self.patch_embeddings, self.resized = Projection(), resized
+def dinov2_layer(activation: nn.Module) -> Part:
+    def does(m: Any, x: Tensor) -> Tensor:
+        x = x + m.layer_scale1(m.attention(m.norm1(x)))
+        return x + m.layer_scale2(m.mlp(m.norm2(x)))
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = torch.cat(
-            [self.cls_token.expand(images.shape[0], -1, -1), self.patch_embeddings(images)], 1
-        )
-        if not self.resized:
-            return x + self.position_embeddings
-        first, patches = self.position_embeddings[:, :1], self.position_embeddings[:, 1:]
-        patches = patches.reshape(1, GRID, GRID, DIM).permute(0, 3, 1, 2)
-        size = (images.shape[2] // PATCH, images.shape[3] // PATCH)
-        patches = F.interpolate(patches, size=size, mode="bicubic").permute(0, 2, 3, 1)
-        return x + torch.cat([first, patches.reshape(1, -1, DIM)], 1)
+    mlp = Part(
+        lambda m, x: m.fc2(m.activation(m.fc1(x))),
+        fc1=nn.Linear(DIM, 2 * DIM),
+        activation=activation,
+        fc2=nn.Linear(2 * DIM, DIM),
+    )
+    norms = {name: nn.LayerNorm(DIM, eps=1e-6) for name in ("norm1", "norm2")}
+    return Part(
+        does, **norms, attention=attention(), mlp=mlp, layer_scale1=scale(), layer_scale2=scale()
+    )
 
 
-class Encoder(nn.Module):
-    def __init__(self, kind: type[nn.Module], activation: nn.Module) -> None:
-        super().__init__()
-        self.layer = nn.ModuleList(kind(activation) for _ in range(DEPTH))
+def embedded(m: Any, images: Tensor, *, resized: bool) -> Tensor:
+    x = torch.cat([m.cls_token.expand(images.shape[0], -1, -1), m.patch_embeddings(images)], 1)
+    if not resized:
+        return x + m.position_embeddings
+    first, patches = m.position_embeddings[:, :1], m.position_embeddings[:, 1:]
+    patches = patches.reshape(1, GRID, GRID, DIM).permute(0, 3, 1, 2)
+    size = (images.shape[2] // PATCH, images.shape[3] // PATCH)
+    patches = F.interpolate(patches, size=size, mode="bicubic").permute(0, 2, 3, 1)
+    return x + torch.cat([first, patches.reshape(1, -1, DIM)], 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layer:
+
+def transformers(kind: Callable[[nn.Module], Part], activation: nn.Module | None = None) -> Part:
+    """Embeddings, encoder and layernorm, as ViTModel and Dinov2Model have them."""
+
+    def layers(m: Any, x: Tensor) -> Tensor:
+        for layer in m.layer:
             x = layer(x)
         return x
 
+    embeddings = Part(
+        lambda m, x: embedded(m, x, resized=kind is dinov2_layer),
+        cls_token=nn.Parameter(torch.randn(1, 1, DIM)),
+        position_embeddings=nn.Parameter(torch.randn(1, 1 + GRID**2, DIM)),
+        patch_embeddings=Part(
+            lambda m, x: m.projection(x).flatten(2).transpose(1, 2),
+            projection=nn.Conv2d(3, DIM, PATCH, PATCH),
+        ),
+    )
+    stack = nn.ModuleList(kind(activation or nn.GELU()) for _ in range(DEPTH))
+    return Part(
+        lambda m, x: m.layernorm(m.encoder(m.embeddings(x))),
+        embeddings=embeddings,
+        encoder=Part(layers, layer=stack),
+        layernorm=nn.LayerNorm(DIM, eps=1e-5 if kind is vit_layer else 1e-6),
+    )
 
-class Transformers(nn.Module):
-    """Embeddings, encoder and layernorm, as ViTModel and Dinov2Model have them."""
 
-    def __init__(self, kind: type[nn.Module], activation: nn.Module | None = None) -> None:
-        super().__init__()
-        self.embeddings = Embeddings(resized=kind is Dinov2Layer)
-        self.encoder = Encoder(kind, activation or nn.GELU())
-        self.layernorm = nn.LayerNorm(DIM, eps=1e-5 if kind is ViTLayer else 1e-6)
+def with_head(backbone: nn.Module) -> Part:
+    """A head of another shape stands behind it."""
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.layernorm(self.encoder(self.embeddings(images)))
+    def does(m: Any, images: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = m.backbone(images)
+        return tokens, m.classifier(tokens[:, 0])
 
-
-class Wrapped(nn.Module):
-    """A backbone with a head behind it, of another shape."""
-
-    def __init__(self, backbone: nn.Module) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.classifier = nn.Linear(DIM, 5)
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.backbone(images)
-        return tokens, self.classifier(tokens[:, 0])
+    return Part(does, backbone=backbone, classifier=nn.Linear(DIM, 5))
 
 
 def export(model: nn.Module, path, *, side: int = GRID * PATCH, opset: int = 14) -> None:
@@ -181,13 +148,13 @@ def export(model: nn.Module, path, *, side: int = GRID * PATCH, opset: int = 14)
 
 
 @pytest.mark.parametrize("opset", [14, 17])
-@pytest.mark.parametrize("kind", [ViTLayer, Dinov2Layer])
+@pytest.mark.parametrize("kind", [vit_layer, dinov2_layer])
 @pytest.mark.parametrize("side", [24, 16])
 def test_an_export_gives_what_onnxruntime_gives(tmp_path, kind, opset, side):
-    if kind is ViTLayer and side != 24:
+    if kind is vit_layer and side != 24:
         pytest.skip("its positions are not resized")
     torch.manual_seed(1)
-    export(Wrapped(Transformers(kind)), tmp_path / "m.onnx", opset=opset)
+    export(with_head(transformers(kind)), tmp_path / "m.onnx", opset=opset)
     images = torch.randn(2, 3, side, side)
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
     expected = session.run(None, {"images": images.numpy()})[0]
@@ -197,7 +164,7 @@ def test_an_export_gives_what_onnxruntime_gives(tmp_path, kind, opset, side):
     assert (encoder.num_heads, encoder.patch_size, encoder.depth) == (HEADS, PATCH, DEPTH)
     assert encoder.native_size == (24, 24)
     assert encoder.architecture["position_margin"] == 0
-    assert encoder.architecture.get("norm_eps", 1e-6) == (1e-5 if kind is ViTLayer else 1e-6)
+    assert encoder.architecture.get("norm_eps", 1e-6) == (1e-5 if kind is vit_layer else 1e-6)
     with torch.no_grad():
         found = cast(Any, encoder.module).forward_features(images)
     np.testing.assert_allclose(found.numpy(), expected, atol=2e-5)
@@ -207,13 +174,13 @@ def test_an_export_gives_what_onnxruntime_gives(tmp_path, kind, opset, side):
 def test_a_file_that_is_no_such_export_is_one_line(tmp_path, capsys):
     path = tmp_path / "m.onnx"
     torch.manual_seed(1)
-    export(Transformers(Dinov2Layer, nn.ReLU()), path)
+    export(transformers(dinov2_layer, nn.ReLU()), path)
     with pytest.raises(CheckpointError, match="an MLP without GELU"):
         load_encoder(str(path))
     export(nn.Conv2d(3, 4, 3), path)
     with pytest.raises(CheckpointError, match="has no embeddings"):
         load_encoder(str(path))
-    export(Transformers(Dinov2Layer), path)
+    export(transformers(dinov2_layer), path)
     shutil.copy(path, tmp_path / "cut.onnx")
     (tmp_path / "cut.onnx").write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     for name in ("cut.onnx", "absent.onnx"):

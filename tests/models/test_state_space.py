@@ -73,16 +73,6 @@ def test_one_state_adds_up_what_it_has_not_forgotten(half_life, wanted):
         assert channels.flatten().tolist() == pytest.approx(wanted)
 
 
-def test_steps_scale_what_comes_in_and_speed_up_what_is_forgotten():
-    inputs, steps, ones = column(3, 5), column(1, 2), column(1, 1)
-    decay = torch.tensor([-math.log(2)], dtype=torch.float64)
-
-    out = scan_heads(inputs[..., None], steps, decay, ones, ones, chunk=2)
-
-    # The first is halved twice, the second counts twice.
-    assert out.flatten().tolist() == pytest.approx([3.0, 3 / 4 + 10])
-
-
 def recurrence(inputs, steps, decay, keys, queries) -> Tensor:
     """Token by token, channel by channel, as the docstring of `scan` writes it."""
     out = torch.zeros_like(inputs)
@@ -269,12 +259,9 @@ def test_a_decay_to_the_power_of_minus_eight_forgets_nothing_but_where_it_was_on
     torch.testing.assert_close(one.log_decay.view(16, 3).exp()[5], wanted)
     before = mixer_of(built("mamba2")).log_decay.exp()
     torch.testing.assert_close(two.log_decay.exp(), before**-8)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_constant_decay_forgets_a_three_thousandth_a_step_everywhere(version):
-    mixer = mixer_of(built(version, "decay", state_decay="constant"))
-    assert mixer.log_decay.exp().tolist() == pytest.approx([math.exp(-8)] * len(mixer.log_decay))
+    for version in VERSIONS:
+        decays = mixer_of(built(version, "decay", state_decay="constant")).log_decay.exp()
+        assert decays.tolist() == pytest.approx([math.exp(-8)] * len(decays))
 
 
 @torch.no_grad()
@@ -353,7 +340,7 @@ def test_a_checkpoint_gives_the_model_back_and_no_probe_takes_it(tmp_path):
     [
         ({"head_width": 6}, r"head_width expects a divisor of 2 x model.dim = 16, got 6; take 2"),
         ({"mimetic_layers": [2]}, r"mimetic_layers must lie in 0\.\.1, got 2"),
-        ({"mimetic_layers": []}, "got none; model.mimetic="),
+        ({"mimetic_layers": []}, "got none; null stands for all blocks"),
     ],
 )
 def test_a_wrong_configuration_says_what_fits(changes, message):

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.models import Encoder, load_encoder
@@ -175,12 +175,6 @@ def test_blocks_without_thirds_of_keys_give_tokens_and_say_so(name, what):
         CheckpointError, match=r"layer 1 .* computes no key .* ask for probe.facet=token"
     ):
         FeatureExtractor(encoder, layers=[1], facets=["key"])(images)
-
-
-def test_a_register_is_not_taken_for_a_class_token():
-    encoder = as_encoder(tiny("vit_base_patch16_reg4_gap_256"))
-    with pytest.raises(ConfigurationError, match=r"has no \[CLS\] token; ask for facet=token"):
-        FeatureExtractor(encoder, layers=[0], facets=["cls"])
 
 
 @pytest.mark.parametrize("name", ["eva_giant_patch14_224", "eva02_base_patch14_224"])

@@ -30,7 +30,7 @@ from ssl_bench.models import (
     load_encoder,
     save_encoder,
 )
-from ssl_bench.models.loading.identity import read_metadata
+from ssl_bench.models.loading.checkpoint import read_metadata
 
 CPU = torch.device("cpu")
 TINY = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ssl_bench.models import VisionTransformer
-from ssl_bench.models.initialisers.statistics import effective_rank
+from ssl_bench.models.initialisers import effective_rank
 
 
 @dataclass(frozen=True)

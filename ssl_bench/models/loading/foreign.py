@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models.config import ViTConfig
-from ssl_bench.models.encoder import Contents
+from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Contents, Encoder
+from ssl_bench.models.kinds import encoder_from_model
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
     TRANSFORMERS,
@@ -22,12 +23,15 @@ from ssl_bench.models.loading.layouts import (
     refuse_strangers,
     renamed,
 )
+from ssl_bench.models.loading.onnx_file import read_onnx
 from ssl_bench.models.loading.weights import (
     Backbone,
     backbone_weights,
     load_weights,
     read_weights,
     reasons,
+    unreplaced,
+    verified_sha256,
 )
 from ssl_bench.models.vit import VisionTransformer
 
@@ -39,27 +43,25 @@ _SCALED = {1: "attn.proj", 2: "mlp.fc2"}
 
 
 def load_foreign(
-    path: Path, described: Description | None = None
-) -> tuple[VisionTransformer, Contents, tuple[int, int]]:
+    path: Path,
+    *,
+    uri: str,
+    name: str,
+    described: Description | None = None,
+    colours: Colours = IMAGENET_COLOURS,
+    colours_from: str = ASSUMED,
+) -> Encoder:
     """A ViT with skips from the layouts of DINO, DINOv2, MAE, iBOT, MoCo-v3 or transformers.
 
-    An ONNX file that transformers was exported to says all of its own.
-
-    Args:
-        path: The file.
-        described: Needed for transformers; the other layouts imply it.
-
-    Returns:
-        The model, what the file holds, and how many tensors were used of how many in their
-        container.
+    `described` is needed for transformers; the other layouts imply it, and an ONNX file that
+    transformers was exported to says all of its own.
     """
-    if path.suffix == ".onnx":
-        # Its package is an extra.
-        from ssl_bench.models.loading.onnx_file import read_onnx
-
-        content, described = read_onnx(path)
-    else:
-        content = read_weights(path)
+    with unreplaced(path):
+        digest = verified_sha256(path)
+        if path.suffix == ".onnx":
+            content, described = read_onnx(path)
+        else:
+            content = read_weights(path)
     backbone = backbone_weights(content, path)
     names = list(backbone.weights)
     layout = recognised(names, backbone.prefixes)
@@ -87,8 +89,16 @@ def load_foreign(
                 module.eps = described.norm_eps
         model.position_margin = described.position_margin
     ignored = {**backbone.ignored, **dropped}
-    contents = Contents(layout.name, layout.source, ignored, note.strip(" ;"), path)
-    return model, contents, (used, backbone.total)
+    return encoder_from_model(
+        model,
+        name=name,
+        uri=uri,
+        sha256=digest,
+        keys=(used, backbone.total),
+        contents=Contents(layout.name, layout.source, ignored, note.strip(" ;"), path),
+        colours=colours,
+        colours_from=colours_from,
+    )
 
 
 def _renamed_weights(

@@ -7,20 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ssl_bench.errors import CheckpointError
+from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Encoder
-from ssl_bench.models.kinds import encoder_from_model
 from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
-from ssl_bench.models.loading.identity import (
-    colour_of,
-    is_number,
-    unreplaced,
-    verified_sha256,
-)
 from ssl_bench.models.loading.layouts import Description
+from ssl_bench.models.loading.weights import colour_of, is_number
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.paths import expanded, real
 
@@ -70,23 +65,58 @@ def load_hugging_face(uri: str) -> Encoder:
             "use timm:NAME@FILE"
         )
     weights = file(WEIGHTS_FILES)
-    if model_type != _DINOV3:
-        return _from_transformers(config, weights, file, path, uri=uri, label=label)
-    from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
+    described = None if model_type == _DINOV3 else _described(config, path)
+    colours, colours_from = _colours(model_type, file)
+    if described is None:
+        from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
 
-    colours, colours_from = _colours(_DINOV3, file)
-    encoder = load_dinov3_folder(weights, uri=uri, label=label, colours=colours)
-    is_gated = any(".mlp.fc1_g." in name for name in encoder.module.state_dict())
-    built = {
-        "layer_norm_eps": encoder.module.get_submodule("norm").eps,
-        "use_gated_mlp": is_gated,
-        "hidden_act": "silu" if is_gated else "gelu",
-        "rope_theta": _DINOV3_ROTATION,
+        encoder = load_dinov3_folder(weights, uri=uri, label=label, colours=colours)
+        encoder = replace(encoder, colours_from=colours_from)
+        is_gated = any(".mlp.fc1_g." in name for name in encoder.module.state_dict())
+        built = {
+            "layer_norm_eps": encoder.module.get_submodule("norm").eps,
+            "use_gated_mlp": is_gated,
+            "hidden_act": "silu" if is_gated else "gelu",
+            "rope_theta": _DINOV3_ROTATION,
+        }
+        rotation = config.get("rope_parameters")
+        said = {**config, **rotation} if isinstance(rotation, Mapping) else config
+    else:
+        encoder = load_foreign(
+            weights,
+            uri=uri,
+            name=label,
+            described=described,
+            colours=colours,
+            colours_from=colours_from,
+        )
+        said, ours = config, cast(ViTConfig, encoder.module.config)
+        built = {
+            "qkv_bias": ours.qkv_bias,
+            "hidden_act": "gelu",
+            "use_swiglu_ffn": False,
+        }
+        if model_type.startswith("dinov2"):
+            built["mlp_ratio"] = ours.mlp_ratio
+        else:
+            built["intermediate_size"] = ours.hidden_dim
+    sizes = {
+        "hidden_size": encoder.dim,
+        "num_hidden_layers": encoder.depth,
+        "num_attention_heads": encoder.num_heads,
+        "num_register_tokens": encoder.num_registers,
+        "num_channels": 3,
+        "patch_size": encoder.patch_size,
     }
-    rotation = config.get("rope_parameters")
-    said = {**config, **rotation} if isinstance(rotation, Mapping) else config
-    _require_agreement(said, encoder, built, path, weights)
-    return replace(encoder, colours_from=colours_from)
+    # Followed where it says what no tensor tells, refused where it says something else.
+    for key, value in {**sizes, **built}.items():
+        theirs = said.get(key, value)
+        if theirs != value and theirs != [value, value]:
+            raise CheckpointError(
+                f"{path} says {key}={theirs!r}, the encoder of {weights.name} has {value!r}; fetch "
+                "both again, or use timm:NAME@FILE if there is a NAME of this architecture"
+            )
+    return encoder
 
 
 def _file_in(folder: Path, names: Sequence[str]) -> Path:
@@ -108,61 +138,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, expected an object")
     return content
-
-
-def _from_transformers(
-    config: Mapping[str, Any], weights: Path, file: _Find, path: Path, *, uri: str, label: str
-) -> Encoder:
-    described = _described(config, path)
-    with unreplaced(weights):
-        digest = verified_sha256(weights)
-        model, contents, keys = load_foreign(weights, described)
-    colours, colours_from = _colours(config["model_type"], file)
-    encoder = encoder_from_model(
-        model,
-        name=label,
-        uri=uri,
-        sha256=digest,
-        keys=keys,
-        contents=contents,
-        colours=colours,
-        colours_from=colours_from,
-    )
-    is_dinov2 = config["model_type"].startswith("dinov2")
-    width = {"intermediate_size": model.config.hidden_dim}
-    built = {
-        **({"mlp_ratio": model.config.mlp_ratio} if is_dinov2 else width),
-        "qkv_bias": model.config.qkv_bias,
-        "hidden_act": "gelu",
-        "use_swiglu_ffn": False,
-    }
-    _require_agreement(config, encoder, built, path, weights)
-    return encoder
-
-
-def _require_agreement(
-    config: Mapping[str, Any],
-    encoder: Encoder,
-    built: Mapping[str, Any],
-    path: Path,
-    weights: Path,
-) -> None:
-    """Refuse a configuration that says something else than what was built."""
-    sizes = {
-        "hidden_size": encoder.dim,
-        "num_hidden_layers": encoder.depth,
-        "num_attention_heads": encoder.num_heads,
-        "num_register_tokens": encoder.num_registers,
-        "num_channels": 3,
-        "patch_size": encoder.patch_size,
-    }
-    for key, ours in {**sizes, **built}.items():
-        theirs = config.get(key, ours)
-        if theirs != ours and theirs != [ours, ours]:
-            raise CheckpointError(
-                f"{path} says {key}={theirs!r}, the encoder of {weights.name} has {ours!r}; fetch "
-                "both again, or use timm:NAME@FILE if there is a NAME of this architecture"
-            )
 
 
 def _described(config: Mapping[str, Any], path: Path) -> Description:

@@ -1,23 +1,28 @@
 """`load_encoder`: one address, one frozen encoder."""
 
+import importlib.util
+import inspect
 import re
+import sys
 from contextlib import suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.encoder import ASSUMED, Contents, Encoder
+from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, EncoderIdentity
 from ssl_bench.models.loading.addresses import COLOURS, LAST, RANDOM, WEIGHTS, file_of, name_of
-from ssl_bench.models.loading.identity import (
-    EncoderIdentity,
-    is_ours,
-    stated_colours,
-    stated_encoder,
-    stated_epoch,
-    unreplaced,
-    verified_sha256,
-)
+from ssl_bench.models.loading.baselines import colour_patches, random_encoder
+from ssl_bench.models.loading.checkpoint import is_ours, load_own_encoder, stated_encoder
+from ssl_bench.models.loading.foreign import load_foreign
+from ssl_bench.system.imports import broken_file
+from ssl_bench.system.paths import expanded, real
+
+_SEED = 0
 
 # Mean and deviation of an encoder whose file does not say them: one number, or three with /.
 _STATED = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
@@ -45,26 +50,19 @@ def load_encoder(uri: str) -> Encoder:
     Raises:
         CheckpointError: In one line, what was expected, what came and what to do.
     """
-    # What reads weights is imported where it is needed: torch and timm take seconds, and who an
-    # encoder of ours is can be known without both.
     if uri.startswith("mean="):
         return _with_stated_colours(uri)
     if own := re.fullmatch(r"(.+\.py):(\w+)", uri):
-        from ssl_bench.models.from_module import load_own
-
-        return load_own(uri, own[1], own[2])
+        return _from_own_file(uri, own[1], own[2])
     scheme, colon, rest = uri.partition(":")
     if not colon:
         return _from_path(uri)
     if scheme == RANDOM:
-        from ssl_bench.models.loading.baselines import random_encoder
-
         return random_encoder(load_encoder(rest), uri)
     if scheme == COLOURS:
-        from ssl_bench.models.loading.baselines import colour_patches
-
         return colour_patches(uri)
     if scheme == "timm":
+        # timm takes seconds to import.
         from ssl_bench.models.loading.timm_encoder import load_timm
 
         return load_timm(uri)
@@ -75,14 +73,9 @@ def load_encoder(uri: str) -> Encoder:
     if scheme == "torchhub":
         return _from_torch_hub(uri)
     if scheme == "torchvision":
-        if not rest.startswith("vit_"):
-            raise CheckpointError(
-                f"{uri}: this model of torchvision is not supported; give {_KINDS}"
-            )
         raise CheckpointError(
-            f"{uri}: Vision Transformers of torchvision are loaded from a file; write it with "
-            f"`python -c \"import torch, torchvision.models as m; torch.save(m.get_model('{rest}', "
-            f"weights='DEFAULT').state_dict(), '{rest}.pth')\"` and give {rest}.pth"
+            f"{uri}: addresses of torchvision are not supported; save the state_dict() of its "
+            f"Vision Transformer and give that file, or give {_KINDS}"
         )
     return _from_path(uri)
 
@@ -90,8 +83,8 @@ def load_encoder(uri: str) -> Encoder:
 def identify_encoder(uri: str) -> EncoderIdentity:
     """The identity that `load_encoder(uri)` will have.
 
-    Milliseconds and no torch for a checkpoint of ours, whose header and sha256 file say it all; any
-    other is loaded and let go again.
+    Milliseconds for a checkpoint of ours, whose header and sha256 file say it all; any other is
+    loaded and let go again.
 
     Raises:
         CheckpointError: As `load_encoder`; damaged weights are found only there.
@@ -150,7 +143,7 @@ def _from_torch_hub(uri: str) -> Encoder:
     if url is None:
         known = (f"torchhub:{repo}:{one}" for repo, names in HUB_WEIGHTS.items() for one in names)
         raise CheckpointError(f"unknown {uri!r}; known are {', '.join(known)}")
-    return _from_foreign_file(downloaded_file(url), uri, name)
+    return load_foreign(downloaded_file(url), uri=uri, name=name)
 
 
 def _from_path(uri: str) -> Encoder:
@@ -169,39 +162,71 @@ def _from_path(uri: str) -> Encoder:
     if path.suffix == ".py":
         raise CheckpointError(f"{path} is Python; name the module in it: {path}:NAME")
     if path.suffix != ".safetensors" or not is_ours(path):
-        return _from_foreign_file(path, uri, name_of(path))
-    from ssl_bench.models.kinds import encoder_from_model
-    from ssl_bench.models.loading.checkpoint import load_checkpoint
-
-    model, digest = load_checkpoint(path)
-    keys = len(model.state_dict())
-    return encoder_from_model(
-        model,
-        name=name_of(path),
-        uri=uri,
-        sha256=digest,
-        keys=(keys, keys),
-        colours=stated_colours(path),
-        contents=Contents("ssl-bench", file=path, epoch=stated_epoch(path)),
-    )
+        return load_foreign(path, uri=uri, name=name_of(path))
+    return load_own_encoder(uri, path)
 
 
-def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
-    from ssl_bench.models.kinds import encoder_from_model
-    from ssl_bench.models.loading.foreign import load_foreign
+def _from_own_file(uri: str, file: str, name: str) -> Encoder:
+    """Load `FILE.py:NAME`: a module, an `Encoder`, or a function without arguments that gives one.
 
-    with unreplaced(path):
-        digest = verified_sha256(path)
-        model, contents, keys = load_foreign(path)
-    return encoder_from_model(
-        model,
-        name=name,
-        uri=uri,
-        sha256=digest,
-        keys=keys,
-        contents=contents,
-        colours_from=ASSUMED,
-    )
+    The file is run, as `python FILE.py` would run it, with its folder among those of imports.
+    What it draws at random is always the same.
+    """
+    path = real(expanded(file))
+    if not path.is_file():
+        raise CheckpointError(f"no file {path}; expected FILE.py:NAME, such as model.py:encoder")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        given = _called(path, name)
+    if isinstance(given, Encoder):
+        return replace(given, uri=uri)
+    if not isinstance(given, nn.Module):
+        raise CheckpointError(
+            f"{name} of {path} gives a {type(given).__name__}; expected a torch.nn.Module, an "
+            "ssl_bench.Encoder, or a function without arguments that returns one"
+        )
+    encoder = Encoder.from_module(given, name=f"{path.stem}.{name}")
+    return replace(encoder, uri=uri, contents=Contents("module", file=path))
+
+
+def _called(path: Path, name: str) -> Any:
+    """What a name of a file stands for; called, where it is a function or a class."""
+    spec = importlib.util.spec_from_file_location(f"ssl_bench_own_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its classes are asked for their source, which is found by the name of their module.
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+        found = getattr(module, name, None)
+        if found is None:
+            known = [
+                key
+                for key, value in vars(module).items()
+                if not key.startswith("_")
+                # Not what it imports.
+                and not inspect.ismodule(value)
+                and getattr(value, "__module__", spec.name) == spec.name
+            ]
+            raise CheckpointError(f"{path} has no {name}; it has {', '.join(known) or 'nothing'}")
+        if isinstance(found, nn.Module) or not callable(found):
+            return found
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise CheckpointError(
+                f"{path}:{name} cannot be called without arguments ({error}); name a function that "
+                "makes the module"
+            ) from error
+        return found()
+    except CheckpointError:
+        raise
+    except Exception as error:  # Somebody's file may fail in any way.
+        raise CheckpointError(str(broken_file(error, ()))) from error
+    finally:
+        sys.path.remove(str(path.parent))
 
 
 def _address_of(name: str) -> str | None:

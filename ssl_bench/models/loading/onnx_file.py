@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, MachineError
-from ssl_bench.models.loading.identity import check_readable
 from ssl_bench.models.loading.layouts import Description
+from ssl_bench.models.loading.weights import check_readable
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _EMBEDDINGS = "embeddings.patch_embeddings.projection.weight"
@@ -54,7 +54,26 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
             "transformers; export it with the names of its parameters, or give its .safetensors"
         )
     if f"{prefix}{_POSITIONS}" not in weights:
-        weights[f"{prefix}{_POSITIONS}"] = _positions(graph, constants, weights, prefix, path)
+        # 1 x (1 + patches) x dim, from the two halves that are resized, [CLS] and patches.
+        scope, dim = f"{prefix}embeddings", len(weights[f"{prefix}{_EMBEDDINGS}"])
+        halves = [
+            # Row by row: 1 x patches x dim, also of a map, 1 x dim x rows x cols.
+            array if array.ndim == 3 else array.reshape(*array.shape[:2], -1).transpose(0, 2, 1)
+            for node in graph.node
+            if _scope(node) == scope and node.op_type in ("Concat", "Reshape", "Add", "Resize")
+            for name in node.input
+            if name in constants and name not in weights
+            if (array := constants[name]).ndim in (3, 4)
+        ]
+        halves = [half for half in halves if half.shape[0] == 1 and half.shape[2] == dim]
+        whole = sorted(halves, key=lambda half: half.shape[1])
+        if not (len(whole) == 1 or (len(whole) == 2 and whole[0].shape[1] == 1)):
+            came = ", ".join(str(half.shape) for half in halves) or "none"
+            raise CheckpointError(
+                f"{path}: expected the positions of [CLS] and of the patches among the constants "
+                f"of {scope}, came {came}; export it without folding them, or give its .safetensors"
+            )
+        weights[f"{prefix}{_POSITIONS}"] = np.concatenate(whole, axis=1)
     described = Description(
         num_heads=_num_heads(graph, constants, path),
         norm_eps=_norm_eps(graph, constants, path),
@@ -97,35 +116,6 @@ def _named(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray
         kept = any(item.name == "transB" and item.i for item in node.attribute)
         named[f"{scope}.weight"] = constants[matrix] if kept else constants[matrix].T
     return named
-
-
-def _positions(
-    graph: Any,
-    constants: Mapping[str, np.ndarray],
-    weights: Mapping[str, np.ndarray],
-    prefix: str,
-    path: Path,
-) -> np.ndarray:
-    """Of [CLS] and patches, 1 x (1 + patches) x dim, from the two halves that are resized."""
-    scope, dim = f"{prefix}embeddings", len(weights[f"{prefix}{_EMBEDDINGS}"])
-    halves = [
-        # Row by row: 1 x patches x dim, also of a map, 1 x dim x rows x cols.
-        array if array.ndim == 3 else array.reshape(*array.shape[:2], -1).transpose(0, 2, 1)
-        for node in graph.node
-        if _scope(node) == scope and node.op_type in ("Concat", "Reshape", "Add", "Resize")
-        for name in node.input
-        if name in constants and name not in weights
-        if (array := constants[name]).ndim in (3, 4)
-    ]
-    halves = [half for half in halves if half.shape[0] == 1 and half.shape[2] == dim]
-    whole = sorted(halves, key=lambda half: half.shape[1])
-    if len(whole) == 1 or (len(whole) == 2 and whole[0].shape[1] == 1):
-        return np.concatenate(whole, axis=1)
-    came = ", ".join(str(half.shape) for half in halves) or "none"
-    raise CheckpointError(
-        f"{path}: expected the positions of [CLS] and of the patches among the constants of "
-        f"{scope}, came {came}; export it without folding them, or give its .safetensors"
-    )
 
 
 def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> int:

@@ -26,13 +26,26 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.encoder import ASSUMED, Colours, Contents, Encoder
-from ssl_bench.models.kinds import of_library, state_dict_sha256
+from ssl_bench.models.encoder import (
+    ASSUMED,
+    Colours,
+    Contents,
+    Encoder,
+    of_library,
+    state_dict_sha256,
+)
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
-from ssl_bench.models.loading.identity import colour_of, unreplaced, verified_sha256
 from ssl_bench.models.loading.layouts import dinov3_architecture
-from ssl_bench.models.loading.weights import Backbone, backbone_weights, read_weights, shape_text
+from ssl_bench.models.loading.weights import (
+    Backbone,
+    backbone_weights,
+    colour_of,
+    read_weights,
+    shape_text,
+    unreplaced,
+    verified_sha256,
+)
 from ssl_bench.models.timm_config import family_of
 from ssl_bench.models.timm_model import STAGED, TimmBackbone, shape_of_model
 from ssl_bench.system.memory import pass_on_memory

@@ -6,6 +6,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.loading.identity import check_readable
 from ssl_bench.models.loading.layouts import refuse_strangers
+from ssl_bench.system.files import open_regular, read_digests, sha256_of
 from ssl_bench.system.memory import pass_on_memory
 
 _SMALL_FILE = 2**20
-_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
+# Of numbers in a config.json.
+_LARGEST = 1e9
 # The kernel of the patches tells where in a file an encoder begins. Files are seen flat: a slash
 # stands between names of dictionaries, a number or whatever else is no text in brackets.
 _KERNEL = re.compile(
@@ -31,7 +33,6 @@ _KERNEL = re.compile(
 )
 _BLOCK = re.compile(r"(?:blocks?\d?|layers?|stages)\.\w*\d+\.")
 _PART = re.compile(r"[./]")
-_DEEPEST = 40
 # Words in a name that say which of several encoders it is; MoCo-v3 and solo-learn score the one
 # that is trained.
 _AVERAGED = {"averaged", "average", "averaging", "avg", "ema", "swa", "teacher", "target"}
@@ -66,6 +67,91 @@ _HARMLESS: list[Any] = [
     _NUMPY_SCALAR,
     (_NUMPY_SCALAR, "numpy.core.multiarray.scalar"),
 ]
+
+
+def check_readable(path: Path) -> None:
+    """Refuse what cannot be a weights file."""
+    try:
+        with open_regular(path) as file:
+            start = file.read(256).lstrip()
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path} ({error.strerror}); give a weights file or a run folder"
+        ) from error
+    if not start:
+        raise CheckpointError(f"{path} is empty; copy or download it again")
+    if start.startswith(b"<"):
+        raise CheckpointError(f"{path} is a web page, not weights; download the file itself")
+
+
+@contextmanager
+def unreplaced(path: Path) -> Iterator[None]:
+    """Refuse what was read of a file that a running pretraining replaced meanwhile.
+
+    Otherwise the sha256 of one checkpoint would stand beside the numbers of the next.
+    """
+    before = _stamp(path)
+    try:
+        yield
+    finally:
+        if _stamp(path) != before:
+            raise CheckpointError(f"{path} was replaced while it was read; type the command again")
+
+
+def verified_sha256(path: Path) -> str:
+    """The sha256 of a file, compared with the one beside it where there is one."""
+    check_readable(path)
+    digest = sha256_of(path)
+    sidecar = sidecar_of(path)
+    if not is_there(sidecar):
+        return digest
+    expected = [stated for stated, _ in read_digests(sidecar)]
+    if digest not in expected:
+        raise CheckpointError(
+            f"{path} has sha256 {digest[:12]}..., {sidecar.name} says "
+            f"{' or '.join(item[:12] for item in expected) or 'nothing'}...; the file was cut or "
+            "changed: copy or download both again"
+        )
+    return digest
+
+
+def sidecar_of(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def is_there(sidecar: Path) -> bool:
+    try:
+        return sidecar.is_file()
+    # The name of the weights may be so long that none beside it can be longer.
+    except OSError:
+        return False
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def colour_of(described: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
+    """Mean or deviation of red, green and blue in a configuration; a deviation ends with std."""
+    value: Any = described.get(key)
+    numbers: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * 3
+    sound = len(numbers) == 3 and all(is_number(one) for one in numbers)
+    if not sound or (key.endswith("std") and min(numbers) <= 0):
+        raise CheckpointError(
+            f"{path}: expected {key} of red, green and blue, three numbers and no deviation of 0, "
+            f"came {value!r}; fetch it again"
+        )
+    red, green, blue = map(float, numbers)
+    return red, green, blue
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number as images and norms have them."""
+    return type(value) in (int, float) and abs(value) < _LARGEST
 
 
 def read_weights(path: Path) -> dict[str, Any]:
@@ -138,7 +224,7 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
 
     Of several encoders the one is taken whose name says that it is an average.
     """
-    leaves = list(_leaves(content, path))
+    leaves = list(_leaves(content))
     tensors = _once(((name, one) for name, one in leaves if isinstance(one, Tensor)), path)
     training = tuple(
         {name.partition("param_groups/")[0] for name, _ in leaves if "/param_groups/" in name}
@@ -203,10 +289,8 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     return Backbone(usable(plain, path), total, {**ignored, **heads}, parts, note if others else "")
 
 
-def _leaves(value: object, path: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
     """What containers of any depth hold, under names of the way to it."""
-    if depth > _DEEPEST:
-        raise CheckpointError(f"{path} has more than {_DEEPEST} levels; save model.state_dict()")
     items: Iterable[tuple[str, object]]
     if isinstance(value, Mapping):
         items = (
@@ -219,7 +303,7 @@ def _leaves(value: object, path: Path, name: str = "", depth: int = 0) -> Iterat
         yield name, value
         return
     for key, item in items:
-        yield from _leaves(item, path, f"{name}/{key}" if name else key, depth + 1)
+        yield from _leaves(item, f"{name}/{key}" if name else key)
 
 
 def _without(wrapper: str, name: str) -> str:
@@ -375,9 +459,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
 def _no_weights(path: Path, reason: str) -> str:
     with path.open("rb") as file:
         begins = file.read(64)
-    if begins.startswith(_PICTURES):
-        reason = "it begins as a picture does"
-    elif begins and begins.isascii() and b"\0" not in begins:
+    if begins and begins.isascii() and b"\0" not in begins:
         reason = "it begins as a text does"
     return f"{path} is no weights file, or a damaged one ({reason}); copy or download it again"
 

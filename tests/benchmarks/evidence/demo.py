@@ -22,7 +22,7 @@ from pretrain.checkpoints import CONFIG, ENCODER, LOG
 from ssl_bench.errors import DataError
 from ssl_bench.models import EncoderModule, load_encoder, save_encoder
 from ssl_bench.models.loading.addresses import NAMES, file_name
-from ssl_bench.models.loading.identity import read_metadata
+from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.system.files import sha256_of
 from tests.benchmarks.evidence.claims import MOST_BYTES
 from tests.benchmarks.evidence.page import LEDGER, ROOT

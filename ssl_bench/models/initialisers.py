@@ -1,29 +1,31 @@
-"""Initial weights of a block as pure functions of its sizes and a generator.
+"""Initial weights of blocks and of depthwise filters, as pure functions of sizes and a generator.
 
-All matrices follow the row-vector convention y = x W of the papers; `nn.Linear.weight` holds W
-transposed, see `set_block`. They are float64, so that rounding happens once, at the end. Biases
-start at 0 everywhere.
+An initialiser is a dataclass whose fields are its options, `model.init_options`. All is float64, so
+that rounding happens once, at the end. Matrices of blocks follow the row-vector convention y = x W
+of the papers; `nn.Linear.weight` holds W transposed, see `set_block`. Their biases start at 0.
+Pixels of a filter are counted row by row.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, TypeVar
 
 import scipy.linalg
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Generator, Tensor, nn
 
+from ssl_bench.composition.fields import Within, require
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.initialisers.options import (
-    MimeticOptions,
-    NoOptions,
-    SkiplessOptions,
-    make_initialiser,
-)
 
+T = TypeVar("T")
 Model = TypeVar("Model", bound=nn.Module)
 Matrix = Float64[Tensor, "{rows} {cols}"]
+Filters = Float64[Tensor, "{count} {size} {size}"]
+Covariance = Float64[Tensor, "pixels pixels"]
+Number = Annotated[float, Within(-1000, 1000)]
+Noise = Literal["normal", "uniform"]
 _DEFAULT_STD = 0.02
 # Keeps the factors of a zero matrix zero instead of 0 / 0.
 _TINY = 1e-300
@@ -48,7 +50,7 @@ class MlpWeights:
 
 
 @dataclass(frozen=True)
-class DefaultInit(NoOptions):
+class DefaultInit:
     """Truncated normal of standard deviation 0.02, cut at -2 and 2 as in official DINO and timm.
 
     Those are absolute bounds, which 0.02 never reaches. All others are subclasses.
@@ -74,8 +76,32 @@ class DefaultInit(NoOptions):
 
 
 @dataclass(frozen=True)
-class SkiplessInit(SkiplessOptions, DefaultInit):
-    """The initialisation that lets an encoder without skips train."""
+class SkiplessInit(DefaultInit):
+    """The initialisation that lets an encoder without skips train.
+
+    Args:
+        alpha: Share of noise in W_Q W_K^T of each head.
+        beta: Share of the identity in it.
+        c: Scale of W_V and of W_O; their product is c^2 times an orthogonal matrix. Behind a
+            LayerNorm it leaves the forward pass alone and sets the relative learning rate.
+        noise: Distribution of Z, "normal" as the paper states it, or "uniform", which departs from
+            it; both of variance 1 / dim.
+        cancel_logit_scale: Multiply W_Q and W_K by d_h^1/4 each, so that the attention's usual
+            1 / sqrt(d_h) cancels and the logits are those of the paper's formulas, which have no
+            such factor. Off: short runs trained better with the factor.
+        suo_gain: Scale the orthogonal matrices of the MLP by max(sqrt(out / in), 1).
+
+    Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5; defaults are
+    its values for ViT-S under DINO. Their supervised ViT-B has alpha 2, beta 0.6, c 3. What the
+    paper leaves open are the last two options.
+    """
+
+    alpha: Number = 1.8
+    beta: Number = 1.0
+    c: Number = 3.0
+    noise: Noise = "normal"
+    cancel_logit_scale: bool = False
+    suo_gain: bool = True
 
     def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
         query, key = _noisy_identity_heads(
@@ -95,8 +121,30 @@ class SkiplessInit(SkiplessOptions, DefaultInit):
 
 
 @dataclass(frozen=True)
-class MimeticInit(MimeticOptions, DefaultInit):
-    """Attention that looks trained."""
+class MimeticInit(DefaultInit):
+    """Attention that looks trained: W_Q W_K^T near +I, W_V W_O near -I.
+
+    The thesis needs `position_embedding=sinusoidal` with it. The MLP is that of the default draw.
+
+    Args:
+        alpha1: Share of noise in W_Q W_K^T of each head.
+        beta1: Share of the identity in it.
+        alpha2: Share of noise in W_V W_O over all heads.
+        beta2: Share of the negative identity in it; a negative share puts W_V W_O near +I.
+        noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
+        parts: "qk" draws W_V and W_O, "vo" W_Q and W_K as `default` does; all other weights are
+            those of "both".
+
+    Source: Trockman, "Mimetic initialization" (2025), section 3.2, equations 3.12-3.18. Equation
+    3.15 prints Sigma without the root for W_V; we take the root on both sides, as the text says.
+    """
+
+    alpha1: Number = 0.7
+    beta1: Number = 0.7
+    alpha2: Number = 0.4
+    beta2: Number = 0.4
+    noise: Noise = "normal"
+    parts: Literal["both", "qk", "vo"] = "both"
 
     def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
         query, key = _noisy_identity_heads(
@@ -135,7 +183,7 @@ class OsaInit(DefaultInit):
     W_O^T among those of d_v columns. The MLP as without skips, SUO.
 
     Source: Zhang and Martens, "Orthogonal Self-Attention", section 4; the small alpha of 4.3 is
-    `ssl_bench.models.orthogonal.attention.OrthogonalAttention`'s own.
+    `ssl_bench.models.OrthogonalAttention`'s own.
     """
 
     def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
@@ -193,11 +241,6 @@ INITIALISERS: dict[str, type[DefaultInit]] = {
     "xavier": XavierInit,
     "osa": OsaInit,
 }
-
-
-def initialiser_of(name: str, options: Mapping[str, Any]) -> DefaultInit:
-    """The initialiser of that name."""
-    return make_initialiser(INITIALISERS, name, options)
 
 
 @torch.no_grad()
@@ -282,6 +325,156 @@ def _noise_matrix(dim: int, generator: Generator, noise: str) -> Float64[Tensor,
     return draw(dim, dim, generator) / dim**0.5
 
 
+@dataclass(frozen=True)
+class UniformFilters:
+    """Independent weights between -1 / size and 1 / size, PyTorch's default."""
+
+    def filters(
+        self,
+        count: int,
+        size: int,
+        depth: float,  # noqa: ARG002 - the same in every layer
+        generator: Generator,
+    ) -> Filters:
+        """Filters of `size` x `size` pixels; `depth` is 0 in the first layer and 1 in the last."""
+        unit = torch.rand(count, size, size, generator=generator, dtype=torch.float64)
+        return (2 * unit - 1) / size
+
+
+@dataclass(frozen=True)
+class CovarianceFilters(UniformFilters):
+    """Normal filters with the covariance of trained ones: focused at first, wider with depth.
+
+    Args:
+        sigma_0: Squared width of the Gaussians in the first layer, in pixels squared.
+        v_sigma: How fast it grows with depth there.
+        a_sigma: How fast that growth grows.
+
+    Source: Trockman, "Mimetic initialization" (2025), section 3.1.2; the defaults are its values
+    for ConvMixer-256/8 on CIFAR-10 with patches of 2 x 2 (appendix B.1). Filters of 3 x 3, it
+    reports, fare poorly with it.
+    """
+
+    sigma_0: Number = 0.08
+    v_sigma: Number = 0.37
+    a_sigma: Number = 2.9
+
+    def __post_init__(self) -> None:
+        turning = -self.v_sigma / self.a_sigma if self.a_sigma else 0.0
+        lowest = min(self.sigma(depth) for depth in (0.0, 1.0, min(max(turning, 0.0), 1.0)))
+        if not lowest > 0:
+            raise ConfigurationError(
+                "model.init_options: sigma_0 + v_sigma d + a_sigma d^2 / 2 must stay positive for "
+                f"d from 0 to 1, got {lowest:g} with {self}; raise sigma_0"
+            )
+
+    def sigma(self, depth: float) -> float:
+        """Equation 3.11."""
+        return self.sigma_0 + self.v_sigma * depth + self.a_sigma * depth**2 / 2
+
+    def filters(self, count: int, size: int, depth: float, generator: Generator) -> Filters:
+        """Cost: an eigendecomposition of size^2 x size^2, once a layer."""
+        root = positive_root(filter_covariance(size, self.sigma(depth)))
+        normal = torch.randn(count, size**2, generator=generator, dtype=torch.float64)
+        return (normal @ root).unflatten(1, (size, size))
+
+
+FILTER_INITIALISERS: dict[str, type[UniformFilters]] = {
+    "uniform": UniformFilters,
+    "covariance": CovarianceFilters,
+}
+
+
+def draw_uniform(layer: nn.Module, generator: Generator) -> None:
+    """Weights and biases of a convolution or linear layer as PyTorch draws them by default."""
+    bound = layer.get_parameter("weight")[0].numel() ** -0.5
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+
+def draw_filters(
+    layers: Sequence[nn.Module], initialiser: UniformFilters, generator: Generator
+) -> None:
+    """Depthwise filters of all layers of a network, which lie evenly between depths 0 and 1."""
+    for layer, convolution in enumerate(layers):
+        weight = convolution.get_parameter("weight")
+        count, _, size, _ = weight.shape
+        depth = layer / max(1, len(layers) - 1)
+        filters = initialiser.filters(count, size, depth, generator)
+        weight.copy_(filters[:, None])
+
+
+def centered_gaussian(size: int, sigma: float) -> Float64[Tensor, "{size} {size}"]:
+    """exp(-r^2 / (2 sigma)) at the distance r from the middle pixel: equation 3.5.
+
+    Its indices, from 1 on with a center of floor(size / 2), would put the peak one pixel before the
+    middle of an odd filter; counted from 0, as in its figure A.3, they put it there.
+    """
+    squares = (torch.arange(size, dtype=torch.float64) - size // 2) ** 2
+    return torch.exp(-(squares[:, None] + squares) / (2 * sigma))
+
+
+def filter_covariance(size: int, sigma: float) -> Covariance:
+    """Covariance of the pixels of a filter, symmetric, but not yet positive semi-definite.
+
+    With z_p the Gaussian about the middle and c_pq the one about pixel p, both at pixel q, it is
+    ((z_p + z_q) c_pq - z_p z_q) / 2: equation 3.10, in the order of equation 3.1.
+
+    The Gaussian of equation 3.6 is moved forward until its peak is at p, and what leaves one side
+    comes back on the other, as the text and figure A.3 have it. Equation B.1 prints the
+    opposite direction, which would put the peak at the mirror image of p. Equation 3.9 lacks
+    the factor 1/2 that 3.10 and figure A.3 have.
+
+    Args:
+        size: Pixels along a side; odd.
+        sigma: Squared width of the Gaussians, in pixels squared.
+    """
+    still = centered_gaussian(size, sigma)
+    middle = size // 2
+    moved = torch.stack(
+        [
+            still.roll((row - middle, col - middle), dims=(0, 1)).flatten()
+            for row in range(size)
+            for col in range(size)
+        ]
+    )
+    static, mask = still.flatten()[None, :], still.flatten()[:, None]
+    return (mask * (moved - static) + static * moved) / 2
+
+
+def positive_root(covariance: Covariance) -> Covariance:
+    """Symmetric root of the nearest positive semi-definite matrix.
+
+    The root is symmetric because that one is unique: eigenvectors of equal eigenvalues, of which
+    these matrices have many, are whatever basis the library finds.
+
+    NumPy's `multivariate_normal`, which figure A.4 calls, does not project but flips the sign of
+    negative eigenvalues.
+    """
+    values, vectors = torch.linalg.eigh(covariance)
+    return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+
+
+def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
+    """The initialiser that `kinds` has under a name."""
+    if name not in kinds:
+        raise ConfigurationError(f"model.init must be one of {', '.join(kinds)}, got {name!r}")
+    known = {item.name: item for item in fields(kinds[name])}  # type: ignore[arg-type]
+    for key, value in options.items():
+        if key not in known:
+            near = ", ".join(get_close_matches(key, known) or known)
+            hint = f"did you mean: {near}?" if near else "it has none; set model.init_options={}"
+            raise ConfigurationError(f"model.init={name} has no option {key!r}; {hint}")
+        require(f"model.init_options.{key}", known[key].type, value)
+    return kinds[name](**{key: type(known[key].default)(one) for key, one in options.items()})
+
+
+def in_full(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of an initialiser with the value that holds; None stood for its default."""
+    kind: Any = {**INITIALISERS, **FILTER_INITIALISERS}.get(name, DefaultInit)
+    return asdict(kind()) | {key: value for key, value in options.items() if value is not None}
+
+
 def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
     """Draw the blocks of a ViT as "Cutting the Skip" does, so that it trains without skips.
 
@@ -292,7 +485,7 @@ def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
         model: Has `blocks`, each with `attn.qkv`, `attn.proj`, `attn.num_heads`, `mlp.fc1` and
             `mlp.fc2`, as a ViT of `timm.create_model` or of this suite.
         seed: Decides what is drawn.
-        options: Those of `ssl_bench.models.initialisers.options.SkiplessOptions`.
+        options: Those of `SkiplessInit`.
 
     Returns:
         The same model.
@@ -309,7 +502,8 @@ def mimetic_(model: Model, *, seed: int = 0, **options: Any) -> Model:
 
 
 def _drawn(model: Model, name: str, seed: int, options: dict[str, Any]) -> Model:
-    initialiser, generator = initialiser_of(name, options), Generator().manual_seed(seed)
+    initialiser = make_initialiser(INITIALISERS, name, options)
+    generator = Generator().manual_seed(seed)
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not len(blocks):
         raise ConfigurationError(
@@ -324,3 +518,16 @@ def _drawn(model: Model, name: str, seed: int, options: dict[str, Any]) -> Model
                 f"got {type(block).__name__} of {type(model).__name__}: {error}"
             ) from error
     return model
+
+
+def effective_rank(tokens: Float[Tensor, "tokens dim"]) -> float:
+    """Exponential of the entropy of the centered tokens' normalised singular values.
+
+    0 where all tokens are the same.
+
+    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
+    """
+    values = torch.linalg.svdvals((tokens - tokens.mean(0)).double())
+    if not values.any():
+        return 0.0
+    return float(torch.special.entr(values / values.sum()).sum().exp())

@@ -1,4 +1,6 @@
-"""Encoders that learned nothing stand beside those that did."""
+"""Encoders that learned nothing, and what an address says where a file does not."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from ssl_bench.models import build_vit, identify_encoder, load_encoder, save_enc
 from ssl_bench.models.loading.addresses import with_baselines
 from tests.cli.test_sweep import planned
 from tests.support.faults import TINY, encoder_file, fails, photo_folder, probing, records
+from tests.support.foreign_weights import timm_model
 
 
 def test_random_weights_are_those_that_the_run_began_with(tmp_path):
@@ -25,15 +28,6 @@ def test_random_weights_are_those_that_the_run_began_with(tmp_path):
     assert drawn.architecture == load_encoder(f"{tmp_path}/one.safetensors").architecture
     again = identify_encoder(f"random:{tmp_path}/one.safetensors")
     assert again.identity() == drawn.identity()
-
-
-def test_random_weights_of_timm_are_those_of_its_bare_name():
-    plain = load_encoder("timm:vit_tiny_patch16_224")
-
-    drawn = load_encoder("random:timm:vit_tiny_patch16_224")
-
-    assert drawn.identity() == plain.identity()
-    assert drawn.name == plain.name
 
 
 def test_colours_are_the_pixels_of_each_patch_in_every_facet():
@@ -92,3 +86,58 @@ def test_a_baseline_that_has_no_answer_is_left_out_and_an_asked_one_ends_the_com
     assert "left out: conditioning on folder: " in capsys.readouterr().err
 
     assert "colours" in fails(capsys, [*asked, "--checkpoint", "colours:16"], 2)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "mine.pth"
+    torch.save(timm_model().state_dict(), path)
+    return path
+
+
+def test_an_address_says_the_mean_of_a_file_that_does_not(path):
+    plain = load_encoder(str(path))
+
+    found = load_encoder(f"mean=0.5,std=0.25:{path}")
+
+    assert (found.mean, found.std) == ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    assert found.sha256 == plain.sha256
+    assert found.identity() != plain.identity()
+    assert identify_encoder(found.uri).identity() == found.identity()
+    # Only what comes in is different.
+    images = torch.rand(2, 3, 64, 64)
+    scaled = (images - 0.5) / 0.25 * torch.tensor(plain.std).view(3, 1, 1)
+    same = scaled + torch.tensor(plain.mean).view(3, 1, 1)
+    torch.testing.assert_close(
+        FeatureExtractor(found, layers=[0])(images)[0]["token"],
+        FeatureExtractor(plain, layers=[0])(same)[0]["token"],
+    )
+
+
+def test_colours_may_differ_and_random_weights_keep_them(path):
+    found = load_encoder(f"random:mean=.5,std=.2/.3/.4:{path}")
+
+    assert (found.mean, found.std) == ((0.5, 0.5, 0.5), (0.2, 0.3, 0.4))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "mean=0.5:x.pth",
+        "mean=0.5,std=0:x.pth",
+        "mean=127,std=60:x.pth",
+        "mean=.1/.2,std=.5:x.pth",
+        "mean=.,std=1:x.pth",
+        "mean=.5,std=.5:",
+    ],
+)
+def test_another_form_is_refused_with_an_example(address):
+    with pytest.raises(CheckpointError, match=r"such as mean=0\.5,std=0\.5:my_vit\.pth"):
+        load_encoder(address)
+
+
+def test_what_says_its_mean_keeps_it(tmp_path):
+    encoder_file(tmp_path / "ours.safetensors")
+
+    with pytest.raises(CheckpointError, match=r"of its own \(ssl-bench\)"):
+        load_encoder(f"mean=0.5,std=0.5:{tmp_path / 'ours.safetensors'}")
