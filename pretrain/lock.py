@@ -171,19 +171,18 @@ class _Holder:
 
     @classmethod
     def read(cls, content: str) -> "_Holder | None":
-        """None for anything else, half of a file included."""
+        """None for half of a file, or that of another version."""
         try:
-            found = cls(**json.loads(content))
-        except (ValueError, TypeError, RecursionError):
+            return cls(**json.loads(content))
+        except (ValueError, TypeError):
             return None
-        return found if type(found.pid) is int else None
 
     def __str__(self) -> str:
         return f"`{self.command}` (process {self.pid} on {self.host} since {self.since} UTC)"
 
 
 def _this_process() -> _Holder:
-    command = " ".join(shlex.join(["ssl-bench", *sys.argv[1:]]).split())
+    command = shlex.join(["ssl-bench", *sys.argv[1:]]).replace("\n", " ")
     return _Holder(
         host=socket.gethostname(),
         place=_place(),
