@@ -173,41 +173,32 @@ def _files_of_a_run(out: Path) -> list[Path]:
     return [out / CONFIG, out / LOG, *encoders, *digests]
 
 
-Module = TypeVar("Module", bound=nn.Module)
+T = TypeVar("T")
 
 
-def copied(state: Any) -> Any:
+def copied(value: T, tensors: Iterable[Tensor] | None = None) -> T:
     """A copy that nobody else changes, with all tensors in host memory; the device is waited for.
 
     Args:
-        state: Tensors and plain values in dictionaries, lists and tuples.
+        value: Tensors and plain values in dictionaries, lists and tuples, or what holds tensors.
+        tensors: Those that it holds, where they are not its leaves.
     """
-    leaves = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    if tensors is None:
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     # What occurs under two names is copied, and written, once.
-    once = {_memory_of(leaf): leaf for leaf in leaves}
-    copies = dict(zip(once, _copies(once.values()), strict=True))
-    return copy.deepcopy(state, {id(leaf): copies[_memory_of(leaf)] for leaf in leaves})
-
-
-def _memory_of(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def copied_module(module: Module) -> Module:
-    """The same for a module: its parameters and buffers are copied to host memory."""
-    originals = [*module.parameters(), *module.buffers()]
+    once: dict[tuple[object, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        once.setdefault(memory, []).append(tensor)
+    detached = [alike[0].detach() for alike in once.values()]
     memo: dict[int, Any] = {}
-    for original, tensor in zip(originals, _copies(originals), strict=True):
-        is_trained = isinstance(original, nn.Parameter)
-        memo[id(original)] = nn.Parameter(tensor, original.requires_grad) if is_trained else tensor
-    return copy.deepcopy(module, memo)
-
-
-def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
-    detached = [tensor.detach() for tensor in tensors]
     # From a device to pinned memory; what is on the host already must not change with the run.
-    found = zip(detached, fetched(detached), strict=True)
-    return [there.clone() if there is tensor else there for tensor, there in found]
+    for alike, there, here in zip(once.values(), detached, fetched(detached), strict=True):
+        copy_of = here.clone() if here is there else here
+        for one in alike:
+            is_trained = isinstance(one, nn.Parameter)
+            memo[id(one)] = nn.Parameter(copy_of, one.requires_grad) if is_trained else copy_of
+    return copy.deepcopy(value, memo)
 
 
 class Saver:

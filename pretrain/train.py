@@ -644,7 +644,9 @@ class Run:
         epoch = self.step / self.timeline.steps_per_epoch
         metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
         metadata |= colours_metadata(self.plan.data.colours)
-        return checkpoints.copied_module(self.trainer.learner.encoder), metadata
+        encoder = self.trainer.learner.encoder
+        tensors = [*encoder.parameters(), *encoder.buffers()]
+        return checkpoints.copied(encoder, tensors), metadata
 
     def _finish(self, report: logging.StepLog) -> None:
         """Leave what a run leaves that is over."""

@@ -81,7 +81,7 @@ Drawn = tuple[str, int | float]
 
 
 def draw_operations(
-    generator: np.random.Generator, num_ops: int, magnitude: float, deviation: float
+    generator: np.random.Generator, num_ops: int, magnitude: int, deviation: float
 ) -> list[Drawn]:
     """Several operations in a row, each of them drawn from all and applied half of the time.
 

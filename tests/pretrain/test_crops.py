@@ -643,7 +643,14 @@ def test_what_a_recipe_does_not_ask_for_does_not_happen():
     assert all(not part.erased.any() and part.mixture == Mixture() for part in parts)
     never = replace(PLAIN, mixup=0.8, cutmix=1.0, mix_probability=0.0)
     assert all(cut(never, samples(2), seed=s).mixture == Mixture() for s in range(40))
-    some = replace(never, erasing_probability=0.5, mix_probability=0.9)
+    some = SingleCrop(
+        color_jitter=0.4,
+        cutout=4,
+        erasing_probability=0.5,
+        mixup=0.8,
+        cutmix=1.0,
+        mix_probability=0.9,
+    )
     parts = [cut(some, samples(2), seed=seed) for seed in range(40)]
     assert 30 < sum(int((part.erased[:, 1] > 0).sum()) for part in parts) < 50
     assert sum(part.mixture.box is not None for part in parts) > 5

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pretrain import checkpoints
-from pretrain.checkpoints import Saver, copied, copied_module
+from pretrain.checkpoints import Saver, copied
 from pretrain.crops.multi import MultiCrop
 from pretrain.lock import held
 from pretrain.logging import Clock
@@ -30,20 +30,12 @@ from tests.support.faults import (
     exit_code,
     fails,
     fork,
-    photo_folder,
     pretraining,
 )
 from tests.support.runs import flat, log_rows
 
 # Four pictures, two a step: saved after steps 2, 4 and 6.
 EVERY_EPOCH = "train.checkpoint_epochs=1"
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    photo_folder(tmp_path / "photos")
-    return tmp_path
 
 
 @pytest.fixture
@@ -113,7 +105,7 @@ def test_a_copied_encoder_has_its_weights_and_buffers_and_none_of_the_original()
     model.register_buffer("seen", torch.ones(2), persistent=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
-    found = copied_module(model)
+    found = copied(model, [*model.parameters(), *model.buffers()])
     for value in [*model.parameters(), *model.buffers()]:
         nn.init.zeros_(value)
 
