@@ -15,12 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from pretrain import checkpoints
+from pretrain import checkpoints, train
 from pretrain.checkpoints import Saver, copied
 from pretrain.crops.multi import MultiCrop
 from pretrain.lock import held
-from pretrain.logging import Clock
-from pretrain.monitor import Observer
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import build_vit, load_encoder
 from ssl_bench.system.files import sha256_of
@@ -248,23 +246,18 @@ def test_encoders_of_all_epochs_are_kept_however_slow_the_disk(place, capsys, mo
         load_encoder(f"run/epoch{epoch:04d}.safetensors")
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.2])
-def test_a_monitor_that_takes_long_is_mentioned(place, capsys, monkeypatch, seconds):
-    usual = Observer.measures
-
-    def slow(self, step):
-        found = usual(self, step)
-        if found:
-            time.sleep(seconds)
-        return found
-
+@pytest.mark.parametrize(
+    ("seconds", "share", "mentions"), [(0.0, 0.0, 1), (60.0, 0.0, 0), (0.0, 1e6, 0)]
+)
+def test_a_monitor_that_takes_long_is_mentioned(
+    place, capsys, monkeypatch, seconds, share, mentions
+):
+    monkeypatch.setattr(train, "_MONITOR_SECONDS", seconds)
+    monkeypatch.setattr(train, "_MONITOR_SHARE", share)
     root = class_folders(place / "classes", 2)
-    monkeypatch.setattr(Observer, "measures", slow)
-    # As if the training before had taken four seconds.
-    monkeypatch.setattr(Clock, "begin", lambda self: setattr(self, "_begun", time.monotonic() - 4))
     words = ("monitor.knn_epochs=9", f"monitor.root={root}", "monitor.neighbours=2")
     assert main(pretraining(place / "photos", "run", *words)) == 0
 
     lines = [line for line in capsys.readouterr().err.splitlines() if "the monitor took" in line]
-    assert len(lines) == (seconds > 1)
+    assert len(lines) == mentions
     assert all("s of training; monitor.train_images" in line for line in lines)
