@@ -161,7 +161,7 @@ class Album:
 
     name, split, class_names, ids = "album", "train", (), ("a", "b", "c")
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 3
 
     def __getitem__(self, index):
