@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from multiprocessing import active_children
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pretrain.signals import deaths_of_workers_wait, leave_signals_to_the_parent
 from ssl_bench.data.files.readable import with_a_way_out
-from ssl_bench.data.samples import Sample
+from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import DataError, MachineError, UnreadableImage
 from ssl_bench.system.launch import processes_here
 from ssl_bench.system.memory import free_shared_memory
@@ -34,29 +34,26 @@ _PAGE = 4096
 _GIB = 2**30
 
 
-@runtime_checkable
-class Samples(Protocol):
-    """Images with their labels, decoded when they are asked for, such as an `ImageSet`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Sample: ...
+Samples = ImageSet | Sequence[Sample]
 
 
-@dataclass(frozen=True)
-class Substituted:
-    """Images of which each that cannot be read has in its place the next one that can."""
+def opened(images: Samples, index: int, *, skip: bool) -> Sample:
+    """An image; in place of one that cannot be read, where `skip` says so, the next that can."""
+    if not skip:
+        return images[index]
+    for further in range(len(images)):
+        with suppress(UnreadableImage):
+            return images[(index + further) % len(images)]
+    raise DataError(f"none of the {len(images)} images can be read; fetch them again")
 
-    images: Samples
 
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int, /) -> Sample:
-        for further in range(len(self)):
-            with suppress(UnreadableImage):
-                return self.images[(index + further) % len(self)]
-        raise DataError(f"none of the {len(self)} images can be read; fetch them again")
+def in_memory(images: Samples, *, skip: bool = False) -> list[Sample]:
+    """Decode everything once. Worker processes share the memory."""
+    decoded = (opened(images, index, skip=skip) for index in range(len(images)))
+    try:
+        return [replace(sample, mask=None, boxes=None) for sample in decoded]
+    except UnreadableImage as error:
+        raise with_a_way_out(error) from error
 
 
 class Remaining(NamedTuple):
@@ -64,34 +61,6 @@ class Remaining(NamedTuple):
 
     crops: Any
     left_out: tuple[int, ...]
-
-
-def in_memory(samples: Samples) -> list[Sample]:
-    """Decode everything once. Worker processes share the memory."""
-    decoded = (samples[index] for index in range(len(samples)))
-    try:
-        return [replace(sample, mask=None, boxes=None) for sample in decoded]
-    except UnreadableImage as error:
-        raise with_a_way_out(error) from error
-
-
-@dataclass(frozen=True)
-class Share:
-    """The part of every batch that one process takes in one go.
-
-    Attributes:
-        batch_size: Images in an optimizer step, over all processes and accumulations.
-        num_parts: Accumulated parts a step.
-    """
-
-    batch_size: int
-    num_parts: int = 1
-    rank: int = 0
-    num_ranks: int = 1
-
-    @property
-    def size(self) -> int:
-        return self.batch_size // (self.num_parts * self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -102,11 +71,13 @@ class Batches(Dataset[Any]):
     an image are the same in pieces of any size.
 
     An image that cannot be read comes back as the `DataError` itself, since an exception would
-    lose its one line on the way out of a worker process. Where `images` are `Substituted`, a piece
-    that lacks one comes as `Remaining`.
+    lose its one line on the way out of a worker process. Where another may stand for it, the piece
+    comes as `Remaining`.
 
     Attributes:
-        ids: Of the images, where some may be substituted.
+        batch_size: Images in an optimizer step, over all processes and accumulations.
+        num_parts: Accumulated parts a step.
+        ids: Of the images, where the next may stand for one that cannot be read.
         pieces: That each part is cut in, equally many images each, give or take one.
         repeats: Times that each image of an epoch comes, one after the other, each time with
             randomness of its own. An epoch is as long as without, and so has as many times fewer
@@ -119,32 +90,41 @@ class Batches(Dataset[Any]):
 
     images: Samples
     cut: Callable[[list[Sample], list[np.random.Generator]], Any]
-    share: Share
+    batch_size: int
     seed: int
+    num_parts: int = 1
+    rank: int = 0
+    num_ranks: int = 1
     repeats: int = 1
     pieces: int = 1
     ids: Sequence[str] = ()
 
+    @property
+    def size(self) -> int:
+        """Images of a part, which one process takes in one go."""
+        return self.batch_size // (self.num_parts * self.num_ranks)
+
     def __getitem__(self, piece: int) -> Any:
         part, place = divmod(piece, self.pieces)
-        first, end = (self.share.size * edge // self.pieces for edge in (place, place + 1))
-        keys = self.keys(part)[first:end]
+        first, end = (self.size * edge // self.pieces for edge in (place, place + 1))
+        keys, skip = self.keys(part)[first:end], bool(self.ids)
+        indices = sorted({key[1] for key in keys})
         try:
-            opened = {index: self.images[index] for index in sorted({key[1] for key in keys})}
+            found = {index: opened(self.images, index, skip=skip) for index in indices}
         except UnreadableImage as error:
             return with_a_way_out(error)
         except DataError as error:
             return error
-        samples = [opened[index] for _, index, _ in keys]
+        samples = [found[index] for _, index, _ in keys]
         crops = self.cut(samples, [sample_generator(self.seed, *key) for key in keys])
-        left_out = tuple(i for i in opened if self.ids and opened[i].image_id != self.ids[i])
+        left_out = tuple(i for i in indices if skip and found[i].image_id != self.ids[i])
         return Remaining(crops, left_out) if left_out else crops
 
     def seen(self, steps: int) -> Bool[np.ndarray, " images"]:
         """Which images so many steps have, over all processes."""
-        seen, in_epoch = np.zeros(len(self.images), bool), len(self.images) // self.share.batch_size
+        seen, in_epoch = np.zeros(len(self.images), bool), len(self.images) // self.batch_size
         for epoch in range(-(-steps // in_epoch)):
-            taken = min(steps - epoch * in_epoch, in_epoch) * self.share.batch_size
+            taken = min(steps - epoch * in_epoch, in_epoch) * self.batch_size
             order = epoch_order(len(self.images), self.seed, epoch)
             seen[order[: -(-taken // self.repeats)]] = True
             if seen.all():
@@ -153,12 +133,11 @@ class Batches(Dataset[Any]):
 
     def keys(self, part: int) -> list[tuple[int, int, int]]:
         """(epoch, index, repeat) of every image of a part."""
-        share = self.share
-        step, place = divmod(part, share.num_parts)
-        epoch, batch = divmod(step, len(self.images) // share.batch_size)
-        start = batch * share.batch_size + (place * share.num_ranks + share.rank) * share.size
+        step, place = divmod(part, self.num_parts)
+        epoch, batch = divmod(step, len(self.images) // self.batch_size)
+        start = batch * self.batch_size + (place * self.num_ranks + self.rank) * self.size
         order = epoch_order(len(self.images), self.seed, epoch)
-        numbers = (divmod(number, self.repeats) for number in range(start, start + share.size))
+        numbers = (divmod(number, self.repeats) for number in range(start, start + self.size))
         return [(epoch, int(order[image]), repeat) for image, repeat in numbers]
 
 
@@ -228,11 +207,14 @@ def plan_workers(batches: Batches, asked: int, most_gib: float) -> Workers:
         # Not what limits.
         free = None
     budget = (most if free is None else free // 2) // processes_here()
-    image, edges = image_bytes(batches)
+    # Bytes of what is cut from one image, and what a piece of any size has beside them.
+    blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
+    tensors = list(_tensors(batches.cut([blank], [np.random.default_rng(0)])))
+    image, edges = sum(tensor.nbytes for tensor in tensors), _PAGE * len(tensors)
     count = min(asked, (budget // (image + edges) - 1) // _PREFETCH)
     if count < 1:
         return Workers(asked, free_bytes=free)
-    held, size = count * _PREFETCH + 1, batches.share.size
+    held, size = count * _PREFETCH + 1, batches.size
     most_images = min(size, (budget // held - edges) // image)
     pieces = -(-size // most_images)
     largest = -(-size // pieces)
@@ -240,22 +222,14 @@ def plan_workers(batches: Batches, asked: int, most_gib: float) -> Workers:
     return Workers(asked, count, pieces, shared, free)
 
 
-def image_bytes(batches: Batches) -> tuple[int, int]:
-    """Bytes of what is cut from one image, and what a piece of any size has beside them."""
-    blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
-    tensors = list(_tensors(batches.cut([blank], [np.random.default_rng(0)])))
-    return sum(tensor.nbytes for tensor in tensors), _PAGE * len(tensors)
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
+    elif is_dataclass(value):
+        value = [getattr(value, item.name) for item in fields(value)]
+    if isinstance(value, tuple | list):
         for item in value:
             yield from _tensors(item)
-    elif is_dataclass(value):
-        for item in fields(value):
-            yield from _tensors(getattr(value, item.name))
 
 
 def arriving(

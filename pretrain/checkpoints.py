@@ -9,8 +9,6 @@ import copy
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -175,62 +173,99 @@ def _files_of_a_run(out: Path) -> list[Path]:
     return [out / CONFIG, out / LOG, *encoders, *digests]
 
 
-Module = TypeVar("Module", bound=nn.Module)
+T = TypeVar("T")
 
 
-def copied(state: Any) -> Any:
+def copied(value: T, tensors: Iterable[Tensor] | None = None) -> T:
     """A copy that nobody else changes, with all tensors in host memory; the device is waited for.
 
     Args:
-        state: Tensors and plain values in dictionaries, lists and tuples.
+        value: Tensors and plain values in dictionaries, lists and tuples, or what holds tensors.
+        tensors: Those that it holds, where they are not its leaves.
     """
-    leaves = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    if tensors is None:
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     # What occurs under two names is copied, and written, once.
-    once = {_memory_of(leaf): leaf for leaf in leaves}
-    copies = dict(zip(once, _copies(once.values()), strict=True))
-    return copy.deepcopy(state, {id(leaf): copies[_memory_of(leaf)] for leaf in leaves})
-
-
-def _memory_of(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def copied_module(module: Module) -> Module:
-    """The same for a module: its parameters and buffers are copied to host memory."""
-    originals = [*module.parameters(), *module.buffers()]
+    once: dict[tuple[object, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        once.setdefault(memory, []).append(tensor)
+    detached = [alike[0].detach() for alike in once.values()]
     memo: dict[int, Any] = {}
-    for original, tensor in zip(originals, _copies(originals), strict=True):
-        is_trained = isinstance(original, nn.Parameter)
-        memo[id(original)] = nn.Parameter(tensor, original.requires_grad) if is_trained else tensor
-    return copy.deepcopy(module, memo)
-
-
-def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
-    detached = [tensor.detach() for tensor in tensors]
     # From a device to pinned memory; what is on the host already must not change with the run.
-    found = zip(detached, fetched(detached), strict=True)
-    return [there.clone() if there is tensor else there for tensor, there in found]
+    for alike, there, here in zip(once.values(), detached, fetched(detached), strict=True):
+        copy_of = here.clone() if here is there else here
+        for one in alike:
+            is_trained = isinstance(one, nn.Parameter)
+            memo[id(one)] = nn.Parameter(copy_of, one.requires_grad) if is_trained else copy_of
+    return copy.deepcopy(value, memo)
 
 
-class Writer:
-    """Does what it is given one thing after the other, in a thread of its own.
+class Saver:
+    """Leaves states and encoders in a folder while the run goes on, one thing after the other.
 
-    A process that ends waits for it: a thread that is cut off in torch's code aborts the process.
+    It writes in a thread of its own, and looks before whether the folder still belongs to this
+    process. A process that ends waits for it: a thread that is cut off in torch's code aborts the
+    process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, out: Path, hold: Hold) -> None:
+        self._out, self._hold = out, hold
         self._thread = futures.ThreadPoolExecutor(1, "writer")
         self._given: list[tuple[str, futures.Future[None]]] = []
 
-    def write(self, name: str, work: Callable[[], None]) -> None:
-        """Do the work as soon as no other is under way; it takes the place of an older one.
+    def save(
+        self,
+        state: Mapping[str, Any],
+        encoder: EncoderModule,
+        metadata: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        """Let a copy of a state and an encoder take the places of the last ones.
 
-        Args:
-            name: Of what is written. Work of this name that still waits is left out.
-            work: It must not use what the run changes.
+        Neither state nor encoder waits for the disk: `encoder` must be a copy already.
         """
+        state = copied(state)
+
+        def work() -> None:
+            # A broken one would push out the last good one.
+            if not all(bool(value.isfinite().all()) for value in state["learner"].values()):
+                say(f"step {state['step']}: weights are not finite and are not saved")
+                return
+            save_state(self._out, state)
+            self._hold.require()
+            save_encoder(self._out / ENCODER, encoder, metadata)
+
+        self.write(STATE, work)
+
+    def keep(
+        self,
+        epoch: int,
+        encoder: EncoderModule,
+        metadata: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        """Let the copied encoder of an epoch be written, and say so then."""
+        name = kept_name(epoch)
+
+        def work() -> None:
+            save_encoder(self._out / name, encoder, metadata)
+            say(f"epoch {epoch}: kept {name}")
+
+        self.write(name, work)
+
+    def write(self, name: str, work: Callable[[], None]) -> None:
+        """Do work, which uses nothing that the run changes, as soon as no other is under way.
+
+        Work of the same name that still waits is left out.
+        """
+
+        def held() -> None:
+            self._hold.require()
+            work()
+
         given = [(n, job) for n, job in self._given if n != name or not job.cancel()]
-        self._given = [*given, (name, self._thread.submit(work))]
+        self._given = [*given, (name, self._thread.submit(held))]
 
     def check(self) -> None:
         """Raise what has gone wrong since the last time, if anything has."""
@@ -252,53 +287,3 @@ class Writer:
         except KeyboardInterrupt:
             self._thread.shutdown(cancel_futures=True)
             raise
-
-
-@dataclass(frozen=True)
-class SavedEncoder:
-    """An encoder that the run does not change, and what its file says of it."""
-
-    model: EncoderModule
-    metadata: Mapping[str, str]
-
-
-class Saver(Writer):
-    """Leaves states and encoders in a folder while the run goes on.
-
-    Before it writes it looks whether the folder still belongs to this process.
-    """
-
-    def __init__(self, out: Path, hold: Hold) -> None:
-        super().__init__()
-        self._out, self._hold = out, hold
-
-    def save(
-        self, state: Mapping[str, Any], encoder: SavedEncoder, say: Callable[[str], None]
-    ) -> None:
-        """Let a copy of a state and an encoder take the places of the last ones."""
-        self.write(STATE, partial(self._save, copied(state), encoder, say))
-
-    def keep(self, epoch: int, encoder: SavedEncoder, say: Callable[[str], None]) -> None:
-        """Let the encoder of an epoch be written, and say so then."""
-        name = kept_name(epoch)
-
-        def write() -> None:
-            self._write_encoder(name, encoder)
-            say(f"epoch {epoch}: kept {name}")
-
-        self.write(name, write)
-
-    def _save(
-        self, state: Mapping[str, Any], encoder: SavedEncoder, say: Callable[[str], None]
-    ) -> None:
-        self._hold.require()
-        # A broken one would push out the last good one.
-        if not all(bool(value.isfinite().all()) for value in state["learner"].values()):
-            say(f"step {state['step']}: weights are not finite and are not saved")
-            return
-        save_state(self._out, state)
-        self._write_encoder(ENCODER, encoder)
-
-    def _write_encoder(self, name: str, encoder: SavedEncoder) -> None:
-        self._hold.require()
-        save_encoder(self._out / name, encoder.model, encoder.metadata)

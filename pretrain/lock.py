@@ -21,8 +21,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ssl_bench.errors import ConfigurationError, MachineError
 
@@ -102,7 +102,7 @@ def _take(out: Path) -> Path:
             continue
         try:
             with os.fdopen(descriptor, "w") as file:
-                json.dump(asdict(_this_process()), file)
+                json.dump(_this_process(), file)
         except OSError:
             ours.unlink(missing_ok=True)
             raise
@@ -132,13 +132,12 @@ def _require_dead(path: Path) -> None:
     """
     end, before = time.monotonic() + WATCH_SECONDS, None
     while (seen := _seen(path)) is not None:
-        holder = _Holder.read(seen[1])
-        is_here = holder is not None and holder.place == _place() != ""
-        if holder is not None and is_here:
-            is_alive = _start_of(holder.pid) == holder.started
+        holder, who = _read(seen[1])
+        is_here = holder.get("place") == _place() != ""
+        if is_here:
+            is_alive = _start_of(holder["pid"]) == holder["started"]
         else:
             is_alive = before is not None and seen != before
-        who = holder or "another process"
         if is_alive:
             raise ConfigurationError(
                 f"{path.parent} is held by {who}; wait for it, end it, or choose another --out"
@@ -152,46 +151,27 @@ def _require_dead(path: Path) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-@dataclass(frozen=True)
-class _Holder:
-    """Who made a file.
-
-    Attributes:
-        place: Boot of a machine, and processes that see each other there; empty where unknown.
-        started: When the process did, in ticks since the boot.
-        since: UTC.
-    """
-
-    host: str
-    place: str
-    pid: int
-    started: int | None
-    since: str
-    command: str
-
-    @classmethod
-    def read(cls, content: str) -> "_Holder | None":
-        """None for anything else, half of a file included."""
-        try:
-            found = cls(**json.loads(content))
-        except (ValueError, TypeError, RecursionError):
-            return None
-        return found if type(found.pid) is int else None
-
-    def __str__(self) -> str:
-        return f"`{self.command}` (process {self.pid} on {self.host} since {self.since} UTC)"
+def _this_process() -> dict[str, Any]:
+    command = shlex.join(["ssl-bench", *sys.argv[1:]]).replace("\n", " ")
+    return {
+        "host": socket.gethostname(),
+        # Boot of a machine, and processes that see each other there; empty where unknown.
+        "place": _place(),
+        "pid": os.getpid(),
+        # In ticks since the boot.
+        "started": _start_of(os.getpid()),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        "command": command if len(command) <= _SHOWN else f"{command[:_SHOWN]}...",
+    }
 
 
-def _this_process() -> _Holder:
-    command = " ".join(shlex.join(["ssl-bench", *sys.argv[1:]]).split())
-    return _Holder(
-        host=socket.gethostname(),
-        place=_place(),
-        pid=os.getpid(),
-        started=_start_of(os.getpid()),
-        since=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-        command=command if len(command) <= _SHOWN else f"{command[:_SHOWN]}...",
-    )
+def _read(content: str) -> tuple[dict[str, Any], str]:
+    """A holder's file, and the words for it; nothing of half a file, or of another version's."""
+    try:
+        holder = json.loads(content)
+        return holder, "`{command}` (process {pid} on {host} since {since} UTC)".format(**holder)
+    except (ValueError, TypeError, LookupError):
+        return {}, "another process"
 
 
 def _place() -> str:

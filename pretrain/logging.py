@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ import torch
 from torch import Tensor
 
 from pretrain.distributed import TrainingRanks
+from pretrain.options import TrainOptions
+from pretrain.schedules import Timeline
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.system.bars import Bar
 from ssl_bench.system.escaping import printable
@@ -34,26 +35,26 @@ _LONG = 3 * _HOUR
 _RUN_ID = "run-id.txt"
 
 
-class Curves(ABC):
-    """Somewhere else that rows are shown: TensorBoard, Weights & Biases."""
-
-    @abstractmethod
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Show the numbers of a row at its step; None where one was not finite."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
 class Journal:
     """`log.jsonl`, one row a step; rows after `last_step` are of work that was lost, and go.
 
     `curves` are written and closed along.
     """
 
-    def __init__(self, path: Path, *, last_step: int, curves: Sequence[Curves] = ()) -> None:
-        self.path, self._curves = path, curves
-        write_text_atomically(path, "".join(_kept_lines(path, last_step)))
+    def __init__(
+        self, path: Path, *, last_step: int, curves: Sequence["Board | WandbRun"] = ()
+    ) -> None:
+        self.path, self._curves, kept = path, curves, []
+        for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+            try:
+                row = json.loads(line.decode())
+            except ValueError:
+                # Half of a row, or what else came into the file.
+                continue
+            step = row.get("step") if isinstance(row, dict) else None
+            if isinstance(step, int) and step <= last_step:
+                kept.append(f"{line.decode()}\n")
+        write_text_atomically(path, "".join(kept))
         self._file: TextIO = path.open("a", buffering=1)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -73,25 +74,6 @@ class Journal:
         self._file.close()
         for curves in self._curves:
             curves.close()
-
-
-def _kept_lines(path: Path, last_step: int) -> Iterator[str]:
-    content = path.read_bytes() if path.is_file() else b""
-    for line in content.split(b"\n"):
-        step = _step_of(line)
-        if step is not None and step <= last_step:
-            yield line.decode() + "\n"
-
-
-def _step_of(line: bytes) -> int | None:
-    """The step of a row; None for half of one, or whatever else came into the file."""
-    try:
-        row = json.loads(line.decode())
-    # Bytes that are no text are values that are none; brackets may lie within brackets.
-    except (ValueError, RecursionError):
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return step if type(step) is int else None
 
 
 class ProgressBar:
@@ -184,68 +166,18 @@ class Clock:
         return (time.monotonic() - self._saved) / 60
 
 
-class Watch:
-    """Notices a run that no longer learns: counts sick steps in a row.
-
-    Args:
-        diagnose: Gives, for a row of the log, what is wrong and the remedy, or nothing.
-        non_finite_patience: Steps without a finite loss and gradient that are tolerated.
-        in_bfloat16: Whether products are computed in it.
-        diagnosis_patience: Steps with a symptom that are tolerated.
-        first_step: Symptoms before it are those of every beginning.
-    """
-
-    def __init__(
-        self,
-        diagnose: Callable[[Mapping[str, Any]], str | None],
-        *,
-        non_finite_patience: int,
-        in_bfloat16: bool,
-        diagnosis_patience: int,
-        first_step: int,
-    ) -> None:
-        self._diagnose, self._first_step = diagnose, first_step
-        self._non_finite_patience = non_finite_patience
-        self._diagnosis_patience = diagnosis_patience
-        self._remedy = "a lower optimizer.lr"
-        if in_bfloat16:
-            self._remedy += " or train.precision=float32"
-        self._non_finite = self._sick = 0
-
-    def check(self, row: Mapping[str, Any]) -> None:
-        """Look at the row of the next step.
-
-        Raises:
-            ConfigurationError: it was one too many.
-        """
-        if not all(math.isfinite(row[name]) for name in ("loss", "gradient_norm")):
-            self._non_finite += 1
-            if self._non_finite >= self._non_finite_patience:
-                raise ConfigurationError(
-                    f"loss or gradient was not finite for {self._non_finite} steps up to step "
-                    f"{row['step']}; start anew in another --out with {self._remedy}"
-                )
-            return
-        self._non_finite = 0
-        hint = self._diagnose(row) if row["step"] > self._first_step else None
-        self._sick = self._sick + 1 if hint else 0
-        if hint and self._sick >= self._diagnosis_patience:
-            raise ConfigurationError(
-                f"stopped at step {row['step']}: {hint}, for a run in another --out"
-            )
-
-
 class StepLog:
-    """From the numbers of a step, still on the device, to the log, the progress bar and the watch.
+    """From the numbers of a step, still on the device, to the log, the progress bar, and a stop.
 
     Rows are averaged over the processes. On a GPU a row is read one step late, so that the host
     never waits for the step it has just launched.
 
     Args:
         journal: Takes the rows; the first process has it, the others have none.
+        options: Of the run.
+        timeline: Of the run.
+        diagnose: Gives, for a row of the log, what is wrong and the remedy, or nothing.
         done: Steps taken before.
-        total: Planned steps.
-        minutes: After which it stops at the latest.
 
     Attributes:
         stop: A process wants to stop; true in all processes after the same step.
@@ -255,17 +187,24 @@ class StepLog:
     def __init__(
         self,
         journal: Journal | None,
+        options: TrainOptions,
+        timeline: Timeline,
+        ranks: TrainingRanks,
+        diagnose: Callable[[Mapping[str, Any]], str | None],
         *,
         done: int,
-        total: int,
-        ranks: TrainingRanks,
-        watch: Watch,
-        minutes: float | None = None,
     ) -> None:
-        self._ranks, self._watch, self._journal = ranks, watch, journal
-        self._bar = ProgressBar(total=total, done=done, quiet=not ranks.is_first, minutes=minutes)
+        self._journal, self._options, self._ranks = journal, options, ranks
+        self._diagnose, self._first_step = diagnose, options.warmup_steps(timeline)
+        self._bar = ProgressBar(
+            total=timeline.total_steps,
+            done=done,
+            quiet=not ranks.is_first,
+            minutes=options.max_minutes,
+        )
         self._pending: deque[tuple[dict[str, Any], list[str], Tensor, Any]] = deque()
         self._lag = 1 if ranks.device.type == "cuda" else 0
+        self._non_finite = self._sick = 0
         self.say = self._bar.say
         self.stop = self.save = False
 
@@ -304,7 +243,30 @@ class StepLog:
             if self._journal is not None:
                 self._journal.write(row)
             self._bar.show(row)
-            self._watch.check(row)
+            self._check(row)
+
+    def _check(self, row: Mapping[str, Any]) -> None:
+        """Notice a run that no longer learns: count sick steps in a row."""
+        options = self._options
+        if not all(math.isfinite(row[name]) for name in ("loss", "gradient_norm")):
+            self._non_finite += 1
+            if self._non_finite >= options.non_finite_patience:
+                remedy = "a lower optimizer.lr"
+                if options.autocasts(self._ranks.device):
+                    remedy += " or train.precision=float32"
+                raise ConfigurationError(
+                    f"loss or gradient was not finite for {self._non_finite} steps up to step "
+                    f"{row['step']}; start anew in another --out with {remedy}"
+                )
+            return
+        self._non_finite = 0
+        # Symptoms before it are those of every beginning.
+        hint = self._diagnose(row) if row["step"] > self._first_step else None
+        self._sick = self._sick + 1 if hint else 0
+        if hint and self._sick >= options.collapse_patience:
+            raise ConfigurationError(
+                f"stopped at step {row['step']}: {hint}, for a run in another --out"
+            )
 
     def close(self) -> None:
         self._bar.close()
@@ -312,12 +274,8 @@ class StepLog:
             self._journal.close()
 
 
-class Board(Curves):
-    """The rows as curves of TensorBoard; those after `last_step` are of lost work, and are hidden.
-
-    Raises:
-        MachineError: TensorBoard is not installed.
-    """
+class Board:
+    """The rows as curves of TensorBoard; those after `last_step`, of lost work, are hidden."""
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
         self._writer = require_tensorboard()(str(folder), purge_step=last_step + 1)
@@ -332,11 +290,7 @@ class Board(Curves):
 
 
 def require_tensorboard() -> type[Any]:
-    """The class that writes a board, found out at once.
-
-    Raises:
-        MachineError: TensorBoard is not installed.
-    """
+    """The class that writes a board."""
     try:
         # Not for everybody: the package is an extra, and slow to import.
         from torch.utils.tensorboard import SummaryWriter
@@ -348,7 +302,7 @@ def require_tensorboard() -> type[Any]:
     return SummaryWriter
 
 
-class WandbRun(Curves):
+class WandbRun:
     """The rows as a run of Weights & Biases; a resumed pretraining goes on with the run it began.
 
     W&B takes no step twice: rows are drawn over their own "step", on which the repeated steps of
@@ -398,11 +352,7 @@ class WandbRun(Curves):
 
 
 def require_wandb() -> Any:
-    """The package, found out at once.
-
-    Raises:
-        MachineError: it is not installed.
-    """
+    """The package of Weights & Biases."""
     try:
         # Not for everybody, and no extra: it brings two dozen packages along.
         import wandb  # pyright: ignore[reportMissingImports]

@@ -6,9 +6,8 @@ And the accuracy of a finished supervised run as a record, beside those of the p
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, UInt8
-from torch import Tensor, nn
+from torch import Tensor
 
 from pretrain.crops.augmentation import Images, normalise
 from pretrain.fine_tuning import SHA256
 from pretrain.objectives.objective import Classifier, Learner, Measuring
+from pretrain.options import DataOptions
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, FilePath, PositiveShare, Temperature, check_fields
 from ssl_bench.data.central_square import central_square
@@ -33,7 +33,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.intervals import Share
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
 from ssl_bench.models import identify_encoder
-from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.models.encoder import Colours
 from ssl_bench.results import SUPERVISED, TRAINED_ON, CellKey, ResultStore, TrainingImages
 from ssl_bench.results.provenance import provenance
 from ssl_bench.system.device import in_float64
@@ -91,26 +91,15 @@ class Monitor:
             raise ConfigurationError("monitor.results=DIR needs monitor.accuracy_epochs")
 
     def open(
-        self,
-        learner: Learner,
-        timeline: Timeline,
-        *,
-        data_root: str | None,
-        class_names: Sequence[str],
-        colours: Colours = IMAGENET_COLOURS,
-        fitted: ImageSet | None = None,
-        allow_overlap: bool = False,
+        self, learner: Learner, timeline: Timeline, data: DataOptions, images: ImageSet
     ) -> "Observer | None":
         """Find the images; none is decoded, and nothing happens where nothing is measured.
 
         Args:
             learner: What will be looked at.
             timeline: Of the run.
-            data_root: Where the images are unless `root` says so.
-            class_names: Those that the learner was built for.
-            colours: Mean and deviation of the images of the run.
-            fitted: Images whose classes the learner is told.
-            allow_overlap: Images that are scored may be among them, or among those that vote.
+            data: Of the run: its root is that of the monitor unless `root` says so.
+            images: That the run learns from.
 
         Raises:
             ConfigurationError: there is no folder of images, the learner has no head to validate,
@@ -119,21 +108,23 @@ class Monitor:
         """
         if self.knn_epochs is None and self.accuracy_epochs is None:
             return None
-        root = self.root or data_root
+        root = self.root or data.root
         if root is None:
             raise ConfigurationError("monitor.root=DIR is needed, with train/CLASS/PICTURE in it")
         folders = ClassFolders(root, self.train_split, self.val_split, self.known_only)
         try:
-            observer = Observer(self, folders, learner, timeline, colours)
+            observer = Observer(self, folders, learner, timeline, data.colours)
         except DataError as error:
             # Its keys are the dataset's, under another name.
             raise DataError(str(error).replace("dataset.", "monitor.")) from error
         # No image that is scored may be a file that something is fitted to.
-        voting = observer.train.chosen() if self.knn_epochs is not None else None
-        for images in (fitted, voting):
-            if images is not None:
-                count = shared_files(images, observer.val.chosen(), allowed=allow_overlap)
-                observer.fitted_and_scored = max(observer.fitted_and_scored, count)
+        fitted = [images] if data.labels else []
+        if self.knn_epochs is not None:
+            fitted.append(observer.train)
+        observer.fitted_and_scored = max(
+            (shared_files(own, observer.val, allowed=data.allow_overlap) for own in fitted),
+            default=0,
+        )
         if self.accuracy_epochs is None:
             return observer
         if not isinstance(learner, Classifier):
@@ -141,10 +132,10 @@ class Monitor:
                 "monitor.accuracy_epochs needs a head that names classes, objective=supervised; "
                 "monitor.knn_epochs works without"
             )
-        if tuple(class_names) != observer.val.images.class_names:
+        if images.class_names != observer.val.class_names:
             raise ConfigurationError(
-                f"monitor.accuracy_epochs expects the {len(class_names)} classes of the run in "
-                f"monitor.root, which has {len(observer.val.images.class_names)} or others"
+                f"monitor.accuracy_epochs expects the {len(images.class_names)} classes of the run "
+                f"in monitor.root, which has {len(observer.val.class_names)} or others"
             )
         return observer
 
@@ -164,17 +155,17 @@ class Observer(Measuring):
         folders: ClassFolders,
         learner: Learner,
         timeline: Timeline,
-        colours: Colours = IMAGENET_COLOURS,
+        colours: Colours,
     ) -> None:
         self.options, self.learner, self.timeline = options, learner, timeline
-        self.colours = colours
+        self.colours, self.all_val = colours, folders.val()
         self.root = expanded(folders.root or Path()).absolute()
-        self.val = Drawn.of(folders.val(), options.val_images)
-        self.train = Drawn.of(folders.train(), options.train_images)
+        self.val = drawn(self.all_val, options.val_images)
+        self.train = drawn(folders.train(), options.train_images)
         self.fitted_and_scored = 0
-        if options.knn_epochs is not None and options.neighbours > len(self.train.indices):
+        if options.knn_epochs is not None and options.neighbours > len(self.train):
             raise ConfigurationError(
-                f"monitor.neighbours must be at most the {len(self.train.indices)} training "
+                f"monitor.neighbours must be at most the {len(self.train)} training "
                 f"images, got {options.neighbours}"
             )
 
@@ -184,19 +175,11 @@ class Observer(Measuring):
         Raises:
             DataError: an image cannot be read.
         """
-        options, timeline = self.options, self.timeline
-
-        def is_due(epochs: int | None) -> bool:
-            is_last = step == timeline.total_steps
-            return epochs is not None and (
-                is_last or step % (epochs * timeline.steps_per_epoch) == 0
-            )
-
-        found = {}
-        if is_due(options.accuracy_epochs):
+        options, timeline, found = self.options, self.timeline, {}
+        if timeline.is_due(options.accuracy_epochs, step):
             for most, right in self.hits().items():
                 found[f"val_top{most}"] = math.nan if right is None else percent(right)
-        if is_due(options.knn_epochs):
+        if timeline.is_due(options.knn_epochs, step):
             # Not called as a module: a compiled one would be compiled anew for these shapes.
             features = self.learner.encoder.forward
             bank, queries = (self._outputs(images, features) for images in (self.train, self.val))
@@ -205,7 +188,7 @@ class Observer(Measuring):
                 (ranks,) = knn_ranks(
                     queries,
                     bank,
-                    num_classes=len(self.val.images.class_names),
+                    num_classes=len(self.val.class_names),
                     neighbours=[options.neighbours],
                     temperature=options.temperature,
                 )
@@ -219,77 +202,44 @@ class Observer(Measuring):
         """
         assert isinstance(self.learner, Classifier)
         found = self._outputs(self.val, self.learner.classify)
-        is_finite, ranks = (
-            found.features.isfinite().all(),
-            class_ranks(found.features, found.labels),
-        )
+        is_finite, ranks = found.features.isfinite(), class_ranks(found.features, found.labels)
         # The class is among the five likeliest of five whatever the head says.
-        tops = (1, 5) if len(self.val.images.class_names) > 5 else (1,)
+        tops = (1, 5) if len(self.val.class_names) > 5 else (1,)
         return {most: ranks < most if is_finite.all() else None for most in tops}
 
     @torch.no_grad()
-    def _outputs(self, drawn: "Drawn", compute: Callable[[Images], Tensor]) -> LabelledFeatures:
+    def _outputs(self, images: ImageSet, compute: Callable[[Images], Tensor]) -> LabelledFeatures:
         """What a network gives for each image, and the classes."""
         device = next(self.learner.parameters()).device
         size, share = self.learner.encoder.config.image_size, self.options.crop_share
 
         def view(index: int) -> tuple[UInt8[Tensor, "3 _ _"], int]:
-            sample = drawn.images[index]
+            sample = images[index]
             assert sample.label is not None
             return central_square(sample.image, size, share=share), sample.label
 
         outputs, labels = [], []
-        with (
-            evaluating(self.learner),
-            ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as pool,
-        ):
-            for start in range(0, len(drawn.indices), self.options.batch_size):
-                batch = drawn.indices[start : start + self.options.batch_size]
-                views = list(pool.map(view, batch))
-                pixels = torch.stack([pixels for pixels, _ in views]).to(device)
-                outputs.append(compute(normalise(pixels.float() / 255, self.colours)).float())
-                labels += [label for _, label in views]
+        training = [part for part in self.learner.modules() if part.training]
+        self.learner.eval()
+        try:
+            with ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as pool:
+                for start in range(0, len(images), self.options.batch_size):
+                    end = min(start + self.options.batch_size, len(images))
+                    views = list(pool.map(view, range(start, end)))
+                    pixels = torch.stack([pixels for pixels, _ in views]).to(device)
+                    outputs.append(compute(normalise(pixels.float() / 255, self.colours)).float())
+                    labels += [label for _, label in views]
+        finally:
+            # Each part is as it was.
+            for part in training:
+                part.training = True
         return LabelledFeatures(torch.cat(outputs), torch.tensor(labels, device=device))
 
 
-@dataclass(frozen=True)
-class Drawn:
+def drawn(images: ImageSet, at_most: int) -> ImageSet:
     """Some images of a set, the same in every run."""
-
-    images: ImageSet
-    indices: tuple[int, ...]
-
-    @classmethod
-    def of(cls, images: ImageSet, at_most: int) -> "Drawn":
-        order = np.random.default_rng(0).permutation(len(images))
-        return cls(images, tuple(sorted(order[:at_most].tolist())))
-
-    def chosen(self) -> ImageSet:
-        """These images alone."""
-        return some_of(self.images, self.images.name, self.indices)
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self.images.ids[index] for index in self.indices)
-
-    def fingerprint(self) -> str:
-        """That of the set, and where some are left out of those that are not."""
-        whole = self.images.fingerprint()
-        if len(self.indices) == len(self.images):
-            return whole
-        return extended(whole, self.ids)
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Let a module and all parts of it run as in evaluation; afterwards each is as it was."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
+    order = np.random.default_rng(0).permutation(len(images))
+    return some_of(images, images.name, sorted(order[:at_most].tolist()))
 
 
 def class_ranks(
@@ -298,11 +248,6 @@ def class_ranks(
     """How many classes are likelier than that of the image; of equal ones the first counts."""
     order = logits.argsort(dim=1, descending=True, stable=True)
     return (order == labels[:, None]).int().argmax(1)
-
-
-def described(measures: Mapping[str, float]) -> str:
-    """For people: `knn_top1 43.2 %`."""
-    return "  ".join(f"{name} {value:.1f} %" for name, value in measures.items())
 
 
 def percent(right: Bool[Tensor, " images"]) -> float:
@@ -343,19 +288,22 @@ def record_accuracy(
     if not found:
         return []
     encoder, count = identify_encoder(str(weights)), observer.fitted_and_scored
+    fingerprint = observer.all_val.fingerprint()
+    if len(observer.val) < len(observer.all_val):
+        fingerprint = extended(fingerprint, observer.val.ids)
     gone = {trained_on.split: left_out}
     for most, right in found.items():
         hits = right.cpu().numpy()
         key = CellKey(
             task=SUPERVISED,
             dataset=re.sub(r"\W+", "_", real(observer.root).name).lower() or "images",
-            split=observer.val.images.split,
+            split=observer.val.split,
             layer=encoder.depth - 1,
             facet="head",
             protocol="central_square",
             metric=f"top{most}",
             **encoder.identity(),
-            dataset_fingerprint=observer.val.fingerprint(),
+            dataset_fingerprint=fingerprint,
             seed=description["train"]["seed"],
             settings={
                 "image_size": observer.learner.encoder.config.image_size,

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -42,7 +42,10 @@ def training_flops(learner: nn.Module, views: Any, step: int) -> float:
     Counted on a copy without values: no memory, no random number and no time of the device is
     taken. Logits that the loss computes twice count twice (0.3 % of ViT-S/16 with 2 + 8 crops).
     """
-    with counting() as counter:
+    # torch's own formula for the gradient of filters takes every convolution for a dense one.
+    backward: Any = torch.ops.aten.convolution_backward
+    formula = {backward: _convolution_backward}
+    with FlopCounterMode(display=False, custom_mapping=formula) as counter:
         _hollow_loss(learner, views, step).backward()
     return float(counter.get_total_flops())
 
@@ -71,15 +74,6 @@ def _hollow_loss(learner: nn.Module, views: Any, step: int) -> Tensor:
         return hollow.loss(hollow.student, tree_map_only(Tensor, _hollow, views), step)[0]
 
 
-def counting() -> FlopCounterMode:
-    """A counter of products that counts those of depthwise convolutions right.
-
-    torch's own formula for the gradient of filters takes every convolution for a dense one.
-    """
-    backward: Any = torch.ops.aten.convolution_backward
-    return FlopCounterMode(display=False, custom_mapping={backward: _convolution_backward})
-
-
 def _convolution_backward(
     gradient: Sequence[int], _images: Any, filters: Sequence[int], *more: Any, **_out: Any
 ) -> int:
@@ -90,11 +84,7 @@ def _convolution_backward(
 
 
 @cache
-def product_rate(
-    device: torch.device,
-    dtype: torch.dtype,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large matrix product: what this machine can do, not what its data sheet says."""
     side = _SIDE.get(device.type, _SMALL_SIDE)
     generator = torch.Generator(device).manual_seed(0)
@@ -105,11 +95,11 @@ def product_rate(
     seconds = []
     for _ in range(_ROUNDS):
         wait(device)
-        start = clock()
+        start = time.perf_counter()
         for _ in range(_PRODUCTS):
             torch.mm(left, right)
         wait(device)
-        seconds.append(clock() - start)
+        seconds.append(time.perf_counter() - start)
     return _PRODUCTS * 2 * side**3 / min(seconds)
 
 

@@ -38,6 +38,15 @@ class Timeline:
         """Epoch, from 0, that the step belongs to."""
         return step // self.steps_per_epoch
 
+    def ends(self, epochs: int | None, steps: int) -> bool:
+        """Whether so many epochs, another time, are over after so many steps."""
+        return epochs is not None and steps % (epochs * self.steps_per_epoch) == 0
+
+    def is_due(self, epochs: int | None, steps: int) -> bool:
+        """Whether what comes every so many epochs, and after the last step, comes now."""
+        is_last = epochs is not None and steps == self.total_steps
+        return is_last or self.ends(epochs, steps)
+
 
 @dataclass(frozen=True)
 class Cosine:

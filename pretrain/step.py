@@ -55,8 +55,8 @@ class Trainer:
         self.weight_decay = Cosine(options.weight_decay, options.final_weight_decay, total)
         device = ranks.device
         self._dtype = torch.bfloat16 if options.autocasts(device) else torch.float32
-        rate = product_rate(device, computed_in(device, self._dtype))
-        self._product_rate, self.flops = rate, 0.0
+        self._product_rate = product_rate(device, computed_in(device, self._dtype))
+        self.flops = 0.0
 
     def take_step(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
         """Learn from one batch, given in as many parts as it is accumulated from.

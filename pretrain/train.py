@@ -22,20 +22,12 @@ from torch import Tensor
 from torch.utils.data import default_convert
 
 from pretrain import checkpoints, logging
-from pretrain.batches import (
-    Batches,
-    Remaining,
-    Share,
-    Substituted,
-    arriving,
-    in_memory,
-    plan_workers,
-)
+from pretrain.batches import Batches, Remaining, arriving, in_memory, plan_workers
 from pretrain.description import LENGTH, describe, differences, in_full
 from pretrain.distributed import TrainingRanks, training_together
 from pretrain.fine_tuning import SHA256, init_from, require_apart, sha256_at_resume
 from pretrain.lock import Hold, held
-from pretrain.monitor import Monitor, Observer, described, record_accuracy
+from pretrain.monitor import Monitor, Observer, record_accuracy
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.objective import Generating, Learner, Measuring, Objective
 from pretrain.objectives.supervised import Supervised
@@ -50,7 +42,7 @@ from ssl_bench.data.files.fingerprints import marks_of
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted, SslBenchError
 from ssl_bench.evaluation import trained_on
-from ssl_bench.models import EncoderConfig, StateSpaceConfig, ViTConfig
+from ssl_bench.models import EncoderConfig, EncoderModule, StateSpaceConfig, ViTConfig
 from ssl_bench.models.loading.checkpoint import colours_metadata
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import write_text_atomically
@@ -325,8 +317,26 @@ class Run:
         self.description = describe(plan)
         self.description |= {"images": which, _FILES: self.trained_on.fingerprint}
         self.description[_WARMUPS] = warmup_steps(self.description, self.timeline)
-        self.batches = self._batches()
-        options = plan.train
+        options, crops = plan.train, plan.objective.crops
+        parts = options.accumulation * ranks.count
+        if options.batch % parts:
+            raise ConfigurationError(
+                f"train.batch_size must be a multiple of {parts} (train.accumulation x processes), "
+                f"got {options.batch}"
+            )
+        skip = plan.data.on_bad_image == "skip"
+        sizes = crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
+        self.batches = Batches(
+            images=in_memory(images, skip=skip) if plan.data.in_memory else images,
+            cut=partial(crops.cut, sizes=sizes),
+            batch_size=options.batch,
+            seed=options.seed,
+            num_parts=options.accumulation,
+            rank=ranks.rank,
+            num_ranks=ranks.count,
+            repeats=options.repeats,
+            ids=images.ids if skip else (),
+        )
         asked = options.workers(ranks.device)
         self.workers = plan_workers(self.batches, asked, options.shared_memory_gib)
         learner = plan.objective.build(
@@ -337,15 +347,7 @@ class Run:
         if isinstance(plan.objective, Generating):
             self.observer = plan.objective.observer(learner, self.timeline)
         else:
-            self.observer = plan.monitor.open(
-                learner,
-                self.timeline,
-                data_root=plan.data.root,
-                class_names=images.class_names,
-                colours=plan.data.colours,
-                fitted=images if plan.data.labels else None,
-                allow_overlap=plan.data.allow_overlap,
-            )
+            self.observer = plan.monitor.open(learner, self.timeline, plan.data, images)
         self.trainer = Trainer(learner, plan.optimizer, options, self.timeline, ranks)
         self.trainer.flops = self.needs.flops * options.batch / ranks.count
         self.step = 0
@@ -354,30 +356,6 @@ class Run:
         self._config: Mapping[str, Any] = {}
         self._news: list[str] = []
         self._fault: Exception | None = None
-
-    def _batches(self) -> Batches:
-        """Which images each step sees in this process, in crops."""
-        plan, options, ranks = self.plan, self.plan.train, self.ranks
-        parts = options.accumulation * ranks.count
-        if options.batch % parts:
-            raise ConfigurationError(
-                f"train.batch_size must be a multiple of {parts} (train.accumulation x processes), "
-                f"got {options.batch}"
-            )
-        crops, encoder = plan.objective.crops, plan.encoder
-        sizes = crops.sizes(encoder.image_size, encoder.patch_size)
-        skips = plan.data.on_bad_image == "skip"
-        samples = Substituted(self.images) if skips else self.images
-        return Batches(
-            images=in_memory(samples) if plan.data.in_memory else samples,
-            cut=partial(crops.cut, sizes=sizes),
-            share=Share(options.batch, options.accumulation, ranks.rank, ranks.count),
-            seed=options.seed,
-            repeats=options.repeats,
-            ids=self.images.ids if skips else (),
-        )
-
-    # How a run starts.
 
     def begin(self, *, instead: bool = False) -> None:
         """Take the weights of another run, where the plan says so; `instead` of going on."""
@@ -402,19 +380,20 @@ class Run:
         before = in_full(older, self.plan)
         before.setdefault(_WARMUPS, warmup_steps(before, self.timeline, shortened=True))
         # Epochs that are kept may be of the longer run alone.
-        lengths = {
-            name.partition(".")[2]: before["train"][name.partition(".")[2]] for name in LENGTH
-        }
+        lengths = {name: before["train"][name] for name in ("epochs", "max_steps")}
         former = replace(self.plan.train, keep_epochs=None, **lengths)
         old, new = former.timeline(len(self.images)).total_steps, self.timeline.total_steps
         changed = differences(before, self.description)
         longer = [change for change in changed if change.startswith((*LENGTH, f"{_WARMUPS}."))]
         if extend:
             changed = [change for change in changed if change not in longer]
-        is_of_files = [change.startswith(f"{_FILES}:") for change in changed] == [True]
-        if is_of_files and self.ranks.from_first(partial(self._learned_the_same, state)):
-            changed = []
-            self._news.append("images that this run has not learned from are others than before")
+        if [change.startswith(f"{_FILES}:") for change in changed] == [True]:
+            # States of older versions do not say it, and nothing equals that.
+            learned = partial(self._learned, state["step"], state.get(_UNLEARNED, ()))
+            if self.ranks.from_first(learned) == state.get(_LEARNED):
+                changed = []
+                news = "images that this run has not learned from are others than before"
+                self._news.append(news)
         if changed:
             is_longer = not extend and new > old
             raise ConfigurationError(
@@ -422,7 +401,17 @@ class Run:
                 f"back, {'go on for longer with --extend, ' if is_longer else ''}or start anew in "
                 "another folder"
             )
-        unreadable = self.ranks.from_first(partial(self._unreadable, state.get(_LEFT_OUT, ())))
+
+        def unreadable_now() -> set[int]:
+            found = set[int]()
+            for index in state.get(_LEFT_OUT, ()):
+                try:
+                    self.images[index]
+                except DataError:
+                    found.add(index)
+            return found
+
+        unreadable = self.ranks.from_first(unreadable_now)
         self.left_out, self._unlearned = unreadable, unreadable & {*state.get(_UNLEARNED, ())}
         self.extensions = state.get("extensions", [])
         news = f"going on after step {state['step']} of {new}"
@@ -445,20 +434,6 @@ class Run:
         learned[[*unlearned]] = False
         return hashlib.sha256(marks_of(self.images)[learned].tobytes()).hexdigest()
 
-    def _learned_the_same(self, state: Mapping[str, Any]) -> bool:
-        # States of older versions do not say it, and nothing equals that.
-        return state.get(_LEARNED) == self._learned(state["step"], state.get(_UNLEARNED, ()))
-
-    def _unreadable(self, left_out: Collection[int]) -> set[int]:
-        """Those of the images that still cannot be read."""
-        found = set[int]()
-        for index in left_out:
-            try:
-                self.images[index]
-            except DataError:
-                found.add(index)
-        return found
-
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Leave what was asked for, how often it was extended and which images it lacks."""
         train = {**config.get("train", {}), "batch_size": self.plan.train.batch_size}
@@ -468,25 +443,23 @@ class Run:
         plain = yaml.safe_dump({**config, **more}, sort_keys=False)
         write_text_atomically(self.out / checkpoints.CONFIG, plain)
 
-    # How it goes on, and ends.
-
     def go(self) -> None:
         """Train from the current step to the last, or until something asks to stop."""
         total, options = self.timeline.total_steps, self.plan.train
-        watch = logging.Watch(
-            self.trainer.learner.diagnose,
-            non_finite_patience=options.non_finite_patience,
-            in_bfloat16=options.autocasts(self.ranks.device),
-            diagnosis_patience=options.collapse_patience,
-            first_step=options.warmup_steps(self.timeline),
-        )
+        journal = None
+        if self.ranks.is_first:
+            curves: list[logging.Board | logging.WandbRun] = []
+            if options.tensorboard:
+                curves.append(logging.Board(self.out / checkpoints.BOARD, last_step=self.step))
+            if options.wandb:
+                folder, what = self.out / checkpoints.WANDB, self.description
+                run = logging.WandbRun(options.wandb, folder, what, last_step=self.step)
+                curves.append(run)
+            log = self.out / checkpoints.LOG
+            journal = logging.Journal(log, last_step=self.step, curves=curves)
+        diagnose = self.trainer.learner.diagnose
         report = logging.StepLog(
-            self._journal(),
-            done=self.step,
-            total=total,
-            ranks=self.ranks,
-            watch=watch,
-            minutes=options.max_minutes,
+            journal, options, self.timeline, self.ranks, diagnose, done=self.step
         )
         where = f"of {total}, saved in {self.out}"
         with ExitStack() as stack:
@@ -499,29 +472,17 @@ class Run:
                 with closing(self._parts()) as parts:
                     while self.step < total and not report.stop:
                         self._take_step(parts, report)
-                self._agree()
+                self.ranks.agree(self._fault)
             except (DataError, MachineError):
                 # Nobody leaves before it is done: torchrun ends those that are left.
                 with self.ranks.together():
-                    self._save_and_wait(report)
+                    self._save(report, wait=True)
                 report.say(f"after step {self.step} {where}; go on with --resume")
                 raise
             with self.ranks.together():
-                self._save_and_wait(report)
+                self._save(report, wait=True)
             if self.step == total:
-                if self.saver is not None:
-                    checkpoints.remove_previous(self.out)
-                results, is_first = self.plan.monitor.results, self.ranks.is_first
-                if results is not None and is_first and isinstance(self.observer, Observer):
-                    for path in record_accuracy(
-                        Path(results),
-                        self.observer,
-                        self.out / checkpoints.ENCODER,
-                        self.description,
-                        self.trained_on,
-                        self._names(self.left_out),
-                    ):
-                        report.say(f"accuracy recorded in {path}")
+                self._finish(report)
                 return
             where = f"after step {self.step} {where}"
             if self.request.is_interrupt:
@@ -547,86 +508,6 @@ class Run:
         if self.workers.asked:
             yield str(self.workers)
 
-    def _journal(self) -> logging.Journal | None:
-        if not self.ranks.is_first:
-            return None
-        curves: list[logging.Curves] = []
-        if self.plan.train.tensorboard:
-            curves.append(logging.Board(self.out / checkpoints.BOARD, last_step=self.step))
-        if project := self.plan.train.wandb:
-            folder = self.out / checkpoints.WANDB
-            curves.append(logging.WandbRun(project, folder, self.description, last_step=self.step))
-        return logging.Journal(self.out / checkpoints.LOG, last_step=self.step, curves=curves)
-
-    def _take_step(self, parts: Iterator[Any], report: logging.StepLog) -> None:
-        """Learn from one batch; measure, log, keep and save what is due after it."""
-        crops, device = self.plan.objective.crops, self.ranks.device
-        cut = islice(parts, self.plan.train.accumulation)
-        views = (crops.finish(group, device, self.plan.data.colours) for group in cut)
-        values = self.trainer.take_step(self.step, views)
-        seconds, waited = self.clock.lap()
-        row = {
-            "step": self.step + 1,
-            "epoch": self.timeline.epoch(self.step),
-            **self.trainer.values(self.step),
-            "images_per_second": self.plan.train.batch / seconds,
-            "data_wait": 100 * waited / seconds,
-            "mfu": self.trainer.utilisation(seconds),
-        }
-        self.step += 1
-        try:
-            row |= self._measures(report)
-        except Exception as error:
-            self._fault = error
-        # What could not be measured must not cost the row of a step that was taken.
-        report.note(row, values, stop=self._wants_to_stop(), save=self._wants_to_save())
-        try:
-            report.settle()
-            if self.saver is not None:
-                self.saver.check()
-            self._keep(report)
-            if report.save and not report.stop and self.step < self.timeline.total_steps:
-                self.save(report)
-        except Exception as error:
-            self._fault = self._fault or error
-
-    def _agree(self, error: Exception | None = None) -> None:
-        """End all processes with what one of them could not do since the last time."""
-        self.ranks.agree(error or self._fault)
-
-    def _measures(self, report: logging.StepLog) -> Mapping[str, float]:
-        """What the monitor finds after this step, if it is its turn; one process measures."""
-        if self.observer is None or not self.ranks.is_first:
-            return {}
-        trained = self.clock.seconds_since_begin
-        measures = self.observer.measures(self.step)
-        if measures:
-            report.say(f"step {self.step}/{self.timeline.total_steps}  {described(measures)}")
-            took = self.clock.seconds_since_begin - trained
-            if took > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):
-                report.say(
-                    f"the monitor took {took:.0f} s after {trained:.0f} s of training; "
-                    f"{self.observer.costs_by} say how long"
-                )
-            # The time it took is not that of the next step.
-            self.clock.begin()
-        return measures
-
-    def _wants_to_stop(self) -> bool:
-        return self.request.received is not None or self._time_is_up()
-
-    def _time_is_up(self) -> bool:
-        minutes = self.plan.train.max_minutes
-        return minutes is not None and self.clock.minutes_since_start >= minutes
-
-    def _wants_to_save(self) -> bool:
-        epochs = self.plan.train.checkpoint_epochs
-        if epochs and self.step % (epochs * self.timeline.steps_per_epoch) == 0:
-            return True
-        return self.clock.minutes_since_save >= self.plan.train.checkpoint_minutes
-
-    # What a step reads.
-
     def _parts(self) -> Generator[Any, None, None]:
         """Crops of all parts that are still to come; closing it ends the data workers."""
         num_parts, device = self.plan.train.accumulation, self.ranks.device
@@ -644,7 +525,7 @@ class Run:
                         part = self.plan.objective.crops.join(coming, device)
                 except SslBenchError as met:
                     error = met
-                self._agree(error)
+                self.ranks.agree(error or self._fault)
                 yield part
 
     def _next_piece(self, pieces: Iterator[Any]) -> Any:
@@ -659,12 +540,74 @@ class Run:
             return piece.crops
         return piece
 
-    # What it leaves.
+    def _take_step(self, parts: Iterator[Any], report: logging.StepLog) -> None:
+        """Learn from one batch; measure, log, keep and save what is due after it."""
+        plan, device, timeline = self.plan, self.ranks.device, self.timeline
+        cut = islice(parts, plan.train.accumulation)
+        views = (plan.objective.crops.finish(group, device, plan.data.colours) for group in cut)
+        values = self.trainer.take_step(self.step, views)
+        seconds, waited = self.clock.lap()
+        row = {
+            "step": self.step + 1,
+            "epoch": timeline.epoch(self.step),
+            **self.trainer.values(self.step),
+            "images_per_second": plan.train.batch / seconds,
+            "data_wait": 100 * waited / seconds,
+            "mfu": self.trainer.utilisation(seconds),
+        }
+        self.step += 1
+        try:
+            row |= self._measures(report)
+        except Exception as error:
+            self._fault = error
+        is_late = self.clock.minutes_since_save >= plan.train.checkpoint_minutes
+        saves = is_late or timeline.ends(plan.train.checkpoint_epochs, self.step)
+        # What could not be measured must not cost the row of a step that was taken.
+        report.note(row, values, stop=self._wants_to_stop(), save=saves)
+        try:
+            report.settle()
+            if self.saver is not None:
+                self.saver.check()
+                epoch, steps_more = divmod(self.step, timeline.steps_per_epoch)
+                if steps_more == 0 and plan.train.keeps(epoch):
+                    report.settle(everything=True)
+                    self.saver.keep(epoch, *self._encoder(), report.say)
+            if report.save and not report.stop and self.step < timeline.total_steps:
+                self._save(report)
+        except Exception as error:
+            self._fault = self._fault or error
 
-    def save(self, report: logging.StepLog) -> None:
+    def _measures(self, report: logging.StepLog) -> Mapping[str, float]:
+        """What the monitor finds after this step, if it is its turn; one process measures."""
+        if self.observer is None or not self.ranks.is_first:
+            return {}
+        trained = self.clock.seconds_since_begin
+        measures = self.observer.measures(self.step)
+        if measures:
+            found = "  ".join(f"{name} {value:.1f} %" for name, value in measures.items())
+            report.say(f"step {self.step}/{self.timeline.total_steps}  {found}")
+            took = self.clock.seconds_since_begin - trained
+            if took > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):
+                report.say(
+                    f"the monitor took {took:.0f} s after {trained:.0f} s of training; "
+                    f"{self.observer.costs_by} say how long"
+                )
+            # The time it took is not that of the next step.
+            self.clock.begin()
+        return measures
+
+    def _wants_to_stop(self) -> bool:
+        return self.request.received is not None or self._time_is_up()
+
+    def _time_is_up(self) -> bool:
+        minutes = self.plan.train.max_minutes
+        return minutes is not None and self.clock.minutes_since_start >= minutes
+
+    def _save(self, report: logging.StepLog, *, wait: bool = False) -> None:
         """Leave training state and encoder, once all steps so far are known to be sound.
 
-        Waits for their copy alone; what goes wrong with the files, a later step is told.
+        Waits for their copy alone, unless told; what goes wrong with the files, a later step is
+        told.
         """
         report.settle(everything=True)
         found = self.ranks.gathered((self.left_out, self._unlearned))
@@ -672,7 +615,15 @@ class Run:
             set[int]().union(*sets) for sets in zip(*found, strict=True)
         )
         if self.saver is not None:
-            self._tell_left_out(report)
+            if new := self._names(self.left_out - self._told):
+                more = ", ..." if len(new) > _NAMED_AT_MOST else ""
+                names = ", ".join(new[:_NAMED_AT_MOST]) + more
+                total = f"{len(self.left_out)} of {len(self.images)} images"
+                report.say(
+                    f"left out as unreadable: {names}; {total} so far, the next one for each"
+                )
+                self.write_config(self._config)
+                self._told |= self.left_out
             state = {
                 "step": self.step,
                 "configuration": self.description,
@@ -682,40 +633,36 @@ class Run:
                 _LEARNED: self._learned(self.step, self._unlearned),
                 **self.trainer.state_dict(),
             }
-            self.saver.save(state, self._encoder(), report.say)
+            self.saver.save(state, *self._encoder(), report.say)
+            if wait:
+                self.saver.wait()
         self.clock.mark_saved()
         report.save = False
 
-    def _save_and_wait(self, report: logging.StepLog) -> None:
-        self.save(report)
-        if self.saver is not None:
-            self.saver.wait()
-
-    def _keep(self, report: logging.StepLog) -> None:
-        """Leave the encoder of an epoch that is to be kept, when the epoch is over."""
-        epoch, steps_more = divmod(self.step, self.timeline.steps_per_epoch)
-        if steps_more or not self.plan.train.keeps(epoch) or self.saver is None:
-            return
-        report.settle(everything=True)
-        self.saver.keep(epoch, self._encoder(), report.say)
-
-    def _encoder(self) -> checkpoints.SavedEncoder:
-        """The encoder worth keeping, as it is now."""
+    def _encoder(self) -> tuple[EncoderModule, dict[str, str]]:
+        """A copy of the encoder worth keeping, and what its file says of it."""
         epoch = self.step / self.timeline.steps_per_epoch
         metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
         metadata |= colours_metadata(self.plan.data.colours)
-        encoder = checkpoints.copied_module(self.trainer.learner.encoder)
-        return checkpoints.SavedEncoder(encoder, metadata)
+        encoder = self.trainer.learner.encoder
+        tensors = [*encoder.parameters(), *encoder.buffers()]
+        return checkpoints.copied(encoder, tensors), metadata
 
-    def _tell_left_out(self, report: logging.StepLog) -> None:
-        """Say and write down which images were left out since the last time."""
-        if new := self._names(self.left_out - self._told):
-            more = ", ..." if len(new) > _NAMED_AT_MOST else ""
-            names = ", ".join(new[:_NAMED_AT_MOST]) + more
-            total = f"{len(self.left_out)} of {len(self.images)} images"
-            report.say(f"left out as unreadable: {names}; {total} so far, the next one for each")
-            self.write_config(self._config)
-        self._told |= self.left_out
+    def _finish(self, report: logging.StepLog) -> None:
+        """Leave what a run leaves that is over."""
+        results = self.plan.monitor.results
+        if self.saver is not None:
+            checkpoints.remove_previous(self.out)
+            if results is not None and isinstance(self.observer, Observer):
+                for path in record_accuracy(
+                    Path(results),
+                    self.observer,
+                    self.out / checkpoints.ENCODER,
+                    self.description,
+                    self.trained_on,
+                    self._names(self.left_out),
+                ):
+                    report.say(f"accuracy recorded in {path}")
 
     def _names(self, indices: Collection[int]) -> list[str]:
         return [self.images.ids[index] for index in sorted(indices)]

@@ -6,6 +6,7 @@ what follows `|` has a target: n letters and the stop.
 """
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,6 @@ class StringMaker(ViewMaker):
     letters: int
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
-        """None: there are no images."""
         del image_size, patch_size
         return ()
 
@@ -76,7 +76,6 @@ class StringMaker(ViewMaker):
     def finish(
         self, groups: Letters, device: torch.device, colours: Colours = IMAGENET_COLOURS
     ) -> tuple[Rows]:
-        """The rows of tokens."""
         del colours
         return (rows_of(groups.to(device, non_blocking=True), self.letters),)
 
@@ -112,28 +111,17 @@ class CopyingTest(Measuring):
 
     costs_by = "objective.test_lengths, .test_strings and .test_epochs"
 
-    def __init__(
-        self,
-        model: StateSpaceModel,
-        timeline: Timeline,
-        *,
-        lengths: Sequence[int],
-        letters: int,
-        strings: int,
-        epochs: int,
-    ) -> None:
-        self.model, self.timeline, self.letters, self.epochs = model, timeline, letters, epochs
-        self.strings = {length: fixed_strings(length, letters, strings) for length in lengths}
+    def __init__(self, options: "Copying", model: StateSpaceModel, timeline: Timeline) -> None:
+        self.options, self.model, self.timeline = options, model, timeline
 
     def measures(self, step: int) -> Mapping[str, float]:
         """What is due after the step of this number, counted from 1; in percent."""
-        due = step % (self.epochs * self.timeline.steps_per_epoch) == 0
-        if not due and step != self.timeline.total_steps:
-            return {}
-        found = {}
-        for length, strings in self.strings.items():
-            right = copied_letters(self.model, strings, self.letters)
-            found[f"letters_{length}"], found[f"strings_{length}"] = accuracies(right)
+        options, found = self.options, {}
+        if self.timeline.is_due(options.test_epochs, step):
+            for length in options.test_lengths:
+                strings = fixed_strings(length, options.letters, options.test_strings)
+                right = copied_letters(self.model, strings, options.letters)
+                found[f"letters_{length}"], found[f"strings_{length}"] = accuracies(right)
         return found
 
 
@@ -190,7 +178,6 @@ class Copying(Generating):
         return StringMaker(self.length, self.letters)
 
     def images(self) -> GeneratedStrings:
-        """What stands for the images of other objectives."""
         return GeneratedStrings()
 
     def build(
@@ -218,42 +205,17 @@ class Copying(Generating):
                 f"{self.letters + NUM_MARKS}, two marks more, got {model.num_tokens}"
             )
         network = build_encoder(model, seed=seed)
-        assert isinstance(network, StateSpaceModel)
-        return CopyingLearner(self, CopyingNetwork(network))
+        # Under the name by which optimizers know its blocks.
+        return CopyingLearner(self, nn.Sequential(OrderedDict(backbone=network)))
 
     def observer(self, learner: "CopyingLearner", timeline: Timeline) -> CopyingTest:
-        """What tests the learner now and then."""
-        return CopyingTest(
-            learner.student.backbone,
-            timeline,
-            lengths=self.test_lengths,
-            letters=self.letters,
-            strings=self.test_strings,
-            epochs=self.test_epochs,
-        )
-
-
-class CopyingNetwork(nn.Module):
-    """The model under the name by which optimizers know its blocks."""
-
-    def __init__(self, backbone: StateSpaceModel) -> None:
-        super().__init__()
-        self.backbone = backbone
-
-    def forward(
-        self, tokens: Int64[Tensor, "batch tokens"]
-    ) -> Float[Tensor, "batch tokens choices"]:
-        return self.backbone(tokens)
+        return CopyingTest(self, learner.student.backbone, timeline)
 
 
 class CopyingLearner(Learner):
-    """A network and its loss."""
+    """A model and its loss."""
 
-    student: CopyingNetwork
-
-    def __init__(self, options: Copying, student: CopyingNetwork) -> None:
-        super().__init__()
-        self.options, self.student = options, student
+    options: Copying
 
     def compilable(self) -> Iterable[nn.Module]:
         """None: a scan is a loop over tokens."""

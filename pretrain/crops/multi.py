@@ -51,12 +51,6 @@ class CropGroup:
     def pin_memory(self) -> "CropGroup":
         return CropGroup(self.pixels.pin_memory(), self.looks)
 
-    def copied_to(self, device: torch.device) -> "CropGroup":
-        """A copy with the pixels on a device, without a wait where they are pinned."""
-        pixels = self.pixels.to(device, non_blocking=True, copy=True)
-        looks = {f.name: getattr(self.looks, f.name).clone() for f in fields(self.looks)}
-        return CropGroup(pixels, AugmentationParams(**looks))
-
 
 @dataclass(frozen=True)
 class MultiCrop(ViewMaker):
@@ -138,12 +132,26 @@ class MultiCrop(ViewMaker):
         self, pieces: Iterable[Sequence[CropGroup]], device: torch.device
     ) -> tuple[CropGroup, ...]:
         """The groups of all images: of each view, those of one piece after those of another."""
-        copies = [[group.copied_to(device) for group in piece] for piece in pieces]
-        views = (2, self.num_locals)
-        return tuple(
-            _joined(groups, num_views)
-            for groups, num_views in zip(zip(*copies, strict=True), views, strict=False)
-        )
+        names, joined = [item.name for item in fields(AugmentationParams)], []
+        copies = [
+            [
+                # Pixels without a wait where they are pinned.
+                (
+                    group.pixels.to(device, non_blocking=True, copy=True).permute(0, 2, 3, 1),
+                    *(getattr(group.looks, name).clone() for name in names),
+                )
+                for group in piece
+            ]
+            for piece in pieces
+        ]
+        for groups, num_views in zip(zip(*copies, strict=True), (2, self.num_locals), strict=False):
+            pixels, *looks = (
+                torch.cat([part.unflatten(0, (num_views, -1)) for part in parts], 1).flatten(0, 1)
+                for parts in zip(*groups, strict=True)
+            )
+            # The three values of a pixel stay side by side.
+            joined.append(CropGroup(pixels.permute(0, 3, 1, 2), AugmentationParams(*looks)))
+        return tuple(joined)
 
     def draw(
         self,
@@ -155,9 +163,31 @@ class MultiCrop(ViewMaker):
         shape = (2 + self.num_locals, BOX_NUMBERS + _LOOK_NUMBERS)
         numbers = np.stack([generator.random(shape) for generator in generators], axis=1)
         scales = np.array([self.global_scale] * 2 + [self.local_scale] * self.num_locals)
-        of_boxes, of_looks = numbers[..., :BOX_NUMBERS], numbers[..., BOX_NUMBERS:]
-        boxes = place_boxes(of_boxes, image_sizes, scales, self.aspect_ratio)
-        return boxes, self.choose_looks(of_looks)
+        boxes = place_boxes(numbers[..., :BOX_NUMBERS], image_sizes, scales, self.aspect_ratio)
+        numbers = numbers[..., BOX_NUMBERS:]  # views images 14
+        happens = np.moveaxis(numbers[..., :5] < self._probabilities(), -1, 0)
+        flip, jitter, grey, blurred, solarize = (_rows(chosen) for chosen in happens)
+        least, largest = self.blur_sigma
+        sigma = _rows(least + (largest - least) * numbers[..., 5]).float()
+        strengths = np.array([self.brightness, self.contrast, self.saturation])
+        lowest = np.array([*np.maximum(1 - strengths, 0), -self.hue])
+        highest = np.array([*(1 + strengths), self.hue])
+        return boxes, AugmentationParams(
+            flip=flip,
+            jitter=jitter,
+            order=_rows(numbers[..., 6:10].argsort(axis=-1)),
+            factors=_rows(lowest + (highest - lowest) * numbers[..., 10:14]).float(),
+            grey=grey,
+            blur_sigma=torch.where(blurred, sigma, 0),
+            solarize=solarize,
+        )
+
+    def _probabilities(self) -> Float64[np.ndarray, "views 1 5"]:
+        """Of flip, jitter, grey, blur and solarize."""
+        chances = [self.flip_probability, self.jitter_probability, self.grey_probability]
+        both = zip(self.blur_probability, self.solarize_probability, strict=True)
+        first, second, local = ([*chances, *own] for own in both)
+        return np.array([first, second, *[local] * self.num_locals], float)[:, None]
 
     def finish(
         self,
@@ -175,58 +205,6 @@ class MultiCrop(ViewMaker):
             )
             for group in groups
         )
-
-    def choose_looks(self, numbers: Float64[np.ndarray, "views images 14"]) -> AugmentationParams:
-        """Turn numbers in [0, 1) into looks, view by view."""
-        strengths = np.array([self.brightness, self.contrast, self.saturation])
-        lowest = np.array([*np.maximum(1 - strengths, 0), -self.hue])
-        highest = np.array([*(1 + strengths), self.hue])
-        happens = np.moveaxis(numbers[..., :5] < self._probabilities(len(numbers)), -1, 0)
-        flip, jitter, grey, blurred, solarize = (_rows(chosen) for chosen in happens)
-        least, largest = self.blur_sigma
-        sigma = _rows(least + (largest - least) * numbers[..., 5]).float()
-        return AugmentationParams(
-            flip=flip,
-            jitter=jitter,
-            order=_rows(numbers[..., 6:10].argsort(axis=-1)),
-            factors=_rows(lowest + (highest - lowest) * numbers[..., 10:14]).float(),
-            grey=grey,
-            blur_sigma=torch.where(blurred, sigma, 0),
-            solarize=solarize,
-        )
-
-    def _probabilities(self, num_views: int) -> Float64[np.ndarray, "{num_views} 1 5"]:
-        """Of flip, jitter, grey, blur and solarize."""
-        everywhere = np.ones(num_views)
-        chances = [
-            self.flip_probability * everywhere,
-            self.jitter_probability * everywhere,
-            self.grey_probability * everywhere,
-            _per_view(self.blur_probability, num_views),
-            _per_view(self.solarize_probability, num_views),
-        ]
-        return np.stack(chances, axis=-1)[:, None]
-
-
-def _joined(groups: Sequence[CropGroup], num_views: int) -> CropGroup:
-    """All images of several groups: of each of the views those of the first group, ..."""
-
-    def together(parts: Sequence[Tensor]) -> Tensor:
-        by_view = [part.unflatten(0, (num_views, -1)) for part in parts]
-        return torch.cat(by_view, dim=1).flatten(0, 1)
-
-    # The three values of a pixel stay side by side.
-    pixels = together([group.pixels.permute(0, 2, 3, 1) for group in groups])
-    looks = {
-        item.name: together([getattr(group.looks, item.name) for group in groups])
-        for item in fields(AugmentationParams)
-    }
-    return CropGroup(pixels.permute(0, 3, 1, 2), AugmentationParams(**looks))
-
-
-def _per_view(values: Sequence[float], num_views: int) -> Float64[np.ndarray, " views"]:
-    """Values of the first large crop, the second, and all small ones -> one value a view."""
-    return np.array([*values[:2], *[values[2]] * (num_views - 2)])
 
 
 def _rows(values: Shaped[np.ndarray, "views images ..."]) -> Tensor:

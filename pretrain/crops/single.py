@@ -1,23 +1,23 @@
 """The images of supervised training: one crop each, changed at random, and its class.
 
-With what timm's recipes do to a batch: mixup and CutMix, which blend images with others and their
-classes with them; Cutout and random erasing, rectangles that become grey, or noise.
+With what timm's recipes do: RandAugment, timm's operations, drawn from NumPy; mixup and CutMix,
+which blend images with others and their classes with them; Cutout and random erasing, rectangles
+that become grey, or noise.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Annotated
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Float64, Int64, UInt8
+from jaxtyping import Bool, Float32, Int64, UInt8
+from PIL import Image
 from torch import Tensor
 
 from pretrain.crops.augmentation import Images, Rows, change, jitter, normalise
 from pretrain.crops.plain import Generators, PlainCrop, Samples, ViewMaker
-from pretrain.crops.rand_augment import LARGEST_MAGNITUDE, RandAugment, apply_operations
 from ssl_bench.composition.fields import (
     CountOrZero,
     PositiveOrZero,
@@ -27,12 +27,12 @@ from ssl_bench.composition.fields import (
     Within,
     check_fields,
 )
-from ssl_bench.data.samples import Sample
-from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.models.encoder import IMAGENET_COLOURS, IMAGENET_MEAN, Colours
 
 # Brightness, contrast and saturation: no hue.
 _NUM_JITTERS = 3
-_BY_IMAGE = ("pixels", "labels", "order", "factors", "hidden", "erased")
+# Of an image: what goes to the device, and what stays beside it.
+_FAR, _NEAR = ("pixels", "labels"), ("order", "factors", "hidden", "erased")
 # Of the rectangles that are erased.
 _ATTEMPTS = 10
 _AREA = (0.02, 1 / 3)
@@ -40,6 +40,103 @@ _ASPECT_RATIO = (0.3, 1 / 0.3)
 
 Edges = Int64[np.ndarray, " 4"]
 """Top, bottom, left and right of a rectangle; the ends are no longer in it, nor need be inside."""
+
+
+LARGEST_MAGNITUDE = 10
+_HALF = 0.5
+# What appears from beyond the border has the mean colour.
+_FILL = tuple(round(255 * mean) for mean in IMAGENET_MEAN)
+_POSTERIZE = "PosterizeIncreasing"
+
+Amount = Callable[[float], int | float]
+
+
+def _either_way(largest: float, about: float = 0.0) -> tuple[Amount, bool]:
+    return lambda level: about + largest * level, True
+
+
+# timm's operations in its order. The amount of each at a level in [0, 1], which grows with the
+# magnitude, where it has one; and whether the level is negated half of the time.
+OPERATIONS: dict[str, tuple[Amount | None, bool]] = {
+    "AutoContrast": (None, False),
+    "Equalize": (None, False),
+    "Invert": (None, False),
+    "Rotate": _either_way(30.0),
+    _POSTERIZE: (lambda level: 4 - int(4 * level), False),
+    "SolarizeIncreasing": (lambda level: 256 - int(256 * level), False),
+    "SolarizeAdd": (lambda level: int(110 * level), False),
+    "ColorIncreasing": _either_way(0.9, about=1.0),
+    "ContrastIncreasing": _either_way(0.9, about=1.0),
+    "BrightnessIncreasing": _either_way(0.9, about=1.0),
+    "SharpnessIncreasing": _either_way(0.9, about=1.0),
+    "ShearX": _either_way(0.3),
+    "ShearY": _either_way(0.3),
+    "TranslateXRel": _either_way(0.45),
+    "TranslateYRel": _either_way(0.45),
+}
+_NAMES = list(OPERATIONS)
+
+Drawn = tuple[str, int | float]
+"""Name of an operation, and its amount; 0 where it has none."""
+
+
+def draw_operations(
+    generator: np.random.Generator, num_ops: int, magnitude: int, deviation: float
+) -> list[Drawn]:
+    """Several operations in a row, each of them drawn from all and applied half of the time.
+
+    Args:
+        generator: Of the image.
+        num_ops: How many are drawn, with replacement.
+        magnitude: Mean of their magnitude, 0 to 10.
+        deviation: Its standard deviation; what falls outside of 0 to 10 becomes 0 or 10.
+
+    Source: RandAugment, https://arxiv.org/abs/1909.13719 as timm 1.0.31 has it,
+    timm/data/auto_augment.py, "rand-m9-mstd0.5-inc1" for two operations of 9 and .5, told to
+    interpolate bicubically. So do
+    https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/main.py
+    (line 102), MAE's fine-tuning and Xu et al. (2024); untold, timm takes bicubic or bilinear.
+    """
+    numbers = generator.integers(len(_NAMES), size=num_ops).tolist()
+    applied, negated = generator.random((2, num_ops)) < _HALF
+    magnitudes = generator.normal(magnitude, deviation, num_ops)
+    levels = (magnitudes.clip(0, LARGEST_MAGNITUDE) / LARGEST_MAGNITUDE).tolist()
+    names = [_NAMES[number] for number in numbers]
+    return [
+        (name, amount(name, level, negate=bool(negate)))
+        for name, apply, negate, level in zip(names, applied, negated, levels, strict=True)
+        if apply
+    ]
+
+
+def amount(name: str, level: float, *, negate: bool) -> int | float:
+    """What an operation is called with at a level in [0, 1]."""
+    of_level, either_way = OPERATIONS[name]
+    return 0 if of_level is None else of_level(-level if negate and either_way else level)
+
+
+def apply_operations(
+    pixels: UInt8[Tensor, "3 height width"], drawn: Sequence[Drawn]
+) -> UInt8[Tensor, "3 height width"]:
+    """Change a picture by operations, one after the other.
+
+    On PIL's pictures, whose operations are two to three times as fast as those on tensors.
+    """
+    # Slow to import, and not for everybody; once, before data workers are forked.
+    from timm.data.auto_augment import NAME_TO_OP
+
+    if not drawn:
+        return pixels
+    picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    options = {"fillcolor": _FILL, "resample": Image.Resampling.BICUBIC}
+    for name, value in drawn:
+        if (name, value) == (_POSTERIZE, 0):
+            # Pillow refuses to keep no bit.
+            picture = Image.new("RGB", picture.size)
+        else:
+            amounts = [] if OPERATIONS[name][0] is None else [value]
+            picture = NAME_TO_OP[name](picture, *amounts, **options)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -59,11 +156,20 @@ class Mixture:
     box: tuple[int, int, int, int] | None = None
 
 
-@dataclass(frozen=True)
-class Mixing:
-    """One draw for all images of a part.
+def draw_mixture(
+    generator: np.random.Generator,
+    size: int,
+    *,
+    mixup: float,
+    cutmix: float,
+    probability: float,
+    switch_probability: float,
+) -> Mixture:
+    """One mixture for all square images of `size` pixels of a part.
 
-    Attributes:
+    Args:
+        generator: Of the first image.
+        size: Side of the images.
         mixup: Of Beta(mixup, mixup), which the own share is drawn from; 0 for no mixup.
         cutmix: Of Beta(cutmix, cutmix), the same for CutMix; 0 for no CutMix.
         probability: That images are mixed at all.
@@ -73,28 +179,20 @@ class Mixing:
     as timm 1.0.31 has them, timm/data/mixup.py, `Mixup` in mode "batch". In timm 0.3 to 0.6, which
     DeiT, MAE and Xu et al. (2024) used, boxes of an odd side are a pixel smaller.
     """
-
-    mixup: float
-    cutmix: float
-    probability: float
-    switch_probability: float
-
-    def draw(self, generator: np.random.Generator, size: int) -> Mixture:
-        """A mixture of square images of `size` pixels."""
-        if not (self.mixup or self.cutmix) or generator.random() >= self.probability:
-            return Mixture()
-        has_box = bool(self.cutmix)
-        if self.mixup and self.cutmix:
-            has_box = generator.random() < self.switch_probability
-        if not has_box:
-            return Mixture(generator.beta(self.mixup, self.mixup))
-        # About a center anywhere; what of it lies outside is not lost from the own share.
-        side = int(size * (1 - generator.beta(self.cutmix, self.cutmix)) ** 0.5)
-        ends = []
-        for center in generator.integers(0, size, size=2).tolist():
-            ends += [max(center - side // 2, 0), min(center + (side + 1) // 2, size)]
-        top, bottom, left, right = ends
-        return Mixture(1 - (bottom - top) * (right - left) / size**2, (top, bottom, left, right))
+    if not (mixup or cutmix) or generator.random() >= probability:
+        return Mixture()
+    has_box = bool(cutmix)
+    if mixup and cutmix:
+        has_box = generator.random() < switch_probability
+    if not has_box:
+        return Mixture(generator.beta(mixup, mixup))
+    # About a center anywhere; what of it lies outside is not lost from the own share.
+    side = int(size * (1 - generator.beta(cutmix, cutmix)) ** 0.5)
+    ends = []
+    for center in generator.integers(0, size, size=2).tolist():
+        ends += [max(center - side // 2, 0), min(center + (side + 1) // 2, size)]
+    top, bottom, left, right = ends
+    return Mixture(1 - (bottom - top) * (right - left) / size**2, (top, bottom, left, right))
 
 
 @dataclass(frozen=True)
@@ -121,14 +219,6 @@ class LabelledCrops:
     def pin_memory(self) -> "LabelledCrops":
         return replace(self, pixels=self.pixels.pin_memory(), labels=self.labels.pin_memory())
 
-    def copied_to(self, device: torch.device) -> "LabelledCrops":
-        """A copy with pixels and labels on a device, without a wait where they are pinned."""
-        copies = {name: getattr(self, name).clone() for name in _BY_IMAGE[2:]}
-        pixels, labels = (
-            values.to(device, non_blocking=True, copy=True) for values in (self.pixels, self.labels)
-        )
-        return replace(self, pixels=pixels, labels=labels, **copies)
-
 
 @dataclass(frozen=True)
 class SingleCrop(ViewMaker):
@@ -151,7 +241,7 @@ class SingleCrop(ViewMaker):
             anywhere in the crop; 0 for none.
         erasing_probability: Of a rectangle of noise, see `draw_rectangle`.
         mixup: The images of a part are blended with the same in reverse order, and stand for
-            Beta(mixup, mixup) of the result and of the loss; 0 for none. See `Mixing`.
+            Beta(mixup, mixup) of the result and of the loss; 0 for none. See `draw_mixture`.
         cutmix: As mixup, with a box of the other image in place of a blend.
         mix_probability: That a part is mixed.
         switch_probability: That it is by CutMix, where both would be possible.
@@ -159,7 +249,8 @@ class SingleCrop(ViewMaker):
     What belongs to an image is drawn from its own generator; the mixture and the noise of a part,
     which a process computes in one go, from that of its first image.
 
-    Source: the transforms and `Mixup` of timm, see `RandAugment`, `Mixing` and `draw_rectangle`.
+    Source: the transforms and `Mixup` of timm, see `draw_operations`, `draw_mixture` and
+    `draw_rectangle`.
     """
 
     scale: ShareSpan = (0.08, 1.0)
@@ -183,24 +274,39 @@ class SingleCrop(ViewMaker):
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> LabelledCrops:
         """Crop every image once, and draw what else happens to it."""
         samples, generators, size = list(samples), list(generators), sizes[0]
-        pairs = zip(samples, generators, strict=True)
-        pixels = torch.stack([self._cut_one(sample, one, size) for sample, one in pairs])
-        labels = torch.tensor([sample.label for sample in samples])
+        plain = PlainCrop(self.scale, self.aspect_ratio, self.flip_probability)
+        pixels = []
+        for sample, one in zip(samples, generators, strict=True):
+            part = plain.cut_one(sample.image, one, size)
+            drawn = draw_operations(one, self.num_ops, self.magnitude, self.magnitude_deviation)
+            pixels.append(apply_operations(part, drawn))
+        low, high = max(0.0, 1 - self.color_jitter), 1 + self.color_jitter
         return LabelledCrops(
-            pixels=pixels,
-            labels=labels,
+            pixels=torch.stack(pixels),
+            labels=torch.tensor([sample.label for sample in samples]),
             order=_rows(one.permutation(_NUM_JITTERS) for one in generators),
-            factors=_rows(self._draw_factors(one) for one in generators).float(),
+            factors=_rows(one.uniform(low, high, _NUM_JITTERS) for one in generators).float(),
             hidden=_rows(draw_square(one, size, self.cutout) for one in generators),
             erased=_rows(draw_rectangle(one, size, self.erasing_probability) for one in generators),
             noise_seed=int(generators[0].integers(2**62)),
-            mixture=self.mixing.draw(generators[0], size),
+            mixture=draw_mixture(
+                generators[0],
+                size,
+                mixup=self.mixup,
+                cutmix=self.cutmix,
+                probability=self.mix_probability,
+                switch_probability=self.switch_probability,
+            ),
         )
 
     def join(self, pieces: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
         """All crops; what belongs to the whole part is what the first piece says."""
-        copies = [piece.copied_to(device) for piece in pieces]
-        whole = {name: torch.cat([getattr(one, name) for one in copies]) for name in _BY_IMAGE}
+        copies = []
+        for piece in pieces:
+            # Pixels and labels without a wait where they are pinned.
+            far = {n: getattr(piece, n).to(device, non_blocking=True, copy=True) for n in _FAR}
+            copies.append(replace(piece, **far, **{n: getattr(piece, n).clone() for n in _NEAR}))
+        whole = {n: torch.cat([getattr(one, n) for one in copies]) for n in (*_FAR, *_NEAR)}
         return replace(copies[0], **whole)
 
     def finish(
@@ -217,25 +323,6 @@ class SingleCrop(ViewMaker):
         mix(images, groups.mixture)
         own_share = torch.full((), groups.mixture.own_share, device=device)
         return images, groups.labels.to(device, non_blocking=True), own_share
-
-    def _cut_one(
-        self, sample: Sample, generator: np.random.Generator, size: int
-    ) -> UInt8[Tensor, "3 {size} {size}"]:
-        plain = PlainCrop(self.scale, self.aspect_ratio, self.flip_probability)
-        pixels = plain.cut_one(sample.image, generator, size)
-        return apply_operations(pixels, self.rand_augment.draw(generator))
-
-    def _draw_factors(self, generator: np.random.Generator) -> Float64[np.ndarray, " 3"]:
-        low, high = max(0.0, 1 - self.color_jitter), 1 + self.color_jitter
-        return generator.uniform(low, high, _NUM_JITTERS)
-
-    @cached_property
-    def rand_augment(self) -> RandAugment:
-        return RandAugment(self.num_ops, self.magnitude, self.magnitude_deviation)
-
-    @cached_property
-    def mixing(self) -> Mixing:
-        return Mixing(self.mixup, self.cutmix, self.mix_probability, self.switch_probability)
 
 
 def mix(images: Images, mixture: Mixture) -> Images:

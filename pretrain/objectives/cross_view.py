@@ -1,7 +1,5 @@
 """DINO's loss over all pairs of views in one pass, with its gradient written down."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,46 +43,6 @@ def cross_view_loss(
     return loss
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Some of the prototypes, and all student views seen from them.
-
-    Attributes:
-        unit: Their directions.
-        factor: From unit directions to `weights`: length / temperature.
-        inverse_norm: From the directions to the unit ones.
-        opposite: What each of the first two views should say; the mean of both is for the others.
-    """
-
-    part: slice
-    unit: Float[Tensor, "chunk dim"]
-    inverse_norm: Float[Tensor, "chunk 1"]
-    factor: Float[Tensor, "chunk 1"]
-    weights: Float[Tensor, "chunk dim"]
-    logits: Float[Tensor, "views batch chunk"]
-    opposite: Float[Tensor, "2 batch chunk"]
-
-
-def _chunks(
-    tokens: Float[Tensor, "views batch dim"],
-    directions: Float[Tensor, "out dim"],
-    lengths: Float[Tensor, "out 1"],
-    targets: Float[Tensor, "2 batch out"],
-    temperature: float,
-) -> Iterator[_Chunk]:
-    size = _CHUNK.get(tokens.device.type, max(_CHUNK.values()))
-    for start in range(0, len(directions), size):
-        part = slice(start, start + size)
-        norm = torch.linalg.vector_norm(directions[part], dim=1, keepdim=True)
-        inverse_norm = norm.clamp_min(1e-12).reciprocal()
-        unit = directions[part] * inverse_norm
-        factor = lengths[part] / temperature
-        weights = (unit * factor).to(tokens.dtype)
-        logits = logits_of(tokens, weights).to(targets.dtype)
-        opposite = targets[:, :, part].flip(0)
-        yield _Chunk(part, unit, inverse_norm, factor, weights, logits, opposite)
-
-
 class _CrossView(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -100,53 +58,57 @@ class _CrossView(torch.autograd.Function):
         mass = torch.full((views, 1, 1), 2 * share, device=embeddings.device, dtype=targets.dtype)
         mass[:2] = share
         tokens = embeddings.to(_product_dtype(embeddings))
-        inputs = (tokens, directions, lengths, targets, temperature)
-        loss, normaliser = _loss(inputs, mass)
-        ctx.save_for_backward(*_gradients(inputs, mass, normaliser))
+        size = _CHUNK.get(tokens.device.type, max(_CHUNK.values()))
+        parts = [slice(start, start + size) for start in range(0, len(directions), size)]
+
+        def unit_directions(part: slice) -> tuple[Tensor, Tensor]:
+            norm = torch.linalg.vector_norm(directions[part], dim=1, keepdim=True)
+            inverse_norm = norm.clamp_min(1e-12).reciprocal()
+            return directions[part] * inverse_norm, inverse_norm
+
+        def seen(unit: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+            """What they weigh, logits of all student views, and what the first two should say.
+
+            The mean of these both is for the others.
+            """
+            weights = (unit * (lengths[part] / temperature)).to(tokens.dtype)
+            logits = logits_of(tokens, weights).to(targets.dtype)
+            return weights, logits, targets[:, :, part].flip(0)
+
+        normalisers, agreement = [], torch.zeros_like(mass[0, 0, 0])
+        for part in parts:
+            _, logits, opposite = seen(unit_directions(part)[0], part)
+            large, small = logits[:2], logits[2:].sum(dim=0)
+            agreement += mass[0, 0, 0] * torch.sum(opposite * large)
+            agreement += 2 * mass[0, 0, 0] * torch.sum(opposite.mean(dim=0) * small)
+            normalisers.append(logits.logsumexp(dim=-1, keepdim=True))
+        # Logarithms of what the exponentials of the logits sum to.
+        normaliser = torch.cat(normalisers, dim=-1).logsumexp(dim=-1, keepdim=True)
+        loss = torch.sum(mass * normaliser) - agreement
+
+        to_embeddings = torch.zeros_like(tokens, dtype=normaliser.dtype)
+        to_directions, to_lengths = torch.empty_like(directions), torch.empty_like(lengths)
+        weighted = (mass * tokens).to(tokens.dtype).flatten(0, 1)
+        for part in parts:
+            unit, inverse_norm = unit_directions(part)
+            weights, logits, opposite = seen(unit, part)
+            gradient = logits.sub_(normaliser).exp_()
+            gradient[:2] -= opposite
+            gradient[2:] -= opposite.mean(dim=0)
+            gradient = gradient.to(tokens.dtype)
+            to_embeddings += gradient @ weights
+            to_weights = (gradient.flatten(0, 1).T @ weighted).to(directions.dtype)
+            radial = torch.sum(to_weights * unit, dim=1, keepdim=True)
+            tangential = to_weights.addcmul_(unit, radial, value=-1)
+            to_directions[part] = tangential * (lengths[part] / temperature * inverse_norm)
+            to_lengths[part] = radial / temperature
+        ctx.save_for_backward(to_embeddings.mul_(mass), to_directions, to_lengths)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a copy of the prototypes' gradient would be the largest tensor of the loss.
         return *(saved.mul_(gradients[0]) for saved in ctx.saved_tensors), None, None
-
-
-def _loss(
-    inputs: tuple[Any, ...], mass: Float[Tensor, "views 1 1"]
-) -> tuple[Float[Tensor, ""], Float[Tensor, "views batch 1"]]:
-    """The loss, and the logarithms of what the exponentials of the logits sum to."""
-    normalisers, agreement = [], torch.zeros_like(mass[0, 0, 0])
-    for chunk in _chunks(*inputs):
-        large, small = chunk.logits[:2], chunk.logits[2:].sum(dim=0)
-        agreement += mass[0, 0, 0] * torch.sum(chunk.opposite * large)
-        agreement += 2 * mass[0, 0, 0] * torch.sum(chunk.opposite.mean(dim=0) * small)
-        normalisers.append(chunk.logits.logsumexp(dim=-1, keepdim=True))
-    normaliser = torch.cat(normalisers, dim=-1).logsumexp(dim=-1, keepdim=True)
-    return torch.sum(mass * normaliser) - agreement, normaliser
-
-
-def _gradients(
-    inputs: tuple[Any, ...],
-    mass: Float[Tensor, "views 1 1"],
-    normaliser: Float[Tensor, "views batch 1"],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the loss, by embeddings, directions and lengths."""
-    tokens, directions, lengths, _, temperature = inputs
-    to_embeddings = torch.zeros_like(tokens, dtype=normaliser.dtype)
-    to_directions, to_lengths = torch.empty_like(directions), torch.empty_like(lengths)
-    weighted = (mass * tokens).to(tokens.dtype).flatten(0, 1)
-    for chunk in _chunks(*inputs):
-        gradient = chunk.logits.sub_(normaliser).exp_()
-        gradient[:2] -= chunk.opposite
-        gradient[2:] -= chunk.opposite.mean(dim=0)
-        gradient = gradient.to(tokens.dtype)
-        to_embeddings += gradient @ chunk.weights
-        to_weights = (gradient.flatten(0, 1).T @ weighted).to(directions.dtype)
-        radial = torch.sum(to_weights * chunk.unit, dim=1, keepdim=True)
-        tangential = to_weights.addcmul_(chunk.unit, radial, value=-1)
-        to_directions[chunk.part] = tangential * (chunk.factor * chunk.inverse_norm)
-        to_lengths[chunk.part] = radial / temperature
-    return to_embeddings.mul_(mass), to_directions, to_lengths
 
 
 def logits_of(

@@ -143,13 +143,12 @@ class DinoNetwork(nn.Module):
 class DinoLearner(Learner):
     """Student, teacher and center."""
 
+    options: Dino
     student: DinoNetwork
     center: Tensor
 
     def __init__(self, options: Dino, student: DinoNetwork, timeline: Timeline) -> None:
-        super().__init__()
-        self.options = options
-        self.student = student
+        super().__init__(options, student)
         self.teacher = copy.deepcopy(student).requires_grad_(False).eval()
         self.register_buffer("center", torch.zeros(options.out_dim))
         self.momentum = Cosine(options.momentum, 1.0, timeline.total_steps)
@@ -193,7 +192,6 @@ class DinoLearner(Learner):
         return loss, report
 
     def freeze_gradients(self, step: int) -> None:
-        """Leave the last layer alone in the opening steps."""
         if step < self.frozen_steps:
             for parameter in self.student.head.last_layer.parameters():
                 parameter.grad = None

@@ -134,15 +134,15 @@ class MaeDecoder(nn.Module):
             tokens: [CLS] and registers, then the visible patches.
             order: Numbers of all patches, the visible ones first, in the order of their tokens.
         """
-        prefix, visible = _split(self.embed(tokens), self.num_prefix_tokens)
+        tokens, count = self.embed(tokens), self.num_prefix_tokens
+        prefix, visible = tokens[:, :count], tokens[:, count:]
         num_hidden = order.shape[1] - visible.shape[1]
         hidden = self.mask_token.expand(len(tokens), num_hidden, -1)
         patches = take(torch.cat([visible, hidden], dim=1), order.argsort(dim=1))
         x = torch.cat([prefix, patches + self.positions], dim=1)
         for block in self.blocks:
             x = block(x)
-        _, patches = _split(self.norm(x), self.num_prefix_tokens)
-        return self.pixels(patches)
+        return self.pixels(self.norm(x)[:, count:])
 
 
 class MaeNetwork(nn.Module):
@@ -160,9 +160,8 @@ class MaeNetwork(nn.Module):
         self, images: Images, visible: Int64[Tensor, "batch visible"]
     ) -> Float[Tensor, "batch tokens dim"]:
         """The encoder's tokens, [CLS] and registers first; other patches never enter a block."""
-        num_prefix_tokens = self.backbone.config.num_prefix_tokens
-        prefix, patches = _split(self.backbone.embed(images), num_prefix_tokens)
-        x = torch.cat([prefix, take(patches, visible)], dim=1)
+        tokens, count = self.backbone.embed(images), self.backbone.config.num_prefix_tokens
+        x = torch.cat([tokens[:, :count], take(tokens[:, count:], visible)], dim=1)
         for block in self.backbone.blocks:
             x = block(x)
         return self.backbone.norm(x)
@@ -171,11 +170,8 @@ class MaeNetwork(nn.Module):
 class MaeLearner(Learner):
     """A network and its loss."""
 
+    options: Mae
     student: MaeNetwork
-
-    def __init__(self, options: Mae, student: MaeNetwork) -> None:
-        super().__init__()
-        self.options, self.student = options, student
 
     def compilable(self) -> Iterable[nn.Module]:
         return (self.student,)
@@ -198,14 +194,11 @@ class MaeLearner(Learner):
         predictions = take(network(images, order), hidden).float()
         targets = take(self.targets(images), hidden)
         loss = F.mse_loss(predictions, targets)
-        return loss, {"mean_loss": self._mean_loss(targets)}
-
-    def _mean_loss(self, hidden: Float[Tensor, "batch hidden values"]) -> Float[Tensor, ""]:
-        """Of painting patches in their own means, or pixels in the mean colour of the hidden."""
-        if self.options.normalised_pixels:
-            return hidden.square().mean()
-        pixels = hidden.unflatten(2, (-1, 3))
-        return (pixels - pixels.mean((1, 2), keepdim=True)).square().mean()
+        # Of painting patches in their own means, or pixels in the mean colour of the hidden.
+        if not self.options.normalised_pixels:
+            pixels = targets.unflatten(2, (-1, 3))
+            targets = pixels - pixels.mean((1, 2), keepdim=True)
+        return loss, {"mean_loss": targets.square().mean()}
 
     def targets(self, images: Images) -> Float[Tensor, "batch patches values"]:
         """What the decoder should say of every patch."""
@@ -238,9 +231,3 @@ def take(
 ) -> Float[Tensor, "batch taken dim"]:
     """Some of the patches of every image, in the order of their numbers."""
     return values.gather(1, numbers[..., None].expand(-1, -1, values.shape[2]))
-
-
-def _split(
-    tokens: Float[Tensor, "batch tokens dim"], count: int
-) -> tuple[Float[Tensor, "batch prefix dim"], Float[Tensor, "batch patches dim"]]:
-    return tokens[:, :count], tokens[:, count:]

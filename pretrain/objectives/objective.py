@@ -23,10 +23,16 @@ class Learner(nn.Module, ABC):
     """Everything that changes while training, apart from the optimizer.
 
     Attributes:
+        options: The objective that it was built from.
         student: The module whose parameters are trained; its `backbone` is the encoder.
     """
 
     student: Any
+
+    def __init__(self, options: "Objective", student: nn.Module) -> None:
+        super().__init__()
+        self.options: Any = options
+        self.student = student
 
     @property
     def encoder(self) -> EncoderModule:
@@ -130,12 +136,7 @@ class Generating(Objective):
 
 
 def part_seed(seed: int, part: str) -> int:
-    """Seed of a head or decoder, so that its weights are not those of the encoder once more.
-
-    Args:
-        seed: Of the run.
-        part: Its name, such as "head".
-    """
+    """Seed of a "head" or "decoder", whose weights would otherwise repeat the encoder's."""
     name = int.from_bytes(part.encode())
     (state,) = np.random.SeedSequence((_PART, seed, name)).generate_state(1, np.uint64)
     return int(state)

@@ -1,5 +1,6 @@
 """Supervised training of the same encoders: [CLS] or mean patch -> linear head -> loss."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from pretrain.objectives.objective import Classifier, Objective, Views, part_see
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, ShareBelowOne, check_fields
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import EncoderConfig, EncoderModule, build_encoder
+from ssl_bench.models import EncoderConfig, build_encoder
 
 
 @dataclass(frozen=True)
@@ -65,30 +66,14 @@ class Supervised(Objective):
             head = nn.Linear(model.dim, len(class_names))
             nn.init.trunc_normal_(head.weight, std=0.02)
             nn.init.zeros_(head.bias)
-        return SupervisedLearner(self, SupervisedNetwork(build_encoder(model, seed=seed), head))
-
-
-class SupervisedNetwork(nn.Module):
-    """Encoder and head."""
-
-    def __init__(self, backbone: EncoderModule, head: nn.Linear) -> None:
-        super().__init__()
-        self.backbone, self.head = backbone, head
-
-    def forward(
-        self, images: Float[Tensor, "batch 3 height width"]
-    ) -> Float[Tensor, "batch classes"]:
-        return self.head(self.backbone(images))
+        encoder = build_encoder(model, seed=seed)
+        return SupervisedLearner(self, nn.Sequential(OrderedDict(backbone=encoder, head=head)))
 
 
 class SupervisedLearner(Classifier):
-    """A network and its loss."""
+    """Encoder and head, and their loss."""
 
-    student: SupervisedNetwork
-
-    def __init__(self, options: Supervised, student: SupervisedNetwork) -> None:
-        super().__init__()
-        self.options, self.student = options, student
+    options: Supervised
 
     def loss(
         self, network: Callable[..., Any], views: Views, step: int

@@ -33,7 +33,7 @@ class OptimizerRecipe:
     """Hyperparameters from which the trainer builds an optimizer, as a frozen dataclass.
 
     Attributes:
-        lr: Reference learning rate at batch 256; the trainer scales it by batch / 256.
+        lr: Learning rate at batch 256; the trainer scales it by batch / 256.
     """
 
     lr: RateOrZero
@@ -44,11 +44,7 @@ class OptimizerRecipe:
 
 @dataclass(frozen=True)
 class AdamW(OptimizerRecipe):
-    """AdamW of the DINO recipe, one fused kernel per step.
-
-    Args:
-        lr: Learning rate at batch 256.
-    """
+    """AdamW of the DINO recipe, one fused kernel per step."""
 
     lr: RateOrZero = 5e-4
     betas: _Betas = (0.9, 0.999)
@@ -91,17 +87,7 @@ class Soap(OptimizerRecipe):
         check_fields(self, "optimizer")
 
     def build(self, groups: list[dict[str, Any]]) -> SOAP:
-        return SOAP(
-            groups,
-            lr=self.lr,
-            betas=self.betas,
-            shampoo_beta=self.shampoo_beta,
-            eps=self.eps,
-            precondition_frequency=self.precondition_frequency,
-            max_precond_dim=self.max_precond_dim,
-            stagger=bool(self.stagger),
-            shard_refreshes=self.shard_refreshes,
-        )
+        return SOAP(groups, **{**vars(self), "stagger": bool(self.stagger)})
 
 
 def parameter_groups(
@@ -132,16 +118,17 @@ def parameter_groups(
     named = [(name, value) for name, value in named_parameters if value.requires_grad]
     if layer_decay == 1.0:
         return _decayed_and_exempt(named, decay_tokens=decay_tokens)
-    blocks = [int(block[1]) for name, _ in named if (block := _BLOCK.match(name))]
-    if not blocks:
+    layers = {name: int(block[1]) + 1 for name, _ in named if (block := _BLOCK.match(name))}
+    if not layers:
         raise ConfigurationError(
             "train.layer_decay needs blocks in one row, as encoders of this suite have them, got "
             "none; set train.layer_decay=1"
         )
-    last = max(blocks) + 2
+    last = max(layers.values()) + 1
     members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(last + 1)]
     for name, value in named:
-        members[_layer_of(name, last)].append((name, value))
+        is_embedding = name.startswith("backbone.") and not name.startswith("backbone.norm.")
+        members[layers.get(name, 0 if is_embedding else last)].append((name, value))
     return [
         {**group, "lr_scale": layer_decay ** (last - layer)}
         for layer, those in enumerate(members)
@@ -158,13 +145,6 @@ def _decayed_and_exempt(
         is_exempt = name.endswith(".bias") or parameter.ndim == 1 or (is_token and not decay_tokens)
         (exempt if is_exempt else decayed).append(parameter)
     return [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
-
-
-def _layer_of(name: str, last: int) -> int:
-    if block := _BLOCK.match(name):
-        return int(block[1]) + 1
-    is_embedding = name.startswith("backbone.") and not name.startswith("backbone.norm.")
-    return 0 if is_embedding else last
 
 
 @torch.no_grad()

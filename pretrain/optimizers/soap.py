@@ -72,26 +72,42 @@ class Stack:
         }
 
 
-def preconditioned_modes(shape: Sequence[int], max_precond_dim: int) -> list[int]:
-    """Axes with a basis of their own: none of a vector, none longer than the limit.
-
-    An axis of length 1 is left out because its only basis, +-1, changes nothing.
-    """
-    if len(shape) < 2:
-        return []
-    return [mode for mode, size in enumerate(shape) if 1 < size <= max_precond_dim]
-
-
-def new_stack(
-    parameters: list[nn.Parameter], group: dict[str, Any], turn: int, skipped: Float[Tensor, ""]
+def stack_of(
+    parameters: list[nn.Parameter],
+    states: Sequence[dict[str, Any]],
+    group: dict[str, Any],
+    turn: int,
+    skipped: Float[Tensor, ""],
 ) -> Stack:
+    """A stack at its start, or what `states` hold of those that have begun."""
     first, members, frequency = parameters[0], len(parameters), group["precondition_frequency"]
+    if "step" in states[0]:
+
+        def stacked(kind: str) -> Matrices:
+            return {mode: torch.stack([s[kind][mode] for s in states]) for mode in states[0][kind]}
+
+        return Stack(
+            parameters,
+            step=states[0]["step"],
+            skipped=skipped,
+            phases=[state["phase"] for state in states],
+            turn=turn,
+            exp_avg=torch.stack([state["exp_avg"] for state in states]),
+            exp_avg_sq=torch.stack([state["exp_avg_sq"] for state in states]),
+            statistics=stacked("statistics"),
+            bases=stacked("bases"),
+        )
     precise = {
         "dtype": torch.float64 if first.dtype == torch.float64 else torch.float32,
         "device": first.device,
     }
-    modes = preconditioned_modes(first.shape, group["max_precond_dim"])
-    squares = {mode: (members, first.shape[mode], first.shape[mode]) for mode in modes}
+    # None of a vector, none longer than the limit. An axis of length 1 is left out because its only
+    # basis, +-1, changes nothing.
+    squares = {
+        mode: (members, size, size)
+        for mode, size in enumerate(first.shape if first.ndim > 1 else ())
+        if 1 < size <= group["max_precond_dim"]
+    }
     # Neighbours share a phase, so that a refresh works on slices, not on gathered copies.
     spread = [(turn + member * frequency // members) % frequency for member in range(members)]
     return Stack(
@@ -104,28 +120,6 @@ def new_stack(
         exp_avg_sq=torch.zeros(members, *first.shape, **precise),
         statistics={mode: torch.zeros(size, **precise) for mode, size in squares.items()},
         bases={mode: torch.zeros(size, **precise) for mode, size in squares.items()},
-    )
-
-
-def stack_of_states(
-    parameters: list[nn.Parameter],
-    states: Sequence[dict[str, Any]],
-    turn: int,
-    skipped: Float[Tensor, ""],
-) -> Stack:
-    def stacked(kind: str) -> Matrices:
-        return {mode: torch.stack([s[kind][mode] for s in states]) for mode in states[0][kind]}
-
-    return Stack(
-        parameters,
-        step=states[0]["step"],
-        skipped=skipped,
-        phases=[state["phase"] for state in states],
-        turn=turn,
-        exp_avg=torch.stack([state["exp_avg"] for state in states]),
-        exp_avg_sq=torch.stack([state["exp_avg_sq"] for state in states]),
-        statistics=stacked("statistics"),
-        bases=stacked("bases"),
     )
 
 
@@ -237,18 +231,14 @@ def refresh(stack: Stack, members: slice, lost: Bool[Tensor, ""], *, shared: boo
         order = (basis * powered).sum(-2).argsort(-1, descending=True)
         powered, before = (x.gather(-1, order[:, None].expand_as(x)) for x in (powered, basis))
         # The layout decides how products are rounded.
-        found = orthonormal(powered, before, turn=stack.turn + mode, shared=shared)
-        turned[mode] = found.contiguous()
+        basis = orthonormal(powered, before, turn=stack.turn + mode, shared=shared)
+        turned[mode] = basis.contiguous()
         order = order.view(len(order), *[-1 if axis == mode else 1 for axis in range(num_axes)])
         exp_avg_sq = exp_avg_sq.gather(mode + 1, order.expand_as(exp_avg_sq))
-    replace(stack.exp_avg[members], rotate(exp_avg, turned), lost)
-    replace(stack.exp_avg_sq[members], exp_avg_sq, lost)
-    for mode, basis in bases.items():
-        replace(basis, turned[mode], lost)
-
-
-def replace(old: Tensor, new: Tensor, lost: Bool[Tensor, ""]) -> None:
-    old.copy_(torch.where(lost, old, new))
+    kept = [stack.exp_avg[members], stack.exp_avg_sq[members], *bases.values()]
+    found = [rotate(exp_avg, turned), exp_avg_sq, *turned.values()]
+    for old, new in zip(kept, found, strict=True):
+        old.copy_(torch.where(lost, old, new))
 
 
 class Effect:
@@ -481,15 +471,12 @@ class SOAP(torch.optim.Optimizer):
         stacks = []
         for turn, ((*_, device, step), parameters) in enumerate(alike.items()):
             states = [self.state[p] for p in parameters]
-            # States of earlier versions do not know it.
-            # A device without it counts to 2^24 in float32, too.
+            # States of earlier versions do not know of lost steps.
+            # A device without float64 counts to 2^24 in float32, too.
             precise = torch.float64 if float64_device(device) == device else torch.float32
             zero = torch.zeros((), dtype=precise, device=device)
             count = skipped.setdefault(step, states[0].get("skipped", zero))
-            if step < 0:
-                stack = new_stack(parameters, group, turn, count)
-            else:
-                stack = stack_of_states(parameters, states, turn, count)
+            stack = stack_of(parameters, states, group, turn, count)
             for member, parameter in enumerate(parameters):
                 self.state[parameter] = stack.state_of(member)
             stacks.append(stack)

@@ -1,43 +1,80 @@
-"""Which images a step sees: shared without rest, repeated where asked, free of worker state."""
+"""Which images a step sees, and how they come: without rest, repeated where asked, in pieces.
+
+Free of worker state, and in no more memory than is said.
+"""
+
+import time
+from contextlib import closing
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pretrain.batches import Batches, Share, epoch_order, in_memory, sample_generator
+import pretrain.batches
+from pretrain.batches import (
+    Batches,
+    Workers,
+    arriving,
+    epoch_order,
+    in_memory,
+    plan_workers,
+    sample_generator,
+)
+from pretrain.checkpoints import ENCODER
 from pretrain.crops.multi import MultiCrop
+from pretrain.crops.plain import PlainCrop
+from pretrain.crops.single import SingleCrop
+from pretrain.options import TrainOptions
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
+from tests.pretrain.plans import CPU, plan_of, state_of
+from tests.support.faults import photo_folder
+from tests.support.places import one_of
 
-
-def pictures(count, seed=0):
-    shape = (count, 20, 28, 3)
-    return list(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
-
-
-def batches(images, seed=3, batch_size=4, repeats=1, **share):
-    crops = MultiCrop(num_locals=3)
-
-    def cut(samples, generators):
-        return crops.cut(samples, generators, (16, 8))
-
-    return Batches(images, cut, Share(batch_size, **share), seed, repeats)
-
-
-def samples_of(images):
-    return [Sample(str(number), image) for number, image in enumerate(images)]
-
-
-def same(one, other):
-    return all(
-        torch.equal(a.pixels, b.pixels) and torch.equal(a.looks.factors, b.looks.factors)
-        for a, b in zip(one, other, strict=True)
+GIB = 2**30
+ALBUM = [
+    Sample(str(number), picture, label=number % 3)
+    for number, picture in enumerate(
+        np.random.default_rng(0).integers(0, 256, (11, 20, 28, 3), dtype=np.uint8)
     )
+]
+MAKERS = {
+    "multi": MultiCrop(num_locals=3),
+    "large alone": MultiCrop(num_locals=0),
+    "plain": PlainCrop(),
+    "single": SingleCrop(
+        color_jitter=0.3, cutout=4, erasing_probability=0.5, mixup=0.8, cutmix=1.0
+    ),
+}
+
+
+def batches(images, size=4, crops=MAKERS["multi"], **more) -> Batches:
+    return Batches(images, partial(crops.cut, sizes=crops.sizes(16, 8)), size, seed=3, **more)
+
+
+def leaves(value) -> list:
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in leaves(item)]
+    if is_dataclass(value):
+        return [leaf for item in fields(value) for leaf in leaves(getattr(value, item.name))]
+    return [value]
+
+
+def same(one, other) -> bool:
+    def equal(a, b) -> bool:
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    return all(equal(a, b) for a, b in zip(leaves(one), leaves(other), strict=True))
 
 
 def test_views_are_grouped_by_size_and_ordered_view_by_view():
-    images = samples_of([np.full((20, 20, 3), value, np.uint8) for value in (10, 20, 30, 40)])
+    grey = [np.full((20, 20, 3), value, np.uint8) for value in (10, 20, 30, 40)]
+    images = [Sample(str(number), image) for number, image in enumerate(grey)]
 
     large, small = batches(images)[0]
 
@@ -46,8 +83,9 @@ def test_views_are_grouped_by_size_and_ordered_view_by_view():
     assert small.pixels[:, 0, 0, 0].tolist() == order * 3
 
 
-def test_batches_do_not_depend_on_the_number_of_workers():
-    source = batches(samples_of(pictures(9)))
+@pytest.mark.parametrize("name", ["multi", "single"])
+def test_batches_do_not_depend_on_the_number_of_workers(name):
+    source = batches(ALBUM[:9], crops=MAKERS[name], repeats=2)
 
     alone, helped = (
         list(DataLoader(source, batch_size=None, sampler=range(1, 4), num_workers=workers))
@@ -59,8 +97,7 @@ def test_batches_do_not_depend_on_the_number_of_workers():
 
 
 def test_an_image_is_cut_alike_in_any_batch_and_differently_in_every_epoch():
-    images = samples_of(pictures(4))
-    whole, halves = batches(images), batches(images, num_ranks=2, rank=1)
+    whole, halves = batches(ALBUM[:4]), batches(ALBUM[:4], num_ranks=2, rank=1)
 
     large, _ = whole[0]
     second_half, _ = halves[0]
@@ -69,28 +106,31 @@ def test_an_image_is_cut_alike_in_any_batch_and_differently_in_every_epoch():
         ours, theirs = slice(4 * view + 2, 4 * view + 4), slice(2 * view, 2 * view + 2)
         assert torch.equal(large.pixels[ours], second_half.pixels[theirs])
         assert torch.equal(large.looks.factors[ours], second_half.looks.factors[theirs])
+    # An epoch shows every image once, in another order and other crops.
+    first, second = epoch_order(50, 0, 0), epoch_order(50, 0, 1)
+    assert sorted(first) == list(range(50))
+    assert not np.array_equal(first, second)
     assert sample_generator(3, 0, 1).random() != sample_generator(3, 1, 1).random()
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_parts_and_ranks_share_a_batch_without_rest_or_overlap(repeats):
-    images = samples_of(pictures(8))
-    whole = batches(images, batch_size=8, repeats=repeats).keys(1)
+    whole = batches(ALBUM[:8], 8, repeats=repeats).keys(1)
 
     shared = [
         key
         for part in (2, 3)
         for rank in (0, 1)
-        for key in batches(
-            images, batch_size=8, repeats=repeats, num_parts=2, num_ranks=2, rank=rank
-        ).keys(part)
+        for key in batches(ALBUM[:8], 8, repeats=repeats, num_parts=2, num_ranks=2, rank=rank).keys(
+            part
+        )
     ]
 
     assert shared == whole
 
 
 def test_an_epoch_of_repeats_is_as_long_and_has_fewer_images():
-    source = batches(samples_of(pictures(9)), repeats=3)
+    source = batches(ALBUM[:9], repeats=3)
 
     keys = [key for part in range(3) for key in source.keys(part)]
 
@@ -103,8 +143,7 @@ def test_an_epoch_of_repeats_is_as_long_and_has_fewer_images():
 
 
 def test_every_repeat_is_cut_anew_and_the_first_as_without_repeats():
-    images = samples_of(pictures(4))
-    (once, _), (thrice, _) = batches(images)[0], batches(images, repeats=3)[0]
+    (once, _), (thrice, _) = batches(ALBUM[:4])[0], batches(ALBUM[:4], repeats=3)[0]
 
     first, second, third, of_another = thrice.pixels[:4]
 
@@ -112,36 +151,9 @@ def test_every_repeat_is_cut_anew_and_the_first_as_without_repeats():
     assert torch.equal(of_another, once.pixels[1])
     cuts = {tuple(pixels.flatten().tolist()) for pixels in (first, second, third)}
     assert len(cuts) == 3
-
-
-def test_a_first_repeat_is_drawn_as_in_runs_before_there_were_others():
+    # As in runs before there were others.
     of_then = np.random.default_rng((1, 3, 5, 2)).random()
-
-    assert sample_generator(3, 5, 2, 0).random() == of_then
-    assert sample_generator(3, 5, 2, 1).random() != of_then
-
-
-def test_an_image_that_is_repeated_is_opened_once_a_part():
-    opened = []
-
-    class Counted(list):
-        def __getitem__(self, index):
-            opened.append(index)
-            return super().__getitem__(index)
-
-    source = batches(Counted(samples_of(pictures(8))), batch_size=8, repeats=3)
-    large, _ = source[0]
-
-    order = epoch_order(8, 3, 0)
-    assert sorted(opened) == sorted(order[:3])
-    assert large.pixels.shape[0] == 16
-
-
-def test_an_epoch_shows_every_image_once_in_another_order():
-    first, second = epoch_order(50, 0, 0), epoch_order(50, 0, 1)
-
-    assert sorted(first) == list(range(50))
-    assert not np.array_equal(first, second)
+    assert sample_generator(3, 5, 2, 0).random() == of_then != sample_generator(3, 5, 2, 1).random()
 
 
 class Album:
@@ -149,23 +161,177 @@ class Album:
 
     name, split, class_names, ids = "album", "train", (), ("a", "b", "c")
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 3
 
     def __getitem__(self, index):
         if index == 2:
             raise DataError("c.jpg is cut short; replace it")
-        return Sample(self.ids[index], pictures(1, seed=index)[0])
+        return ALBUM[index]
 
     def fingerprint(self):
         return "0"
 
 
-def test_images_in_memory_are_those_on_disk_and_a_broken_one_is_named():
-    album = Album()
+def test_an_image_that_is_repeated_is_opened_once_a_part():
+    opened = []
 
+    class Counted(Album):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            opened.append(index)
+            return ALBUM[index]
+
+    large, _ = batches(Counted(), 8, repeats=3)[0]
+
+    assert sorted(opened) == sorted(epoch_order(8, 3, 0)[:3])
+    assert large.pixels.shape[0] == 16
+
+
+def test_images_in_memory_are_those_on_disk_and_a_broken_one_is_named():
     with pytest.raises(DataError, match=r"c\.jpg"):
-        in_memory(album)
-    assert isinstance(batches(album, batch_size=3)[0], DataError)
-    (_, kept) = in_memory(samples_of(pictures(2)))
-    assert np.array_equal(kept.image, pictures(2)[1])
+        in_memory(Album())
+    assert isinstance(batches(Album(), 3)[0], DataError)
+    assert np.array_equal(in_memory(ALBUM)[1].image, ALBUM[1].image)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("pieces", [2, 4, 11])
+@pytest.mark.parametrize("name", MAKERS)
+def test_pieces_are_joined_to_the_bits_of_the_whole(name, pieces, repeats):
+    crops = MAKERS[name]
+    whole = batches(ALBUM, 11, crops, repeats=repeats)
+    cut = replace(whole, pieces=pieces)
+
+    joined = crops.join((cut[number] for number in range(pieces)), CPU)
+
+    assert same(joined, whole[0])
+    assert same(crops.finish(joined, CPU), crops.finish(whole[0], CPU))
+
+
+def test_the_second_part_has_the_pieces_after_those_of_the_first():
+    whole = batches(ALBUM, 10, num_parts=2)
+    cut = replace(whole, pieces=3)
+
+    assert same(MAKERS["multi"].join([cut[number] for number in (3, 4, 5)], CPU), whole[1])
+
+
+def of_dino(**more) -> Batches:
+    return Batches(ALBUM, partial(MultiCrop().cut, sizes=(224, 96)), 1024, seed=0, **more)
+
+
+def test_the_default_run_stays_below_two_gib():
+    plan = plan_workers(of_dino(), 16, TrainOptions().shared_memory_gib)
+
+    # Pixels of two large and eight small views, and what is drawn for each of the ten.
+    image = 3 * (2 * 224**2 + 8 * 96**2) + 10 * (4 + 4 * 8 + 4 * 4 + 4)
+    # 33 pieces of up to 114 images, with eight tensors for each of the two sizes.
+    shared = 33 * (114 * image + 4096 * 2 * 8)
+    assert (plan.count, plan.pieces, plan.shared_bytes) == (16, 9, shared)
+    assert plan.shared_bytes < 2 * GIB < 33 * 128 * image
+    assert str(plan) == ("data workers: 16, up to 1.8 GiB of shared memory, batches in 9 pieces")
+
+
+@pytest.mark.parametrize(
+    ("free", "count", "free_bytes"),
+    [(None, 16, None), (4 * GIB, 16, None), (GIB, 16, GIB), (10 * 2**20, 3, 10 * 2**20)],
+)
+def test_no_more_than_half_of_what_is_free_is_taken(monkeypatch, free, count, free_bytes):
+    monkeypatch.setattr(pretrain.batches, "free_shared_memory", lambda: free)
+
+    plan = plan_workers(of_dino(), 16, 2.0)
+
+    assert (plan.count, plan.free_bytes) == (count, free_bytes)
+    assert 0 < plan.shared_bytes <= min(2 * GIB, (free or 4 * GIB) // 2)
+    assert ("/dev/shm has" in str(plan)) == (free_bytes is not None)
+
+
+def test_where_nothing_can_be_shared_the_process_reads_itself(monkeypatch):
+    monkeypatch.setattr(pretrain.batches, "free_shared_memory", lambda: 2**20)
+
+    assert plan_workers(of_dino(), 16, 2.0) == Workers(asked=16, free_bytes=2**20)
+    assert plan_workers(of_dino(), 0, 2.0) == Workers()
+
+
+def test_processes_of_a_machine_share_what_there_is(monkeypatch):
+    one_of(monkeypatch, 8, LOCAL_WORLD_SIZE="8")
+
+    plan = plan_workers(of_dino(num_ranks=8), 16, 2.0)
+
+    assert plan.shared_bytes < 2 * GIB
+    assert str(plan).startswith("data workers: 16 for each of 8 processes, up to ")
+
+
+def shared_bytes_here() -> int:
+    """What this process and its children hold of files in shared memory, each counted once."""
+    me = str(Path("/proc/self").resolve().name)
+    found: dict[int, int] = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (place / "stat").read_text().rpartition(")")[2].split()[1]
+            if me not in (place.name, parent):
+                continue
+            for opened in (place / "fd").iterdir():
+                if "/torch_" in str(opened.readlink()):
+                    status = opened.stat()
+                    found[status.st_ino] = 512 * status.st_blocks
+        except OSError:
+            continue
+    return sum(found.values())
+
+
+def test_workers_hold_no_more_than_is_said_and_nearly_that():
+    crops = MultiCrop(num_locals=2)
+    source = Batches(ALBUM * 12, partial(crops.cut, sizes=(112, 48)), len(ALBUM) * 12, seed=0)
+    plan = plan_workers(source, 2, 0.01)
+    assert plan.pieces > 1
+    assert plan.shared_bytes < 0.01 * GIB
+
+    most, pieces = 0, []
+    with closing(arriving(source, plan, range(3), CPU)) as coming:
+        for number, piece in enumerate(coming):
+            pieces = [piece]
+            end = time.monotonic() + 20 * (number in (0, plan.pieces))
+            time.sleep(0.4 * (number in (0, plan.pieces)))
+            most = max(most, shared_bytes_here())
+            # A worker of a busy machine takes its time.
+            while most <= 0.8 * plan.shared_bytes and time.monotonic() < end:
+                time.sleep(0.1)
+                most = max(most, shared_bytes_here())
+
+    assert pieces
+    assert 0.8 * plan.shared_bytes < most <= plan.shared_bytes
+
+
+# Two workers have five pieces, each of which begins 16 pages.
+THREE: dict[str, Any] = {"batch_size": 4, "max_steps": 3}
+FEW: dict[str, Any] = {"num_workers": 2, "shared_memory_gib": 5 * (16 * 4096 + 8000) / GIB}
+
+
+def test_a_run_in_pieces_is_the_run_without_workers_and_says_what_it_takes(tmp_path, capsys):
+    root = photo_folder(tmp_path / "photos", 5)
+    plan_of(root, **THREE).run(tmp_path / "alone", device="cpu")
+    assert "data workers" not in capsys.readouterr().err
+
+    plan_of(root, **THREE, **FEW).run(tmp_path / "helped", device="cpu")
+
+    alone, helped = ((tmp_path / name / ENCODER).read_bytes() for name in ("alone", "helped"))
+    assert alone == helped
+    said = capsys.readouterr().err.splitlines()[1]
+    assert said.startswith("data workers: 2, up to 0.0003")
+    assert said.endswith("GiB of shared memory, batches in 2 pieces")
+
+
+def test_a_picture_that_breaks_a_later_piece_is_named_and_all_is_saved(tmp_path):
+    root = photo_folder(tmp_path / "photos", 5)
+    # The last of its epoch's first batch, which two workers cut in two pieces.
+    (_, index, _) = batches(ALBUM[:5]).keys(0)[-1]
+    path = root / f"{index}.jpg"
+    path.write_bytes(path.read_bytes()[:200])
+
+    with pytest.raises(DataError, match=path.name):
+        plan_of(root, **THREE, **FEW).run(tmp_path / "run", device="cpu")
+
+    assert state_of(tmp_path / "run")["step"] == 0

@@ -2,43 +2,30 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from pretrain.crops.augmentation import normalise
-from pretrain.crops.multi import MultiCrop
-from pretrain.crops.plain import PlainCrop
 from pretrain.crops.single import SingleCrop
 from pretrain.description import describe, differences, in_full
-from pretrain.monitor import Monitor
 from pretrain.objectives.supervised import Supervised
-from pretrain.options import DataOptions, TrainOptions
+from pretrain.options import DataOptions
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import (
     IMAGENET_MEAN,
     IMAGENET_STD,
-    ViTConfig,
     build_vit,
     identify_encoder,
     load_encoder,
     save_encoder,
 )
 from ssl_bench.models.loading.checkpoint import read_metadata
+from tests.pretrain.plans import TINY, monitored, plan_of
 
-CPU = torch.device("cpu")
-TINY = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2)
-PLAIN: dict[str, Any] = {"scale": (1.0, 1.0), "aspect_ratio": (1.0, 1.0), "flip_probability": 0.0}
-UNCHANGED = MultiCrop(
-    global_scale=(1.0, 1.0), num_locals=0, aspect_ratio=(1.0, 1.0), jitter_probability=0.0,
-    grey_probability=0.0, blur_probability=(0.0, 0.0, 0.0), solarize_probability=(0.0, 0.0, 0.0),
-)  # fmt: skip
 UNIT = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 
 
@@ -58,45 +45,10 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def plan_of(root, **data) -> Pretraining:
-    return Pretraining(
-        model=TINY,
-        objective=Supervised(crops=SingleCrop(num_ops=0, **PLAIN)),
-        data=DataOptions(root=str(root), labels=True, **data),
-        train=TrainOptions(batch_size=2, max_steps=2, num_workers=0),
-        monitor=Monitor(accuracy_epochs=1, crop_share=1.0),
-    )
-
-
-@pytest.mark.parametrize(
-    ("mean", "std", "black", "white"),
-    [
-        (0.0, 1.0, 0.0, 1.0),
-        (0.5, 0.5, -1.0, 1.0),
-        # The usual figures of MNIST: -.1307 / .3081 and .8693 / .3081.
-        (0.1307, 0.3081, -0.42421, 2.82149),
-    ],
-)
-@pytest.mark.parametrize("crops", [SingleCrop(num_ops=0, **PLAIN), PlainCrop(**PLAIN), UNCHANGED])
-def test_black_and_white_become_what_is_counted_by_hand(crops, mean, std, black, white):
-    image = np.zeros((8, 8, 3), dtype=np.uint8)
-    image[:, 4:] = 255
-    colours = DataOptions(mean=[mean] * 3, std=[std] * 3).colours
-    # A box that has the whole image for its part, and so nothing is resized.
-    groups = crops.cut([Sample("0", image, label=0)], [np.random.default_rng(0)], [8])
-
-    views = crops.finish(groups, CPU, colours)[0]
-
-    assert views.min().item() == pytest.approx(black, abs=1e-5)
-    assert views.max().item() == pytest.approx(white, abs=1e-5)
-
-
-def test_each_channel_has_its_own():
-    images = torch.tensor([0.5, 0.5, 0.5])[None, :, None, None]
-
-    found = normalise(images, ((0.0, 0.25, 0.5), (0.5, 1.0, 0.25)))
-
-    assert found.flatten().tolist() == [1.0, 0.25, 0.0]
+def scaled(root, **data) -> Pretraining:
+    whole = SingleCrop((1.0, 1.0), (1.0, 1.0), flip_probability=0.0, num_ops=0)
+    plan = plan_of(root, objective=Supervised(crops=whole), data=data, max_steps=2)
+    return monitored(plan, accuracy_epochs=1, crop_share=1.0)
 
 
 def test_the_default_is_imagenets_and_that_of_the_command():
@@ -105,8 +57,8 @@ def test_the_default_is_imagenets_and_that_of_the_command():
 
 
 def test_probes_of_a_run_see_the_images_as_it_did(root, tmp_path):
-    plan_of(root, **UNIT).run(tmp_path / "unit", device="cpu")
-    plan_of(root).run(tmp_path / "plain", device="cpu")
+    scaled(root, **UNIT).run(tmp_path / "unit", device="cpu")
+    scaled(root).run(tmp_path / "plain", device="cpu")
 
     unit, plain = (load_encoder(str(tmp_path / name)) for name in ("unit", "plain"))
     assert (unit.mean, unit.std) == (UNIT["mean"], UNIT["std"])
@@ -126,7 +78,7 @@ def test_training_and_monitor_see_the_same_scale(root, tmp_path, monkeypatch):
 
         monkeypatch.setattr(f"{module}.normalise", noted)
 
-    plan_of(root, **UNIT).run(tmp_path / "run", device="cpu")
+    scaled(root, **UNIT).run(tmp_path / "run", device="cpu")
 
     for ends in seen.values():
         assert ends
@@ -136,23 +88,23 @@ def test_training_and_monitor_see_the_same_scale(root, tmp_path, monkeypatch):
 
 
 def test_a_start_of_another_scale_is_refused_with_what_to_type(root, tmp_path):
-    plan_of(root, **UNIT).run(tmp_path / "unit", device="cpu")
+    scaled(root, **UNIT).run(tmp_path / "unit", device="cpu")
     start = str(tmp_path / "unit")
 
     with pytest.raises(ConfigurationError, match=r"type data.mean=\[0.0,0.0,0.0\] data.std=\[1"):
-        replace(plan_of(root), init_from=start).run(tmp_path / "other", device="cpu")
+        replace(scaled(root), init_from=start).run(tmp_path / "other", device="cpu")
 
-    replace(plan_of(root, **UNIT), init_from=start).run(tmp_path / "same", device="cpu")
+    replace(scaled(root, **UNIT), init_from=start).run(tmp_path / "same", device="cpu")
 
 
 def test_it_is_part_of_a_run_and_older_ones_had_imagenets(root):
-    plan = plan_of(root)
+    plan = scaled(root)
     before = describe(plan)
     for name in ("mean", "std"):
         del before["data"][name]
 
     assert differences(in_full(before, plan), describe(plan)) == []
-    changed = describe(plan_of(root, mean=[0.0, 0.0, 0.0]))
+    changed = describe(scaled(root, mean=[0.0, 0.0, 0.0]))
     assert differences(in_full(before, plan), changed) == [
         f"data.mean: {list(IMAGENET_MEAN)} -> [0.0, 0.0, 0.0]"
     ]

@@ -9,7 +9,7 @@ import torch
 import yaml
 from PIL import Image
 
-from pretrain.checkpoints import CONFIG, ENCODER, load_state
+from pretrain.checkpoints import CONFIG, ENCODER
 from pretrain.crops.multi import MultiCrop
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
@@ -18,35 +18,32 @@ from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import read_digests, sha256_of
-from tests.pretrain.test_train import make_album, tiny
+from tests.pretrain.plans import album, plan_of, state_of, stopped_after_a_step
+from tests.support.faults import PRETRAIN
 from tests.support.runs import assert_same_run, end_after_parts, log_rows
 
-CPU = torch.device("cpu")
 # Thirteen pictures, two a step.
 STEPS_PER_EPOCH = 6
+PCA = ("probe", "--task", "pca", "dataset.num_train=6", "dataset.num_val=4", "probe.image_size=16")
 
 
 @pytest.fixture(scope="module")
-def album(tmp_path_factory) -> Path:
-    return make_album(tmp_path_factory.mktemp("album"))
+def root(tmp_path_factory) -> Path:
+    return album(tmp_path_factory.mktemp("album"))
 
 
-def plan(album: Path, **train) -> Pretraining:
-    return tiny(album, **{"max_steps": None, "epochs": 3, **train})
-
-
-def step_of(out: Path) -> int:
-    return load_state(out, CPU)[0]["step"]
+def plan(root: Path, **train) -> Pretraining:
+    return plan_of(root, **{"max_steps": None, "epochs": 3, **train})
 
 
 @pytest.fixture(scope="module")
-def kept(album, tmp_path_factory) -> Path:
+def kept(root, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("kept") / "run"
-    plan(album, keep_epochs=[1], keep_every=2).run(out, device="cpu")
+    plan(root, keep_epochs=[1], keep_every=2).run(out, device="cpu")
     return out
 
 
-def test_encoders_of_the_asked_epochs_stay_with_their_digests(kept, album, tmp_path):
+def test_encoders_of_the_asked_epochs_stay_with_their_digests(kept, root, tmp_path):
     found = sorted(path.name for path in kept.glob("epoch*"))
     assert found == [f"epoch000{n}.safetensors{end}" for n in (1, 2) for end in ("", ".sha256")]
     for path in kept.glob("epoch*.safetensors"):
@@ -56,44 +53,37 @@ def test_encoders_of_the_asked_epochs_stay_with_their_digests(kept, album, tmp_p
     with pytest.MonkeyPatch.context() as patch:
         end_after_parts(patch, MultiCrop, 2 * STEPS_PER_EPOCH)
         with pytest.raises(Preempted):
-            plan(album).run(tmp_path / "early", device="cpu")
-    assert step_of(tmp_path / "early") == 2 * STEPS_PER_EPOCH
+            plan(root).run(tmp_path / "early", device="cpu")
+    assert state_of(tmp_path / "early")["step"] == 2 * STEPS_PER_EPOCH
     one, other = load_encoder(f"{kept}@2").module, load_encoder(str(tmp_path / "early")).module
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_an_encoder_is_found_by_its_epoch(kept):
-    found = load_encoder(f"{kept}@2")
+    found, names = load_encoder(f"{kept}@2"), [f"epoch000{n}.safetensors" for n in (1, 2)]
     assert found.name == "run@2"
-    assert found.sha256 == sha256_of(kept / "epoch0002.safetensors")
+    assert found.sha256 == sha256_of(kept / names[1])
     assert found.sha256 != load_encoder(str(kept)).sha256
     assert identify_encoder(f"{kept}@2").identity() == found.identity()
-    assert load_encoder(str(kept / "epoch0001.safetensors")).name == "run@1"
+    assert load_encoder(str(kept / names[0])).name == "run@1"
     with pytest.raises(CheckpointError, match=r"kept no encoder after epoch 7; .*@1, @2, or"):
         load_encoder(f"{kept}@7")
-
-
-def test_patterns_find_epochs(kept, capsys):
-    names = [f"epoch000{n}.safetensors" for n in (1, 2)]
     assert expand([f"{kept}/epoch*"]) == [str(kept / name) for name in names]
     assert expand([f"{kept.parent}/*@2"]) == [str(kept / names[1])]
-    asked = ["probe", "--task", "pca", "--out", str(kept.parent / "results")]
-    small = ["dataset.num_train=3", "dataset.num_val=2", "probe.image_size=16"]
-    code = main([*asked, "--checkpoint", f"{kept}@1", f"{kept}@2", *small])
-    assert code == 0, capsys.readouterr().err
-    out = capsys.readouterr().out
-    assert "run@1" in out
-    assert "run@2" in out
 
 
 def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
-    small = ["dataset.num_train=6", "dataset.num_val=4", "probe.image_size=16"]
-    asked = ["probe", "--task", "pca", "--out", str(tmp_path), "--checkpoint", str(kept)]
-    assert main([*asked, f"{kept}@1", f"{kept}@2", *small]) == 0
-    table = ["table", "--out", str(tmp_path), "--over-epochs"]
+    out = ["--out", str(tmp_path)]
+    assert main([*PCA, *out, "--checkpoint", str(kept)]) == 0
+    table = ["table", *out, "--over-epochs"]
+    assert main(table) == 3
+    assert "two epochs or more; pretrain with train.keep_epochs" in capsys.readouterr().err
+    assert main([*PCA, *out, "--checkpoint", f"{kept}@1", f"{kept}@2"]) == 0
+    printed = capsys.readouterr().out
+    assert "run@1" in printed
+    assert "run@2" in printed
     figure = tmp_path / "epochs.png"
-    capsys.readouterr()
 
     assert main([*table, "--format", "json", "--figure", str(figure)]) == 0
     tables = json.loads(capsys.readouterr().out)
@@ -114,37 +104,27 @@ def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
     assert main([*table, "--format", "text"]) == 0
     assert capsys.readouterr().out.count("epoch") >= 1
     assert main([*table, "--pivot"]) == 2
-    compare = ["compare", "--out", str(tmp_path), f"{kept}@1"]
+    compare = ["compare", *out, f"{kept}@1"]
     assert main([*compare, f"{kept}@2"]) == 3
     assert "no task was scored image by image" in capsys.readouterr().err
     assert main([*compare, f"{kept}@7"]) == 4
     assert "kept no encoder after epoch 7" in capsys.readouterr().err
 
 
-def test_what_has_one_epoch_alone_is_no_course(kept, tmp_path, capsys):
-    small = ["dataset.num_train=3", "dataset.num_val=2", "probe.image_size=16"]
-    assert (
-        main(["probe", "--task", "pca", "--out", str(tmp_path), "--checkpoint", str(kept), *small])
-        == 0
-    )
-    assert main(["table", "--out", str(tmp_path), "--over-epochs"]) == 3
-    assert "two epochs or more; pretrain with train.keep_epochs" in capsys.readouterr().err
-
-
-def test_epochs_that_never_come_are_refused(album):
+def test_epochs_that_never_come_are_refused(root):
     with pytest.raises(ConfigurationError, match=r"keep_epochs expects epochs up to .*=3, got 5"):
-        plan(album, keep_epochs=[2, 5])
+        plan(root, keep_epochs=[2, 5])
 
 
-def test_a_run_begun_anew_leaves_none_of_the_older_ones(album, tmp_path):
-    plan(album, epochs=2, keep_every=1).run(tmp_path, device="cpu")
-    plan(album, epochs=1, keep_every=1).run(tmp_path, overwrite=True, device="cpu")
+def test_a_run_begun_anew_leaves_none_of_the_older_ones(root, tmp_path):
+    plan(root, epochs=2, keep_every=1).run(tmp_path, device="cpu")
+    plan(root, epochs=1, keep_every=1).run(tmp_path, overwrite=True, device="cpu")
     assert [path.name for path in tmp_path.glob("epoch*.safetensors")] == ["epoch0001.safetensors"]
 
 
 @pytest.mark.slow
-def test_a_longer_run_goes_on_where_the_shorter_ended(album, tmp_path):
-    short, long = plan(album, epochs=1), plan(album, epochs=2, keep_epochs=[2])
+def test_a_longer_run_goes_on_where_the_shorter_ended(root, tmp_path):
+    short, long = plan(root, epochs=1), plan(root, epochs=2, keep_epochs=[2])
     short.run(tmp_path, device="cpu")
     with pytest.raises(ConfigurationError, match=r"train\.epochs: 1 -> 2.*longer with --extend"):
         long.run(tmp_path, resume=True, device="cpu")
@@ -165,60 +145,43 @@ def test_a_longer_run_goes_on_where_the_shorter_ended(album, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_extended_run_resumes_to_the_bit(album, tmp_path, monkeypatch):
+def test_an_extended_run_resumes_to_the_bit(root, tmp_path):
     for out in (tmp_path / "one", tmp_path / "other"):
-        plan(album, epochs=1).run(out, device="cpu")
-    long = plan(album, epochs=2)
+        plan(root, epochs=1).run(out, device="cpu")
+    long = plan(root, epochs=2)
     long.run(tmp_path / "one", extend=True, device="cpu")
     stopped = replace(long, train=replace(long.train, max_minutes=0.0))
     stopped.run(tmp_path / "other", extend=True, device="cpu")
-    assert step_of(tmp_path / "other") == STEPS_PER_EPOCH + 1
+    assert state_of(tmp_path / "other")["step"] == STEPS_PER_EPOCH + 1
     long.run(tmp_path / "other", resume=True, device="cpu")
     assert_same_run(tmp_path / "one", tmp_path / "other")
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_an_extension_has_to_be_longer(album, tmp_path, epochs):
-    plan(album, epochs=2).run(tmp_path, device="cpu")
-    with pytest.raises(ConfigurationError, match="--extend expects more than the 12 steps"):
-        plan(album, epochs=epochs).run(tmp_path, extend=True, device="cpu")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"epochs": 1}, "--extend expects more than the 12 steps"),
+        ({"epochs": 2}, "--extend expects more than the 12 steps"),
+        ({"epochs": 3, "seed": 4}, r"train\.seed: 3 -> 4"),
+    ],
+)
+def test_an_extension_has_to_be_longer_and_changes_nothing_else(root, tmp_path, changes, said):
+    stopped_after_a_step(plan(root, epochs=2), tmp_path)
+    with pytest.raises(ConfigurationError, match=said):
+        plan(root, **changes).run(tmp_path, extend=True, device="cpu")
 
 
-def test_an_extension_changes_nothing_else(album, tmp_path):
-    plan(album, epochs=1).run(tmp_path, device="cpu")
-    with pytest.raises(ConfigurationError, match=r"train\.seed: 3 -> 4"):
-        plan(album, epochs=2, seed=4).run(tmp_path, extend=True, device="cpu")
-
-
-def test_a_run_that_is_not_there_is_said_or_refused(album, tmp_path, capsys):
-    begun = plan(album, epochs=1)
-    for must_resume in (True, False):
-        with pytest.raises(ConfigurationError, match=f"nothing to resume in {tmp_path / 'new'}"):
-            begun.run(
-                tmp_path / "new", must_resume=must_resume, extend=not must_resume, device="cpu"
-            )
-        assert not (tmp_path / "new" / ENCODER).exists()
-
-    begun.run(tmp_path / "new", resume=True, device="cpu")
-    assert f"nothing to resume in {tmp_path / 'new'}, starting" in capsys.readouterr().err
-    begun.run(tmp_path / "new", must_resume=True, device="cpu")
-
-
-def test_the_command_line_takes_the_three(place, capsys):
-    small = ["model.dim=8", "model.depth=1", "model.num_heads=2", "model.image_size=16"]
-    few = [
-        "train.batch_size=2",
-        "objective.out_dim=8",
-        "objective.hidden_dim=8",
-        "data.root=photos",
-    ]
-    run = ["pretrain", "--out", "run", *small, *few, "model.patch_size=8"]
-    assert main([*run, "--resume=must", "train.epochs=1"]) == 2
-    assert "nothing to resume in run" in capsys.readouterr().err
+def test_a_run_that_is_not_there_is_said_or_refused(place, capsys):
+    run = ["pretrain", "--data-root", "photos", "--out", "run", *PRETRAIN]
+    for words in (["--resume=must"], ["--extend"]):
+        assert main([*run, *words]) == 2
+        assert "nothing to resume in run" in capsys.readouterr().err
+        assert not Path("run", ENCODER).exists()
     assert main([*run, "--resume", "train.max_steps=1"]) == 0
+    assert "nothing to resume in run, starting" in capsys.readouterr().err
     assert main([*run, "--resume=must", "train.max_steps=1"]) == 0
     assert main([*run, "--extend", "train.max_steps=2"]) == 0
-    assert step_of(Path("run")) == 2
+    assert state_of(Path("run"))["step"] == 2
     assert "of run/state.pt are for --resume and --extend alone" in capsys.readouterr().err
     assert not Path("run/state.previous.pt").exists()
     assert main([*run, "--resume=maybe"]) == 2

@@ -3,29 +3,24 @@
 import math
 import statistics
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
-from pretrain.checkpoints import load_state
 from pretrain.crops.plain import PlainCrop
 from pretrain.crops.single import SingleCrop
 from pretrain.objectives.mae import Mae, MaeDecoder, patchify
-from pretrain.optimizers.recipes import AdamW
-from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Timeline
-from pretrain.train import Pretraining
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, EncoderConfig, ViTConfig, load_encoder
+from tests.pretrain import plans
+from tests.pretrain.plans import CPU, album, plan_of, state_of
 from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
-CPU = torch.device("cpu")
-TINY = ViTConfig(image_size=16, patch_size=4, dim=24, depth=2, num_heads=2)
+TINY = replace(plans.TINY, patch_size=4)
 SMALL = Mae(decoder_dim=12, decoder_depth=1, decoder_heads=3)
 
 
@@ -49,21 +44,6 @@ def test_the_values_of_a_patch_are_its_pixels_row_by_row_with_three_colours_each
     assert patches[0, 3].tolist() == [20, 120, 220, 21, 121, 221, 30, 130, 230, 31, 131, 231]
 
 
-def test_normalised_targets_have_their_own_mean_and_unbiased_deviation():
-    images = images_of(1)
-    images[:, :, :4, 4:8] = 0.3  # a patch of one colour
-
-    targets = learner_of().targets(images)[0]
-
-    values = images[0, :, 8:12, 4:8].permute(1, 2, 0).flatten().double().tolist()
-    mean, variance = statistics.fmean(values), statistics.variance(values)
-    expected = [(value - mean) / math.sqrt(variance + 1e-6) for value in values]
-    assert targets[9].tolist() == pytest.approx(expected, abs=1e-5)
-    assert targets[1].abs().max() < 1e-3
-    plain = learner_of(normalised_pixels=False).targets(images)[0]
-    assert plain[9].tolist() == pytest.approx(values)
-
-
 @pytest.mark.parametrize(
     ("size", "mask_ratio", "expected"),
     [(224, 0.75, 49), (160, 0.9, 10), (64, 0.7, 4), (64, 0.5, 8)],
@@ -74,22 +54,16 @@ def test_as_many_patches_are_visible_as_were_counted(size, mask_ratio, expected)
     assert learner.student.num_visible == expected
 
 
-def orders_of(learner, images):
-    seen = []
+def test_visible_and_hidden_patches_are_all_patches_anew_for_every_image():
+    learner, seen = learner_of(), []
 
     def network(images, order):
         seen.append(order)
         return learner.student(images, order)
 
-    learner.loss(network, (images,), 0)
-    return seen[0]
-
-
-def test_visible_and_hidden_patches_are_all_patches_anew_for_every_image():
-    learner = learner_of()
     torch.manual_seed(1)
-
-    orders = orders_of(learner, images_of(400))
+    learner.loss(network, (images_of(400),), 0)
+    (orders,) = seen
 
     assert orders.sort(dim=1).values.tolist() == [list(range(16))] * 400
     assert len({tuple(order) for order in orders.tolist()}) == 400
@@ -203,19 +177,6 @@ def test_the_loss_is_the_squared_error_over_hidden_patches_alone(normalised):
     assert report["mean_loss"].item() == pytest.approx(statistics.fmean(squares), rel=1e-6)
 
 
-def test_of_plain_pixels_the_mean_is_the_colour_of_all_that_is_hidden_of_an_image():
-    learner = learner_of(normalised_pixels=False)
-    # Two hidden patches of four pixels: red 1 and 3, green and blue 5; another image of one colour.
-    hidden = torch.tensor([[1.0, 5, 5] * 4, [3.0, 5, 5] * 4])
-    together = torch.stack([hidden, torch.full((2, 12), 7.0)])
-
-    # Every red pixel of one image lies 1 off, a third of a half of all.
-    assert learner._mean_loss(together).item() == pytest.approx(1 / 6)
-    assert learner_of()._mean_loss(together).item() == pytest.approx(
-        (4 * (1 + 9) + 16 * 25 + 24 * 49) / 48
-    )
-
-
 def test_a_decoder_grays_as_the_encoder_does_or_not_at_all():
     gray = replace(TINY, graying="dct", graying_exponent=0.9, graying_layers=(1,))
 
@@ -268,10 +229,8 @@ def test_a_loss_no_better_than_the_mean_is_a_symptom(loss, is_ill):
     ("options", "said"),
     [
         ({"mask_ratio": 1.0}, r"mask_ratio expects a number in \(0, 1\), got 1\.0"),
-        ({"mask_ratio": 0.0}, r"mask_ratio expects a number in \(0, 1\), got 0\.0"),
         ({"mask_ratio": 0.95}, r"mask_ratio=0\.95 shows 0 of 16 patches"),
         ({"decoder_dim": 18}, r"decoder_dim must be a multiple of 4 and of .*heads = 3, got 18"),
-        ({"decoder_dim": 16}, r"decoder_dim must be a multiple of 4 and of .*heads = 3, got 16"),
         ({"decoder_depth": 0}, r"decoder_depth expects a whole number .*, got 0"),
     ],
 )
@@ -280,62 +239,43 @@ def test_options_without_meaning_are_refused(options, said):
         learner_of(**options)
 
 
-def test_an_encoder_without_tokens_is_refused_in_one_line():
-    with pytest.raises(ConfigurationError, match=r"objective=mae .*a ConvMixer:") as refusal:
+def test_an_encoder_without_tokens_is_refused():
+    with pytest.raises(ConfigurationError, match=r"objective=mae .*a ConvMixer:"):
         learner_of(ConvMixerConfig(image_size=16, patch_size=4, dim=8, depth=1))
-
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.fixture(scope="module")
-def album(tmp_path_factory):
+def root(tmp_path_factory):
     """Nine coloured pictures in one folder, without classes."""
-    root = tmp_path_factory.mktemp("album")
-    generator = np.random.default_rng(0)
-    for number in range(9):
-        pixels = generator.integers(0, 256, (5, 6, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize((24, 20)).save(root / f"{number}.png")
-    return root
+    return album(tmp_path_factory.mktemp("album"), 9, folders=("",))
 
 
-def plan_of(album, **train) -> Pretraining:
-    options: dict[str, Any] = {"batch_size": 4, "max_steps": 8, "num_workers": 0, "seed": 3}
-    return Pretraining(
-        model=replace(TINY, drop_path=0.1, num_registers=1),
-        objective=SMALL,
-        optimizer=AdamW(lr=0.05),
-        data=DataOptions(root=str(album)),
-        train=TrainOptions(**options | train),
-    )
+RUN = {"model": replace(TINY, drop_path=0.1, num_registers=1), "objective": SMALL, "batch_size": 4}
 
 
-def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(album, tmp_path):
-    assert_goes_on_to_the_bit(plan_of(album, accumulation=2), tmp_path, parts=7, workers=2)
+def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(root, tmp_path):
+    plan = plan_of(root, **RUN, accumulation=2)
 
+    path = assert_goes_on_to_the_bit(plan, tmp_path, parts=7, workers=2)
 
-def test_a_run_leaves_its_encoder_and_a_loss_beside_that_of_the_mean(album, tmp_path):
-    path = plan_of(album).run(tmp_path, device="cpu")
-
-    weights = load_state(tmp_path, CPU)[0]["learner"]
+    # It leaves its encoder, and a loss beside that of the mean.
+    weights = state_of(tmp_path / "whole")["learner"]
     encoder = load_encoder(str(path))
     assert (encoder.num_registers, encoder.native_size) == (1, (16, 16))
     for name, value in encoder.module.state_dict().items():
         assert torch.equal(value, weights[f"student.backbone.{name}"])
-    rows = log_rows(tmp_path)
-    assert [row["step"] for row in rows] == list(range(1, 9))
+    rows = log_rows(tmp_path / "whole")
     assert [row["mean_loss"] for row in rows] == pytest.approx([47 / 48] * 8, abs=1e-3)
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 @pytest.mark.slow
-def test_a_compiled_run_learns_what_an_eager_one_does(album, tmp_path):
-    plan = plan_of(album, max_steps=3)
+def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path):
     # One block, because compiling takes a while for each.
-    plan = replace(plan, model=replace(plan.model, drop_path=0.0, depth=1))
-    plan.run(tmp_path / "eager", device="cpu")
-    compiled = replace(plan, train=replace(plan.train, compile=True))
+    model = replace(TINY, num_registers=1, depth=1)
+    for compiled in (False, True):
+        plan = plan_of(root, **{**RUN, "model": model}, max_steps=3, compile=compiled)
+        plan.run(tmp_path / str(compiled), device="cpu")
 
-    compiled.run(tmp_path / "compiled", device="cpu")
-
-    losses = [[row["loss"] for row in log_rows(tmp_path / n)] for n in ("eager", "compiled")]
+    losses = [[row["loss"] for row in log_rows(tmp_path / n)] for n in ("False", "True")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

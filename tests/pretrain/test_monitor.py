@@ -1,5 +1,9 @@
-"""What a run measures of itself now and then, and that it is the same run without."""
+"""What a run measures of itself now and then, and that it is the same run without.
 
+And the accuracy that a finished supervised run leaves as a record.
+"""
+
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,29 +13,34 @@ import pytest
 import torch
 from PIL import Image
 
-from pretrain.checkpoints import ENCODER, LOG, load_state
-from pretrain.crops.multi import MultiCrop
+from pretrain.checkpoints import ENCODER, LOG
 from pretrain.crops.single import SingleCrop
-from pretrain.monitor import Monitor, class_ranks
-from pretrain.objectives.dino import Dino, DinoLearner
+from pretrain.monitor import Monitor, class_ranks, recipe_of
+from pretrain.objectives.dino import DinoLearner
+from pretrain.objectives.objective import Objective
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
-from pretrain.options import DataOptions, TrainOptions
+from pretrain.options import DataOptions
+from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from probes.knn import KNN
+from ssl_bench.cli.__main__ import main
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import ViTConfig, load_encoder
+from ssl_bench.models import load_encoder
 from ssl_bench.results import ResultStore
 from ssl_bench.system.progress import show_progress
+from tests.pretrain.plans import CPU, SMALL_DINO, TINY, plan_of, state_of, stopped_after_a_step
 from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
-CPU = torch.device("cpu")
-TIMED = ("images_per_second", "data_wait", "mfu")
 MEASURES = ("knn_top1", "val_top1")
+DROPPING = replace(TINY, drop_path=0.3)
+SUPERVISED = Supervised(crops=SingleCrop(num_ops=1))
+KNN_ONLY = Monitor(knn_epochs=1, neighbours=4, crop_share=1.0)
+BOTH = replace(KNN_ONLY, accuracy_epochs=1)
 
 
 @pytest.fixture(scope="module")
@@ -49,45 +58,29 @@ def root(tmp_path_factory):
     return root
 
 
-def plan_of(root, objective=None, monitor=None) -> Pretraining:
-    return Pretraining(
-        model=ViTConfig(
-            image_size=16, patch_size=8, dim=24, depth=2, num_heads=2, drop_path=0.3
-        ),
-        objective=objective
-        or Dino(out_dim=32, hidden_dim=16, bottleneck_dim=8, crops=MultiCrop(num_locals=2)),
-        optimizer=AdamW(lr=0.05),
-        data=DataOptions(root=str(root), labels=True),
-        train=TrainOptions(batch_size=2, max_steps=8, num_workers=0, seed=3),
-        monitor=monitor or Monitor(),
-    )  # fmt: skip
-
-
-SUPERVISED = Supervised(crops=SingleCrop(num_ops=1))
-KNN_ONLY = Monitor(knn_epochs=1, neighbours=4, crop_share=1.0)
-BOTH = replace(KNN_ONLY, accuracy_epochs=1)
-
-
-def without(rows, names):
-    return [{k: v for k, v in row.items() if k not in names} for row in rows]
+def watched(root, objective: Objective = SMALL_DINO, monitor=KNN_ONLY) -> Pretraining:
+    plan = plan_of(root, model=DROPPING, objective=objective, data={"labels": True})
+    return replace(plan, monitor=monitor)
 
 
 @pytest.mark.parametrize(
-    ("objective", "monitor"), [(None, KNN_ONLY), (SUPERVISED, BOTH)], ids=["dino", "supervised"]
+    ("objective", "monitor"),
+    [(SMALL_DINO, KNN_ONLY), (SUPERVISED, BOTH)],
+    ids=["dino", "supervised"],
 )
 def test_a_monitored_run_is_the_run_without_to_the_bit_and_says_what_it_found(
     root, tmp_path, capsys, objective, monitor
 ):
     state = torch.get_rng_state()
-    plan_of(root, objective).run(tmp_path / "plain", device="cpu")
+    watched(root, objective, Monitor()).run(tmp_path / "plain", device="cpu")
     capsys.readouterr()
 
-    plan_of(root, objective, monitor).run(tmp_path / "seen", device="cpu")
+    watched(root, objective, monitor).run(tmp_path / "seen", device="cpu")
 
     plain, seen = log_rows(tmp_path / "plain"), log_rows(tmp_path / "seen")
-    assert without(seen, MEASURES) == plain
+    assert [{k: v for k, v in row.items() if k not in MEASURES} for row in seen] == plain
     # Six steps an epoch, and the last one.
-    names = ["knn_top1", "val_top1"] if objective else ["knn_top1"]
+    names = MEASURES if monitor is BOTH else MEASURES[:1]
     assert [r["step"] for r in seen if set(names) <= r.keys()] == [6, 8]
     assert [r["step"] for r in seen if set(MEASURES) & r.keys()] == [6, 8]
     assert (tmp_path / "plain" / ENCODER).read_bytes() == (tmp_path / "seen" / ENCODER).read_bytes()
@@ -99,12 +92,12 @@ def test_a_monitored_run_is_the_run_without_to_the_bit_and_says_what_it_found(
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_measures_what_an_uninterrupted_one_does(root, tmp_path):
-    assert_goes_on_to_the_bit(plan_of(root, monitor=KNN_ONLY), tmp_path, parts=6, steps=6)
+    assert_goes_on_to_the_bit(watched(root, monitor=KNN_ONLY), tmp_path, parts=6, steps=6)
 
 
 def test_the_monitor_finds_what_the_probe_finds_in_the_saved_encoder(root, tmp_path):
     monitor = replace(KNN_ONLY, neighbours=3, batch_size=4)
-    path = plan_of(root, monitor=monitor).run(tmp_path, device="cpu")
+    path = watched(root, monitor=monitor).run(tmp_path, device="cpu")
 
     probe = KNN(neighbours=[3], crop_share=1.0)
     context = ProbeContext(
@@ -118,9 +111,9 @@ def test_the_monitor_finds_what_the_probe_finds_in_the_saved_encoder(root, tmp_p
 
 def test_validation_accuracy_is_that_of_the_saved_head_on_central_squares(root, tmp_path):
     monitor = Monitor(accuracy_epochs=5, crop_share=0.8)
-    path = plan_of(root, SUPERVISED, monitor).run(tmp_path, device="cpu")
+    path = watched(root, SUPERVISED, monitor).run(tmp_path, device="cpu")
 
-    state = load_state(tmp_path, CPU)[0]["learner"]
+    state = state_of(tmp_path)["learner"]
     extractor = FeatureExtractor(load_encoder(str(path)), layers=[1], facets=["cls_normed"])
     val = ClassFolders(root).val()
     right = 0
@@ -143,7 +136,7 @@ def test_only_as_many_images_are_looked_at_as_one_says(root, tmp_path, monkeypat
 
     monkeypatch.setattr("pretrain.monitor.central_square", counted)
 
-    plan_of(root, monitor=monitor).run(tmp_path, device="cpu")
+    watched(root, monitor=monitor).run(tmp_path, device="cpu")
 
     assert len(looked_at) == 5 + 3
 
@@ -157,7 +150,7 @@ def test_an_encoder_that_diverged_measures_nothing(root, tmp_path, monkeypatch):
         return loss(self, network, views, step)
 
     monkeypatch.setattr(DinoLearner, "loss", diverging)
-    plan = plan_of(root, monitor=KNN_ONLY)
+    plan = watched(root, monitor=KNN_ONLY)
     replace(plan, train=replace(plan.train, max_steps=6)).run(tmp_path, device="cpu")
 
     assert log_rows(tmp_path)[-1]["knn_top1"] is None
@@ -171,12 +164,12 @@ def test_a_broken_validation_image_is_named_and_the_steps_before_it_are_kept(roo
     (tmp_path / "val" / "class0").unlink()
     (tmp_path / "val" / "class0").mkdir()
     (tmp_path / "val" / "class0" / "broken.png").write_bytes(b"\x89PNG")
-    plan = plan_of(root, monitor=replace(KNN_ONLY, root=str(tmp_path)))
+    plan = watched(root, monitor=replace(KNN_ONLY, root=str(tmp_path)))
 
     with pytest.raises(DataError, match=r"broken\.png"):
         plan.run(tmp_path / "out", device="cpu")
 
-    assert load_state(tmp_path / "out", CPU)[0]["step"] == len(log_rows(tmp_path / "out")) == 6
+    assert state_of(tmp_path / "out")["step"] == len(log_rows(tmp_path / "out")) == 6
 
 
 @pytest.mark.parametrize(
@@ -189,7 +182,7 @@ def test_a_broken_validation_image_is_named_and_the_steps_before_it_are_kept(roo
 )
 def test_what_cannot_be_measured_is_refused_before_training(root, tmp_path, monitor, complaint):
     with pytest.raises(ConfigurationError, match=complaint):
-        plan_of(root, monitor=monitor).run(tmp_path, device="cpu")
+        watched(root, monitor=monitor).run(tmp_path, device="cpu")
     assert not (tmp_path / LOG).exists()
 
 
@@ -202,7 +195,7 @@ def test_a_head_for_other_classes_is_not_validated(root, tmp_path):
     monitor = Monitor(accuracy_epochs=1, root=str(tmp_path))
 
     with pytest.raises(ConfigurationError, match=r"the 3 classes of the run in monitor\.root"):
-        plan_of(root, SUPERVISED, monitor).run(tmp_path / "out", device="cpu")
+        watched(root, SUPERVISED, monitor).run(tmp_path / "out", device="cpu")
 
 
 def test_options_without_meaning_and_a_missing_folder_are_refused(tmp_path):
@@ -214,16 +207,15 @@ def test_options_without_meaning_and_a_missing_folder_are_refused(tmp_path):
     for options, complaint in refused:
         with pytest.raises(ConfigurationError, match=complaint):
             Monitor(**options)
-    plan = replace(plan_of(tmp_path, monitor=KNN_ONLY), data=DataOptions())
+    plan = replace(watched(tmp_path, monitor=KNN_ONLY), data=DataOptions())
     with pytest.raises(ConfigurationError, match=r"monitor\.root=DIR is needed"):
         plan.run(tmp_path / "out", device="cpu")
 
 
 def test_what_is_monitored_may_change_when_a_run_goes_on(root, tmp_path):
-    plan = plan_of(root)
-    replace(plan, train=replace(plan.train, max_minutes=0.0)).run(tmp_path, device="cpu")
+    stopped_after_a_step(watched(root, monitor=Monitor()), tmp_path)
 
-    replace(plan, monitor=KNN_ONLY).run(tmp_path, resume=True, device="cpu")
+    watched(root).run(tmp_path, resume=True, device="cpu")
 
     assert [row["step"] for row in log_rows(tmp_path) if "knn_top1" in row] == [6, 8]
 
@@ -247,10 +239,121 @@ def test_six_classes_have_a_top_5_in_log_and_records(tmp_path):
         Image.fromarray(pixels).save(folder / f"{number}.png")
     monitor = Monitor(accuracy_epochs=9, crop_share=1.0, results=str(tmp_path / "results"))
 
-    plan_of(tmp_path / "album", SUPERVISED, monitor).run(tmp_path / "run", device="cpu")
+    watched(tmp_path / "album", SUPERVISED, monitor).run(tmp_path / "run", device="cpu")
 
     last, records = log_rows(tmp_path / "run")[-1], ResultStore(tmp_path / "results").records()
     assert {record.metric: record.value for record in records} == pytest.approx(
         {"top1": last["val_top1"], "top5": last["val_top5"]}
     )
     assert last["val_top1"] < last["val_top5"] < 100
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory):
+    """Eight training and five test pictures, red or blue; one of these lies in the wrong folder."""
+    root = tmp_path_factory.mktemp("data") / "MNIST"
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 8), ("test", 5)):
+        for number in range(count):
+            is_red = number % 2 == 0
+            name = "red" if is_red != ((split, number) == ("test", 0)) else "blue"
+            folder = root / split / name
+            folder.mkdir(parents=True, exist_ok=True)
+            colour = np.array((230, 10, 10) if is_red else (10, 10, 230))
+            pixels = colour + generator.integers(-9, 10, (16, 16, 3))
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+    return root
+
+
+def recorded(root, **monitor) -> Pretraining:
+    objective = Supervised(label_smoothing=0.0, crops=SingleCrop(num_ops=0))
+    train: dict[str, Any] = {"epochs": 5, "max_steps": None, "batch_size": 4, "max_grad_norm": None}
+    plan = plan_of(root, objective=objective, optimizer=AdamW(lr=0.5), **train)
+    return replace(plan, monitor=Monitor(accuracy_epochs=1, crop_share=1.0, **monitor))
+
+
+def the_record(folder):
+    (record,) = ResultStore(folder).records()
+    return record
+
+
+@pytest.fixture(scope="module")
+def finished(mnist, tmp_path_factory):
+    """A run that left its record in `results` beside it."""
+    place = tmp_path_factory.mktemp("finished")
+    recorded(mnist, results=str(place / "results")).run(place / "run", device="cpu")
+    return place
+
+
+def test_the_record_has_the_value_of_the_log_and_the_images_that_were_right(mnist, finished):
+    store, record = ResultStore(finished / "results"), the_record(finished / "results")
+    last = json.loads((finished / "run" / LOG).read_text().splitlines()[-1])
+    assert record.value == last["val_top1"] == 80.0
+    # The classes are told apart by their colour, so the picture in the wrong folder is not right.
+    ids = store.image_ids(record.dataset_fingerprint)
+    hits = store.per_image(record)
+    assert ids is not None
+    assert hits is not None
+    assert [name for name, hit in zip(ids, hits, strict=True) if not hit] == ["blue/0.png"]
+    assert (record.task, record.dataset, record.split) == ("supervised", "mnist", "test")
+    assert (record.metric, record.num_images, record.seed) == ("top1", 5, 3)
+    assert (record.layer, record.depth) == (1, 2)
+    assert record.checkpoint_sha256 == load_encoder(str(finished / "run")).sha256
+    assert record.ci95 is not None
+    assert record.ci95[0] < 80 < record.ci95[1] <= 100
+    assert record.details["training"] == "5 epochs, batch 4, AdamW at 0.0078125"
+    assert record.details["configuration"]["model"]["depth"] == 2
+    assert str(mnist) not in json.dumps(record.as_json())
+
+
+def test_a_run_leaves_it_when_it_is_over_and_resumed_and_fewer_images_are_other_data(
+    mnist, tmp_path
+):
+    plan = recorded(mnist, results=str(tmp_path / "all"))
+    stopped_after_a_step(plan, tmp_path / "run")
+    assert not (tmp_path / "all").exists()
+    recorded(mnist).run(tmp_path / "run", resume=True, device="cpu")
+    weights = (tmp_path / "run" / ENCODER).read_bytes()
+    assert not (tmp_path / "all").exists()
+
+    plan.run(tmp_path / "run", resume=True, device="cpu")
+    few = recorded(mnist, results=str(tmp_path / "few"), val_images=3)
+    few.run(tmp_path / "run", resume=True, device="cpu")
+
+    assert (tmp_path / "run" / ENCODER).read_bytes() == weights
+    whole, part = the_record(tmp_path / "all"), the_record(tmp_path / "few")
+    assert (whole.value, part.num_images) == (80.0, 3)
+    assert part.dataset_fingerprint != whole.dataset_fingerprint
+    ids = ResultStore(tmp_path / "few").image_ids(part.dataset_fingerprint)
+    assert ids is not None
+    assert len(ids) == 3
+
+
+def test_the_recipe_names_what_was_trained_and_not_what_was_planned():
+    plan = {
+        "train": {"epochs": 100, "max_steps": 3, "batch_size": 512},
+        "optimizer": {"_target_": "pretrain.optimizers.recipes.Soap", "lr": 0.005},
+    }
+
+    assert recipe_of(plan, Timeline(3, 4)) == "0.75 epochs, batch 512, Soap at 0.01"
+    tuned = recipe_of(plan | {"init_from_sha256": "0123456789abcdef"}, Timeline(400, 4))
+    assert tuned == "100 epochs, batch 512, Soap at 0.01, from weights 01234567"
+
+
+def test_results_need_an_accuracy():
+    with pytest.raises(ConfigurationError, match=r"monitor.results=DIR needs monitor.accuracy"):
+        Monitor(results="results")
+
+
+def test_it_stands_beside_the_published_value_and_in_a_report(finished, tmp_path, capsys):
+    out = ["--out", str(finished / "results")]
+
+    mapped = f"ViT, no skip={finished / 'run'}"
+    assert main(["table", *out, "--paper", "mnist", "--as", mapped, "--format", "markdown"]) == 0
+    printed = capsys.readouterr().out
+    assert r"| ViT, no skip | 94.6 \| 80.0" in printed
+    assert "published on 10,000 images if all were used; here: 5 images of mnist test" in printed
+    assert "its own head after 5 epochs, batch 4, AdamW at 0.0078125, 16 px" in printed
+    assert main(["table", *out, "--task", "supervised"]) == 0
+    assert "supervised: top1 (%) on mnist test" in capsys.readouterr().out
+    assert main(["report", *out, "--into", str(tmp_path / "report")]) == 0

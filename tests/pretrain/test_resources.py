@@ -11,7 +11,6 @@ import yaml
 from torch import nn
 
 from pretrain import logging, resources
-from pretrain.checkpoints import load_state
 from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW
@@ -22,21 +21,13 @@ from pretrain.step import Trainer
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig
-from tests.support.faults import PRETRAIN, class_folders, fails, picture
-from tests.support.runs import CPU, assert_same_run, log_rows
+from tests.pretrain.plans import CPU, SMALL_DINO, TINY, state_of
+from tests.support.faults import PRETRAIN, class_folders, fails, photo_folder
+from tests.support.runs import assert_same_run, log_rows
 
 UNTYPED = [word for word in PRETRAIN if not word.startswith(("train.batch_size", "train.max"))]
 GIB = 2**30
-TINY_VIT = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2)
-SMALL_DINO = Dino(out_dim=20, hidden_dim=16, bottleneck_dim=8)
 SMALL = Needs(flops=1e6, image_bytes=1000, fixed_bytes=1000)
-
-
-def photographs(root: Path, count: int) -> Path:
-    root.mkdir()
-    for number in range(count):
-        picture(number % 5).save(root / f"{number:03d}.jpg")
-    return root
 
 
 def run(root: Path, out: str, *more: str) -> int:
@@ -46,7 +37,7 @@ def run(root: Path, out: str, *more: str) -> int:
 
 @pytest.mark.parametrize(("count", "batch"), [(20, 4), (200, 32)])
 def test_a_run_of_few_images_trains_and_says_its_batch(place, capsys, count, batch):
-    assert run(photographs(place / "few", count), "run", "train.max_steps=2") == 0
+    assert run(photo_folder(place / "few", count), "run", "train.max_steps=2") == 0
 
     said = capsys.readouterr().err
     assert f"{count} images, 2 steps of {batch}, about 0.1 GiB of memory" in said
@@ -58,7 +49,7 @@ def test_a_run_of_few_images_trains_and_says_its_batch(place, capsys, count, bat
 
 
 def test_what_is_typed_is_the_batch_and_null_fits(place, capsys):
-    root = photographs(place / "few", 20)
+    root = photo_folder(place / "few", 20)
     assert run(root, "typed", "train.batch_size=10", "train.max_steps=1") == 0
     assert "20 images, 1 steps of 10, about" in (said := capsys.readouterr().err)
     assert "fits:" not in said
@@ -73,10 +64,10 @@ def test_what_is_typed_is_the_batch_and_null_fits(place, capsys):
 
 
 def test_a_resumed_run_keeps_its_batch_on_another_machine(place, monkeypatch, capsys):
-    root = photographs(place / "few", 20)
+    root = photo_folder(place / "few", 20)
     assert run(root, "whole", "train.max_steps=4") == 0
     assert run(root, "part", "train.max_steps=4", "train.max_minutes=0.0") == 0
-    assert load_state(Path("part"), CPU)[0]["step"] < 4
+    assert state_of(Path("part"))["step"] < 4
     # There nothing but single images would fit.
     monkeypatch.setattr(resources, "free_host_memory", lambda: 1)
     assert run(root, "elsewhere", "train.max_steps=1") == 0
@@ -88,20 +79,27 @@ def test_a_resumed_run_keeps_its_batch_on_another_machine(place, monkeypatch, ca
     assert yaml.safe_load(Path("part/config.yaml").read_text())["train"]["batch_size"] == 4
 
 
-def test_a_batch_fits_images_memory_and_patience(monkeypatch):
+@pytest.mark.parametrize(
+    ("images", "needs", "more", "batch", "why"),
+    [
+        (10**6, {}, {}, 1024, "1,024 is the most that is taken unasked"),
+        (1, {}, {}, 1, "2 would leave fewer than 4 steps an epoch"),
+        (100, {}, {}, 16, "32 would leave fewer than 4 steps an epoch"),
+        (100, {}, {"ranks": 3, "parts": 2}, 24, "48 would leave fewer than 4 steps an epoch"),
+        (10**6, {"image_bytes": GIB // 2}, {}, 4, "8 would take 4.0 of 8.0 GiB that are free"),
+        # A process computes one image of two at a time.
+        (10**6, {"image_bytes": GIB // 2}, {"parts": 2}, 8, "16 would take 4.0 of 8.0 GiB"),
+        (10**6, {"flops": 30e9}, {}, 8, "a step of 16 would take about 12 s on this CPU"),
+    ],
+)
+def test_a_batch_fits_images_memory_and_patience(monkeypatch, images, needs, more, batch, why):
     monkeypatch.setattr(resources, "free_host_memory", lambda: 8 * GIB)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
-    assert fitted_batch(10**6, SMALL, CPU) == (1024, "1,024 is the most that is taken unasked")
-    assert fitted_batch(1, SMALL, CPU)[0] == 1
-    assert fitted_batch(100, SMALL, CPU)[0] == 16
-    assert fitted_batch(100, SMALL, CPU, ranks=3, parts=2)[0] == 24
-    large = replace(SMALL, image_bytes=GIB // 2)
-    assert fitted_batch(10**6, large, CPU) == (4, "8 would take 4.0 of 8.0 GiB that are free")
-    # A process computes one image of two at a time.
-    assert fitted_batch(10**6, large, CPU, parts=2)[0] == 8
-    slow = replace(SMALL, flops=30e9)
-    assert fitted_batch(10**6, slow, CPU) == (8, "a step of 16 would take about 12 s on this CPU")
+    found, reason = fitted_batch(images, replace(SMALL, **needs), CPU, **more)
+
+    assert found == batch
+    assert reason.startswith(why)
 
 
 PEAK = """
@@ -152,7 +150,7 @@ def test_a_long_run_says_early_what_takes_less(place, monkeypatch, capsys):
     monkeypatch.setattr(logging, "_LONG", 0.0)
     monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
 
-    assert run(photographs(place / "few", 20), "run", "train.max_steps=5") == 0
+    assert run(photo_folder(place / "few", 20), "run", "train.max_steps=5") == 0
 
     said = capsys.readouterr().err.splitlines()
     (longer,) = [line for line in said if "takes about an hour" in line]
@@ -178,7 +176,7 @@ def test_a_product_counts_twice_its_multiplications_and_once_more_for_the_weight
 
 
 def test_counting_leaves_random_numbers_and_the_learner_alone():
-    learner, line = SMALL_DINO.build(TINY_VIT, Timeline(10, 10), seed=0), Line()
+    learner, line = SMALL_DINO.build(TINY, Timeline(10, 10), seed=0), Line()
     state, weights = torch.get_rng_state(), [p.clone() for p in learner.parameters()]
 
     flops = training_flops(learner, [torch.zeros(4, 3, 16, 16), torch.zeros(4, 3, 8, 8)], 0)
@@ -193,7 +191,7 @@ def test_counting_leaves_random_numbers_and_the_learner_alone():
 
 def test_utilisation_is_the_share_of_the_measured_rate_over_all_parts():
     options = TrainOptions(batch_size=4, accumulation=2)
-    learner = SMALL_DINO.build(TINY_VIT, Timeline(10, 10), seed=0)
+    learner = SMALL_DINO.build(TINY, Timeline(10, 10), seed=0)
     trainer = Trainer(learner, AdamW(), options, Timeline(10, 10), TrainingRanks(device=CPU))
     views = [torch.randn(4, 3, 16, 16), torch.randn(4, 3, 8, 8)]
     flops = 2 * training_flops(learner, views, 0)

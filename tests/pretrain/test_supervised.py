@@ -1,7 +1,6 @@
 """Supervised training: its images, its loss, its runs."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,20 +8,20 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from pretrain.checkpoints import load_state
 from pretrain.crops.single import SingleCrop
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
-from pretrain.options import DataOptions, TrainOptions
+from pretrain.options import DataOptions
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import ViTConfig, load_encoder
+from ssl_bench.models import load_encoder
+from tests.pretrain import plans
+from tests.pretrain.plans import state_of, stopped_after_a_step
 from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
-CPU = torch.device("cpu")
-TINY = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2, drop_path=0.1)
+TINY = replace(plans.TINY, drop_path=0.1)
 PLAIN = SingleCrop(scale=(1.0, 1.0), aspect_ratio=(1.0, 1.0), flip_probability=0.0, num_ops=0)
 CROPS = SingleCrop(color_jitter=0.2, cutout=3, erasing_probability=0.5, mixup=0.4, cutmix=1.0)
 NAMES = ("a", "b", "c")
@@ -43,16 +42,8 @@ def root(tmp_path_factory):
     return root
 
 
-def plan_of(root, **train) -> Pretraining:
-    options: dict[str, Any] = {"batch_size": 2, "max_steps": 8, "num_workers": 0, "seed": 3}
-    options |= train
-    return Pretraining(
-        model=TINY,
-        objective=Supervised(crops=CROPS),
-        optimizer=AdamW(lr=0.05),
-        data=DataOptions(root=str(root), labels=True),
-        train=TrainOptions(**options),
-    )
+def plan_of(root, crops=CROPS, **parts) -> Pretraining:
+    return plans.plan_of(root, model=TINY, objective=Supervised(crops=crops), **parts)
 
 
 def learner_of(objective=None, names=NAMES):
@@ -139,22 +130,22 @@ def test_a_run_shows_each_image_as_often_as_it_was_said(root, tmp_path, monkeypa
 
 
 def test_a_run_learns_to_tell_two_colours_and_leaves_its_encoder(root, tmp_path):
-    plan = plan_of(root, max_steps=30, batch_size=8, weight_decay=0.0, final_weight_decay=0.0)
-    plan = replace(plan, objective=Supervised(crops=PLAIN), optimizer=AdamW(lr=0.1))
+    undecayed = {"weight_decay": 0.0, "final_weight_decay": 0.0}
+    plan = plan_of(root, PLAIN, optimizer=AdamW(lr=0.1), max_steps=30, batch_size=8, **undecayed)
 
     path = plan.run(tmp_path, device="cpu")
 
     rows = log_rows(tmp_path)
     assert rows[-1]["train_top1"] == 100
     assert rows[-1]["loss"] < 0.4 < rows[0]["loss"]
-    weights = load_state(tmp_path, CPU)[0]["learner"]
+    weights = state_of(tmp_path)["learner"]
     for name, value in load_encoder(str(path)).module.state_dict().items():
         assert torch.equal(value, weights[f"student.backbone.{name}"])
 
 
 def test_other_classes_of_the_same_images_are_another_run(root, tmp_path, monkeypatch):
-    plan = plan_of(root, max_minutes=0.0)
-    plan.run(tmp_path, device="cpu")
+    plan = plan_of(root)
+    stopped_after_a_step(plan, tmp_path)
     images = ClassFolders(root).train()
     renamed = replace(images, class_names=("azure", "red"))
     monkeypatch.setattr(DataOptions, "open", lambda _: renamed)

@@ -9,16 +9,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 from pretrain import logging
-from pretrain.checkpoints import BOARD, LOG, load_state
+from pretrain.checkpoints import LOG
 from pretrain.crops.multi import MultiCrop
 from pretrain.monitor import Monitor
 from pretrain.objectives.dino import Dino, DinoLearner
@@ -27,44 +24,19 @@ from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Cosine
-from pretrain.train import Pretraining
+from pretrain.step import Trainer, deterministic
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted
-from ssl_bench.models import ViTConfig, load_encoder
-from tests.support.faults import fails, pretraining
-from tests.support.runs import CPU, assert_goes_on_to_the_bit, assert_same_run, log_rows
-
-
-def make_album(root: Path) -> Path:
-    """Thirteen coloured pictures in two folders: six steps of two an epoch, one picture left."""
-    generator = np.random.default_rng(0)
-    for number in range(13):
-        folder = root / f"class{number % 2}"
-        folder.mkdir(exist_ok=True)
-        pixels = generator.integers(0, 256, (5, 6, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize((24, 20)).save(folder / f"{number}.png")
-    return root
+from ssl_bench.models import load_encoder
+from tests.pretrain.plans import TINY, album, plan_of, state_of
+from tests.support.faults import fails, photo_folder, pretraining
+from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_rows
 
 
 @pytest.fixture(scope="module")
-def album(tmp_path_factory) -> Path:
-    return make_album(tmp_path_factory.mktemp("album"))
-
-
-def tiny(album, *, skip=True, drop_path=0.0, optimizer=None, **train) -> Pretraining:
-    options: dict[str, Any] = {"batch_size": 2, "max_steps": 8, "num_workers": 0, "seed": 3}
-    options |= train
-    model = ViTConfig(
-        image_size=16, patch_size=8, dim=24, depth=2, num_heads=2,
-        skip_attention=skip, skip_mlp=skip, drop_path=drop_path,
-    )  # fmt: skip
-    return Pretraining(
-        model=model,
-        objective=Dino(out_dim=32, hidden_dim=16, bottleneck_dim=8, crops=MultiCrop(num_locals=2)),
-        optimizer=optimizer or AdamW(lr=0.05),
-        data=DataOptions(root=str(album)),
-        train=TrainOptions(**options),
-    )
+def root(tmp_path_factory) -> Path:
+    """Thirteen pictures in two folders: six steps of two an epoch, one picture left."""
+    return album(tmp_path_factory.mktemp("album"))
 
 
 def do_at(monkeypatch, call, action):
@@ -81,39 +53,38 @@ def do_at(monkeypatch, call, action):
     monkeypatch.setattr(MultiCrop, "finish", counted)
 
 
-def test_a_run_leaves_an_encoder_that_is_its_teacher_and_a_row_a_step(album, tmp_path):
-    plan = tiny(album)
+def test_a_run_leaves_an_encoder_that_is_its_teacher_and_a_row_a_step(
+    root, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
 
-    path = plan.run(tmp_path / "run", device="cpu")
+    path = plan_of(root).run(tmp_path, device="cpu")
 
-    out, encoder = tmp_path / "run", load_encoder(str(path))
-    teacher = {
-        name.removeprefix("teacher.backbone."): value
-        for name, value in load_state(out, CPU)[0]["learner"].items()
-        if name.startswith("teacher.backbone.")
-    }
-    assert all(torch.equal(v, teacher[k]) for k, v in encoder.module.state_dict().items())
-    rows = log_rows(out, timed=True)
+    # Without a terminal a line now and then tells how far the run is.
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "13 images, 8 steps of 2, about 0.1 GiB of memory"
+    assert len(lines) == 8
+    assert re.fullmatch(
+        r"step 7/8  epoch 1  loss \d\.\d{3}  \d+ images/s  data wait \d+ %  "
+        r"mfu \d+\.\d %  00:0\d left",
+        lines[6],
+    )
+    state, encoder = state_of(tmp_path), load_encoder(str(path))
+    for name, value in encoder.module.state_dict().items():
+        assert torch.equal(value, state["learner"][f"teacher.backbone.{name}"])
+    rows = log_rows(tmp_path, timed=True)
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["epoch"] for row in rows] == [0] * 6 + [1] * 2
     assert list(rows[0])[:3] == ["step", "epoch", "loss"]
-    assert {"lr", "weight_decay", "momentum", "teacher_entropy", "images_per_second"} <= set(
-        rows[0]
-    )
+    assert {"momentum", "teacher_entropy", "images_per_second"} <= set(rows[0])
     lr = Cosine(0.05 * 2 / 256, 1e-6, num_steps=8, warmup_steps=1)
     assert [row["lr"] for row in rows] == pytest.approx([lr(step) for step in range(8)])
-    written = yaml.safe_load((out / "config.yaml").read_text())
-    assert written["train"]["seed"] == 3
-
-
-def test_rates_reach_the_optimizer_and_biases_are_never_decayed(album, tmp_path):
-    tiny(album).run(tmp_path, device="cpu")
-
-    decayed, exempt = load_state(tmp_path, CPU)[0]["optimizer"]["param_groups"]
-    last = log_rows(tmp_path)[-1]
-    assert decayed["lr"] == exempt["lr"] == last["lr"] > 0
-    assert (decayed["weight_decay"], exempt["weight_decay"]) == (last["weight_decay"], 0)
-    assert last["weight_decay"] == pytest.approx(0.4 - 0.18 * (1 - math.cos(math.pi / 8)))
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"]["seed"] == 3
+    # Rates reach the optimizer, and biases are never decayed.
+    decayed, exempt = state["optimizer"]["param_groups"]
+    assert decayed["lr"] == exempt["lr"] == rows[-1]["lr"] > 0
+    assert (decayed["weight_decay"], exempt["weight_decay"]) == (rows[-1]["weight_decay"], 0)
+    assert rows[-1]["weight_decay"] == pytest.approx(0.4 - 0.18 * (1 - math.cos(math.pi / 8)))
 
 
 @pytest.mark.parametrize(
@@ -125,18 +96,18 @@ def test_rates_reach_the_optimizer_and_biases_are_never_decayed(album, tmp_path)
     ],
 )
 def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
-    album, tmp_path, number, error, optimizer
+    root, tmp_path, number, error, optimizer
 ):
-    plan = tiny(album, optimizer=optimizer, drop_path=0.2)
+    plan = plan_of(root, model=replace(TINY, drop_path=0.2), optimizer=optimizer)
 
     assert_goes_on_to_the_bit(plan, tmp_path, sent=number, error=error)
 
 
 @pytest.mark.parametrize("torn", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_killed_run_repeats_what_it_had_not_saved_with_other_workers(
-    album, tmp_path, monkeypatch, torn
+    root, tmp_path, monkeypatch, torn
 ):
-    plan = tiny(album, checkpoint_epochs=1, drop_path=0.2)
+    plan = plan_of(root, model=replace(TINY, drop_path=0.2), checkpoint_epochs=1)
     plan.run(tmp_path / "whole", device="cpu")
 
     do_at(monkeypatch, 8, lambda: os.abort_for_test())  # type: ignore[attr-defined]
@@ -153,37 +124,16 @@ def test_a_killed_run_repeats_what_it_had_not_saved_with_other_workers(
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_a_run_asked_to_stop_in_its_last_step_is_simply_done(album, tmp_path, monkeypatch):
+def test_a_run_asked_to_stop_in_its_last_step_is_simply_done(root, tmp_path, monkeypatch):
     do_at(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
-    tiny(album).run(tmp_path, device="cpu")
+    plan_of(root).run(tmp_path, device="cpu")
 
     assert len(log_rows(tmp_path)) == 8
 
 
-def test_the_rows_of_the_log_are_curves_of_tensorboard_too(album, tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-
-    tiny(album, max_steps=3, tensorboard=True).run(tmp_path, device="cpu")
-
-    accumulator = events.EventAccumulator(str(tmp_path / BOARD))
-    accumulator.Reload()
-    points = [(event.step, event.value) for event in accumulator.Scalars("loss")]
-    assert points == [(row["step"], pytest.approx(row["loss"])) for row in log_rows(tmp_path)]
-
-
-def test_a_missing_tensorboard_is_noticed_before_anything_is_written(album, tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-
-    with pytest.raises(MachineError, match=r"needs the package tensorboard.*ssl-bench\[track\]"):
-        tiny(album, tensorboard=True).run(tmp_path / "run", device="cpu")
-
-    assert not (tmp_path / "run").exists()
-
-
-def test_time_that_is_up_saves_and_says_so(album, tmp_path, capsys):
-    plan = tiny(album, max_minutes=0.0)
+def test_time_that_is_up_saves_and_says_so(root, tmp_path, capsys):
+    plan = plan_of(root, max_minutes=0.0)
 
     plan.run(tmp_path, device="cpu")
 
@@ -194,25 +144,8 @@ def test_time_that_is_up_saves_and_says_so(album, tmp_path, capsys):
     assert len(log_rows(tmp_path)) == 8
 
 
-def test_without_a_terminal_a_line_now_and_then_tells_how_far_the_run_is(
-    album, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
-
-    tiny(album).run(tmp_path, device="cpu")
-
-    first, *lines = capsys.readouterr().err.splitlines()
-    assert first == "13 images, 8 steps of 2, about 0.1 GiB of memory"
-    assert len(lines) == 8
-    assert re.fullmatch(
-        r"step 7/8  epoch 1  loss \d\.\d{3}  \d+ images/s  data wait \d+ %  "
-        r"mfu \d+\.\d %  00:0\d left",
-        lines[6],
-    )
-
-
-def test_a_folder_with_a_run_is_refused_resumed_or_overwritten(album, tmp_path):
-    plan = tiny(album, max_steps=2)
+def test_a_folder_with_a_run_is_refused_resumed_or_overwritten(root, tmp_path):
+    plan = plan_of(root, max_steps=2)
     plan.run(tmp_path, device="cpu")
     before = (tmp_path / LOG).read_text()
 
@@ -225,34 +158,29 @@ def test_a_folder_with_a_run_is_refused_resumed_or_overwritten(album, tmp_path):
     assert len(log_rows(tmp_path)) == 2
 
 
-def test_only_what_changes_the_numbers_may_not_change(album, tmp_path):
-    plan = tiny(album, max_minutes=0.0)
+def test_only_what_changes_the_numbers_may_not_change(root, tmp_path):
+    plan = plan_of(root, max_minutes=0.0)
     plan.run(tmp_path, device="cpu")
 
     other = replace(plan, train=replace(plan.train, seed=4, max_steps=9, num_workers=1))
     with pytest.raises(ConfigurationError) as refusal:
         other.run(tmp_path, resume=True, device="cpu")
+    with pytest.raises(ConfigurationError, match="images:"):
+        plan_of(root / "class0", max_minutes=0.0).run(tmp_path, resume=True, device="cpu")
 
     assert "train.max_steps: 8 -> 9; train.seed: 3 -> 4" in str(refusal.value)
     assert "num_workers" not in str(refusal.value)
 
 
-def test_other_images_in_the_folder_are_another_run(album, tmp_path):
-    tiny(album, max_minutes=0.0).run(tmp_path, device="cpu")
-
-    with pytest.raises(ConfigurationError, match="images:"):
-        tiny(album / "class0", max_minutes=0.0).run(tmp_path, resume=True, device="cpu")
-
-
 @pytest.mark.slow
-def test_accumulated_parts_learn_what_the_whole_batch_does(album, tmp_path):
-    plan = tiny(album, batch_size=4)
+def test_accumulated_parts_learn_what_the_whole_batch_does(root, tmp_path):
+    plan = plan_of(root, batch_size=4)
     plan.run(tmp_path / "whole", device="cpu")
     parts = replace(plan, train=replace(plan.train, accumulation=2))
 
     parts.run(tmp_path / "parts", device="cpu")
 
-    whole, parts = (load_state(tmp_path / n, CPU)[0]["learner"] for n in ("whole", "parts"))
+    whole, parts = (state_of(tmp_path / name)["learner"] for name in ("whole", "parts"))
     for name, value in whole.items():
         torch.testing.assert_close(parts[name], value, atol=1e-4, rtol=1e-3, msg=name)
 
@@ -267,31 +195,31 @@ def poison(monkeypatch, steps):
     monkeypatch.setattr(DinoLearner, "loss", poisoned)
 
 
-def test_a_step_that_is_not_finite_teaches_nothing(album, tmp_path, monkeypatch):
+def test_a_step_that_is_not_finite_teaches_nothing(root, tmp_path, monkeypatch):
     poison(monkeypatch, [3])
 
-    tiny(album).run(tmp_path, device="cpu")
+    plan_of(root).run(tmp_path, device="cpu")
 
     rows = log_rows(tmp_path)
     assert [row["loss"] is None for row in rows] == [False] * 3 + [True] + [False] * 4
-    weights = load_state(tmp_path, CPU)[0]["learner"].values()
+    weights = state_of(tmp_path)["learner"].values()
     assert all(weight.isfinite().all() for weight in weights)
 
 
 def test_a_run_that_stays_non_finite_stops_and_keeps_the_last_good_state(
-    album, tmp_path, monkeypatch
+    root, tmp_path, monkeypatch
 ):
     poison(monkeypatch, range(3, 8))
 
     with pytest.raises(ConfigurationError, match="not finite for 2 steps up to step 5"):
-        tiny(album, non_finite_patience=2, checkpoint_minutes=0.0).run(tmp_path, device="cpu")
+        plan_of(root, non_finite_patience=2, checkpoint_minutes=0.0).run(tmp_path, device="cpu")
 
-    state = load_state(tmp_path, CPU)[0]
+    state = state_of(tmp_path)
     assert state["step"] == 4
     assert all(weight.isfinite().all() for weight in state["learner"].values())
 
 
-def test_a_collapsed_run_stops_with_a_hint(album, tmp_path, monkeypatch):
+def test_a_collapsed_run_stops_with_a_hint(root, tmp_path, monkeypatch):
     loss = DinoLearner.loss
 
     def collapsed(self, network, views, step):
@@ -301,54 +229,51 @@ def test_a_collapsed_run_stops_with_a_hint(album, tmp_path, monkeypatch):
 
     monkeypatch.setattr(DinoLearner, "loss", collapsed)
     with pytest.raises(ConfigurationError, match=r"stopped at step 4.*ln\(out_dim\).*lower"):
-        tiny(album, collapse_patience=3).run(tmp_path, device="cpu")
+        plan_of(root, collapse_patience=3).run(tmp_path, device="cpu")
 
 
-def test_a_broken_picture_is_named_and_the_steps_before_it_are_kept(album, tmp_path):
+def test_a_broken_picture_is_named_and_the_steps_before_it_are_kept(root, tmp_path):
     broken = tmp_path / "album"
     broken.mkdir()
-    for number, path in enumerate(sorted(album.rglob("*.png"))):
+    for number, path in enumerate(sorted(root.rglob("*.png"))):
         content = path.read_bytes()
         (broken / f"{number}.png").write_bytes(
             content[: len(content) // 2] if number == 1 else content
         )
-    plan = tiny(broken, num_workers=1)
+    plan = plan_of(broken, num_workers=1)
 
     with pytest.raises(DataError, match=r"1\.png") as refusal:
         plan.run(tmp_path / "out", device="cpu")
 
     assert "\n" not in str(refusal.value)
-    assert load_state(tmp_path / "out", CPU)[0]["step"] == len(log_rows(tmp_path / "out"))
+    assert state_of(tmp_path / "out")["step"] == len(log_rows(tmp_path / "out"))
 
 
-def test_a_batch_that_the_images_do_not_fill_is_refused(album, tmp_path):
+def test_a_batch_that_the_images_do_not_fill_is_refused(root, tmp_path):
     with pytest.raises(ConfigurationError, match=r"more than the 13 images; train.batch_size=null"):
-        tiny(album, batch_size=14).run(tmp_path, device="cpu")
+        plan_of(root, batch_size=14).run(tmp_path, device="cpu")
     with pytest.raises(ConfigurationError, match=r"multiple of 3"):
-        tiny(album, batch_size=4, accumulation=3).run(tmp_path, device="cpu")
+        plan_of(root, batch_size=4, accumulation=3).run(tmp_path, device="cpu")
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_training(album, tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused_before_training(root, tmp_path):
     (tmp_path / "file").write_text("in the way")
 
     with pytest.raises(MachineError, match="cannot write"):
-        tiny(album).run(tmp_path / "file" / "run", device="cpu")
+        plan_of(root).run(tmp_path / "file" / "run", device="cpu")
 
 
-@pytest.mark.parametrize("data_size", [None, 32])
-def test_the_encoder_has_the_size_of_the_large_crops(album, tmp_path, data_size):
-    plan = tiny(album, max_steps=1)
-    plan = replace(plan, data=replace(plan.data, image_size=data_size, in_memory=True))
+@pytest.mark.parametrize("size", [None, 32])
+def test_the_encoder_has_the_size_of_the_large_crops(root, tmp_path, size):
+    plan = plan_of(root, max_steps=1, data={"image_size": size, "in_memory": True})
 
-    path = plan.run(tmp_path, device="cpu")
-
-    size = data_size or 16
-    assert load_encoder(str(path)).native_size == (size, size)
+    assert load_encoder(str(plan.run(tmp_path, device="cpu"))).native_size == (size or 16,) * 2
 
 
-def test_a_skipless_encoder_trains_in_bfloat16_too(album, tmp_path):
+def test_a_skipless_encoder_trains_in_bfloat16_too(root, tmp_path):
+    model = replace(TINY, skip_attention=False, skip_mlp=False)
     for precision in ("float32", "bfloat16"):
-        plan = tiny(album, skip=False, max_steps=2, precision=precision)
+        plan = plan_of(root, model=model, max_steps=2, precision=precision)
         plan.run(tmp_path / precision, device="cpu")
 
     high, low = (log_rows(tmp_path / name)[0]["loss"] for name in ("float32", "bfloat16"))
@@ -371,8 +296,8 @@ def test_the_yaml_files_say_what_the_dataclasses_default_to(objective):
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does(album, tmp_path):
-    plan = tiny(album, batch_size=4)
+def test_two_processes_learn_what_one_does(root, tmp_path):
+    plan = plan_of(root, batch_size=4)
     plan.run(tmp_path / "one", device="cpu")
     config = tmp_path / "one" / "config.yaml"
     script = (
@@ -387,7 +312,7 @@ def test_two_processes_learn_what_one_does(album, tmp_path):
     arguments = [str(tmp_path / "script.py"), str(config), str(tmp_path / "two")]
     subprocess.run([*command, *arguments], check=True, cwd=Path(__file__).parents[2])
 
-    one, two = (load_state(tmp_path / n, CPU)[0]["learner"] for n in ("one", "two"))
+    one, two = (state_of(tmp_path / name)["learner"] for name in ("one", "two"))
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=1e-4, rtol=1e-3, msg=name)
     losses = [[row["loss"] for row in log_rows(tmp_path / name)] for name in ("one", "two")]
@@ -395,8 +320,8 @@ def test_two_processes_learn_what_one_does(album, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_learns_what_an_eager_one_does(album, tmp_path):
-    plan = tiny(album, max_steps=3)
+def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path):
+    plan = plan_of(root, max_steps=3)
     plan.run(tmp_path / "eager", device="cpu")
     compiled = replace(plan, train=replace(plan.train, compile=True))
 
@@ -422,3 +347,47 @@ def test_an_archive_in_place_of_a_folder_is_refused_with_what_unpacks_it(
 
     assert f"expected a folder, got the archive train.{kind}" in said
     assert f"unpack it: {command} train.{kind}" in said
+
+
+NO_FORM = (
+    "upsample_bicubic2d_backward_out_cuda does not have a deterministic implementation, but you "
+    "set 'torch.use_deterministic_algorithms(True)'. You can turn off determinism"
+)
+
+
+def test_what_cublas_and_torch_need_is_set_as_long_as_the_run_lasts(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with deterministic(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with deterministic(True):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with pytest.raises(RuntimeError, match="shapes"), deterministic(True):
+        raise RuntimeError("shapes do not fit")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with deterministic(True):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_run_is_deterministic_from_its_first_step_and_refuses_what_cannot_be(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen, usual = [], Trainer.take_step
+
+    def step(self, number, parts):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        if number == 1:
+            raise RuntimeError(NO_FORM)
+        return usual(self, number, parts)
+
+    monkeypatch.setattr(Trainer, "take_step", step)
+    run = pretraining(photo_folder(tmp_path / "photos"), str(tmp_path / "run"), "train.max_steps=2")
+
+    said = fails(capsys, [*run, "train.deterministic=true"], 2)
+
+    assert seen == [True, True]
+    assert said.startswith("ssl-bench: train.deterministic=true: upsample_bicubic2d")

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,77 +15,67 @@ import pytest
 import torch
 from torch import nn
 
-from pretrain import checkpoints
-from pretrain.checkpoints import Writer, copied, copied_module, load_state
+from pretrain import checkpoints, train
+from pretrain.checkpoints import Saver, copied
 from pretrain.crops.multi import MultiCrop
-from pretrain.logging import Clock
-from pretrain.monitor import Observer
+from pretrain.lock import held
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import build_vit, load_encoder
 from ssl_bench.system.files import sha256_of
+from tests.pretrain.plans import TINY, state_of
 from tests.support.faults import (
-    TINY,
     class_folders,
     exit_code,
     fails,
     fork,
-    photo_folder,
     pretraining,
 )
-from tests.support.runs import log_rows
+from tests.support.runs import flat, log_rows
 
-CPU = torch.device("cpu")
 # Four pictures, two a step: saved after steps 2, 4 and 6.
 EVERY_EPOCH = "train.checkpoint_epochs=1"
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    photo_folder(tmp_path / "photos")
-    return tmp_path
+@pytest.fixture
+def saver(tmp_path) -> Iterator[Saver]:
+    with held(tmp_path / "run") as hold:
+        yield Saver(tmp_path / "run", hold)
 
 
-class Gate:
-    """Work that takes until it is let go."""
+def test_one_is_written_at_a_time_and_the_newest_of_a_name_replaces_what_waits(saver):
+    entered, opened, done = threading.Event(), threading.Event(), []
 
-    def __init__(self) -> None:
-        self.entered, self.open = threading.Event(), threading.Event()
+    def gate() -> None:
+        entered.set()
+        assert opened.wait(10)
 
-    def __call__(self) -> None:
-        self.entered.set()
-        assert self.open.wait(10)
-
-
-def test_one_is_written_at_a_time_and_the_newest_of_a_name_replaces_what_waits():
-    writer, gate, done = Writer(), Gate(), []
-    writer.write("state", gate)
-    assert gate.entered.wait(10)
+    saver.write("state", gate)
+    assert entered.wait(10)
     for number in range(3):
-        writer.write("state", lambda number=number: done.append(number))
-        writer.write(f"epoch{number}", lambda number=number: done.append(f"epoch{number}"))
+        saver.write("state", lambda number=number: done.append(number))
+        saver.write(f"epoch{number}", lambda number=number: done.append(f"epoch{number}"))
     assert done == []
 
-    gate.open.set()
-    writer.wait()
+    opened.set()
+    saver.wait()
 
     assert done == ["epoch0", "epoch1", 2, "epoch2"]
 
 
-def test_an_error_is_raised_once_where_somebody_looks_and_the_next_is_written():
-    writer, done = Writer(), []
+def test_an_error_is_raised_once_where_somebody_looks_and_the_next_is_written(saver):
+    done = []
 
     def full() -> None:
         raise OSError(28, "No space left on device")
 
-    writer.write("state", full)
-    writer.write("encoder", lambda: done.append(1))
+    saver.write("state", full)
+    saver.write("encoder", lambda: done.append(1))
     with pytest.raises(OSError, match="No space left"):
-        writer.wait()
+        saver.wait()
 
-    writer.check()
-    writer.write("state", lambda: done.append(2))
-    writer.close()
+    saver.check()
+    saver.write("state", lambda: done.append(2))
+    saver.close()
     assert done == [1, 2]
 
 
@@ -112,29 +103,13 @@ def test_a_copied_encoder_has_its_weights_and_buffers_and_none_of_the_original()
     model.register_buffer("seen", torch.ones(2), persistent=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
-    found = copied_module(model)
+    found = copied(model, [*model.parameters(), *model.buffers()])
     for value in [*model.parameters(), *model.buffers()]:
         nn.init.zeros_(value)
 
     assert found.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in found.state_dict().items())
     assert found.get_buffer("seen").tolist() == [1, 1]
-
-
-def leaves(value, prefix="") -> dict:
-    if isinstance(value, dict):
-        return {k: v for key in value for k, v in leaves(value[key], f"{prefix}/{key}").items()}
-    if isinstance(value, list | tuple):
-        return leaves(dict(enumerate(value)), prefix)
-    return {prefix: value}
-
-
-def same(one: dict, other: dict) -> bool:
-    first, second = leaves(one), leaves(other)
-    return first.keys() == second.keys() and all(
-        torch.equal(v, second[k]) if isinstance(v, torch.Tensor) else v == second[k]
-        for k, v in first.items()
-    )
 
 
 def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monkeypatch):
@@ -167,8 +142,11 @@ def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monk
     stopped = pretraining(place / "photos", "two", *words, "train.max_minutes=0.0")
     assert main(stopped) == 0
     assert main([*stopped, "--resume"]) == 0
-    one, other = (load_state(place / name, CPU)[0] for name in ("second", "two"))
-    assert all(same(one[part], other[part]) for part in ("step", "learner", "optimizer"))
+    one, other = (flat(state_of(place / name)) for name in ("second", "two"))
+    for key, value in one.items():
+        if key.startswith(("/step", "/learner", "/optimizer")):
+            is_tensor = isinstance(value, torch.Tensor)
+            assert torch.equal(value, other[key]) if is_tensor else value == other[key], key
 
 
 @pytest.mark.slow
@@ -189,7 +167,7 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_state_before(plac
     assert exit_code(fork(killed, stderr=place / "said")) == -signal.SIGKILL
 
     assert list((place / "run").glob(".ssl-bench-*.tmp"))
-    assert load_state(place / "run", CPU)[0]["step"] == 2
+    assert state_of(place / "run")["step"] == 2
     load_encoder("run")
     assert main([*run, "--resume"]) == 0
     assert not list((place / "run").glob(".ssl-bench-*.tmp"))
@@ -225,14 +203,16 @@ def test_a_disk_that_is_full_in_the_middle_ends_the_run_with_the_message_it_had(
     assert "cannot write" in said
     assert "No space left on device; free space or choose another folder" in said
     assert len(log_rows("run")) == 5
-    assert load_state(place / "run", CPU)[0]["step"] == 2
+    assert state_of(place / "run")["step"] == 2
 
 
 @pytest.mark.slow
 def test_a_process_that_ends_waits_for_what_it_writes(place):
     code = (
-        "import time; from pathlib import Path; from pretrain.checkpoints import Writer\n"
-        "Writer().write('file', lambda: (time.sleep(0.5), Path('written').touch()))"
+        "import time; from pathlib import Path; from pretrain.checkpoints import Saver\n"
+        "from pretrain.lock import Hold; Path('holder').touch()\n"
+        "saver = Saver(Path(), Hold(Path('holder')))\n"
+        "saver.write('file', lambda: (time.sleep(0.5), Path('written').touch()))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
@@ -266,23 +246,18 @@ def test_encoders_of_all_epochs_are_kept_however_slow_the_disk(place, capsys, mo
         load_encoder(f"run/epoch{epoch:04d}.safetensors")
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.2])
-def test_a_monitor_that_takes_long_is_mentioned(place, capsys, monkeypatch, seconds):
-    usual = Observer.measures
-
-    def slow(self, step):
-        found = usual(self, step)
-        if found:
-            time.sleep(seconds)
-        return found
-
+@pytest.mark.parametrize(
+    ("seconds", "share", "mentions"), [(0.0, 0.0, 1), (60.0, 0.0, 0), (0.0, 1e6, 0)]
+)
+def test_a_monitor_that_takes_long_is_mentioned(
+    place, capsys, monkeypatch, seconds, share, mentions
+):
+    monkeypatch.setattr(train, "_MONITOR_SECONDS", seconds)
+    monkeypatch.setattr(train, "_MONITOR_SHARE", share)
     root = class_folders(place / "classes", 2)
-    monkeypatch.setattr(Observer, "measures", slow)
-    # As if the training before had taken four seconds.
-    monkeypatch.setattr(Clock, "begin", lambda self: setattr(self, "_begun", time.monotonic() - 4))
     words = ("monitor.knn_epochs=9", f"monitor.root={root}", "monitor.neighbours=2")
     assert main(pretraining(place / "photos", "run", *words)) == 0
 
     lines = [line for line in capsys.readouterr().err.splitlines() if "the monitor took" in line]
-    assert len(lines) == (seconds > 1)
+    assert len(lines) == mentions
     assert all("s of training; monitor.train_images" in line for line in lines)

@@ -27,7 +27,7 @@ def log_rows(run: str | Path, *, timed: bool = False) -> list[dict[str, Any]]:
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Same state, log and encoder to the bit, but for the number of data workers."""
-    states = [_flat(load_state(out, CPU)[0]) for out in (one, other)]
+    states = [flat(load_state(out, CPU)[0]) for out in (one, other)]
     assert states[0].keys() == states[1].keys()
     for key, value in states[0].items():
         if isinstance(value, Tensor):
@@ -92,9 +92,9 @@ def assert_goes_on_to_the_bit(
     return path
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
-        return {k: v for key in value for k, v in _flat(value[key], f"{prefix}/{key}").items()}
+        return {k: v for key in value for k, v in flat(value[key], f"{prefix}/{key}").items()}
     if isinstance(value, list | tuple):
-        return _flat(dict(enumerate(value)), prefix)
+        return flat(dict(enumerate(value)), prefix)
     return {prefix: value}

@@ -43,14 +43,27 @@ OPTIONS = (
 )
 
 
-def break_image() -> None:
-    """The part of this process cannot be read at that step."""
-    whole = Batches.__getitem__
+def at_piece(happens: Callable[[], Any]) -> Callable[[], None]:
+    """Let something happen where this process reads its part at that step; None reads on."""
 
-    def broken(self: Batches, piece: int) -> Any:
-        return DataError("photos/3.png is cut short") if piece == AT else whole(self, piece)
+    def arrange() -> None:
+        whole = Batches.__getitem__
 
-    Batches.__getitem__ = broken
+        def meeting(self: Batches, piece: int) -> Any:
+            found = happens() if piece == AT else None
+            return whole(self, piece) if found is None else found
+
+        Batches.__getitem__ = meeting
+
+    return arrange
+
+
+def signalled(number: signal.Signals) -> Callable[[], None]:
+    return at_piece(lambda: os.kill(os.getpid(), number))
+
+
+def lose_worker() -> None:
+    raise RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed.")
 
 
 def diverge() -> None:
@@ -61,20 +74,6 @@ def diverge() -> None:
         return (value * torch.nan if step >= AT else value), report
 
     DinoLearner.loss = poisoned
-
-
-def signalled(number: signal.Signals) -> Callable[[], None]:
-    def arrange() -> None:
-        whole = Batches.__getitem__
-
-        def signalling(self: Batches, piece: int) -> Any:
-            if piece == AT:
-                os.kill(os.getpid(), number)
-            return whole(self, piece)
-
-        Batches.__getitem__ = signalling
-
-    return arrange
 
 
 def fill_disk() -> None:
@@ -88,37 +87,28 @@ def fill_disk() -> None:
     Journal.write = full
 
 
-def lose_worker() -> None:
-    whole = Batches.__getitem__
+def at_state(happens: Callable[[int], None]) -> Callable[[], None]:
+    """Let something happen where a state is written, after so many steps."""
 
-    def killed(self: Batches, piece: int) -> Any:
-        if piece == AT:
-            raise RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed.")
-        return whole(self, piece)
+    def arrange() -> None:
+        usual = checkpoints._write
 
-    Batches.__getitem__ = killed
+        def meeting(values: Any, file: Any) -> None:
+            happens(values["step"])
+            usual(values, file)
 
+        checkpoints._write = meeting
 
-def fill_disk_of_states() -> None:
-    usual = checkpoints._write
-
-    def full(values: Any, file: Any) -> None:
-        if values["step"] > AT:
-            raise OSError(28, "No space left on device")
-        usual(values, file)
-
-    checkpoints._write = full
+    return arrange
 
 
-def slow_disk() -> None:
-    usual = checkpoints._write
+def fill_disk_of_states(step: int) -> None:
+    if step > AT:
+        raise OSError(28, "No space left on device")
 
-    def slow(values: Any, file: Any) -> None:
-        if values["step"] < AT:
-            time.sleep(PAUSE)
-        usual(values, file)
 
-    checkpoints._write = slow
+def slow_disk(step: int) -> None:
+    time.sleep(PAUSE * (step < AT))
 
 
 def slow_monitor() -> None:
@@ -152,19 +142,19 @@ def hide_images() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "image": break_image,
+    "image": at_piece(lambda: DataError("photos/3.png is cut short")),
     "loss": diverge,
     "SIGTERM": signalled(signal.SIGTERM),
     "SIGHUP": signalled(signal.SIGHUP),
     "SIGUSR1": signalled(signal.SIGUSR1),
     "SIGINT": signalled(signal.SIGINT),
     "disk": fill_disk,
-    "worker": lose_worker,
+    "worker": at_piece(lose_worker),
     "images": hide_images,
     "skipped": lose_image,
     "taken": lambda: None,
-    "states": fill_disk_of_states,
-    "slow disk": slow_disk,
+    "states": at_state(fill_disk_of_states),
+    "slow disk": at_state(slow_disk),
     "slow monitor": slow_monitor,
     "slower monitor": slow_monitor,
 }

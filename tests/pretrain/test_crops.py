@@ -1,0 +1,815 @@
+"""Crops and looks: what happens to images, in which order, drawn from what.
+
+The operations of a batch are torchvision's; RandAugment's are timm's pixel by pixel, and what
+erasing and mixing leave, and how often, is what timm does.
+"""
+
+import math
+import random
+from dataclasses import fields, replace
+from functools import cache
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import timm.data.mixup
+import timm.data.random_erasing
+import torch
+import torchvision.transforms.v2.functional as tvf
+from PIL import Image, ImageOps
+from scipy.stats import norm, uniform
+from timm.data.auto_augment import AugmentOp, rand_augment_transform
+from timm.data.mixup import Mixup, cutmix_bbox_and_lam
+from timm.data.random_erasing import RandomErasing
+from timm.data.transforms_factory import create_transform
+from timm.loss.cross_entropy import SoftTargetCrossEntropy
+from torch import Tensor
+from torchvision.transforms import RandomResizedCrop, functional
+
+from pretrain.crops.augmentation import (
+    BRIGHTNESS,
+    CONTRAST,
+    HUE,
+    SATURATION,
+    AugmentationParams,
+    apply_looks,
+    blend,
+    blur,
+    greyscale,
+    normalise,
+    shift_hue,
+    solarize,
+)
+from pretrain.crops.multi import MultiCrop
+from pretrain.crops.plain import PlainCrop, crop, draw_boxes
+from pretrain.crops.single import (
+    OPERATIONS,
+    Mixture,
+    SingleCrop,
+    amount,
+    apply_operations,
+    draw_mixture,
+    draw_operations,
+    draw_rectangle,
+    draw_square,
+    erase,
+    mix,
+)
+from pretrain.objectives.supervised import Supervised
+from pretrain.options import DataOptions
+from pretrain.schedules import Timeline
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD
+from tests.pretrain.plans import CPU, TINY
+from tests.support.draws import alike, as_frequent, follows
+
+ADJUST = {
+    BRIGHTNESS: tvf.adjust_brightness,
+    CONTRAST: tvf.adjust_contrast,
+    SATURATION: tvf.adjust_saturation,
+    HUE: tvf.adjust_hue,
+}
+
+
+def pictures(count, height=20, width=28, seed=0):
+    """Smooth random colours with a grey patch, where hue has no meaning."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(count, 3, 5, 7, generator=generator)
+    images = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bilinear")
+    images[:, :, :4, :4] = 0.3
+    return images
+
+
+def bytes_of(count, height, width, seed=0):
+    images = (pictures(count, height, width, seed) * 255).byte().permute(0, 2, 3, 1)
+    return [image.numpy().copy() for image in images]
+
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("kind", [BRIGHTNESS, CONTRAST, SATURATION])
+def test_each_view_gets_the_torchvision_adjustment_with_its_own_factor(kind):
+    images, factors = pictures(3), torch.tensor([0.6, 1.0, 1.4])
+
+    ours = blend(images, torch.full((3,), kind), factors)
+
+    for image, factor, result in zip(images, factors.tolist(), ours, strict=True):
+        torch.testing.assert_close(result, ADJUST[kind](image, factor), atol=2e-6, rtol=0)
+
+
+def test_hue_turns_as_in_torchvision_and_a_full_turn_changes_nothing():
+    images, shifts = pictures(4), torch.tensor([-0.5, -0.07, 0.1, 0.5])
+
+    ours = shift_hue(images, shifts)
+
+    for image, shift, result in zip(images, shifts.tolist(), ours, strict=True):
+        torch.testing.assert_close(result, tvf.adjust_hue(image, shift), atol=2e-6, rtol=0)
+    torch.testing.assert_close(shift_hue(images, torch.ones(4)), images, atol=1e-5, rtol=0)
+
+
+def test_grey_and_solarize_equal_torchvision():
+    images = pictures(2)
+    images[0, 0, 9] = 0.25
+
+    torch.testing.assert_close(greyscale(images), tvf.rgb_to_grayscale(images), atol=1e-6, rtol=0)
+    torch.testing.assert_close(solarize(images, 0.25), tvf.solarize(images, 0.25), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("height", [13, 20])
+def test_each_view_is_blurred_with_its_own_sigma_and_mirrored_at_the_border(height):
+    images, sigmas = pictures(3, height=height), torch.tensor([0.1, 0.8, 2.0])
+
+    ours = blur(images, sigmas)
+
+    for image, sigma, result in zip(images, sigmas.tolist(), ours, strict=True):
+        reference = tvf.gaussian_blur(image, [25, 25], [sigma, sigma])
+        torch.testing.assert_close(result, reference, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_a_batch_of_mixed_looks_equals_torchvision_image_by_image(device):
+    pixels = (pictures(6) * 255).byte()
+    looks = draw(MultiCrop(blur_sigma=(0.5, 1.5), grey_probability=0.4), images=1, views=6)
+    looks = replace(looks, solarize=torch.tensor([True, False] * 3))
+
+    ours = apply_looks(pixels.to(device), looks, solarize_threshold=0.5).cpu()
+
+    assert 0 < looks.grey.sum() < 6 or 0 < looks.jitter.sum() < 6
+    for view in range(6):
+        reference = one_by_one(pixels[view], looks, view)
+        torch.testing.assert_close(ours[view], reference, atol=5e-5, rtol=0)
+
+
+def one_by_one(pixels, looks, view):
+    image = pixels.float() / 255
+    image = image.flip(-1) if looks.flip[view] else image
+    if looks.jitter[view]:
+        for kind in looks.order[view].tolist():
+            image = ADJUST[kind](image, looks.factors[view, kind].item())
+    image = tvf.rgb_to_grayscale(image, 3) if looks.grey[view] else image
+    if sigma := looks.blur_sigma[view].item():
+        image = tvf.gaussian_blur(image, [25, 25], [sigma, sigma])
+    image = tvf.solarize(image, 0.5) if looks.solarize[view] else image
+    return tvf.normalize(image, list(IMAGENET_MEAN), list(IMAGENET_STD))
+
+
+def test_pixels_travel_side_by_side_and_are_changed_plane_by_plane():
+    samples = [Sample("", image) for image in bytes_of(3, 30, 40)]
+    generators = [np.random.default_rng(seed) for seed in range(3)]
+
+    large, _ = MultiCrop(num_locals=2).cut(samples, generators, (24, 16))
+    ours = apply_looks(large.pixels, large.looks, solarize_threshold=0.5)
+
+    assert large.pixels.is_contiguous(memory_format=torch.channels_last)
+    assert ours.is_contiguous()
+    plain = apply_looks(large.pixels.contiguous(), large.looks, solarize_threshold=0.5)
+    assert torch.equal(ours, plain)
+
+
+def draw(crops, *, images, views=10):
+    """AugmentationParams of many images, [images * views], image by image."""
+    crops = replace(crops, num_locals=views - 2)
+    generators = [np.random.default_rng(seed) for seed in range(images)]
+    _, looks = crops.draw(generators, np.full((images, 2), 99))
+    by_view = {
+        f.name: getattr(looks, f.name).unflatten(0, (views, images))
+        for f in fields(AugmentationParams)
+    }
+    return AugmentationParams(
+        **{name: part.transpose(0, 1).flatten(0, 1) for name, part in by_view.items()}
+    )
+
+
+def test_looks_are_drawn_with_the_official_probabilities_and_ranges():
+    looks = draw(MultiCrop(), images=1500)
+    by_view = {
+        f.name: getattr(looks, f.name).float().unflatten(0, (1500, 10))
+        for f in fields(AugmentationParams)
+    }
+    shares = {name: values.mean(0) for name, values in by_view.items()}
+
+    assert shares["flip"].mean() == pytest.approx(0.5, abs=0.015)
+    assert shares["jitter"].mean() == pytest.approx(0.8, abs=0.015)
+    assert shares["grey"].mean() == pytest.approx(0.2, abs=0.015)
+    assert shares["solarize"].tolist() == pytest.approx([0, 0.2, *[0] * 8], abs=0.04)
+    blurred = (by_view["blur_sigma"] > 0).float().mean(0)
+    assert blurred.tolist() == pytest.approx([1, 0.1, *[0.5] * 8], abs=0.05)
+    sigma = looks.blur_sigma[looks.blur_sigma > 0]
+    assert (sigma.min() >= 0.1, sigma.max() <= 2.0) == (True, True)
+    assert sigma.mean() == pytest.approx(1.05, abs=0.03)
+
+
+def test_jitter_strengths_are_uniform_and_every_order_is_as_likely():
+    looks = draw(MultiCrop(), images=1500)
+
+    spread = torch.tensor([0.8, 0.8, 0.4, 0.2]) / 12**0.5
+    torch.testing.assert_close(looks.factors.std(0), spread, rtol=0.03, atol=0)
+    torch.testing.assert_close(
+        looks.factors.mean(0), torch.tensor([1.0, 1.0, 1.0, 0.0]), rtol=0, atol=0.01
+    )
+    ranks = looks.order @ torch.tensor([64, 16, 4, 1])
+    counts = ranks.unique(return_counts=True)[1] / len(ranks)
+    assert len(counts) == 24
+    assert (counts - 1 / 24).abs().max() < 0.008
+
+
+def test_boxes_cover_the_asked_share_of_the_image_at_the_asked_ratio():
+    scales = np.array([[0.4, 1.0], [0.05, 0.4]] * 2000)
+
+    boxes = draw_boxes(np.random.default_rng(0), (300, 400), scales, (3 / 4, 4 / 3))
+
+    top, left, height, width = boxes.T
+    area, ratio = height * width / (300 * 400), width / height
+    assert (np.all(top + height <= 300), np.all(left + width <= 400)) == (True, True)
+    assert (top.min(), left.min()) == (0, 0)
+    assert (area[0::2].min() > 0.398, area[1::2].min() > 0.048) == (True, True)
+    assert area[1::2].max() < 0.41
+    assert area[1::2].mean() == pytest.approx(0.225, abs=0.01)
+    assert (ratio.min() > 0.73, ratio.max() < 1.36) == (True, True)
+    assert np.log(ratio[1::2]).mean() == pytest.approx(0, abs=0.01)
+    top, left, height, width = boxes[1::2].T
+    drawn = [top / (300 - height), left / (400 - width), area[1::2], ratio[1::2]]
+    assert np.abs(np.corrcoef(drawn) - np.eye(4)).max() < 0.08
+
+
+def test_corners_are_as_frequent_as_those_of_torchvision():
+    # A quarter of 6 x 8 pixels at a ratio of 1: always 3 x 3, at 4 x 6 places.
+    scales = np.array([[3 / 16, 3 / 16]] * 4800)
+    ours = draw_boxes(np.random.default_rng(0), (6, 8), scales, (1.0, 1.0))
+    torch.manual_seed(0)
+    image = torch.empty(3, 6, 8)
+    theirs = [
+        RandomResizedCrop.get_params(image, [3 / 16, 3 / 16], [1.0, 1.0]) for _ in range(4800)
+    ]
+
+    counts = []
+    for boxes in (ours, np.array(theirs)):
+        assert (boxes[:, 2:] == 3).all()
+        counts.append(np.bincount(6 * boxes[:, 0] + boxes[:, 1], minlength=24))
+
+    assert (counts[0] > 0).all()
+    assert as_frequent(*counts)
+
+
+@pytest.mark.parametrize(("size", "box"), [((10, 90), (0, 38, 10, 13)), ((90, 9), (39, 0, 12, 9))])
+def test_a_picture_too_long_for_any_box_gives_its_center(size, box):
+    scales = np.array([[0.9, 1.0]])
+
+    boxes = draw_boxes(np.random.default_rng(0), size, scales, (3 / 4, 4 / 3))
+
+    assert tuple(boxes[0]) == box
+
+
+def test_a_crop_is_what_pil_cuts_out_and_resizes():
+    (image,) = bytes_of(1, 90, 120)
+
+    ours = crop(torch.from_numpy(image), np.array([10, 30, 60, 50]), 24)
+
+    pil = Image.fromarray(image[10:70, 30:80]).resize((24, 24), Image.Resampling.BICUBIC)
+    difference = ours.permute(1, 2, 0).int() - torch.from_numpy(np.array(pil)).int()
+    assert difference.abs().max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("image_size", "patch_size", "sizes"),
+    [(224, 16, (224, 96)), (64, 8, (64, 24)), (96, 16, (96, 48)), (32, 16, (32, 16))],
+)
+def test_small_crops_keep_their_share_in_whole_patches(image_size, patch_size, sizes):
+    assert MultiCrop().sizes(image_size, patch_size) == sizes
+    assert MultiCrop(num_locals=0).sizes(image_size, patch_size) == (image_size,)
+
+
+DRAWS = 4000
+PLAIN = SingleCrop(scale=(1.0, 1.0), aspect_ratio=(1.0, 1.0), flip_probability=0.0, num_ops=0)
+
+
+def samples(count, size=12, seed=0):
+    generator = np.random.default_rng(seed)
+    shape = (count, size, size, 3)
+    images = generator.integers(0, 256, shape, dtype=np.uint8)
+    return [Sample(str(i), image, label=i % 3) for i, image in enumerate(images)]
+
+
+def cut(crops, some, *, size=12, seed=0):
+    return crops.cut(some, [np.random.default_rng((seed, i)) for i in range(len(some))], [size])
+
+
+def normalised(pixels):
+    return tvf.normalize(pixels, list(IMAGENET_MEAN), list(IMAGENET_STD))
+
+
+def test_an_image_that_nothing_happens_to_is_only_normalised():
+    some = samples(3)
+
+    images, labels, own_share = PLAIN.finish(cut(PLAIN, some), CPU)
+
+    pixels = torch.from_numpy(np.stack([s.image for s in some])).float() / 255
+    expected = normalised(pixels.permute(0, 3, 1, 2))
+    torch.testing.assert_close(images, expected, atol=1e-6, rtol=1e-6)
+    assert (labels.tolist(), own_share.item()) == ([0, 1, 2], 1.0)
+
+
+def test_half_of_the_images_are_mirrored():
+    flipping, some = replace(PLAIN, flip_probability=0.5), samples(1) * 200
+
+    pixels = cut(flipping, some).pixels
+
+    original = torch.from_numpy(some[0].image).permute(2, 0, 1)
+    is_mirrored = [torch.equal(p, original.flip(-1)) for p in pixels]
+    assert all(torch.equal(p, original) or m for p, m in zip(pixels, is_mirrored, strict=True))
+    assert 70 < sum(is_mirrored) < 130
+
+
+def test_rand_augment_changes_pixels_by_the_sample_alone():
+    augmenting, some = replace(PLAIN, num_ops=2), samples(4)
+    state = torch.get_rng_state()
+
+    part = cut(augmenting, some)
+
+    assert torch.equal(state, torch.get_rng_state())
+    alone = augmenting.cut(some[2:3], [np.random.default_rng((0, 2))], [12])
+    assert torch.equal(part.pixels[2], alone.pixels[0])
+    plain = cut(PLAIN, some).pixels
+    assert not torch.equal(part.pixels, plain)
+    assert torch.equal(cut(augmenting, some).pixels, part.pixels)
+    assert not torch.equal(cut(augmenting, some, seed=1).pixels, part.pixels)
+
+
+@pytest.mark.parametrize("order", [*permutations((BRIGHTNESS, CONTRAST, SATURATION))])
+def test_colours_change_as_by_torchvision_in_the_order_drawn(order):
+    jittering, some = replace(PLAIN, color_jitter=0.4), samples(1)
+    factors = (1.3, 0.65, 1.4)
+    part = replace(
+        cut(jittering, some), order=torch.tensor([order]), factors=torch.tensor([factors])
+    )
+
+    images, _, _ = jittering.finish(part, CPU)
+
+    adjust = (
+        functional.adjust_brightness,
+        functional.adjust_contrast,
+        functional.adjust_saturation,
+    )
+    exact, picture = part.pixels.float() / 255, Image.fromarray(some[0].image)
+    for kind in order:
+        exact = adjust[kind](exact, factors[kind])
+        picture = adjust[kind](picture, factors[kind])
+    torch.testing.assert_close(images, normalised(exact), atol=1e-5, rtol=1e-5)
+    # Pillow drops what is behind the point after each of the three, times up to 1.4.
+    rounded = functional.to_tensor(picture)
+    assert 255 * (exact[0] - rounded).abs().max() < 1.4**2 + 1.4 + 1 + 1
+
+
+def test_strengths_of_colours_are_uniform_and_all_orders_equally_frequent():
+    part = cut(replace(PLAIN, color_jitter=0.4), samples(1, size=2) * 1200, size=2)
+
+    counts = torch.unique(part.order, dim=0, return_counts=True)[1]
+    assert len(counts) == 6
+    assert counts.tolist() == pytest.approx([200] * 6, abs=5 * 13)  # of a deviation of 13
+    for kind in (BRIGHTNESS, CONTRAST, SATURATION):
+        assert follows((part.factors[:, kind].numpy() - 0.6) / 0.8, uniform.cdf)
+    assert cut(replace(PLAIN, color_jitter=1.5), samples(9)).factors.min() >= 0
+
+
+def test_cutout_hides_the_square_that_was_drawn():
+    cutout, some = replace(PLAIN, cutout=3), samples(2)
+    part = replace(cut(cutout, some), hidden=torch.tensor([[0, 3, 1, 4], [10, 13, -1, 2]]))
+
+    before, after = (crops.finish(part, CPU)[0] for crops in (PLAIN, cutout))
+
+    hidden = torch.zeros(2, 12, 12, dtype=torch.bool)
+    hidden[0, 0:3, 1:4] = hidden[1, 10:, :2] = True
+    assert torch.equal((after == 0).all(1), hidden)
+    kept = ~hidden[:, None].expand_as(after)
+    assert torch.equal(after[kept], before[kept])
+    sides = cut(cutout, some).hidden.view(2, 2, 2).diff()
+    assert (sides == 3).all()
+
+
+def test_images_are_erased_after_normalising_and_mixed_after_erasing():
+    part = cut(replace(PLAIN, erasing_probability=1.0, mixup=1.0), samples(4))
+    assert (part.erased[:, 1] > 0).all()
+    assert part.mixture.own_share < 1
+
+    images, _, own_share = PLAIN.finish(part, CPU)
+
+    alone, _, _ = PLAIN.finish(replace(part, erased=0 * part.erased, mixture=Mixture()), CPU)
+    expected = mix(erase(alone, part.erased, part.noise_seed), part.mixture)
+    assert torch.equal(images, expected)
+    assert own_share.item() == pytest.approx(part.mixture.own_share)
+
+
+def posterized(image, bits):
+    """Its highest bits; Pillow's own function refuses to keep none."""
+    return Image.fromarray(np.array(image) & np.uint8(256 - 2 ** (8 - bits)))
+
+
+def test_images_of_a_whole_recipe_are_distributed_as_those_of_timm(monkeypatch):
+    count, image = 700, np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    picture = Image.fromarray(image).resize((48, 36), Image.Resampling.BICUBIC)
+    recipe: Any = {"auto_augment": "rand-m9-mstd0.5-inc1", "interpolation": "bicubic"}
+    erasing: Any = {"re_prob": 0.25, "re_mode": "pixel"}
+    transform: Any = create_transform(24, is_training=True, color_jitter=0.4, **recipe, **erasing)
+    monkeypatch.setattr(ImageOps, "posterize", posterized)
+    random.seed(0)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    theirs = torch.stack([transform(picture) for _ in range(count)])
+
+    crops, some = SingleCrop(erasing_probability=0.25), [Sample("", np.array(picture), label=0)]
+    ours, _, _ = crops.finish(cut(crops, some * count, size=24), CPU)
+
+    for measure in (torch.mean, torch.std, torch.amax, torch.amin):
+        assert alike(*(measure(images, dim=(1, 2, 3)) for images in (ours, theirs)))
+    edges = (images.diff(dim=3).abs().mean((1, 2, 3)) for images in (ours, theirs))
+    corners = (images[:, 1, 0, 0] for images in (ours, theirs))
+    assert alike(*edges)
+    assert alike(*corners)
+
+
+@pytest.mark.parametrize(
+    ("crops", "field", "value", "said"),
+    [
+        (MultiCrop, "global_scale", (0.5, 0.4), "least <= largest"),
+        (MultiCrop, "blur_probability", (1.0, 0.5), "3 of them"),
+        (MultiCrop, "num_locals", -1, "num_locals expects a whole number"),
+        (SingleCrop, "scale", (0.5, 0.4), r"crops\.scale"),
+        (SingleCrop, "num_ops", -1, r"crops\.num_ops"),
+        (SingleCrop, "magnitude", 11, r"crops\.magnitude"),
+        (SingleCrop, "color_jitter", -0.1, r"crops\.color_jitter"),
+        (SingleCrop, "cutout", -1, r"crops\.cutout"),
+        (SingleCrop, "erasing_probability", 1.1, r"crops\.erasing_probability"),
+        (SingleCrop, "mixup", -0.1, r"crops\.mixup"),
+    ],
+)
+def test_a_recipe_without_meaning_is_refused(crops, field, value, said):
+    with pytest.raises(ConfigurationError, match=said):
+        crops(**{field: value})
+
+
+def test_the_center_of_a_square_lies_anywhere_in_the_image():
+    generator = np.random.default_rng(0)
+
+    drawn = np.array([draw_square(generator, 4, 3) for _ in range(2000)])
+
+    assert (drawn[:, 1] - drawn[:, 0] == 3).all()
+    assert (drawn[:, 3] - drawn[:, 2] == 3).all()
+    centers, counts = np.unique(drawn[:, ::2] + 1, axis=0, return_counts=True)
+    assert centers.tolist() == [[row, col] for row in range(4) for col in range(4)]
+    assert counts / 2000 == pytest.approx(np.full(16, 1 / 16), abs=0.03)
+
+
+@pytest.mark.parametrize("size", [24, 32])
+def test_erased_rectangles_are_distributed_as_those_of_timm(size, monkeypatch):
+    generator = np.random.default_rng(0)
+    ours = np.array([draw_rectangle(generator, size, 0.5) for _ in range(DRAWS)])
+    monkeypatch.setattr(
+        timm.data.random_erasing, "_get_pixels", lambda *args, **_: torch.ones(args[2])
+    )
+    random.seed(0)
+    theirs = np.array([edges_of_timm(RandomErasing(0.5, mode="pixel"), size) for _ in range(DRAWS)])
+
+    some = [drawn[drawn[:, 1] > 0] for drawn in (ours, theirs)]
+    assert as_frequent(*([len(s), DRAWS - len(s)] for s in some))
+    measures = [
+        lambda s: s[:, 0],
+        lambda s: s[:, 2],
+        lambda s: s[:, 1] - s[:, 0],
+        lambda s: s[:, 3] - s[:, 2],
+        lambda s: (s[:, 1] - s[:, 0]) * (s[:, 3] - s[:, 2]),
+        lambda s: (s[:, 1] - s[:, 0]) / (s[:, 3] - s[:, 2]),
+        lambda s: size - s[:, 1],
+        lambda s: size - s[:, 3],
+    ]
+    for measure in measures:
+        assert alike(*(measure(s) for s in some))
+
+
+def edges_of_timm(erasing, size):
+    """Edges of what it takes; zeros if it takes nothing."""
+    taken = erasing(torch.zeros(1, size, size))[0].nonzero()
+    if not len(taken):
+        return [0, 0, 0, 0]
+    (top, left), (bottom, right) = taken.amin(0).tolist(), (taken.amax(0) + 1).tolist()
+    return [top, bottom, left, right]
+
+
+class Scripted(np.random.Generator):
+    """Says beforehand which shares of the area and logarithms of the ratio it will draw."""
+
+    def __init__(self, *numbers):
+        super().__init__(np.random.PCG64(0))
+        self.numbers = list(numbers)
+
+    def uniform(self, *_: Any, **__: Any) -> Any:
+        return self.numbers.pop(0)
+
+
+def test_a_rectangle_as_high_as_the_image_is_drawn_again_nine_times():
+    as_high, fitting = (0.3, math.log(1 / 0.3)), (0.25, 0.0)
+
+    tenth = draw_rectangle(Scripted(*as_high * 9, *fitting), 20, 1.0)
+    given_up = draw_rectangle(Scripted(*as_high * 10), 20, 1.0)
+
+    assert (tenth[1] - tenth[0], tenth[3] - tenth[2]) == (10, 10)
+    assert not given_up.any()
+
+
+def test_noise_is_standard_normal_and_stays_in_its_rectangle():
+    images, state = torch.full((3, 3, 40, 50), 7.0), torch.get_rng_state()
+    edges = torch.tensor([(0, 40, 5, 45), (0, 0, 0, 0), (10, 30, 0, 50)])
+
+    erased, again, other = (erase(images.clone(), edges, seed) for seed in (3, 3, 2))
+
+    assert torch.equal(erased, again)
+    assert not torch.equal(erased, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    assert torch.equal(erased[1], images[1])
+    taken, expected = erased != 7, torch.zeros(3, 3, 40, 50, dtype=torch.bool)
+    expected[0, :, :, 5:45] = expected[2, :, 10:30] = True
+    assert torch.equal(taken, expected)
+    noise = erased[taken]
+    assert len(noise.unique()) > 0.99 * len(noise)  # of each pixel and channel its own
+    assert follows(noise.numpy(), norm.cdf)
+
+
+def images_of(count: int, size: int = 8) -> torch.Tensor:
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def test_an_image_is_blended_with_the_one_at_its_place_from_the_end():
+    images = images_of(3)
+
+    mixed = mix(images.clone(), Mixture(0.75))
+
+    for own, other in ((0, 2), (1, 1), (2, 0)):
+        expected = 0.75 * images[own] + 0.25 * images[other]
+        torch.testing.assert_close(mixed[own], expected)
+
+
+@pytest.mark.parametrize("mixture", [Mixture(), Mixture(0.3), Mixture(1 - 12 / 64, (1, 5, 0, 3))])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_mixed_images_and_their_loss_are_those_of_timm(mixture, smoothing, monkeypatch):
+    drawn = (mixture.own_share if mixture.box is None else 0.5, mixture.box is not None)
+    monkeypatch.setattr(Mixup, "_params_per_batch", lambda _: drawn)
+    monkeypatch.setattr(timm.data.mixup, "rand_bbox", lambda *_, **__: mixture.box)
+    labels = torch.tensor([0, 2, 1, 1])
+    timms = Mixup(0.8, 1.0, label_smoothing=smoothing, num_classes=3)
+    images, targets = timms(images_of(4), labels)
+    logits = images.flatten(1)[:, :3]
+
+    mixed = mix(images_of(4), mixture)
+    learner = Supervised(label_smoothing=smoothing).build(
+        TINY, Timeline(10, 5), seed=1, class_names=("a", "b", "c")
+    )
+    views = (mixed, labels, torch.tensor(mixture.own_share))
+    loss, _ = learner.loss(lambda shown: shown.flatten(1)[:, :3], views, 0)
+
+    torch.testing.assert_close(mixed, images)
+    torch.testing.assert_close(loss, SoftTargetCrossEntropy()(logits, targets))
+
+
+RECIPES_OF_MIXING = [
+    {"mixup": 0.8, "cutmix": 1.0, "probability": 1.0, "switch_probability": 0.5},
+    {"mixup": 0.2, "cutmix": 1.0, "probability": 0.5, "switch_probability": 0.7},
+    {"mixup": 0.8, "cutmix": 0.0, "probability": 1.0, "switch_probability": 0.5},
+    {"mixup": 0.0, "cutmix": 0.4, "probability": 0.9, "switch_probability": 0.5},
+]
+
+
+def own_shares(drawn: list[Mixture], *, in_box: bool) -> list[float]:
+    mixed = [one for one in drawn if one != Mixture()]
+    return [one.own_share for one in mixed if (one.box is not None) == in_box]
+
+
+@pytest.mark.parametrize("options", RECIPES_OF_MIXING)
+def test_mixtures_are_distributed_as_those_of_timm(options):
+    size, generator = 24, np.random.default_rng(0)
+    ours = [draw_mixture(generator, size, **options) for _ in range(DRAWS)]
+    timms = Mixup(
+        options["mixup"],
+        options["cutmix"],
+        None,
+        options["probability"],
+        options["switch_probability"],
+    )
+    np.random.seed(0)
+    theirs = [mixture_of_timm(timms, size) for _ in range(DRAWS)]
+
+    counts = (
+        [d.count(Mixture()), *(len(own_shares(d, in_box=box)) for box in (True, False))]
+        for d in (ours, theirs)
+    )
+    assert as_frequent(*counts)
+    for in_box in (True, False):
+        one, other = (own_shares(drawn, in_box=in_box) for drawn in (ours, theirs))
+        assert not one or alike(one, other)
+    edges = (zip(*(m.box for m in drawn if m.box), strict=True) for drawn in (ours, theirs))
+    assert all(alike(one, other) for one, other in zip(*edges, strict=True))
+
+
+def mixture_of_timm(mixup, size):
+    own_share, in_box = mixup._params_per_batch()
+    if not in_box:
+        return Mixture(float(own_share))
+    edges, own_share = cutmix_bbox_and_lam((3, size, size), own_share)
+    top, bottom, left, right = map(int, edges)
+    return Mixture(float(own_share), (top, bottom, left, right))
+
+
+def test_the_own_share_is_what_the_box_leaves_of_the_image():
+    generator, boxes = np.random.default_rng(1), RECIPES_OF_MIXING[3]
+    boxes = {**boxes, "cutmix": 1.0, "probability": 1.0}
+
+    drawn = [draw_mixture(generator, 10, **boxes) for _ in range(300)]
+
+    for mixture in drawn:
+        assert mixture.box is not None
+        top, bottom, left, right = mixture.box
+        assert 0 <= top <= bottom <= 10 >= right >= left >= 0
+        assert mixture.own_share == pytest.approx(1 - (bottom - top) * (right - left) / 100)
+    assert min(mixture.own_share for mixture in drawn) < 0.2
+
+
+def test_what_a_recipe_does_not_ask_for_does_not_happen():
+    parts = [cut(PLAIN, samples(2), seed=seed) for seed in range(40)]
+    assert all(not part.erased.any() and part.mixture == Mixture() for part in parts)
+    never = replace(PLAIN, mixup=0.8, cutmix=1.0, mix_probability=0.0)
+    assert all(cut(never, samples(2), seed=s).mixture == Mixture() for s in range(40))
+    some = SingleCrop(
+        color_jitter=0.4,
+        cutout=4,
+        erasing_probability=0.5,
+        mixup=0.8,
+        cutmix=1.0,
+        mix_probability=0.9,
+    )
+    parts = [cut(some, samples(2), seed=seed) for seed in range(40)]
+    assert 30 < sum(int((part.erased[:, 1] > 0).sum()) for part in parts) < 50
+    assert sum(part.mixture.box is not None for part in parts) > 5
+    assert sum(part.mixture == Mixture() for part in parts) in range(1, 12)
+
+
+OPTIONS = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
+RECIPE = "rand-m9-mstd0.5-inc1"
+MANY = 20_000
+
+
+def picture() -> Tensor:
+    """Slopes with noise, of few dark values, so that no operation leaves it as it is."""
+    rows, cols = np.mgrid[:20, :28]
+    noise = np.random.default_rng(0).integers(0, 40, (20, 28, 3))
+    pixels = 20 + np.stack([5 * rows, 4 * cols, 3 * (rows + cols)], axis=-1) + noise
+    return torch.from_numpy(pixels.astype(np.uint8)).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("negated", [False, True])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_leaves_the_pixels_that_timm_leaves(name, negated, monkeypatch):
+    monkeypatch.setattr(random, "random", lambda: 0.9 if negated else 0.1)
+    image = Image.fromarray(picture().permute(1, 2, 0).numpy())
+
+    # Without a bit left Pillow refuses to posterize for timm.
+    largest = 9.99 if name == "PosterizeIncreasing" else 10.0
+    for magnitude in (0.0, 0.3, 2.5, 5.0, 7.49, 9.0, 9.77, largest):
+        value = amount(name, magnitude / 10, negate=negated)
+        ours = apply_operations(picture(), [(name, value)])
+
+        timms: Any = AugmentOp(name, prob=1.0, hparams=OPTIONS)
+        timms.magnitude = magnitude
+        assert np.array_equal(ours.permute(1, 2, 0).numpy(), np.array(timms(image))), magnitude
+        assert magnitude != 9.0 or not torch.equal(ours, picture())
+
+
+def test_operations_follow_one_another():
+    both = apply_operations(picture(), [("TranslateXRel", 0.3), ("Invert", 0)])
+
+    moved = apply_operations(picture(), [("TranslateXRel", 0.3)])
+    assert torch.equal(both, 255 - moved)
+    assert apply_operations(picture(), []).equal(picture())
+    # Of which no bit is left.
+    nothing = amount("PosterizeIncreasing", 1.0, negate=False)
+    assert not apply_operations(picture(), [("PosterizeIncreasing", nothing)]).any()
+
+
+@cache
+def draws_of_ours() -> list[list[tuple[str, int | float]]]:
+    generator = np.random.default_rng(0)
+    return [draw_operations(generator, 2, 9, 0.5) for _ in range(MANY)]
+
+
+@cache
+def draws_of_timm() -> list[list[tuple[str, int | float]]]:
+    """What timm's operations are called with; none of them is carried out."""
+    augment = rand_augment_transform(RECIPE, {**OPTIONS})
+    called: list[tuple[str, int | float]] = []
+    for operation in augment.ops:
+
+        def note(image, value=0, name=operation.name, **_):
+            called.append((name, value))
+            return image
+
+        operation.aug_fn = note
+    random.seed(0)
+    np.random.seed(0)
+    draws = []
+    for _ in range(MANY):
+        augment(None)
+        draws.append(called.copy())
+        called.clear()
+    return draws
+
+
+def test_operations_are_drawn_and_applied_as_often_as_by_timm():
+    both = (draws_of_ours(), draws_of_timm())
+    names = ([name for draw in draws for name, _ in draw] for draws in both)
+    counts = [[drawn.count(name) for name in OPERATIONS] for drawn in names]
+    lengths = [[[*map(len, draws)].count(length) for length in range(3)] for draws in both]
+
+    assert as_frequent(*counts)
+    assert as_frequent(*lengths)
+    # By hand: each of 15 by two chances of a half; none, one or two of both.
+    assert np.array(counts[0]) / MANY == pytest.approx(np.full(15, 1 / 15), abs=0.008)
+    assert np.array(lengths[0]) / MANY == pytest.approx([0.25, 0.5, 0.25], abs=0.015)
+    pairs = [draw for draw in draws_of_ours() if len(draw) == 2]
+    equal = np.mean([one[0] == other[0] for one, other in pairs])
+    assert equal == pytest.approx(1 / 15, abs=0.015)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_amounts_are_distributed_as_those_of_timm(name):
+    ours, theirs = (
+        [value for draw in draws for one, value in draw if one == name]
+        for draws in (draws_of_ours(), draws_of_timm())
+    )
+
+    if name in ("AutoContrast", "Equalize", "Invert"):
+        assert len(ours) > 1000
+    else:
+        assert alike(ours, theirs)
+        assert np.unique(np.sign(ours)).tolist() == np.unique(np.sign(theirs)).tolist()
+
+
+def test_magnitudes_are_normal_and_end_at_ten():
+    shares = [a / 30 for d in draws_of_ours() for name, a in d if name == "Rotate"]
+    magnitudes = 10 * np.abs(shares)
+
+    inside = magnitudes[magnitudes < 10]
+    upmost = norm.cdf(10, 9, 0.5)
+    assert follows(inside, lambda x: norm.cdf(x, 9, 0.5) / upmost)
+    assert np.mean(magnitudes == 10) == pytest.approx(1 - upmost, abs=0.012)
+    assert np.mean(np.array(shares) < 0) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(("magnitude", "expected"), [(0, 0.0), (4, 12.0), (10, 30.0)])
+def test_without_deviation_the_magnitude_is_what_was_said(magnitude, expected):
+    generator = np.random.default_rng(0)
+
+    drawn = [d for _ in range(400) for d in draw_operations(generator, 3, magnitude, 0.0)]
+
+    assert {abs(amount) for name, amount in drawn if name == "Rotate"} == {expected}
+
+
+WHOLE: dict[str, Any] = {"scale": (1.0, 1.0), "aspect_ratio": (1.0, 1.0), "flip_probability": 0.0}
+UNCHANGED = MultiCrop(
+    global_scale=(1.0, 1.0), num_locals=0, aspect_ratio=(1.0, 1.0), jitter_probability=0.0,
+    grey_probability=0.0, blur_probability=(0.0, 0.0, 0.0), solarize_probability=(0.0, 0.0, 0.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "black", "white"),
+    [
+        (0.0, 1.0, 0.0, 1.0),
+        (0.5, 0.5, -1.0, 1.0),
+        # The usual figures of MNIST: -.1307 / .3081 and .8693 / .3081.
+        (0.1307, 0.3081, -0.42421, 2.82149),
+    ],
+)
+@pytest.mark.parametrize("crops", [SingleCrop(num_ops=0, **WHOLE), PlainCrop(**WHOLE), UNCHANGED])
+def test_black_and_white_become_what_is_counted_by_hand(crops, mean, std, black, white):
+    image = np.zeros((8, 8, 3), dtype=np.uint8)
+    image[:, 4:] = 255
+    colours = DataOptions(mean=[mean] * 3, std=[std] * 3).colours
+    # A box that has the whole image for its part, and so nothing is resized.
+    groups = crops.cut([Sample("0", image, label=0)], [np.random.default_rng(0)], [8])
+
+    views = crops.finish(groups, CPU, colours)[0]
+
+    assert views.min().item() == pytest.approx(black, abs=1e-5)
+    assert views.max().item() == pytest.approx(white, abs=1e-5)
+
+
+def test_each_channel_has_its_own():
+    images = torch.tensor([0.5, 0.5, 0.5])[None, :, None, None]
+
+    found = normalise(images, ((0.0, 0.25, 0.5), (0.5, 1.0, 0.25)))
+
+    assert found.flatten().tolist() == [1.0, 0.25, 0.0]
