@@ -92,8 +92,9 @@ class ProgressBar:
     def show(self, row: Mapping[str, Any]) -> None:
         """Say where the run stands after the step of this row."""
         loss = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
+        speed = row["images_per_second"]
         facts = (
-            f"loss {loss}  {row['images_per_second']:.0f} images/s  "
+            f"loss {loss}  {speed:.{0 if speed >= 10 else 1}f} images/s  "
             f"data wait {row['data_wait']:.0f} %  mfu {row['mfu']:.1f} %"
         )
         self._bar.update()

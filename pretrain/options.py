@@ -23,7 +23,9 @@ from ssl_bench.composition.fields import (
     Workers,
     check_fields,
 )
+from ssl_bench.data.files.file_sets import first_of
 from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, read_as
+from ssl_bench.data.files.readable import faults_of
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
@@ -35,6 +37,8 @@ from ssl_bench.system.launch import processes_here
 from ssl_bench.system.processors import usable_cores
 
 _MOST_WORKERS = 16
+# Images of a set that is looked through before the first step; a larger one takes too long.
+_FEW = 2_000
 _MINUTES_A_WEEK = 10_080
 Epochs = Annotated[Sequence[Count], Items(0, 10_000)]
 
@@ -103,6 +107,23 @@ class DataOptions:
             images = (Toy() if self.root is None else ImageFolder(self.root)).images()
         images = read_as(images, ReadOptions(self.fingerprint, self.bits))
         return limited(images, self.limit) if self.limit else images
+
+    def unreadable(self, images: ImageSet) -> str:
+        """Which images of a small set a run will not learn from, in a line; empty for none."""
+        if self.root is None or len(images) > _FEW:
+            return ""
+        faults = faults_of(images, {})
+        broken = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]
+        if not broken:
+            return ""
+        outcome = "others come in their place"
+        if self.on_bad_image == "fail":
+            outcome = (
+                "the run ends where it meets one; --on-bad-image skip takes others in their "
+                "place, `ssl-bench data check` says why"
+            )
+        count = f"{len(broken)} of {len(images)} images cannot be read"
+        return f"{count} ({first_of(broken)}): {outcome}"
 
 
 @dataclass(frozen=True)

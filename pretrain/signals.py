@@ -58,7 +58,7 @@ class StopRequest:
     def _stop(self) -> NoReturn:
         if self.is_interrupt:
             raise KeyboardInterrupt
-        raise Preempted("asked to stop before the first step; submit again")
+        raise Preempted("asked to stop before the first step; start it again")
 
 
 @contextmanager

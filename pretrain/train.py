@@ -150,6 +150,7 @@ class Pretraining:
             f"learning   {objective} with {optimizer}",
             f"steps      {timeline.total_steps:,} of {batch:,} {noun}, {epochs:.4g} epochs",
             *([f"batch      {batch:,} fits: {why}"] if why else []),
+            *([f"missing    {missing}"] if (missing := self.data.unreadable(images)) else []),
         ]
 
     def run(
@@ -354,7 +355,7 @@ class Run:
         self.extensions: list[dict[str, int]] = []
         self.left_out, self._unlearned, self._told = set[int](), set[int](), set[int]()
         self._config: Mapping[str, Any] = {}
-        self._news: list[str] = []
+        self._news = [plan.data.unreadable(images)] if ranks.is_first else []
         self._fault: Exception | None = None
 
     def begin(self, *, instead: bool = False) -> None:
@@ -466,7 +467,7 @@ class Run:
             stack.enter_context(closing(report))
             if self.saver is not None:
                 stack.enter_context(closing(self.saver))
-            for line in (*self._news, *self._outlook()):
+            for line in filter(None, (*self._news, *self._outlook())):
                 report.say(line)
             try:
                 with closing(self._parts()) as parts:
@@ -491,7 +492,7 @@ class Run:
             if not self.request.is_preemption and self._time_is_up():
                 report.say(f"time is up {where}; go on with --resume")
                 return
-            error = Preempted(f"asked to stop {where}; submit again with --resume")
+            error = Preempted(f"asked to stop {where}; start it again with --resume")
             error.is_shared = self.ranks.count > 1
             raise error
 

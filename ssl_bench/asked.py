@@ -75,9 +75,13 @@ def planned_probes(options: argparse.Namespace, overrides: Sequence[str]) -> lis
     )
     if options.task == "all":
         plan = [one for planned in plan for one in (planned, *planned.in_further_protocols())]
-    # Those of a dataset that look at the same images follow each other, so that what passed the
-    # encoder for one need not be held for long.
-    return sorted(plan, key=lambda one: (datasets.index(one.choice[1]), one.probe.role))
+
+    def order(one: PlannedProbe) -> tuple[int, bool, str]:
+        # Those of a dataset that look at the same images follow each other, so that what passed
+        # the encoder for one need not be held for long.
+        return datasets.index(one.choice[1]), one.probe.takes_long, one.probe.role
+
+    return sorted(plan, key=order)
 
 
 def _importable(tasks: Sequence[str]) -> list[str]:

@@ -57,7 +57,7 @@ class BrokenFile(MachineError):
 
 
 class Preempted(SslBenchError):
-    """Asked to stop by the scheduler; everything is saved, submit again."""
+    """Asked to stop by the scheduler; everything is saved, start it again."""
 
     exit_code = 75
 

@@ -141,6 +141,7 @@ class Probe:
         protocols_by_role: What `protocol` is for a dataset that supports a role, where nobody
             typed one; likewise `truths_by_role` and `max_sides_by_role` for these fields.
         rounds_size: Whether it fits `image_size` to the patch of the encoder itself.
+        takes_long: Whether it comes after the others, as an image passes the encoder many times.
         not_settings: Fields that change no number, or are said elsewhere in a record.
     """
 
@@ -159,6 +160,7 @@ class Probe:
     truths_by_role: ClassVar[Mapping[str, str]] = MappingProxyType({})
     max_sides_by_role: ClassVar[Mapping[str, int | None]] = MappingProxyType({})
     rounds_size: ClassVar[bool] = False
+    takes_long: ClassVar[bool] = False
     not_settings: ClassVar[Collection[str]] = ("protocol", "facet", "num_workers", "guesses")
 
     def __post_init__(self) -> None:

@@ -77,6 +77,7 @@ class Conditioning(Probe):
 
     task = "conditioning"
     role = "images"
+    takes_long = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -274,7 +275,7 @@ class Conditioning(Probe):
         """No numbers, with a reason, for cells of blocks that cannot be taken apart."""
         have = {(score.layer, score.facet, score.metric) for score in found}
         missing = [cell for cell in self.cells(context.layers) if cell not in have]
-        why = "no pre-norm block of plain softmax attention and an MLP"
+        why = "no pre-norm block of plain softmax attention and an MLP, as timm names them"
         if self.protocol == "checkpoints":
             why = "the other encoder has no such block"
         # Blocks that lack the same facets are said in one line.

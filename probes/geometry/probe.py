@@ -117,6 +117,7 @@ class Geometry(Probe):
 
     task = "geometry"
     role = "images"
+    takes_long = True
     known_facets = ("cls", "patch_mean", *INNER_FACETS)
     not_settings = (*Probe.not_settings, "batch_size")
 

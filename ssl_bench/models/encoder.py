@@ -127,7 +127,7 @@ class Encoder(_Identified):
         instead: Of usual facets that it lacks, which one probes look at where none was typed.
     """
 
-    module: nn.Module
+    module: nn.Module = field(repr=False)
     name: str
     uri: str
     sha256: str

@@ -227,9 +227,21 @@ def profiles_of(
             questions.append(Question(task, about, style, tuple(spots)))
             has_unranked |= not panel.is_ranked
         chart = draw_ranks(questions) if questions else None
+        answers += dict.fromkeys(_left_out(panel.record) for panel, _ in own.values())
+        answers = list(filter(None, answers))
         if answers:
             profiles.append(Profile(checkpoint, tuple(answers), chart, has_unranked))
     return tuple(profiles)
+
+
+def _left_out(record: Record) -> str:
+    """Which images nobody could read; empty where all were."""
+    gone = record.details.get("left_out", {}).values()
+    if not gone:
+        return ""
+    number, names = sum(one["count"] for one in gone), [n for one in gone for n in one["first"]]
+    more = ", ..." if number > len(names) else ""
+    return f"left out of {record.dataset}, as they cannot be read: {', '.join(names)}{more}"
 
 
 def told_apart(
@@ -273,12 +285,12 @@ def answer(panel: Panel, line: Line, told: set[int] | None) -> str:
     if not panel.is_ranked:
         low = min(known, key=lambda point: point.value)
         high = max(known, key=lambda point: point.value)
-        metric = f"{metric} of {panel.facet}"
+        metric, of = f"{metric} of {panel.facet}", f"on {panel.record.num_images} images"
         if low.value == high.value:
-            return f"{metric} {low.parts[0]} at {_blocks([point.layer for point in known])}"
+            return f"{metric} {low.parts[0]} at {_blocks([point.layer for point in known])} {of}"
         return (
             f"{metric} from {low.parts[0]} at block {low.layer} to {high.parts[0]} at block "
-            f"{high.layer}, where more is not better"
+            f"{high.layer} {of}, where more is not better"
         )
     if len(known) == 1:
         best = known[0]

@@ -123,9 +123,14 @@ class Gallery:
 
     @property
     def what(self) -> str:
-        """Such as "pca on folder, image"."""
-        parts = (f"{self.task} on {self.dataset}", self.variant, self.data)
+        """Such as "pca on folder, protocol image"."""
+        parts = (f"{self.task} on {self.dataset}", self.protocol, self.data)
         return ", ".join(part for part in parts if part)
+
+    @property
+    def protocol(self) -> str:
+        """The variant for readers."""
+        return f"protocol {self.variant}" if self.variant else ""
 
     @property
     def key(self) -> tuple[str, str, str, str, bool, bool]:
@@ -406,7 +411,7 @@ def _viewer(sides: Sequence[tuple[str, Gallery]]) -> dict[str, Any]:
     at = "all blocks" if layers[start] is None else f"block {layers[start]}"
     of = f", image {images[0]}" if images[0] else ""
     kind = "contact sheets" if first.is_sheet else "" if first.layers else "all blocks"
-    parts = (first.dataset, first.variant, first.data, kind)
+    parts = (first.dataset, first.protocol, first.data, kind)
     return {
         "title": ", ".join(part for part in parts if part),
         "images": images,

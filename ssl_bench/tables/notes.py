@@ -1,5 +1,6 @@
 """What stands below a table: where its numbers are from, and what its signs mean."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +9,7 @@ from ssl_bench.results import Baseline, Record
 from ssl_bench.system.escaping import printable
 from ssl_bench.tables.entry import Entry
 
-_DEGENERATE = "degenerate: their patches are so alike that rounding, not the image, chooses"
+_DEGENERATE = "degenerate: with patches so alike that rounding, not the image, decides the cut"
 
 
 def dagger_note(entries: Iterable[Entry]) -> str:
@@ -106,10 +107,10 @@ def provenance(records: Sequence[Record]) -> str:
         return ", ".join(sorted({str(value) for value in values}))
 
     commits = [(record.git_commit or "wheel")[:10] for record in records]
-    left_out = [r.settings["left_out"] for r in records if "left_out" in r.settings]
+    left_out = [_plain_count(r.settings["left_out"]) for r in records if "left_out" in r.settings]
     counts = [one for r in records for one in r.details.get("left_out", {}).values()]
     names = ", ".join(dict.fromkeys(printable(name) for one in counts for name in one["first"]))
-    unreadable = f" without {distinct(left_out)} that cannot be read: {names}" if left_out else ""
+    unreadable = f", without {distinct(left_out)} that cannot be read: {names}" if left_out else ""
     return (
         f"{distinct([r.num_images for r in records])} images{unreadable}{trusted_note(records)}"
         f"{corruption_note(records)}; "
@@ -119,3 +120,8 @@ def provenance(records: Sequence[Record]) -> str:
         f"{distinct([r.device for r in records])}; "
         f"{max(record.created for record in records)[:10]}"
     )
+
+
+def _plain_count(left_out: object) -> str:
+    """Of what a record says, `2 of train (3f9a01)`, what a reader needs."""
+    return re.sub(r" \(\w+\)$| of all\b", "", str(left_out))

@@ -269,7 +269,7 @@ def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, capsys, for
     assert main(features(tmp_path / "out", "--format", form)) == 0
     assert "all: 1 of 1 files were written before, kept" in capsys.readouterr().err
     line = fails(capsys, features(tmp_path / "out", "--format", form, "--layer", "0"), 2)
-    assert "holds features of another layers; choose another --out" in line
+    assert "holds other features (layers differ); choose another --out" in line
 
     index = pandas.read_parquet("out/index.parquet")
     assert list(index["image_id"]) == [f"{number:03}.png" for number in range(5)]

@@ -95,7 +95,7 @@ def test_fault_29_a_run_that_is_told_to_stop_saves_its_step_and_says_75(place, n
 
     steps = load_state(place / "run", CPU)[0]["step"]
     assert steps == len(log_rows("run"))
-    assert "submit again with --resume" in (place / "said").read_text()
+    assert "start it again with --resume" in (place / "said").read_text()
     assert main([*run, "--resume", NO_TIME]) == 0
     assert [row["step"] for row in log_rows("run")] == list(range(1, steps + 2))
 
@@ -312,6 +312,14 @@ def test_fault_89_a_picture_that_was_mended_lets_the_run_go_on(place, capsys):
     assert [row["step"] for row in log_rows("run")] == [*range(1, 7)]
     assert main([*run, "--resume"]) == 0
     assert "others than before" not in capsys.readouterr().err
+
+
+def test_fault_89_what_cannot_be_read_is_said_before_the_first_step(place, capsys):
+    damaged(place)
+    for more in (["--dry-run"], ["--on-bad-image", "skip"]):
+        main([*pretraining(place / "photos", "run"), *more])
+        told = capsys.readouterr()
+        assert "1 of 4 images cannot be read (1.jpg): " in told.out + told.err
 
 
 @pytest.mark.parametrize("when", ["before", "after an epoch"])

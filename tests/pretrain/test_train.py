@@ -65,7 +65,7 @@ def test_a_run_leaves_an_encoder_that_is_its_teacher_and_a_row_a_step(
     assert first == "13 images, 8 steps of 2, about 0.1 GiB of memory"
     assert len(lines) == 8
     assert re.fullmatch(
-        r"step 7/8  epoch 1  loss \d\.\d{3}  \d+ images/s  data wait \d+ %  "
+        r"step 7/8  epoch 1  loss \d\.\d{3}  [\d.]+ images/s  data wait \d+ %  "
         r"mfu \d+\.\d %  00:0\d left",
         lines[6],
     )

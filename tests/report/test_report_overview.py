@@ -246,7 +246,7 @@ def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
     strips = strips_of((first, second, third), galleries, [])
 
     assert [strip.checkpoint for strip in strips] == [first, second]
-    assert {strip.what for strip in strips} == {"pca on toy, image, image dog"}
+    assert {strip.what for strip in strips} == {"pca on toy, protocol image, image dog"}
     blocks = [[block for block, _, _ in strip.pictures] for strip in strips]
     assert blocks == [
         [f"block {n}" for n in (0, 2, 4, 7, 9, 11)],

@@ -129,9 +129,18 @@ def test_without_values_of_images_intervals_and_ends_are_said(tmp_path):
     assert "block 2, CorLoc 7.0; one of the other two blocks cannot be told from it" in third
     assert first.endswith("the only one with a value; that is not above centre box 55.0.")
     assert second == (
-        "conditioning on toy: condition number of key from 3 at block 1 to 7 at block 0, where "
-        "more is not better."
+        "conditioning on toy: condition number of key from 3 at block 1 to 7 at block 0 on 60 "
+        "images, where more is not better."
     )
+
+
+def test_what_could_not_be_read_is_named_where_the_answers_are(tmp_path):
+    gone = {"left_out": {"all": {"count": 3, "first": ["a.jpg", "b.jpg"]}}}
+    made = [(replace(plain(layer=layer), details=gone), None) for layer in (0, 1)]
+
+    _, said = answers(tmp_path, *made)
+
+    assert said == "left out of toy, as they cannot be read: a.jpg, b.jpg, ...."
 
 
 def test_no_name_beside_a_drawing_is_cut_short(tmp_path):

@@ -272,4 +272,4 @@ def test_words_that_metrics_have_for_themselves_are_explained(tmp_path, capsys):
         assert main(["table", "--out", str(tmp_path), *words]) == 0
         out = capsys.readouterr().out
         assert out.count("oracle: of the rates that were tried the best on the scored images") == 1
-        assert out.count("degenerate: their patches are so alike that rounding") == 1
+        assert out.count("degenerate: with patches so alike that rounding") == 1
