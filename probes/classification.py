@@ -37,7 +37,16 @@ from probes.features.views import CentralSquare
 from probes.heads.attentive import AttentivePooling, TrainedAttentiveHeads
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import LabelLoss
-from probes.heads.sgd import SGD, HeadOptimizer, Heads, Schedule, StepTraining, TrainedHeads, floats
+from probes.heads.sgd import (
+    SGD,
+    HeadOptimizer,
+    Heads,
+    Schedule,
+    StepTraining,
+    TrainedHeads,
+    Training,
+    floats,
+)
 from ssl_bench.composition.fields import (
     Count,
     Pixels,
@@ -61,9 +70,6 @@ from ssl_bench.system.transfers import sent
 
 ATTENTIVE_FACET = "patch_attentive"
 """As records have it: the patches after the final norm, pooled where a head learned to look."""
-
-Ranks = Int64[Tensor, "values _ranked"]
-"""How many classes each head puts before the true one; all of them where it diverged."""
 
 _PATCHES = "token_normed"
 _MOST_CHOOSING = 4
@@ -150,7 +156,7 @@ class LinearClassification(Probe):
     facet: str | Sequence[str] = "cls"
     pool: FixedPooling | AttentivePooling = field(default_factory=FixedPooling)
     layers_mode: Literal["single", "last4"] = "single"
-    training: ImageRegression | Momentum = field(default_factory=ImageRegression)
+    training: Training = field(default_factory=ImageRegression)
     standardise: bool = True
     holdout: ShareBelowOne = 0.1
     train_images: Count | None = None
@@ -483,7 +489,7 @@ class Portions:
 
 def _linear_ranks(
     heads: TrainedHeads, index: int, images: LabelledFeatures, device: torch.device
-) -> Ranks:
+) -> Int64[Tensor, "values images"]:
     """By the heads of one source."""
     at_once, found = max(1, _LOGITS // heads.bias[index].numel()), []
     rows = zip(images.features.split(at_once), images.labels.split(at_once), strict=True)
@@ -523,9 +529,9 @@ def choice_scores(
     hyperparameter: str,
     values: Sequence[float],
     num_classes: int,
-    ranks: Ranks,
+    ranks: Int64[Tensor, "values images"],
     labels: Int64[Tensor, " images"],
-    held_out: Ranks | None,
+    held_out: Int64[Tensor, "values held_out_images"] | None,
     constant: float,
     missing: int,
     shared: Mapping[str, Any],
@@ -582,10 +588,10 @@ def choice_scores(
             )
 
 
-def _best(ranks: Ranks) -> int:
+def _best(ranks: Int64[Tensor, "values images"]) -> int:
     right = (ranks == 0).sum(1).tolist()
     return right.index(max(right))
 
 
-def _top1(ranks: Ranks) -> list[float]:
+def _top1(ranks: Int64[Tensor, "values images"]) -> list[float]:
     return (100 * (ranks == 0).double().mean(1)).tolist()

@@ -595,15 +595,19 @@ def reference_folder(align_to: str, own: Path, kind: str) -> Path:
         return given
     # Maps of other images, or from before one was replaced, have no colours to give.
     _, dash, images = own.name.rpartition("-")
-    pattern = f"*{dash}{images}/{escape(kind)}/{FILE}"
-    known = sorted(path.parent.parent for path in own.parent.glob(pattern))
     name = given.parent.name if given.name == "last.safetensors" else given.name
-    found = [folder for folder in known if folder.name.rsplit("-", 2)[0] == encoder_name(name)]
-    found = found or [folder for folder in known if folder.name.startswith(name)]
-    if len(found) != 1:
-        have = ", ".join(folder.name for folder in known) or "none"
-        raise ConfigurationError(
-            f"expected probe.align_to to be a folder with {FILE} or one checkpoint with maps of "
-            f"{kind!r} of the same images in {own.parent}, got {align_to!r}; there are: {have}"
-        )
-    return found[0] / kind
+    known = []
+    # Its own colours, else those that it took over.
+    for of in (escape(kind), f"{escape(kind)}-as-*"):
+        paths = sorted(own.parent.glob(f"*{dash}{images}/{of}/{FILE}"))
+        folders = {path.parent: path.parent.parent.name for path in paths}
+        known += folders.values()
+        found = [one for one, of in folders.items() if of.rsplit("-", 2)[0] == encoder_name(name)]
+        found = found or [one for one, of in folders.items() if of.startswith(name)]
+        if len(found) == 1:
+            return found[0]
+    have = ", ".join(dict.fromkeys(known)) or "none"
+    raise ConfigurationError(
+        f"expected probe.align_to to be a folder with {FILE} or one checkpoint with maps of "
+        f"{kind!r} of the same images in {own.parent}, got {align_to!r}; there are: {have}"
+    )

@@ -19,6 +19,7 @@ from probes.clustering.probe import (
     METRICS,
     Clustering,
     PatchLabels,
+    clustered,
     drawn_patches,
     nearest,
     patch_meetings,
@@ -142,13 +143,23 @@ def test_drawn_patches_alone_are_clustered_as_the_seed_says(tmp_path):
     assert draws[0].unique().tolist() == draws[0].tolist()
 
 
-@pytest.mark.parametrize("few", [{}, {"fit_patches": 40}])
-def test_the_seed_of_a_run_begins_k_means(tmp_path, few):
-    one, same, other = (
-        [score.value for score in scores_of(tmp_path, seed=seed, **few).values()]
-        for seed in (1, 1, 2)
-    )
-    assert one == same != other
+def test_the_seed_of_a_run_draws_patches_and_begins_k_means(tmp_path, monkeypatch):
+    fitted = []
+
+    def watched(unit, *more):
+        fitted.append((unit, clustered(unit, *more)))
+        return fitted[-1][1]
+
+    monkeypatch.setattr("probes.clustering.probe.clustered", watched)
+    for few in ({}, {"fit_patches": 40}):
+        for seed in (1, 1, 2):
+            scores_of(tmp_path, seed=seed, **few)
+
+    every, drawn = ([unit for unit, _ in some] for some in (fitted[:3], fitted[3:]))
+    assert all(np.array_equal(every[0], one) for one in every[1:])
+    assert [np.array_equal(drawn[0], one) for one in drawn[1:]] == [True, False]
+    begun = [kmeans.labels_.tolist() for _, kmeans in fitted[:3]]
+    assert begun[0] == begun[1] != begun[2]
 
 
 def test_the_nearest_centre_is_that_of_the_smallest_distance():

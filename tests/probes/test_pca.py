@@ -204,3 +204,14 @@ def test_the_longer_side_is_as_asked_and_the_patch_divides_both():
     assert resized.shape == (3, 64, 96)
     assert resized[0].min() == 1
     assert resized[1:].max() == 0
+
+
+def test_colours_are_taken_from_a_checkpoint_that_took_them_over_itself(photographs, tmp_path):
+    store, said = ResultStore(tmp_path / "out"), []
+    probe(photographs, store)
+    other, third = (encoder(name, vit(seed=seed)) for name, seed in (("other", 1), ("third", 2)))
+    probe(photographs, store, encoder=other, align_to="tiny")
+
+    probe(photographs, store, said, encoder=third, align_to="other")
+
+    assert any("colours aligned with other" in line for line in said)
