@@ -169,8 +169,10 @@ def _read(content: str) -> tuple[dict[str, Any], str]:
     """A holder's file, and the words for it; nothing of half a file, or of another version's."""
     try:
         holder = json.loads(content)
+        if holder.keys() != {"host", "place", "pid", "started", "since", "command"}:
+            return {}, "another process"
         return holder, "`{command}` (process {pid} on {host} since {since} UTC)".format(**holder)
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, AttributeError):
         return {}, "another process"
 
 

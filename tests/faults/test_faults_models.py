@@ -317,6 +317,7 @@ def test_fault_26_more_neighbours_than_there_are_are_refused(place, capsys):
     [
         ("encoder.safetensors", "ssl_bench.models.loading.checkpoint.read_weights"),
         ("dino.pth", "ssl_bench.models.loading.foreign.read_weights"),
+        ("dino.safetensors", "ssl_bench.models.loading.foreign.backbone_weights"),
     ],
 )
 def test_fault_48_weights_that_are_replaced_while_they_are_read_give_no_number(
@@ -325,15 +326,22 @@ def test_fault_48_weights_that_are_replaced_while_they_are_read_give_no_number(
     saved_dino(place / "dino.pth")
     module, _, function = reader.rpartition(".")
     read = getattr(importlib.import_module(module), function)
+    old, new = (build_vit(DINO_LIKE, seed=seed).state_dict() for seed in (0, 9))
+    safetensors.torch.save_file(old, place / "dino.safetensors")
 
-    def replaced_then_read(path):
+    def replaced_then_read(*given):
         # A pretraining that goes on saves at this moment.
-        if name == "dino.pth":
+        path = given[-1]
+        if name == "dino.safetensors":
+            # In place, while the file is mapped.
+            with path.open("r+b") as file:
+                file.write(safetensors.torch.save(new))
+        elif name == "dino.pth":
             torch.save(build_vit(DINO_LIKE, seed=9).state_dict(), path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)
         else:
             encoder_file(path, seed=9)
-        return read(path)
+        return read(*given)
 
     monkeypatch.setattr(reader, replaced_then_read)
 

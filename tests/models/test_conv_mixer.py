@@ -14,12 +14,14 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.models import file_report
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     ConvMixer,
     ConvMixerConfig,
     ViTConfig,
     build_encoder,
     build_vit,
+    encoder_from_model,
     identify_encoder,
     load_encoder,
     save_encoder,
@@ -303,3 +305,18 @@ def test_a_covariance_without_meaning_is_refused_in_one_line(name, options, mess
     with pytest.raises(ConfigurationError, match=message) as raised:
         make_initialiser(FILTER_INITIALISERS, name, options)
     assert "\n" not in str(raised.value)
+
+
+def test_the_features_of_a_block_are_its_maps():
+    model = lively()
+    encoder = encoder_from_model(model, name="x", colours=((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
+
+    features = FeatureExtractor(encoder, layers=(0, 2), facets=("token", "token_normed"))(images())
+
+    for layer, found in features.items():
+        assert found["token"].shape == (2, 4, 6, 12)
+        wanted = restated(model, images()[1])[layer]
+        np.testing.assert_allclose(
+            found["token"][1].numpy(), wanted.transpose(1, 2, 0), rtol=1e-4, atol=1e-5
+        )
+        assert torch.equal(found["token"], found["token_normed"])

@@ -446,6 +446,10 @@ def test_images_of_a_whole_recipe_are_distributed_as_those_of_timm(monkeypatch):
         (SingleCrop, "cutout", -1, r"crops\.cutout"),
         (SingleCrop, "erasing_probability", 1.1, r"crops\.erasing_probability"),
         (SingleCrop, "mixup", -0.1, r"crops\.mixup"),
+        (SingleCrop, "cutmix", -0.1, r"crops\.cutmix"),
+        (SingleCrop, "mix_probability", 1.1, r"crops\.mix_probability"),
+        (SingleCrop, "switch_probability", -0.1, r"crops\.switch_probability"),
+        (SingleCrop, "magnitude_deviation", -0.5, r"crops\.magnitude_deviation"),
     ],
 )
 def test_a_recipe_without_meaning_is_refused(crops, field, value, said):
@@ -813,3 +817,13 @@ def test_each_channel_has_its_own():
     found = normalise(images, ((0.0, 0.25, 0.5), (0.5, 1.0, 0.25)))
 
     assert found.flatten().tolist() == [1.0, 0.25, 0.0]
+
+
+def test_a_crop_has_the_strength_and_number_of_operations_that_were_said():
+    crops, some = replace(PLAIN, num_ops=5, magnitude=3, magnitude_deviation=0.0), samples(40)
+    expected = []
+    for i, sample in enumerate(some):
+        one = np.random.default_rng((0, i))
+        plain = PlainCrop((1.0, 1.0), (1.0, 1.0), 0.0).cut_one(sample.image, one, 12)
+        expected.append(apply_operations(plain, draw_operations(one, 5, 3, 0.0)))
+    assert torch.equal(cut(crops, some).pixels, torch.stack(expected))

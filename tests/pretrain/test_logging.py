@@ -111,9 +111,10 @@ def write_rows(folder, losses, *, last_step):
 
 def test_a_resumed_run_is_the_same_and_one_begun_anew_is_another(tmp_path, runs):
     write_rows(tmp_path, [0.5], last_step=0)
-    write_rows(tmp_path, [0.25], last_step=1)
+    write_rows(tmp_path, [0.25, float("nan")], last_step=1)
     write_rows(tmp_path, [0.5], last_step=0)
 
+    assert runs[1].rows == [{"step": 2, "loss": 0.25}, {"step": 3}]
     first, resumed, anew = (run.id for run in runs)
     assert first == resumed != anew
     assert {run.resume for run in runs} == {"allow"}

@@ -252,6 +252,7 @@ def test_encoders_of_all_epochs_are_kept_however_slow_the_disk(place, capsys, mo
 def test_a_monitor_that_takes_long_is_mentioned(
     place, capsys, monkeypatch, seconds, share, mentions
 ):
+    assert (train._MONITOR_SECONDS, train._MONITOR_SHARE) == (1.0, 0.1)
     monkeypatch.setattr(train, "_MONITOR_SECONDS", seconds)
     monkeypatch.setattr(train, "_MONITOR_SHARE", share)
     root = class_folders(place / "classes", 2)

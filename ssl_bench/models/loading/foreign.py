@@ -56,33 +56,34 @@ def load_foreign(
     `described` is needed for transformers; the other layouts imply it, and an ONNX file that
     transformers was exported to says all of its own.
     """
+    # A file of safetensors is mapped: its weights are read when they are copied into the model.
     with unreplaced(path):
         digest = verified_sha256(path)
         if path.suffix == ".onnx":
             content, described = read_onnx(path)
         else:
             content = read_weights(path)
-    backbone = backbone_weights(content, path)
-    names = list(backbone.weights)
-    layout = recognised(names, backbone.prefixes)
-    if layout is TRANSFORMERS and described is None:
-        raise CheckpointError(
-            f"{path} has the layout of transformers, whose heads and norms stand in config.json; "
-            f"put both into a folder and type local-dir:{path.parent}"
-        )
-    if (architecture := dinov3_architecture(backbone.weights)) is not None:
-        raise CheckpointError(
-            f"{path} is a DINOv3, whose rotary positions the ViT of this suite does not have; "
-            f"type timm:{architecture}@{path}"
-        )
-    refuse_strangers(names, path)
-    weights, dropped = _renamed_weights(layout, backbone, path)
-    used = len(weights)
-    note = backbone.note + _fuse_queries_keys_values(weights, path)
-    config, grid_size, assumed = _inferred_config(weights, layout, described, path)
-    note += assumed + _fold_layer_scales(weights, config)
-    model = VisionTransformer(config, grid_size)
-    load_weights(model, weights, path)
+        backbone = backbone_weights(content, path)
+        names = list(backbone.weights)
+        layout = recognised(names, backbone.prefixes)
+        if layout is TRANSFORMERS and described is None:
+            raise CheckpointError(
+                f"{path} has the layout of transformers, whose heads and norms stand in "
+                f"config.json; put both into a folder and type local-dir:{path.parent}"
+            )
+        if (architecture := dinov3_architecture(backbone.weights)) is not None:
+            raise CheckpointError(
+                f"{path} is a DINOv3, whose rotary positions the ViT of this suite does not have; "
+                f"type timm:{architecture}@{path}"
+            )
+        refuse_strangers(names, path)
+        weights, dropped = _renamed_weights(layout, backbone, path)
+        used = len(weights)
+        note = backbone.note + _fuse_queries_keys_values(weights, path)
+        config, grid_size, assumed = _inferred_config(weights, layout, described, path)
+        note += assumed + _fold_layer_scales(weights, config)
+        model = VisionTransformer(config, grid_size)
+        load_weights(model, weights, path)
     if described is not None:
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):

@@ -115,18 +115,19 @@ def _from_file(
     uri: str, name: str | None, path: Path, *, label: str, config: Mapping[str, Any]
 ) -> Encoder:
     """A file as timm's architecture of a name; without one it is a DINOv3 of transformers."""
+    # A file of safetensors is mapped: its weights are read when they are copied into the model.
     with unreplaced(path):
         digest = verified_sha256(path)
         backbone = backbone_weights(read_weights(path), path)
-    if name is None:
-        backbone = dinov3_weights(backbone, path)
-        name = dinov3_architecture(backbone.weights)
-    if name is None:
-        raise CheckpointError(f"{path} is no DINOv3 of a published size; use timm:NAME@FILE")
-    if not backbone.weights:
-        # timm would take "no weights" for "none given" and ask the network.
-        raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")
-    model, note = _with_weights(name, path, backbone, config)
+        if name is None:
+            backbone = dinov3_weights(backbone, path)
+            name = dinov3_architecture(backbone.weights)
+        if name is None:
+            raise CheckpointError(f"{path} is no DINOv3 of a published size; use timm:NAME@FILE")
+        if not backbone.weights:
+            # timm would take "no weights" for "none given" and ask the network.
+            raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")
+        model, note = _with_weights(name, path, backbone, config)
     source = f"timm {timm.__version__}, {name}"
     note = (backbone.note + note).strip(" ;")
     encoder = timm_encoder(
