@@ -1,6 +1,7 @@
 """The suite from Python: an encoder, a task and a folder in; a table over blocks out."""
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Images = str | Path | np.ndarray | Tensor
-"""A file, turned as EXIF says; height x width x 3 of 0 to 255; 3 x height x width in [0, 1]."""
+"""A file, turned as EXIF says; height x width x 3 of numpy.uint8; 3 x height x width in [0, 1]."""
 _OVERSHOOT = 0.2
 
 
@@ -228,6 +229,7 @@ def _in_range(images: Tensor, dimensions: int) -> Tensor:
     # Bicubic resizing leaves the range by some percent.
     if not (low >= -_OVERSHOOT and high <= 1 + _OVERSHOOT):
         remedy = "leave the normalisation to the encoder" if low < 0 else "divide by 255"
+        remedy = remedy if math.isfinite(low + high) else "they are not finite"
         raise ConfigurationError(
             f"expected values in [0, 1], got {low:.3g} to {high:.3g}: {remedy}"
         )

@@ -5,7 +5,7 @@ import math
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -124,7 +124,8 @@ def replacing(folder: Path) -> Iterator[Path]:
     require_replaceable(folder)
     # So that "." has a name.
     folder = real(folder)
-    new = folder.with_name(f".{uuid.uuid4().hex}.new")
+    mark = uuid.uuid4().hex
+    new, old = (folder.with_name(f".{mark}.{word}") for word in ("new", "old"))
     try:
         new.mkdir(parents=True)
         yield new
@@ -132,14 +133,20 @@ def replacing(folder: Path) -> Iterator[Path]:
         # Again, because somebody may have put files there in the meantime.
         require_replaceable(folder)
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(old)
         new.rename(folder)
     except OSError as error:
         raise MachineError(
             f"cannot write {folder}: {error.strerror or error}; free space or choose another folder"
         ) from error
     finally:
+        # Whatever came between the two names, an interrupt too: the older report goes back.
+        if old.exists() and not folder.exists():
+            with suppress(OSError):
+                old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def as_script(records: Sequence[Record]) -> str:

@@ -80,6 +80,10 @@ class RecordReader:
             raise ValueError(f"layer is {record.layer} of {record.depth} blocks")
         if not _FINGERPRINT.fullmatch(record.dataset_fingerprint):
             raise ValueError(f"dataset_fingerprint is {record.dataset_fingerprint!r}")
+        # Of numbers that cannot be, a table would make the best block.
+        if record.unit == "%" and not (math.isnan(record.value) or abs(record.value) < 100.001):
+            raise ValueError(f"value is {record.value} %")
+        _require_kinds(record)
         if not holds(record.ci95, record.value):
             raise ValueError(f"value is {record.value}, outside of its ci95 {record.ci95}")
         digest = cell_digest(record, {name: self._parts[text][1] for name, text in texts.items()})
@@ -88,6 +92,20 @@ class RecordReader:
         # What the property would find, which for thousands of records takes seconds.
         vars(record)["digest"] = digest
         return record
+
+
+def _require_kinds(record: Record) -> None:
+    """Refuse what tables would stumble over.
+
+    Raises:
+        TypeError, ValueError, KeyError: a part that is read later is of another kind.
+    """
+    _ = record.trained_on, record.corrupted
+    degenerate, told = (record.details.get(name) for name in ("degenerate_percent", "baseline"))
+    if degenerate is not None and type(degenerate) not in (int, float):
+        raise TypeError("details.degenerate_percent is no number")
+    if told is not None and (not isinstance(told, dict) or set(told) != {"answer", "value"}):
+        raise TypeError(f"details.baseline is {told!r}")
 
 
 def place_of(cell: CellKey | Record, digest: str) -> tuple[str, str, str]:

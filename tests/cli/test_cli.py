@@ -1,8 +1,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -188,3 +190,31 @@ def test_pictures_show_every_block_beside_the_photograph(workplace):
     names = {Path(p).parent.name for p in pictures}
     assert {"block00", "block02"} <= names
     assert any(p.endswith("blocks-0_2.png") for p in pictures)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(workplace):
+    command = [sys.executable, "-m", "ssl_bench", *PROBE, "--layer", "0"]
+    Image.new("RGB", (640, 480), (9, 0, 0)).save("photos/many0.png")
+    for i in range(1, 400):
+        shutil.copy("photos/many0.png", f"photos/many{i}.png")
+
+    options = ["probe.panels=403", "probe.image_size=640"]
+    # A test run that was started in the background would hand down an ignored SIGINT.
+    with subprocess.Popen(
+        [*command, *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "layers 0" in line:
+                break
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+
+    assert process.returncode == 130
+    assert rest.strip().endswith("is saved; the same command goes on with the rest")

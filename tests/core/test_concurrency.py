@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.manifests import check_manifest, write_manifest
@@ -77,3 +79,24 @@ def test_records_stay_json_when_details_hold_what_json_does_not_know(tmp_path):
     path = ResultStore(tmp_path).save(replace(RECORD, details=details))
 
     assert json.loads(path.read_text())["details"] == {"nan": None, "inf": [None], "3": [1, 2]}
+
+
+@pytest.mark.slow
+def test_fault_33_killed_writers_leave_no_half_of_a_cell(place):
+    def write_for_ever(writer: int) -> None:
+        for number in range(10**9):
+            record = replace(RECORD, layer=number % 40, depth=40, seed=writer % 4)
+            ResultStore(Path("results")).save(record)
+
+    chance = random.Random(0)
+    for _ in range(5):
+        writers = [fork(lambda w=w: write_for_ever(w)) for w in range(WRITERS)]
+        for child in writers:
+            time.sleep(0.03 * chance.random())
+            os.kill(child, signal.SIGKILL)
+        assert [exit_code(child) for child in writers] == [-signal.SIGKILL] * WRITERS
+
+        store = ResultStore(Path("results"))
+        found = store.records()
+        assert store.unreadable == {}
+        assert all(store.load(record.key()) == record for record in found)

@@ -448,7 +448,7 @@ PICTURE = np.zeros((8, 8, 3), np.uint8)
         (torch.rand(1, 3, 8, 8) * 255, "got 1.|divide by 255"),
         (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "got uint8: divide by 255"),
         (torch.linspace(-2, 2, 192).view(1, 3, 8, 8), "got -2 to 2: leave the normalisation"),
-        (torch.full((1, 3, 8, 8), torch.nan), "got nan to nan"),
+        (torch.full((1, 3, 8, 8), torch.nan), "got nan to nan: they are not finite"),
         (torch.rand(3, 8, 8), r"got 3 x 8 x 8; images\[None\] is a batch of one"),
         (torch.rand(1, 8, 8, 3), "got 1 x 8 x 8 x 3"),
         ([torch.rand(3, 8, 8) * 255], "divide by 255"),

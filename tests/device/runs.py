@@ -45,6 +45,10 @@ WALKS = {
     "segmentation, dinov2": ("segmentation", "voc2012", *SEGMENTATION, "probe.protocol=dinov2"),
     "segmentation, neco": ("segmentation", "voc2012", *SEGMENTATION, "probe.protocol=neco"),
     "segmentation, normed": ("segmentation", "voc2012", *SEGMENTATION, "probe.norm=final"),
+    "conditioning, lanczos": (
+        "conditioning", "folder", "probe.protocol=jacobian_lanczos", "probe.num_images=1",
+        "probe.num_steps=8",
+    ),
     "tokencut": ("tokencut", "voc2012", "probe.facet=[key,token,mlp_hidden]"),
     "tokencut, weighted": ("tokencut", "voc2012", "probe.weighted=true", "probe.centred=true"),
     "tokencut, lost": ("tokencut", "voc2012", "probe.method=lost"),

@@ -1,4 +1,4 @@
-"""The simulated device refuses, counts and allows what a real one does, planted mistakes too."""
+"""The simulated device refuses, counts and allows what a real one does."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor

@@ -14,7 +14,9 @@ from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.tables.depth import depth_tables, render
 from ssl_bench.tables.drawing import curves_figure, draw_curves
+from ssl_bench.tables.notes import provenance
 from ssl_bench.tables.printing.sheets import NO_VALUE, render_tables
+from ssl_bench.tables.series import settings_digest
 from tests.core.test_results import RECORD
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
@@ -273,3 +275,16 @@ def test_words_that_metrics_have_for_themselves_are_explained(tmp_path, capsys):
         out = capsys.readouterr().out
         assert out.count("oracle: of the rates that were tried the best on the scored images") == 1
         assert out.count("degenerate: with patches so alike that rounding") == 1
+
+
+def test_the_digest_of_the_settings_depends_on_every_one_but_not_on_their_order():
+    one = settings_digest(replace(RECORD, settings={"tau": 0.2, "eps": 1}))
+
+    assert one == settings_digest(replace(RECORD, settings={"eps": 1, "tau": 0.2}))
+    assert one != settings_digest(replace(RECORD, settings={"tau": 0.2, "eps": 2}))
+
+
+def test_the_date_of_a_table_is_that_of_its_latest_record():
+    records = [replace(RECORD, created=f"2026-0{n}-01T00:00:00+00:00") for n in (1, 3, 2)]
+
+    assert provenance(records).endswith("; 2026-03-01")
