@@ -14,7 +14,7 @@ from ssl_bench.layers import numbered_layers
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.results.reading import MOST_BYTES
 from ssl_bench.results.store import first_few
-from ssl_bench.system.files import read_within
+from ssl_bench.system.files import read_digests, read_within
 from ssl_bench.system.naming import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable
@@ -183,6 +183,12 @@ def _of_layers(records: Sequence[Record], asked: str) -> list[Record]:
     return found
 
 
+def _digest_of(given: Path) -> Path:
+    """Where the sha256 of weights would stand, of a file or run folder."""
+    weights = given / "last.safetensors" if given.is_dir() else given
+    return weights.with_name(weights.name + ".sha256")
+
+
 def recorded_checkpoint(
     name: str, records: Sequence[Record], store: ResultStore
 ) -> tuple[str, str]:
@@ -197,14 +203,19 @@ def recorded_checkpoint(
     models = {record.encoder_id: record for record in records}
     shown = model_names(records)
     found = [one for one, record in models.items() if name in (record.model, shown[one])]
-    if not found and name:
+    if not found and name and Path(name).exists():
         found = [
             one
             for one, record in models.items()
             if one.startswith(name) or record.checkpoint_sha256.startswith(name)
         ]
+    if not found and name:
+        # Of a run or file of this suite the digest beside it says which weights these are.
+        stated = read_digests(_digest_of(Path(name)))
+        digests = {digest for digest, _ in stated}
+        found = [one for one, record in models.items() if {record.checkpoint_sha256} == digests]
     place = name.rpartition("@")[0] or name
-    if not found and name and (Path(name).exists() or Path(place).exists() or ":" in name):
+    if len(found) != 1 and name and (Path(name).exists() or Path(place).exists() or ":" in name):
         # Here, because torch takes seconds and a name in the tables needs none of it.
         from ssl_bench.models import identify_encoder
 

@@ -1,7 +1,8 @@
 """`ssl-bench reproduce`: from a published table to its runs and probes, and ours beside it.
 
 `plan_table` gives the commands of a table, in order, each of which can be given again; `shown_plan`
-says what lies there already; `carry_out` runs them. No torch before that: looking costs a second.
+says what lies there already; `carry_out` runs them. Looking costs a second, and torch
+where there are checkpoints to identify.
 """
 
 import argparse

@@ -64,11 +64,20 @@ def test_an_encoder_of_this_suite_is_probed_without_timm(workplace):
 @pytest.mark.slow
 def test_what_reads_records_takes_no_torch(tmp_path):
     shutil.copytree(REPOSITORY / "results" / "dino_photographs", tmp_path / "results")
+    soap = {"skip_soap", "skipless_soap"}
+    for record in ResultStore(tmp_path / "results").records():
+        if record.model in soap:
+            run = tmp_path / "runs" / record.model
+            run.mkdir(parents=True, exist_ok=True)
+            (run / "last.safetensors").touch()
+            line = f"{record.checkpoint_sha256}  last.safetensors\n"
+            (run / "last.safetensors.sha256").write_text(line)
     commands = [
         ["table"],
         ["table", "--pivot"],
         ["table", "--paper", "table2", "--as", "skip, soap=skip_soap"],
         ["compare", "skip_soap", "skipless_soap"],
+        ["compare", "runs/skip_soap", "runs/skipless_soap"],
         ["report"],
         ["data", "list"],
         ["data", "list", "coco_stuff"],
