@@ -203,13 +203,13 @@ def recorded_checkpoint(
     models = {record.encoder_id: record for record in records}
     shown = model_names(records)
     found = [one for one, record in models.items() if name in (record.model, shown[one])]
-    if not found and name and Path(name).exists():
+    if not found and name:
         found = [
             one
             for one, record in models.items()
             if one.startswith(name) or record.checkpoint_sha256.startswith(name)
         ]
-    if not found and name:
+    if not found and name and Path(name).exists():
         # Of a run or file of this suite the digest beside it says which weights these are.
         stated = read_digests(_digest_of(Path(name)))
         digests = {digest for digest, _ in stated}
