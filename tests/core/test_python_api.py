@@ -384,8 +384,8 @@ def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsy
     about = json.loads((tmp_path / "whole/about.json").read_text())["dataset"]
     assert about["left_out"] == {"all": {"count": 1, "first": ["001.png"]}}
     said = capsys.readouterr().err
-    assert "another dtype" in said
-    assert "another dataset" in said
+    assert "holds other features (dtype differ)" in said
+    assert "holds other features (dataset differ)" in said
     assert "1 cannot be read: 001.png" in said
 
 
