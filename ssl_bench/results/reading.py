@@ -30,6 +30,9 @@ MOST_BYTES = 16 * 2**20
 
 _LONGEST_REASON = 200
 # Names of folders of pictures end in the first digits.
+# Percents that fall below 0 where an answer is worse than chance.
+_BEYOND_CHANCE = re.compile(r"ami(_x\d+)?")
+_ROUNDING = 1e-6
 _FINGERPRINT = re.compile(r"(stat-)?[0-9a-f]{8,128}")
 _MAPPINGS = ("settings", "details", "architecture", "changed")
 _KINDS: dict[Any, tuple[type, ...]] = {
@@ -80,10 +83,7 @@ class RecordReader:
             raise ValueError(f"layer is {record.layer} of {record.depth} blocks")
         if not _FINGERPRINT.fullmatch(record.dataset_fingerprint):
             raise ValueError(f"dataset_fingerprint is {record.dataset_fingerprint!r}")
-        # Of numbers that cannot be, a table would make the best block.
-        if record.unit == "%" and not (math.isnan(record.value) or abs(record.value) < 100.001):
-            raise ValueError(f"value is {record.value} %")
-        _require_kinds(record)
+        _require_possible(record)
         if not holds(record.ci95, record.value):
             raise ValueError(f"value is {record.value}, outside of its ci95 {record.ci95}")
         digest = cell_digest(record, {name: self._parts[text][1] for name, text in texts.items()})
@@ -94,18 +94,30 @@ class RecordReader:
         return record
 
 
-def _require_kinds(record: Record) -> None:
-    """Refuse what tables would stumble over.
+def _require_possible(record: Record) -> None:
+    """Refuse what a table would take for the best block, or stumble over.
 
     Raises:
-        TypeError, ValueError, KeyError: a part that is read later is of another kind.
+        TypeError, ValueError, KeyError: a number that cannot be, or a part of another kind.
     """
     _ = record.trained_on, record.corrupted
-    degenerate, told = (record.details.get(name) for name in ("degenerate_percent", "baseline"))
-    if degenerate is not None and type(degenerate) not in (int, float):
-        raise TypeError("details.degenerate_percent is no number")
-    if told is not None and (not isinstance(told, dict) or set(told) != {"answer", "value"}):
-        raise TypeError(f"details.baseline is {told!r}")
+    told, degenerate = (record.details.get(n) for n in ("baseline", "degenerate_percent"))
+    percents = {"details.degenerate_percent": degenerate}
+    if record.unit == "%":
+        percents["value"] = record.value
+    if told is not None:
+        is_known = isinstance(told, dict) and set(told) == {"answer", "value"}
+        if not is_known or type(told["answer"]) is not str:
+            raise TypeError(f"details.baseline is {told!r}")
+        percents["details.baseline"] = told["value"]
+    for name, value in percents.items():
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise TypeError(f"{name} is {value!r}, no number")
+        least = -100 if _BEYOND_CHANCE.fullmatch(record.metric) else 0
+        if not (math.isnan(value) or least - _ROUNDING <= value <= 100 + _ROUNDING):
+            raise ValueError(f"{name} is {value}, expected {least} to 100")
 
 
 def place_of(cell: CellKey | Record, digest: str) -> tuple[str, str, str]:

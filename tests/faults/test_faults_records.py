@@ -38,7 +38,7 @@ WRONG = [
     ({"value": 45.6}, "outside of its ci95"), ({"ci95": [51.0, 52.0]}, "outside of its ci95"),
     ({"ci95": [60.0, None]}, "outside of its ci95"),
     ({"value": 250.0, "ci95": None}, "value is 250.0"),
-    ({"details": {"degenerate_percent": "many"}}, "details.degenerate_percent is no number"),
+    ({"details": {"degenerate_percent": "many"}}, "degenerate_percent is 'many', no number"),
     ({"details": {"baseline": 5}}, "details.baseline is 5"),
     ({"settings": {"corrupted": {"a": 1}}}, ""), ({"settings": {"trained_on": {"a": 1}}}, ""),
 ]  # fmt: skip
