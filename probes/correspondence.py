@@ -190,13 +190,7 @@ class Correspondence(Probe):
             CheckpointError: features are not finite.
         """
         images, is_annotated = self.split(context.dataset), self.protocol != "warps"
-        extractor = FeatureExtractor(
-            context.encoder,
-            layers=context.layers,
-            facets=self.facets,
-            device=context.device,
-            dtype=context.dtype,
-        )
+        extractor = context.extractor(context.layers, *self.facets)
         side = self.image_size or min(context.encoder.native_size)
         size = max(1, round(side / extractor.patch_size)) * extractor.patch_size
 

@@ -279,13 +279,7 @@ class TokenCut(Cut, Probe):
             return all(path.is_file() for path in paths)
 
         pending = [n for n, image_id in enumerate(images.ids) if not is_finished(image_id)]
-        extractor = FeatureExtractor(
-            context.encoder,
-            layers=context.layers,
-            facets=self.facets,
-            device=context.device,
-            dtype=context.dtype,
-        )
+        extractor = context.extractor(context.layers, *self.facets)
 
         def shape(sample: Sample) -> tuple[int, ...]:
             grid = grid_of(sample, extractor.patch_size)

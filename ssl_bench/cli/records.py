@@ -183,12 +183,6 @@ def _of_layers(records: Sequence[Record], asked: str) -> list[Record]:
     return found
 
 
-def _digest_of(given: Path) -> Path:
-    """Where the sha256 of weights would stand, of a file or run folder."""
-    weights = given / "last.safetensors" if given.is_dir() else given
-    return weights.with_name(weights.name + ".sha256")
-
-
 def recorded_checkpoint(
     name: str, records: Sequence[Record], store: ResultStore
 ) -> tuple[str, str]:
@@ -211,9 +205,13 @@ def recorded_checkpoint(
         ]
     if not found and name and Path(name).exists():
         # Of a run or file of this suite the digest beside it says which weights these are.
-        stated = read_digests(_digest_of(Path(name)))
-        digests = {digest for digest, _ in stated}
-        found = [one for one, record in models.items() if {record.checkpoint_sha256} == digests]
+        weights = Path(name) / "last.safetensors" if Path(name).is_dir() else Path(name)
+        stated = read_digests(weights.with_name(weights.name + ".sha256"))
+        found = [
+            one
+            for one, record in models.items()
+            if stated == [(record.checkpoint_sha256, weights.name)]
+        ]
     place = name.rpartition("@")[0] or name
     if len(found) != 1 and name and (Path(name).exists() or Path(place).exists() or ":" in name):
         # Here, because torch takes seconds and a name in the tables needs none of it.
