@@ -199,6 +199,7 @@ def training(timed: int = 40) -> None:
                 augmentation_ms=ms(finish, 5),
                 losses=losses,
                 kernels=kernels(lambda step=step: [step(70_000 + n) for n in range(10)], 60),
+                augmentation=kernels(finish, 40),
             )
             del trainer, learner, step
 

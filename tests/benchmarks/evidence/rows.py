@@ -233,7 +233,7 @@ ROWS = {
         },
         _CIFAR,
         epochs=8,
-        seeds=(0, 1),
+        seeds=(0, 1, 2, 3, 4),
         options=(*_SMALL_VIT, "model.depth=6"),
     ),
     "osa": Row(
@@ -269,7 +269,7 @@ ROWS = {
         {name: [*_ATTO, f"model.init={name}"] for name in ("uniform", "covariance")},
         _CIFAR,
         epochs=5,
-        seeds=(0, 1),
+        seeds=(0, 1, 2, 3, 4),
     ),
 }
 """In the order of the queue."""
