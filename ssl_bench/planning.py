@@ -282,6 +282,10 @@ class _Pair:
         return not key.startswith(("probe.", "dataset.")) or has_key(self.default, key)
 
 
+_SIDES = ("image_size", "max_side", "longer_side")
+"""How settings end that say how large an image is when an encoder sees it."""
+
+
 def _refused(override: str, pairs: Sequence[_Pair]) -> ConfigurationError:
     """Why nothing takes an override, with the nearest name or who would take it."""
     key, _, value = override.partition("=")
@@ -302,7 +306,12 @@ def _refused(override: str, pairs: Sequence[_Pair]) -> ConfigurationError:
             if has_key(probing_config(task, pairs[0].dataset, ()), key):
                 owners.append(task)
     if owners:
-        return ConfigurationError(f"{key} is a setting of --task {', '.join(owners)} alone")
+        own = sorted(
+            {name for pair in pairs for name in keys(pair.default) if name.endswith(_SIDES)}
+        )
+        instead = f"; what is asked has {' and '.join(own)}" if own and key.endswith("size") else ""
+        alone = f"{key} is a setting of --task {', '.join(owners)} alone"
+        return ConfigurationError(f"{alone}{instead}")
     every = {name for pair in pairs for name in keys(pair.default)}
     return ConfigurationError(f"unknown key {shown(key)}; {nearest(key, every)}")
 

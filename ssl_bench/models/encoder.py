@@ -396,8 +396,8 @@ def _first_pass(
             why = why or " ".join(f"{type(error).__name__}: {error}".split())[:200]
     tried = ", ".join(f"{h} x {w}" for h, w in dict.fromkeys(sizes))
     raise CheckpointError(
-        f"{called} takes no images (batch x 3 x height x width) of {tried}: {why}; say which with "
-        "Encoder.from_module(module, image_size=...)"
+        f"{called} takes no images (batch x 3 x height x width) of {tried}: {why}; say what it "
+        "takes and hand on the encoder: Encoder.from_module(module, image_size=...)"
     )
 
 

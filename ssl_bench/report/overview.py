@@ -72,6 +72,8 @@ _PLAIN = ("metric", "on", "facet")
 _IN_HEADS = ("on", "facet", "protocol")
 # For programs; the page of the checkpoint has it.
 _NO_COLUMN = "modules sha256"
+# Percent of degenerate graphs above which the numbers of a block say nothing.
+_MOST_ARBITRARY = 50.0
 
 _NUMBERS = (
     "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
@@ -320,7 +322,13 @@ def answer(panel: Panel, line: Line, told: set[int] | None) -> str:
             text += f"; {_count(untold)} of the other {_count(others)} blocks cannot be told from "
             text += f"{it} on {number} images"
     unbeaten = panel.unbeaten(best)
-    return text + (f"; that is {unbeaten}" if unbeaten else "")
+    text += f"; that is {unbeaten}" if unbeaten else ""
+    arbitrary = [point.layer for point in known if (point.entry.arbitrary or 0) > _MOST_ARBITRARY]
+    return text + (
+        f"; rounding, not the image, decides most cuts at {_blocks(arbitrary)} (degenerate)"
+        if arbitrary
+        else ""
+    )
 
 
 def _metric(name: str) -> str:

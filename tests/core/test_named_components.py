@@ -75,6 +75,9 @@ def test_values_that_the_choice_does_not_use_name_the_choice_that_does():
         "probe.training.epochs is a setting of probe.training=sgd alone"
     )
     assert "alone" in refused("segmentation", "probe.protocol=capi", "probe.training.epochs=3")
+    assert refused("tokencut", "probe.image_size=128").endswith(
+        "segmentation alone; what is asked has probe.longer_side and probe.max_side"
+    )
 
 
 def test_a_name_replaces_all_that_the_protocol_says_of_the_part():

@@ -114,6 +114,18 @@ def test_the_overview_answers_in_a_sentence_by_pairs_of_images(tmp_path):
     assert found == [f"tokencut on d{n}: {said}" for n, said in enumerate(SENTENCES.values())]
 
 
+def test_blocks_whose_cuts_rounding_decides_are_named(tmp_path):
+    shares = {"degenerate_percent": 50.0}, {"degenerate_percent": 50.5}
+    (said,) = answers(
+        tmp_path,
+        *(
+            (replace(cell(layer=n, value=9.0 - n), details=one), None)
+            for n, one in enumerate(shares)
+        ),
+    )
+    assert said.endswith("; rounding, not the image, decides most cuts at block 1 (degenerate).")
+
+
 def test_without_values_of_images_intervals_and_ends_are_said(tmp_path):
     told = Baseline("centre box", 55.0).as_details()
     made = [(replace(cell(layer=0, value=50.0), details=told), None)]
