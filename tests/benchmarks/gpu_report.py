@@ -11,11 +11,13 @@ program itself is tried. It needs neither a network nor data.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -30,6 +32,7 @@ from ssl_bench.system.device import choose_device
 from tests.benchmarks.provenance import provenance
 
 CUDA = torch.cuda.is_available()
+CORES = len(os.sched_getaffinity(0))
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 ROOT = Path(__file__).parents[2]
 FOUND: dict[str, Any] = {}
@@ -96,7 +99,7 @@ def kernels(work: Callable[[], Any], most: int) -> list[list[Any]]:
 
 def environment() -> None:
     name = torch.cuda.get_device_name() if CUDA else "no GPU"
-    put("device", name=name, cuda=torch.version.cuda, cores=len(os.sched_getaffinity(0)))
+    put("device", name=name, cuda=torch.version.cuda, cores=CORES)
     side = 8192 if CUDA else 256
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         a = torch.randn(side, side, device=DEVICE).to(dtype)
@@ -274,41 +277,48 @@ def commands() -> None:
     run += [f"train.batch_size={256 if CUDA else 4}", "train.max_steps=16", "train.epochs=100"]
     probe = ["probe", "--task", "knn", "--dataset", "class_folders", "--data-root", str(folder)]
     probe += ["--checkpoint", f"{folder}/run", "--layer", "all", "--out", f"{folder}/results"]
-    for words in (run, [*probe, "probe.neighbours=[5]", "probe.engine=torch"]):
+    for words, most in ((run, 90), ([*probe, "probe.neighbours=[5]", "probe.engine=torch"], 30)):
         with entry(words[0]):
             begun = time.perf_counter()
-            got = ssl_bench(words)
-            values = {"exit": got.returncode, "seconds": time.perf_counter() - begun}
+            code, said = typed([sys.executable, "-m", "ssl_bench", *words], most if CUDA else 600)
+            values: dict[str, Any] = {"exit": code, "seconds": time.perf_counter() - begun}
             log = folder / "run/log.jsonl"
             if words[0] == "pretrain" and log.exists():
                 late = [json.loads(line) for line in log.read_text().splitlines()][-1]
                 values |= {k: late[k] for k in ("images_per_second", "data_wait", "mfu")}
-            put(words[0], **values, last=(got.stdout + got.stderr)[-600:])
+            put(words[0], **values, last=said[-600:])
 
 
-def ssl_bench(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ssl_bench", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def typed(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
+    """How a command ended, and what it said until then or until its time was over."""
+    with tempfile.TemporaryFile("w+") as said:
+        try:
+            code: int | str = subprocess.run(
+                words, stdout=said, stderr=said, check=False, cwd=ROOT, timeout=seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"cut off after {seconds:.0f} s"
+        said.seek(0)
+        return code, said.read()
 
 
 def gpu_tests() -> None:
-    words = ["-m", "pytest", "-m", "gpu", "-q", "-n", "8", "-p", "no:cacheprovider", "tests"]
-    got = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    lines = got.stdout.splitlines()
-    bad = [line[:200] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    put("gpu tests", exit=got.returncode, last=lines[-1:], bad=bad[:20])
+    words = ["-m", "gpu", "-v", "-n", str(min(16, CORES)), "-p", "no:cacheprovider", "tests"]
+    code, said = typed([sys.executable, "-m", "pytest", *words], 95 if CUDA else 600)
+    found = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (\S+)", said, re.MULTILINE)
+    ends = Counter(end.lower() for end, _ in found)
+    bad = [test for end, test in found if end in ("FAILED", "ERROR")]
+    put("gpu tests", exit=code, **ends, bad=", ".join(bad)[:600], last=said[-600:])
 
 
 SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
-    "environment": (environment, 40),
-    "training": (training, 240),
-    "commands": (commands, 70),
-    "operations": (operations, 50),
-    "extraction": (extraction, 30),
-    "heads": (heads, 30),
-    "gpu tests": (gpu_tests, 80),
+    "environment": (environment, 20),
+    "training": (training, 220),
+    "commands": (commands, 125),
+    "gpu tests": (gpu_tests, 100),
+    "operations": (operations, 25),
+    "extraction": (extraction, 25),
+    "heads": (heads, 25),
 }
 """Seconds each may take; in order of worth, within nine minutes together."""
 
@@ -338,7 +348,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results/devices")
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--commit", default="unknown", help="of a copy without .git")
+    parser.add_argument("--commit", help="where .git does not say it, or not the right one")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.section:
@@ -349,7 +359,9 @@ def main() -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name().replace(" ", "_") if CUDA else "no_GPU"
     whole = {
-        "said": provenance().replace("commit unknown", f"commit {asked.commit}"),
+        "said": re.sub(r"commit \S+(?=,)", f"commit {asked.commit}", provenance(), count=1)
+        if asked.commit
+        else provenance(),
         "sections": {},
     }
     for name in asked.only.split(","):
