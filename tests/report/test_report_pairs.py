@@ -2,21 +2,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from probes.pca import PCA
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import Evaluation
-from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
+from ssl_bench.models import ViTConfig, build_vit, identify_encoder, save_encoder
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.comparing import extremes_of, outcomes_of, pairs_of
 from ssl_bench.report.model import panels_of
 from ssl_bench.report.pictures import PictureFiles, galleries_of, gallery_pairs
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import comparisons
-from tests.support.faults import encoder_file, photo_folder
+from tests.support.faults import probing
 from tests.support.report_cells import (
     EMPTY,
     HALF,
@@ -151,16 +147,12 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
     assert blocks == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_a_probe_leaves_the_ids_that_name_its_images(tmp_path):
-    encoder = load_encoder(str(encoder_file(tmp_path / "encoder.safetensors")))
-    dataset = ImageFolder(photo_folder(tmp_path / "photos", 2))
-    store, cpu = ResultStore(tmp_path / "results"), torch.device("cpu")
-    probe = PCA(panels=1, image_size=32)
+def test_a_probe_leaves_the_ids_that_name_its_images(place):
+    assert main(probing("pca", "folder", place / "photos")) == 0
+    store = ResultStore(Path("results"))
 
-    evaluation = Evaluation(encoder, dataset, probe, (0,), 0, cpu, torch.float32)
-    (record,) = evaluation.run(store, say=print)
-
-    assert store.image_ids(record.dataset_fingerprint) == dataset.images().ids
+    (record,) = store.records()
+    assert store.image_ids(record.dataset_fingerprint) == ("0.jpg", "1.jpg", "2.jpg", "3.jpg")
     assert store.image_ids("0" * 64) is None
 
 
