@@ -63,7 +63,7 @@ def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_setting
     (checkpoint,) = checkpoints_of(records)
     (panel,) = panels_of(records, (checkpoint,))
 
-    found = outcomes_of(tmp_path, records, panel, checkpoint)
+    found = outcomes_of(ResultStore(tmp_path), records, panel, panel.lines[0])
 
     (kinds,) = found.values()
     assert kinds == {"hits": ("a",), "misses": ("b",), "degenerate": ("c",)}
@@ -72,11 +72,11 @@ def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_setting
 def test_every_image_that_tokencut_scored_is_a_hit_a_miss_or_degenerate(place):
     words = ["probe", "--task", "tokencut", "--checkpoint", "encoder.safetensors", "--layer", "1"]
     assert main([*words, "--dataset", "toy", "dataset.num_train=2", "dataset.num_val=3"]) == 0
-    records = ResultStore(Path("results")).records()
-    (checkpoint,) = checkpoints_of(records)
-    (panel,) = [p for p in panels_of(records, (checkpoint,)) if p.metric == "corloc"]
+    store = ResultStore(Path("results"))
+    records = store.records()
+    (panel,) = [p for p in panels_of(records, checkpoints_of(records)) if p.metric == "corloc"]
 
-    (kinds,) = outcomes_of(Path("results"), records, panel, checkpoint).values()
+    (kinds,) = outcomes_of(store, records, panel, panel.lines[0]).values()
 
     (record,) = [r for r in records if r.metric == "corloc"]
     assert sum(map(len, kinds.values())) == record.num_images
