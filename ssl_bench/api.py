@@ -23,7 +23,7 @@ from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device
 from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import curves_figure
-from ssl_bench.tables.printing.sheets import render_tables
+from ssl_bench.tables.sheets import render_tables
 
 if TYPE_CHECKING:
     import pandas

@@ -31,11 +31,10 @@ from ssl_bench.data.files.readable import (
     ReadableDataset,
     counts_and_first,
     summary,
-    with_a_way_out,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.views import OpenedOnce
-from ssl_bench.errors import ConfigurationError, UnfitEncoder, UnreadableImage
+from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import holds
 from ssl_bench.layers import AskedFacets, Facet, asked_facets
@@ -542,24 +541,9 @@ class Evaluation:
             The records of all asked cells, old and new.
 
         Raises:
-            UnreadableImage: an image cannot be read, and is not to be left out.
+            UnreadableImage: an image cannot be read.
         """
-        try:
-            return self._run(store, say, passed or PassedImages(), overwrite=overwrite)
-        except UnreadableImage as error:
-            # Of images that were looked through, one was replaced since.
-            if isinstance(self.dataset, ReadableDataset):
-                raise
-            raise with_a_way_out(error) from error
-
-    def _run(
-        self,
-        store: ResultStore,
-        say: Callable[[str], None],
-        passed: PassedImages,
-        *,
-        overwrite: bool,
-    ) -> list[Record]:
+        passed = passed or PassedImages()
         probe, encoder, dataset = self.probe, self.encoder, OpenedOnce(self.dataset)
         probe.require_fitting(encoder)
         images = probe.split(dataset)

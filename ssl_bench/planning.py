@@ -27,12 +27,18 @@ from ssl_bench.composition.presets import changed_settings, preset_values, proto
 from ssl_bench.data.corruptions import KEY as CORRUPT
 from ssl_bench.data.corruptions import asked_corruptions
 from ssl_bench.data.files.overlap import shared_files
-from ssl_bench.data.files.readable import Looked, OnBadImage, as_readable
+from ssl_bench.data.files.readable import (
+    Looked,
+    OnBadImage,
+    ReadableDataset,
+    as_readable,
+    with_a_way_out,
+)
 from ssl_bench.data.keys import DType, shared_values, views_of
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
 from ssl_bench.data.views import ListedOnce, OpenedOnce, as_asked
-from ssl_bench.errors import BrokenFile, ConfigurationError, DataError
+from ssl_bench.errors import BrokenFile, ConfigurationError, DataError, UnreadableImage
 from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
 from ssl_bench.layers import layers_of
 from ssl_bench.models import Encoder, EncoderIdentity
@@ -168,6 +174,11 @@ def evaluate(
                 overwrite=overwrite,
                 passed=passed,
             )
+        except UnreadableImage as error:
+            # Of images that were looked through, one was replaced since.
+            if isinstance(planned.dataset, ReadableDataset):
+                raise
+            raise with_a_way_out(error) from error
         except (ConfigurationError, ImportError, SyntaxError) as error:
             if needs_all and needs_any:
                 raise

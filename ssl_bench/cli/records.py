@@ -18,14 +18,14 @@ from ssl_bench.system.files import read_digests, read_within
 from ssl_bench.system.naming import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.printing.sheets import (
+from ssl_bench.tables.series import chosen_metric, model_names
+from ssl_bench.tables.sheets import (
     FORMATS,
     Printable,
     as_parquet,
     default_format,
     render_tables,
 )
-from ssl_bench.tables.series import chosen_metric, model_names
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
 """Fields of a record by which `table` and `compare` choose."""

@@ -31,8 +31,8 @@ from ssl_bench.system.files import read_digests
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say
 from ssl_bench.tables.paper import PaperTable, paper_table
-from ssl_bench.tables.printing.sheets import default_format, render_tables
 from ssl_bench.tables.published import PublishedColumn, PublishedTable, published_tables
+from ssl_bench.tables.sheets import default_format, render_tables
 
 TRAINING_GB = {
     "imagenet1k": 154.6,

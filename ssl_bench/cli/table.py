@@ -25,9 +25,9 @@ from ssl_bench.tables.epochs import epoch_tables
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.pivot import pivot_table
-from ssl_bench.tables.printing.sheets import Printable
 from ssl_bench.tables.published import PublishedTable, published_table
 from ssl_bench.tables.severities import SeverityTable, severity_tables
+from ssl_bench.tables.sheets import Printable
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:

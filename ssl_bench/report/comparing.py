@@ -238,17 +238,15 @@ def extremes_of(
 
 
 def outcomes_of(
-    root: Path, records: Sequence[Record], panel: Panel, checkpoint: Checkpoint
+    store: ResultStore, records: Sequence[Record], panel: Panel, line: Line
 ) -> dict[Point, Mapping[str, tuple[str, ...]]]:
     """Ids of the images of an object discovery by point and kind of `KINDS`, as far as logged.
 
     Degenerate ones are neither hits nor misses.
     """
-    line = panel.line(checkpoint)
-    if panel.metric != "corloc" or line is None:
+    if panel.metric != "corloc":
         return {}
-    record = records[line.last.records[0]]
-    images = _logged(root, record, checkpoint)
+    images = _logged(store.root, records[line.last.records[0]], line.checkpoint)
     by_point = {}
     for point in line.points:
         cells = {

@@ -154,19 +154,6 @@ class CorruptedScores:
         """One of those behind the values."""
         return next(iter(self.table.entries.values())).records[0]
 
-    @property
-    def survivors(self) -> tuple[int, ...]:
-        """The blocks that lose the smallest share of their clean score."""
-        return tuple(sorted(self.table.survivors))
-
-    def drop(self, layer: int) -> str:
-        """What a block loses, as the table of the command line says it."""
-        lost = self.table.drop(layer)
-        return "" if lost is None else f"{lost:.1f}"
-
-    def at(self, severity: int, layer: int) -> Point | None:
-        return self.course.at(float(severity), layer)
-
     def chart(self) -> Chart:
         """A curve a block."""
         records = [one for entry in self.table.entries.values() for one in entry.records]

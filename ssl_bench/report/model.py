@@ -15,7 +15,6 @@ from ssl_bench.report.drawing import Spot
 from ssl_bench.results import Record
 from ssl_bench.tables.entry import Entry, K, mean_entry, with_seeds_said
 from ssl_bench.tables.notes import baselines, footnote
-from ssl_bench.tables.printing.sheets import NO_VALUE
 from ssl_bench.tables.series import (
     chosen_metric,
     comparable_groups,
@@ -23,6 +22,7 @@ from ssl_bench.tables.series import (
     metric_with_unit,
     said_training,
 )
+from ssl_bench.tables.sheets import NO_VALUE
 
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """What readers choose panels by."""

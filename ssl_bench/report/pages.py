@@ -74,7 +74,6 @@ class Report:
         records: Others refer to them by their place here.
         followed: Panels with runs of several epochs.
         corrupted: Scores of corrupted images.
-        by_encoder: Its records by id of an encoder.
         galleries: By id of the encoder.
         pictures: Those of the folder of results.
     """
@@ -86,7 +85,6 @@ class Report:
     pairs: tuple[Pair, ...]
     followed: tuple[PanelCourses, ...]
     corrupted: tuple[CorruptedScores, ...]
-    by_encoder: Mapping[str, Sequence[Record]]
     galleries: Mapping[str, Sequence[Gallery]]
     pictures: PictureFiles
 
@@ -121,15 +119,10 @@ def build_report(
         ConfigurationError: a pair names a checkpoint that is not there.
     """
     checkpoints, pictures = checkpoints_of(records), PictureFiles(store.root)
-    by_encoder: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_encoder[record.encoder_id].append(record)
     panels = panels_of(records, checkpoints)
     galleries = {
-        c.encoder_id: of_layers(
-            galleries_of(pictures, by_encoder[c.encoder_id], c), layers, c.depth
-        )
-        for c in checkpoints
+        one.encoder_id: of_layers(galleries_of(pictures, records, one), layers, one.depth)
+        for one in checkpoints
     }
     return Report(
         store=store,
@@ -139,7 +132,6 @@ def build_report(
         pairs=tuple(pairs_of(checkpoints, asked_pairs)),
         followed=followed_panels(panels, records),
         corrupted=corrupted_scores(records),
-        by_encoder=by_encoder,
         galleries=told_apart(galleries),
         pictures=pictures,
     )
@@ -259,7 +251,7 @@ def checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
     lines = [(p, line) for p in report.panels if (line := p.line(checkpoint)) is not None]
     points = [point for _, line in lines for point in line.points]
     galleries = report.galleries[checkpoint.encoder_id]
-    outcomes = [(panel, outcomes_of(store.root, records, panel, checkpoint)) for panel, _ in lines]
+    outcomes = [(panel, outcomes_of(store, records, panel, line)) for panel, line in lines]
     outcomes = [(panel, found) for panel, found in outcomes if found]
     extremes = [extremes_of(store, records, panel, line) for panel, line in lines]
     extremes = [_shown(found, galleries) for found in extremes if found]
@@ -282,7 +274,7 @@ def checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         "outcomes": outcomes,
         "extremes": extremes,
         "classes": classes,
-        "runs": _runs(report.by_encoder[checkpoint.encoder_id]),
+        "runs": _runs([one for one in records if one.encoder_id == checkpoint.encoder_id]),
     }
 
 

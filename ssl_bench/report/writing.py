@@ -16,8 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.report.comparing import scored_by_panel
 from ssl_bench.report.pages import Page, Report, checkpoint_page, epochs_page, index_page, pair_page
-from ssl_bench.results import Record
-from ssl_bench.results.reading import place_of
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.record import INFINITE
 from ssl_bench.system.escaping import in_page, json_text, plain_json, printable
 from ssl_bench.system.paths import real
@@ -86,7 +85,7 @@ def write_report(report: Report, folder: Path) -> None:
         for name in STATIC:
             static = files("ssl_bench.report").joinpath("static", name)
             write(name, static.read_text(encoding="utf-8"))
-        write("records.js", as_script(report.records))
+        write("records.js", as_script(report.store, report.records))
         for checkpoint in show_progress(report.checkpoints, "checkpoints"):
             render(checkpoint.page, "checkpoint.html", checkpoint_page(report, checkpoint))
         compared = scored_by_panel(report.store, report.records, report.panels, report.pairs)
@@ -149,7 +148,7 @@ def replacing(folder: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def as_script(records: Sequence[Record]) -> str:
+def as_script(store: ResultStore, records: Sequence[Record]) -> str:
     """JavaScript that defines the constant `RECORDS`: names, values by record, and settings.
 
     What many records share is written once.
@@ -177,11 +176,10 @@ def as_script(records: Sequence[Record]) -> str:
             "unit": record.unit or "plain number",
         }
         fields = [changed[n] if n in changed else getattr(record, n) for n in _SHOWN]
-        file = "/".join(("records", *place_of(record, record.digest)))
         # The details that fit on a line; the record has all.
         plain = {n: v for n, v in record.details.items() if not isinstance(v, Mapping)}
         small = {name: _rounded(v, ".4f") for name, v in plain.items() if len(str(v)) <= 200}
-        rows.append([*map(place, [*fields, file, record.settings]), new(small)])
+        rows.append([*map(place, [*fields, store.place(record), record.settings]), new(small)])
     names = [*_SHOWN.values(), "record", "settings", "details"]
     content = {"names": names, "words": [json.loads(word) for word in words], "rows": rows}
     text = json_text(content, indent=None, text=printable)

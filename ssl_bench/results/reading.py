@@ -29,10 +29,10 @@ MOST_BYTES = 16 * 2**20
 """Of a record or a list of ids."""
 
 _LONGEST_REASON = 200
-# Names of folders of pictures end in the first digits.
 # Percents that fall below 0 where an answer is worse than chance.
 _BEYOND_CHANCE = re.compile(r"ami(_x\d+)?")
 _ROUNDING = 1e-6
+# Names of folders of pictures end in the first digits.
 _FINGERPRINT = re.compile(r"(stat-)?[0-9a-f]{8,128}")
 _MAPPINGS = ("settings", "details", "architecture", "changed")
 _KINDS: dict[Any, tuple[type, ...]] = {

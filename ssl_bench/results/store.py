@@ -84,6 +84,11 @@ class ResultStore:
         """
         return self.root.joinpath("records", *place_of(key, key.digest()))
 
+    def place(self, record: Record) -> str:
+        """Where a record is read from, for readers; of a packed one the file that holds it too."""
+        name = "/".join(("records", *place_of(record, record.digest)))
+        return name if (self.root / name).exists() else f"{PACKED}: {name}"
+
     def per_image_path(self, record: Record) -> Path:
         """Where they are, if they were kept."""
         return self.path(record.key()).with_suffix(".npz")

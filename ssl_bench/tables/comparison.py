@@ -13,8 +13,8 @@ from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
 from ssl_bench.results.contributions import Scored, stored_curve
 from ssl_bench.tables.epochs import by_run, epoch_of, require_one_encoder_an_epoch
 from ssl_bench.tables.notes import trusted_note
-from ssl_bench.tables.printing.sheets import NO_VALUE, Cell, Sheet
 from ssl_bench.tables.series import differences, said_training, settings_text
+from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -10,8 +10,8 @@ from ssl_bench.results import Record
 from ssl_bench.system.naming import in_order
 from ssl_bench.tables.entry import Entry, mean_entry, with_seeds_said
 from ssl_bench.tables.notes import dagger_note, footnote
-from ssl_bench.tables.printing.sheets import Cell, Sheet, render_tables
 from ssl_bench.tables.series import comparable_groups, differences, model_names, series_json, title
+from ssl_bench.tables.sheets import Cell, Sheet
 
 Row = int | float
 """A block, or an epoch."""
@@ -164,12 +164,3 @@ def depth_tables(records: Sequence[Record]) -> list[DepthTable]:
         )
         for group, differing in zip(groups, differences(groups), strict=True)
     ]
-
-
-def render(table: DepthTable, style: str) -> str:
-    """One table as text, markdown, latex, csv or json; the best block of each model is in bold.
-
-    Raises:
-        ConfigurationError: another style.
-    """
-    return render_tables([table], style)

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from ssl_bench.results import ENCODER, Baseline, Record
 from ssl_bench.results.record import cell_filename
-from ssl_bench.tables.printing.sheets import NO_VALUE
 from ssl_bench.tables.series import SERIES, settings_digest
+from ssl_bench.tables.sheets import NO_VALUE
 
 K = TypeVar("K")
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")

@@ -15,9 +15,9 @@ from ssl_bench.tables.layer_selection import (
     columns_with_seeds_said,
 )
 from ssl_bench.tables.notes import baseline_note, dagger_note, provenance
-from ssl_bench.tables.printing.sheets import Cell, Sheet
 from ssl_bench.tables.published import PublishedColumn, PublishedTable, settings_of
 from ssl_bench.tables.series import comparable_groups
+from ssl_bench.tables.sheets import Cell, Sheet
 
 
 @dataclass(frozen=True)

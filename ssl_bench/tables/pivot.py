@@ -15,8 +15,8 @@ from ssl_bench.tables.layer_selection import (
     columns_with_seeds_said,
 )
 from ssl_bench.tables.notes import baseline_note, dagger_note, metric_notes, provenance
-from ssl_bench.tables.printing.sheets import Cell, Sheet
 from ssl_bench.tables.series import comparable_groups, differing_settings, model_names, series_json
+from ssl_bench.tables.sheets import Cell, Sheet
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from ssl_bench.results import CORRUPTED, Baseline, Record
 from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.entry import Entry, mean_entry, with_seeds_said
 from ssl_bench.tables.notes import footnote
-from ssl_bench.tables.printing.sheets import NO_VALUE, Cell, Sheet
 from ssl_bench.tables.series import comparable_groups, differences, model_names, series_json, title
+from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 CLEAN = 0
 """The severity of images as they are."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
-from ssl_bench.tables.printing.sheets import render_tables
+from ssl_bench.tables.sheets import render_tables
 
 ROOT = Path(__file__).parents[2]
 Make = Callable[[Path], str | bytes]

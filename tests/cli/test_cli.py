@@ -14,6 +14,7 @@ from PIL import Image
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
 from ssl_bench.results import ResultStore
+from ssl_bench.system.files import sha256_of
 from tests.support.without_torch import REPOSITORY, said_without_torch
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=12, depth=3, num_heads=2)
@@ -181,6 +182,7 @@ def test_differences_of_data_are_json_too(workplace, capsys):
     verify = ["data", "verify", "photos", "--manifest", "list", "--json"]
     assert main(verify) == 0
     assert json.loads(capsys.readouterr().out) == {"manifest": "list", "listed": 3}
+    assert Path("list").read_text().startswith(f"{sha256_of(Path('photos/0.png'))}  0.png\n")
     (workplace / "photos" / "0.png").write_bytes(b"other")
     (workplace / "photos" / "1.png").rename(workplace / "photos" / "new.png")
 

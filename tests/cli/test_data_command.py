@@ -17,7 +17,6 @@ from ssl_bench.cli import data as data_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.data.sources import SOURCES, Download
-from ssl_bench.system.files import sha256_of
 from tests.support.faults import picture, voc
 
 
@@ -194,25 +193,6 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["download", "cityscapes", "--data-root", "x"], "register at https://www.cityscapes"),
-        (["download", "paired_folders", "--data-root", "x"], "classes.txt has a name a line"),
-        (["download", "voc2012"], "data download needs --data-root DIR"),
-        (["download"], "name a dataset: voc2012"),
-        (["check", "ade20k"], "data check needs --data-root DIR"),
-        (["verify"], "data verify needs the folder"),
-        (["fetch"], "invalid choice: 'fetch'"),
-        (["list", "voc2012", "dataset.year=2007"], "data list` takes no 'dataset.year=2007'"),
-        (["check", "folder", "--data-root", "x", "dataset.x=1"], "unknown key 'dataset.x'"),
-    ],
-)
-def test_what_is_asked_for_without_what_it_needs_is_told(words, said, capsys):
-    assert main(["data", *words]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda base: (base / "SegmentationClass/v2.png").unlink(), "1 of 3 masks"),
@@ -271,17 +251,6 @@ def test_toy_scenes_need_no_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data_command, "_SAMPLE", 2)
     assert main(["data", "check", "toy"]) == 0
     assert "200 images of 200 published" in capsys.readouterr().out
-
-
-def test_verify_prints_json(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("a")
-    digest = sha256_of(tmp_path / "a.txt")
-    assert main(["data", "verify", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["listed"] == 1
-    (tmp_path / "a.txt").write_text("b")
-    assert main(["data", "verify", str(tmp_path), "--json"]) == 3
-    assert json.loads(capsys.readouterr().out)["changed"] == ["a.txt"]
-    assert (tmp_path / "SHA256SUMS").read_text() == f"{digest}  a.txt\n"
 
 
 def test_a_part_of_a_dataset_is_checked_as_it_is(tmp_path, capsys):

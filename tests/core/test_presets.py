@@ -3,30 +3,24 @@ from typing import Any
 
 import pytest
 
-from probes.classification import LinearClassification
-from probes.clustering.probe import Clustering
-from probes.conditioning.probe import Conditioning
-from probes.correspondence import Correspondence
 from probes.discovery import ObjectDiscovery
-from probes.geometry.probe import Geometry
 from probes.knn import KNN
 from probes.pca import PCA
-from probes.retrieval import Retrieval
 from probes.segmentation import Segmentation
 from probes.tokencut.probe import TokenCut
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.composition.compose import TARGET, build, component_class, compose_config
 from ssl_bench.composition.presets import changed_settings, preset_group, protocols
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import depth_tables
 from tests.core.test_results import RECORD
 
-PROBES = (
-    *(Clustering, Conditioning, Correspondence, Geometry, KNN, LinearClassification),
-    *(ObjectDiscovery, PCA),
-    *(Retrieval, Segmentation, TokenCut),
-)
-PRESETS = [(probe.task, name) for probe in PROBES for name in protocols(probe.task, probe)]
+
+def kind_of(task: str) -> type:
+    return component_class(compose_config("probing", [f"probe={task}"]).probe[TARGET], "probe")
+
+
+PRESETS = [(task, name) for task in choices("probe") for name in protocols(task, kind_of(task))]
 
 
 def composed(task: str, protocol: str, *overrides: str) -> Any:

@@ -30,6 +30,7 @@ from tests.support.faults import (
     fork,
     peak_memory_mib,
     picture,
+    png_chunk,
 )
 
 PNG = encoded("PNG", picture(0))
@@ -136,17 +137,13 @@ def test_fault_65_values_of_images_that_inflate_to_gigabytes_are_left_out(place,
     assert peak_mib(read) < 60
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
 @pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"iCCP", b"eXIf"])
 def test_fault_65_a_picture_with_a_bomb_beside_its_pixels_takes_little_memory(place, kind):
     head = {b"iTXt": b"a\0\1\0\0\0", b"eXIf": b""}.get(kind, b"a\0\0")
     bomb = head + zlib.compress(bytes(128 * MEBIBYTE), 9)
     after = 8 + 25
     path = place / "a.png"
-    path.write_bytes(PNG[:after] + chunk(kind, bomb) * 3 + PNG[after:])
+    path.write_bytes(PNG[:after] + png_chunk(kind, bomb) * 3 + PNG[after:])
 
     def read() -> None:
         with suppress(DataError):

@@ -20,6 +20,7 @@ from tests.support.faults import (
     mask,
     peak_memory_mib,
     picture,
+    png_of,
     probing,
     records,
     save_mask,
@@ -166,16 +167,11 @@ def test_fault_04_missing_and_new_files_are_told_apart_and_a_broken_list_is_refu
 
 def bomb(side: int) -> bytes:
     """A PNG of a few megabytes that would decode to gigabytes."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        checked = kind + data
-        return struct.pack(">I", len(data)) + checked + struct.pack(">I", zlib.crc32(checked))
-
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     packer = zlib.compressobj(9)
     rows = [packer.compress(bytes(1 + 3 * side)) for _ in range(40)]
     pixels = b"".join([*rows, packer.flush()])
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels)
+    return png_of((b"IHDR", header), (b"IDAT", pixels))
 
 
 @pytest.mark.parametrize("side", [10_000, 30_000])

@@ -16,7 +16,6 @@ from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.errors import DataError
 from tests.support.faults import (
-    PRETRAIN,
     class_folders,
     fails,
     mask,
@@ -25,6 +24,7 @@ from tests.support.faults import (
     probing,
     records,
     save_mask,
+    supervised,
     voc,
 )
 
@@ -196,14 +196,11 @@ def test_fault_84_the_monitor_scores_nothing_that_was_fitted_to(place, capsys, s
         shutil.rmtree(place / "monitored/val")
         (place / "monitored/train").rename(place / "monitored/val")
         shutil.copytree(data / "val", place / "monitored/train")
-        more = ["objective=supervised", "data.labels=true", "monitor.root=monitored"]
-        more += ["monitor.accuracy_epochs=1"]
+        words = supervised(data, "run", "monitor.root=monitored", "monitor.accuracy_epochs=1")
     else:
         shutil.rmtree(data / "val")
         shutil.copytree(data / "train", data / "val")
-        more = ["monitor.knn_epochs=1", "monitor.neighbours=1"]
-    words = ["pretrain", "--data-root", str(data), "--out", "run", *more]
-    words += [w for w in PRETRAIN if seen != "head" or not w.startswith("objective.")]
+        words = pretraining(data, "run", "monitor.knn_epochs=1", "monitor.neighbours=1")
 
     said = fails(capsys, words, 3)
 
@@ -226,8 +223,7 @@ def test_fault_85_classes_below_the_root_are_taken_apart(place, capsys):
 
 def test_fault_85_supervised_runs_learn_from_all_classes_below_the_root(place, capsys):
     root = flat(place / "set")
-    words = ["pretrain", "--data-root", str(root), "--out", "run", "objective=supervised"]
-    words += ["data.labels=true", *(w for w in PRETRAIN if not w.startswith("objective."))]
+    words = supervised(root, "run")
 
     assert main(words) == 0
 
@@ -264,14 +260,13 @@ def test_fault_85_results_and_splits_are_no_classes(place):
 def test_fault_85_hints_name_keys_that_a_command_has(place, capsys):
     data = class_folders(place / "data")
     (data / "train").rename(data / "training")
-    words = [w for w in PRETRAIN if not w.startswith("objective.")]
-    run = ["pretrain", "objective=supervised", "data.labels=true", "--out", "run", *words]
 
-    said = fails(capsys, [*run, "--data-root", str(data)], 3)
+    said = fails(capsys, supervised(data, "run"), 3)
 
     assert f"data.root={data / 'training'}" in said
     assert "dataset." not in said
-    assert main([*run, f"data.root={data / 'training'}"]) == 0
+    words = [word for word in supervised(data, "run") if word not in ("--data-root", str(data))]
+    assert main([*words, f"data.root={data / 'training'}"]) == 0
     watched = ["monitor.knn_epochs=1", f"monitor.root={data}"]
     said = fails(capsys, pretraining(data / "training", "other", *watched), 3)
     assert "monitor.train_split=training:0-75%" in said

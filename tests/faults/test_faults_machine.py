@@ -67,8 +67,7 @@ def test_fault_37_a_model_of_a_hub_fails_within_five_seconds_offline(
         address = f"http://127.0.0.1:{silent.getsockname()[1] if line == 'hangs' else 9}"
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
             monkeypatch.setenv(name, address)
-        words = probing("pca", "folder", place / "photos")
-        words[words.index("--checkpoint") + 1] = uri
+        words = probing("pca", "folder", place / "photos", checkpoint=uri)
         start = time.monotonic()
 
         said = fails(capsys, words, 4)

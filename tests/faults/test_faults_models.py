@@ -31,9 +31,7 @@ from tests.support.faults import (
 
 
 def with_checkpoint(uri: str | Path, *more: str) -> list[str]:
-    words = probing("pca", "folder", Path("photos"), *more)
-    words[words.index("--checkpoint") + 1] = str(uri)
-    return words
+    return probing("pca", "folder", Path("photos"), *more, checkpoint=uri)
 
 
 def saved_dino(path: Path, change=lambda weights: weights) -> Path:
@@ -97,6 +95,17 @@ DATASETS = {
     **dict.fromkeys(("pca", "geometry", "correspondence"), "folder"),
     **dict.fromkeys(("knn", "classification", "clustering"), "class_folders"),
 }
+
+
+def data_of(task: str, place: Path) -> tuple[str, Path]:
+    """A dataset that it can be asked about, and where it lies."""
+    dataset = DATASETS.get(task, "voc2012")
+    if dataset == "folder":
+        return dataset, place / "photos"
+    (class_folders if dataset == "class_folders" else voc)(place)
+    return dataset, place
+
+
 CUTS = {"nothing left": 0.0, "10 bytes": 10, "half": 0.5, "last byte lost": -1}
 
 
@@ -247,10 +256,7 @@ def test_fault_24_features_that_are_not_finite_stop_with_layer_and_image(
     place, capsys, task, number
 ):
     spoilt_encoder(place / "encoder.safetensors", number)
-    dataset = DATASETS.get(task, "voc2012")
-    if dataset != "folder":
-        (class_folders if dataset == "class_folders" else voc)(place)
-    root = place / "photos" if dataset == "folder" else place
+    dataset, root = data_of(task, place)
 
     said = fails(capsys, probing(task, dataset, root), 4)
 
@@ -289,11 +295,8 @@ def test_fault_25_constant_features_are_flagged_and_the_metric_is_finite(
     place, task, flag, counted
 ):
     constant_encoder(place / "encoder.safetensors")
-    dataset = DATASETS.get(task, "voc2012")
-    if dataset != "folder":
-        (class_folders if dataset == "class_folders" else voc)(place)
+    dataset, root = data_of(task, place)
     facet = ["probe.facet=token"] if task in ("tokencut", "discovery") else []
-    root = place / "photos" if dataset == "folder" else place
 
     assert main(probing(task, dataset, root, *facet)) == 0
 

@@ -31,6 +31,7 @@ from tests.support.faults import (
     mask,
     photo_folder,
     picture,
+    png_of,
     pretraining,
     probing,
     records,
@@ -63,11 +64,7 @@ def png(pixels: np.ndarray, bits: int = 16, *chunks: tuple[bytes, bytes]) -> byt
         rows = [np.packbits(row).tobytes() for row in digits]
     header = struct.pack(">IIBBBBB", *pixels.shape[1::-1], bits, kind, 0, 0, 0)
     data = zlib.compress(b"".join(b"\0" + row for row in rows))
-    parts = [(b"IHDR", header), *chunks, (b"IDAT", data), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(one)) + name + one + struct.pack(">I", zlib.crc32(name + one))
-        for name, one in parts
-    )
+    return png_of((b"IHDR", header), *chunks, (b"IDAT", data), (b"IEND", b""))
 
 
 def pnm(pixels: np.ndarray, largest: int = 65535) -> bytes:

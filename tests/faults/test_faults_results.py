@@ -15,11 +15,6 @@ from tests.support.faults import encoder_file, fails, probing, records, voc
 ALL = ("--layer", "all")
 
 
-def with_checkpoint(arguments: list[str], path: str) -> list[str]:
-    place = arguments.index("--checkpoint") + 1
-    return [*arguments[:place], path, *arguments[place + 1 :]]
-
-
 def npz_of(record: Record) -> Path:
     return ResultStore(Path("results")).path(record.key()).with_suffix(".npz")
 
@@ -114,8 +109,7 @@ def test_fault_45_two_checkpoints_of_one_name_are_never_one_column(place, capsys
     for seed, folder in enumerate(("one", "other")):
         (place / folder / "run").mkdir(parents=True)
         encoder_file(place / folder / "run/last.safetensors", seed=seed)
-        arguments = probing("tokencut", "voc2012", place)
-        assert main(with_checkpoint(arguments, f"{folder}/run")) == 0
+        assert main(probing("tokencut", "voc2012", place, checkpoint=f"{folder}/run")) == 0
     shas = sorted({record.encoder_id for record in records()})
     assert len(shas) == 2
     capsys.readouterr()

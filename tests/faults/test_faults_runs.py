@@ -18,7 +18,6 @@ from ssl_bench.models import build_vit, load_encoder, save_encoder
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import sha256_of
 from tests.support.faults import (
-    PRETRAIN,
     TINY,
     class_folders,
     exit_code,
@@ -30,6 +29,7 @@ from tests.support.faults import (
     records,
     small_files,
     spoil,
+    supervised,
 )
 from tests.support.runs import assert_same_run, log_rows
 
@@ -192,13 +192,12 @@ def test_fault_34_a_half_written_record_is_said_and_computed_again(place, capsys
 
 @pytest.mark.parametrize("kind", ["folder", "classes"])
 def test_fault_46_a_run_does_not_go_on_with_other_images(place, capsys, kind):
-    root, supervised = place / "photos", ["objective=supervised", "data.labels=true"]
+    root = place / "photos"
     if kind == "folder":
         run = pretraining(root, "run", NO_TIME)
     else:
         root = class_folders(place / "classes")
-        model = [word for word in PRETRAIN if not word.startswith("objective.")]
-        run = ["pretrain", "--data-root", str(root), "--out", "run", *model, *supervised, NO_TIME]
+        run = supervised(root, "run", NO_TIME)
     assert main(run) == 0
     before = sha256_of(Path("run/state.pt"))
     if kind == "folder":
@@ -398,12 +397,10 @@ def test_fault_89_where_no_picture_can_be_read_nothing_is_learned(place, capsys)
 def test_fault_89_records_of_accuracy_count_what_was_left_out(place):
     class_folders(place / "classes")
     spoil(place / "classes/train/dog/1.jpg", "half")
-    model = [word for word in PRETRAIN if not word.startswith("objective.")]
-    words = ["objective=supervised", "data.labels=true", "monitor.accuracy_epochs=2"]
-    words += [f"monitor.root={place / 'classes'}", "monitor.results=results"]
-    root = ["--data-root", str(place / "classes"), "--out", "run"]
+    scored = ["monitor.accuracy_epochs=2", "monitor.results=results"]
+    scored += [f"monitor.root={place / 'classes'}"]
 
-    assert main(["pretrain", *root, *model, *words, "--on-bad-image", "skip"]) == 0
+    assert main([*supervised(place / "classes", "run", *scored), "--on-bad-image", "skip"]) == 0
 
     assert [r.details["left_out"] for r in records()] == [
         {"train": {"count": 1, "first": ["dog/1.jpg"]}}

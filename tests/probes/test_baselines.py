@@ -15,8 +15,9 @@ from ssl_bench.report.drawing import draw
 from ssl_bench.report.model import panels_of
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.scores import mean_iou, of_constant_class, pixel_accuracy
-from ssl_bench.tables.depth import depth_tables, render
+from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.notes import baseline_note
+from ssl_bench.tables.sheets import render_tables
 from tests.support.coloured_classes import coloured_classes
 from tests.support.faults import encoder_file, photo_folder, probing, records, voc
 from tests.support.report_cells import cell, curve
@@ -123,7 +124,7 @@ def test_tables_say_it_once_and_scripts_with_every_number():
     rows = [baselined(layer=0), baselined(layer=1)]
     (table,) = depth_tables(rows)
 
-    assert "without a look at the images: centre box 31.2; " in render(table, "text")
+    assert "without a look at the images: centre box 31.2; " in render_tables([table], "text")
     assert [row["baseline"] for row in table.csv_rows()] == [31.25, 31.25]
     assert table.as_json()["cells"][0]["baseline"] == {"answer": "centre box", "value": 31.25}
     assert baseline_note([cell()]) == ""

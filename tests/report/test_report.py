@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -164,15 +165,19 @@ def test_the_pictures_of_evil_names_are_where_the_pages_look_for_them(evil_repor
     assert all((evil_report / unquote(source)).is_file() for source in sources)
 
 
-def test_the_provenance_of_a_number_names_its_record(evil_report):
-    script = (evil_report / "records.js").read_text()
+def first_record(report: Path) -> dict[str, Any]:
+    """What is shown of it when one of its numbers is pressed."""
+    script = (report / "records.js").read_text()
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))
-
-    first = {
+    return {
         name: content["words"][word]
         for name, word in zip(content["names"], content["rows"][0], strict=True)
     }
+
+
+def test_the_provenance_of_a_number_names_its_record(evil_report):
+    first = first_record(evil_report)
     index = Elements((evil_report / "index.html").read_text())
     pressed = [given["data-r"] for tag, given in index.elements if "data-r" in given]
 
@@ -181,6 +186,16 @@ def test_the_provenance_of_a_number_names_its_record(evil_report):
     # 6 of 12 pixels in the union of the first class, 4 of 10 in that of the second.
     assert (first["value"], first["unit"], first["95 % interval"]) == (45, "%", [40, 50.5])
     assert set(pressed) == {"0", "1"}
+
+
+def test_the_provenance_of_a_packed_record_names_the_file_that_holds_it(tmp_path):
+    store = ResultStore(tmp_path)
+    path = store.save(cell()).relative_to(tmp_path)
+    store.pack()
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    assert first_record(tmp_path / "report")["record"] == f"records.parquet: {path}"
 
 
 def test_published_values_are_marked_and_say_what_differs(tmp_path):

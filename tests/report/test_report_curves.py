@@ -8,7 +8,7 @@ import pytest
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.drawing import MOST_LABELLED, draw, nice_ticks, short_names, spread
 from ssl_bench.report.model import panels_of
-from ssl_bench.tables.printing.sheets import NO_VALUE
+from ssl_bench.tables.sheets import NO_VALUE
 from tests.support.report_cells import (
     cell,
     curve,

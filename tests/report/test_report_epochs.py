@@ -151,16 +151,6 @@ def test_the_overview_links_the_page_and_keeps_every_encoder(report):
     assert "skip@100" in page.text
 
 
-def test_without_two_epochs_a_report_shows_nothing_new(tmp_path):
-    store = ResultStore(tmp_path)
-    store.save(ALONE)
-
-    assert main(["report", "--out", str(tmp_path)]) == 0
-
-    assert not (tmp_path / "report" / "epochs.html").exists()
-    assert "epochs.html" not in (tmp_path / "report" / "index.html").read_text()
-
-
 def test_two_runs_of_one_name_are_said_and_do_not_stop_the_report(tmp_path):
     store = ResultStore(tmp_path)
     for record in (*COURSE, replace(COURSE[0], checkpoint_sha256="f" * 64)):

@@ -2,21 +2,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from probes.pca import PCA
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import Evaluation
-from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
+from ssl_bench.models import ViTConfig, build_vit, identify_encoder, save_encoder
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.comparing import extremes_of, outcomes_of, pairs_of
 from ssl_bench.report.model import panels_of
 from ssl_bench.report.pictures import PictureFiles, galleries_of, gallery_pairs
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import comparisons
-from tests.support.faults import encoder_file, photo_folder
+from tests.support.faults import probing
 from tests.support.report_cells import (
     EMPTY,
     HALF,
@@ -67,7 +63,7 @@ def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_setting
     (checkpoint,) = checkpoints_of(records)
     (panel,) = panels_of(records, (checkpoint,))
 
-    found = outcomes_of(tmp_path, records, panel, checkpoint)
+    found = outcomes_of(ResultStore(tmp_path), records, panel, panel.lines[0])
 
     (kinds,) = found.values()
     assert kinds == {"hits": ("a",), "misses": ("b",), "degenerate": ("c",)}
@@ -76,11 +72,11 @@ def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_setting
 def test_every_image_that_tokencut_scored_is_a_hit_a_miss_or_degenerate(place):
     words = ["probe", "--task", "tokencut", "--checkpoint", "encoder.safetensors", "--layer", "1"]
     assert main([*words, "--dataset", "toy", "dataset.num_train=2", "dataset.num_val=3"]) == 0
-    records = ResultStore(Path("results")).records()
-    (checkpoint,) = checkpoints_of(records)
-    (panel,) = [p for p in panels_of(records, (checkpoint,)) if p.metric == "corloc"]
+    store = ResultStore(Path("results"))
+    records = store.records()
+    (panel,) = [p for p in panels_of(records, checkpoints_of(records)) if p.metric == "corloc"]
 
-    (kinds,) = outcomes_of(Path("results"), records, panel, checkpoint).values()
+    (kinds,) = outcomes_of(store, records, panel, panel.lines[0]).values()
 
     (record,) = [r for r in records if r.metric == "corloc"]
     assert sum(map(len, kinds.values())) == record.num_images
@@ -151,16 +147,12 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
     assert blocks == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_a_probe_leaves_the_ids_that_name_its_images(tmp_path):
-    encoder = load_encoder(str(encoder_file(tmp_path / "encoder.safetensors")))
-    dataset = ImageFolder(photo_folder(tmp_path / "photos", 2))
-    store, cpu = ResultStore(tmp_path / "results"), torch.device("cpu")
-    probe = PCA(panels=1, image_size=32)
+def test_a_probe_leaves_the_ids_that_name_its_images(place):
+    assert main(probing("pca", "folder", place / "photos")) == 0
+    store = ResultStore(Path("results"))
 
-    evaluation = Evaluation(encoder, dataset, probe, (0,), 0, cpu, torch.float32)
-    (record,) = evaluation.run(store, say=print)
-
-    assert store.image_ids(record.dataset_fingerprint) == dataset.images().ids
+    (record,) = store.records()
+    assert store.image_ids(record.dataset_fingerprint) == ("0.jpg", "1.jpg", "2.jpg", "3.jpg")
     assert store.image_ids("0" * 64) is None
 
 

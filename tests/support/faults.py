@@ -4,8 +4,10 @@ import io
 import os
 import resource
 import signal
+import struct
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,14 +126,23 @@ def spoil(path: Path, how: str) -> None:
     path.write_bytes(page if how == "html" else content[: kept[how]])
 
 
-def probing(task: str, dataset: str, root: Path, *more: str) -> list[str]:
-    """Arguments for one layer of the encoder in the current folder."""
+def probing(
+    task: str, dataset: str, root: Path, *more: str, checkpoint: str | Path = "encoder.safetensors"
+) -> list[str]:
+    """Arguments for one layer of an encoder, of that in the current folder if no other is named."""
     words = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(root)]
-    return [*words, "--checkpoint", "encoder.safetensors", "--layer", "1", *SMALL[task], *more]
+    return [*words, "--checkpoint", str(checkpoint), "--layer", "1", *SMALL[task], *more]
 
 
 def pretraining(root: Path, out: str, *more: str) -> list[str]:
     return ["pretrain", "--data-root", str(root), "--out", out, *PRETRAIN, *more]
+
+
+def supervised(root: Path, out: str, *more: str) -> list[str]:
+    """Of a run that learns from classes."""
+    sizes = [word for word in PRETRAIN if not word.startswith("objective.")]
+    words = ["pretrain", "--data-root", str(root), "--out", out, "objective=supervised"]
+    return [*words, "data.labels=true", *sizes, *more]
 
 
 def records(out: str = "results") -> list[Record]:
@@ -214,6 +225,15 @@ def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
 def exit_code(child: int) -> int:
     """Wait for a process; a negative number is the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG of these, whatever they say."""
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*one) for one in chunks)
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def encoded(kind: str, image: Image.Image) -> bytes:

@@ -18,15 +18,12 @@ from ssl_bench.tables.comparison import (
     comparisons,
     difference,
 )
-from ssl_bench.tables.printing.sheets import NO_VALUE
+from ssl_bench.tables.sheets import NO_VALUE
 from tests.core.test_results import RECORD
 from tests.support.report_cells import around, known_as
+from tests.tables.test_pivot import hits
 
 GENERATOR = np.random.default_rng(0)
-
-
-def hits(*values):
-    return np.array(values, bool)
 
 
 def curve(**layers):

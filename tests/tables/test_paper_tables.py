@@ -10,8 +10,8 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.paper import paper_table
-from ssl_bench.tables.printing.sheets import render_tables
 from ssl_bench.tables.published import published_table
+from ssl_bench.tables.sheets import render_tables
 from tests.support.report_cells import known_as
 from tests.tables.test_pivot import hits, save
 

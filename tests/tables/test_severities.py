@@ -10,8 +10,8 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.printing.sheets import NO_VALUE
 from ssl_bench.tables.severities import severity_tables
+from ssl_bench.tables.sheets import NO_VALUE
 from tests.core.test_results import RECORD
 
 CLEAN = replace(RECORD, task="knn", dataset="photos", metric="top1", ci95=None, details={})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssl_bench.tables.printing.sheets import Cell, Sheet, default_format, set_sheet
+from ssl_bench.tables.sheets import Cell, Sheet, default_format, set_sheet
 
 SHEET = Sheet(
     title="a title",

@@ -12,11 +12,11 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.results import Baseline, ResultStore
-from ssl_bench.tables.depth import depth_tables, render
+from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
 from ssl_bench.tables.notes import provenance
-from ssl_bench.tables.printing.sheets import NO_VALUE, render_tables
 from ssl_bench.tables.series import settings_digest
+from ssl_bench.tables.sheets import NO_VALUE, render_tables
 from tests.core.test_results import RECORD
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
@@ -32,7 +32,9 @@ RECORDS = [
 def test_rows_are_blocks_columns_are_models_and_the_best_block_is_bold():
     (table,) = depth_tables([*RECORDS, replace(SKIPLESS, layer=2, value=math.nan, ci95=None)])
 
-    rows = [line for line in render(table, "markdown").splitlines() if line.startswith("|")]
+    rows = [
+        line for line in render_tables([table], "markdown").splitlines() if line.startswith("|")
+    ]
 
     assert rows == [
         "| block | skip | skip_less |",
@@ -43,7 +45,7 @@ def test_rows_are_blocks_columns_are_models_and_the_best_block_is_bold():
         f"| 2 |  | {NO_VALUE} |",
     ]
     with pytest.raises(ConfigurationError, match=r"markdown\|latex\|csv\|json.*'xml'"):
-        render(table, "xml")
+        render_tables([table], "xml")
 
 
 def test_a_name_that_two_checkpoints_share_is_told_apart_in_every_table():
@@ -66,8 +68,8 @@ def test_the_share_of_arbitrary_images_stands_beside_the_number():
     records[3] = replace(records[3], ci95=(RECORD.value - 2, RECORD.value + 2))
     same = [replace(records[0], seed=s, details={"degenerate_percent": 2.0 * s}) for s in (0, 1)]
 
-    text = render(depth_tables(records)[0], "markdown")
-    latex = render(depth_tables(records)[0], "latex")
+    text = render_tables(depth_tables(records)[:1], "markdown")
+    latex = render_tables(depth_tables(records)[:1], "latex")
     (averaged,) = depth_tables(same)
 
     value = f"{RECORD.value:.1f}"
@@ -80,7 +82,7 @@ def test_the_share_of_arbitrary_images_stands_beside_the_number():
     assert "; †: percent of the images that are degenerate" in text
     assert rf"{value} $\dagger$99 \\" in latex
     assert averaged.entries[0, "skip"].arbitrary == 1.0
-    assert "†" not in render(depth_tables(RECORDS)[0], "text")
+    assert "†" not in render_tables(depth_tables(RECORDS)[:1], "text")
 
 
 def test_the_second_best_block_is_underlined_in_latex_alone():
@@ -88,10 +90,14 @@ def test_the_second_best_block_is_underlined_in_latex_alone():
 
     (table,) = depth_tables(records)
 
-    latex = [line.split(" & ")[1] for line in render(table, "latex").splitlines() if " & " in line]
+    latex = [
+        line.split(" & ")[1]
+        for line in render_tables([table], "latex").splitlines()
+        if " & " in line
+    ]
     assert latex[1:] == [r"\textbf{3.0} \\", r"1.0 \\", r"\underline{2.0} \\"]
-    assert "<ins>" not in render(table, "markdown")
-    assert "_2.0_" not in render(table, "text")
+    assert "<ins>" not in render_tables([table], "markdown")
+    assert "_2.0_" not in render_tables([table], "text")
 
 
 def test_json_carries_what_is_needed_to_trust_a_number():
@@ -227,7 +233,9 @@ def test_more_explained_variance_is_not_better():
     (table,) = depth_tables(records)
 
     assert table.best_layer("skip") is None
-    assert not any("**" in row for row in render(table, "markdown").splitlines() if "|" in row)
+    assert not any(
+        "**" in row for row in render_tables([table], "markdown").splitlines() if "|" in row
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,7 +244,9 @@ def test_more_explained_variance_is_not_better():
 def test_equal_blocks_are_marked_together_and_none_where_all_are(values, marked):
     records = [replace(RECORD, layer=n, value=v, ci95=None) for n, v in enumerate(values)]
     (table,) = depth_tables(records)
-    rows = [line for line in render(table, "markdown").splitlines() if line.startswith("|")][2:]
+    rows = [
+        line for line in render_tables([table], "markdown").splitlines() if line.startswith("|")
+    ][2:]
     assert [n for n, row in enumerate(rows) if "**" in row] == marked
 
 
@@ -256,14 +266,16 @@ def test_blocks_of_other_grids_have_their_stride_beside_them():
     (table,) = depth_tables([*staged, *RECORDS[2:]])
     (plain,) = depth_tables([replace(r, architecture={"strides": [4, 4]}) for r in staged])
 
-    rows = [line for line in render(table, "markdown").splitlines() if line.startswith("|")]
+    rows = [
+        line for line in render_tables([table], "markdown").splitlines() if line.startswith("|")
+    ]
 
     assert rows[0] == "| block | stride | skip | skip_less |"
     assert [row.split(" | ")[1] for row in rows[2:]] == ["4", "8"]
-    cells = json.loads(render(table, "json"))[0]["cells"]
+    cells = json.loads(render_tables([table], "json"))[0]["cells"]
     assert [one.get("stride") for one in cells] == [4, None, 8, None]
-    assert "stride" not in render(plain, "markdown")
-    assert "stride" in render(table, "csv").splitlines()[0]
+    assert "stride" not in render_tables([plain], "markdown")
+    assert "stride" in render_tables([table], "csv").splitlines()[0]
 
 
 def test_words_that_metrics_have_for_themselves_are_explained(tmp_path, capsys):
