@@ -24,7 +24,6 @@ from ssl_bench.composition.compose import (
 )
 from ssl_bench.composition.fields import shown
 from ssl_bench.composition.presets import changed_settings, preset_values, protocols
-from ssl_bench.data.corruptions import KEY as CORRUPT
 from ssl_bench.data.corruptions import asked_corruptions
 from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import (
@@ -34,10 +33,9 @@ from ssl_bench.data.files.readable import (
     as_readable,
     with_a_way_out,
 )
-from ssl_bench.data.keys import DType, shared_values, views_of
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
-from ssl_bench.data.views import ListedOnce, OpenedOnce, as_asked
+from ssl_bench.data.views import DType, ListedOnce, OpenedOnce, as_asked, shared_values
 from ssl_bench.errors import BrokenFile, ConfigurationError, DataError, UnreadableImage
 from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
 from ssl_bench.layers import layers_of
@@ -417,12 +415,10 @@ def _build(
         overrides = [*overrides, *fitting]
         config = probing_config(*choice, overrides, root)
     values = shared_values(config)
-    views = views_of(values)
     # Whatever is asked of it, alike in all tasks and before and after a corruption.
     built = build(config.dataset)
     dataset = listed.setdefault(as_yaml(config.dataset), ListedOnce(built))
-    whole = f"{as_yaml(config.dataset)} {views} {values[CORRUPT]}"
-    view = listed.setdefault(whole, as_asked(dataset, **views, corrupt=values[CORRUPT]))
+    view = listed.setdefault(f"{as_yaml(config.dataset)} {values}", as_asked(dataset, values))
     return PlannedProbe(
         probe=build(config.probe),
         dataset=as_readable(view, built, on_bad_image, looked),

@@ -121,7 +121,7 @@ def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> tuple[
     """The dataset of a configuration, not opened, and how it asks for the files to be read."""
     # Here, because Hydra takes longer than all that `data list` says.
     from ssl_bench.composition.compose import build, compose_config, with_root
-    from ssl_bench.data.keys import shared_values
+    from ssl_bench.data.views import shared_values
 
     config = compose_config("data", with_root([f"dataset={name}", *overrides], root))
     return build(config.dataset), ReadOptions(bits=shared_values(config)["data.bits"])

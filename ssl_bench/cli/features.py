@@ -22,9 +22,8 @@ from ssl_bench.composition.choices import choices, require_choice
 from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.composition.fields import Count, require
 from ssl_bench.data.files.readable import Looked, as_readable, counts_and_first, with_a_way_out
-from ssl_bench.data.keys import shared_values, views_of
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.data.views import as_asked
+from ssl_bench.data.views import as_asked, shared_values
 from ssl_bench.errors import ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import left_out
 from ssl_bench.features import FeatureExtractor, squashed
@@ -109,10 +108,10 @@ def _dataset(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Dat
     name = require_choice("dataset", options.dataset, choices("dataset"))
     words = [f"dataset={name}", *with_root(overrides, options.data_root)]
     config = compose_config("data", words)
-    views = views_of(shared_values(config))
+    values = shared_values(config)
     built: Dataset = build(config.dataset)
-    view = as_asked(built, **views, corrupt=None)
-    return as_readable(view, built, options.on_bad_image, Looked()), views["bits"]
+    view = as_asked(built, values)
+    return as_readable(view, built, options.on_bad_image, Looked()), values["data.bits"]
 
 
 def _splits(dataset: Dataset, asked: str | None) -> list[ImageSet]:

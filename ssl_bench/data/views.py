@@ -1,35 +1,66 @@
-"""The forms in which a dataset can be asked for, one on top of the other, opened once."""
+"""The keys that belong to no component, and the forms in which they ask for a dataset.
 
+One form on top of the other, opened once.
+"""
+
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal
 
+from omegaconf import DictConfig
+
+from ssl_bench.composition.compose import value_of
+from ssl_bench.composition.fields import Bits, Count, Place, Seed, require
+from ssl_bench.data.corruptions import KEY as CORRUPT
 from ssl_bench.data.corruptions import Corruption, corrupted_dataset
 from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, dataset_read_as
 from ssl_bench.data.limited import limited_dataset
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 
+DType = Literal["float32", "float16", "bfloat16"]
+"""As torch names them."""
+Limit = Count | None
+SHARED: Mapping[str, Any] = {
+    "data.root": Place,
+    "data.fingerprint": FingerprintKind,
+    "data.bits": Bits,
+    "data.limit": Limit,
+    "data.allow_overlap": bool,
+    CORRUPT: str | None,
+    "seed": Seed,
+    "dtype": DType,
+}
+"""What the keys take that belong to no component."""
 
-def as_asked(
-    dataset: Dataset,
-    *,
-    fingerprint: FingerprintKind,
-    bits: int | None,
-    limit: int | None,
-    corrupt: str | None,
-) -> Dataset:
+
+def shared_values(config: DictConfig) -> dict[str, Any]:
+    """What the keys of `SHARED` hold that are composed; a command on data alone has only those.
+
+    Raises:
+        ConfigurationError: one of them takes no such value.
+    """
+    values = {key: value_of(config, key) for key in SHARED if key.split(".")[0] in config}
+    for key, value in values.items():
+        require(key, SHARED[key], value)
+    return values
+
+
+def as_asked(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
     """A dataset, its files read in one of several ways, perhaps a part of it, perhaps corrupted.
 
     Args:
         dataset: As its adapter gives it.
-        fingerprint: What its files are known by.
-        bits: Those that its pictures of 16 bits use.
-        limit: At most so many images of each split.
-        corrupt: What `Corruption.of` takes.
+        values: Those that `shared_values` found.
 
     Raises:
         ConfigurationError: there is no such corruption.
     """
-    found = dataset_read_as(dataset, ReadOptions(fingerprint, bits))
-    found = limited_dataset(found, limit) if limit else found
+    found: Dataset = dataset_read_as(
+        dataset, ReadOptions(values["data.fingerprint"], values["data.bits"])
+    )
+    if values["data.limit"]:
+        found = limited_dataset(found, values["data.limit"])
+    corrupt = values.get(CORRUPT)
     return corrupted_dataset(found, Corruption.of(corrupt)) if corrupt else found
 
 

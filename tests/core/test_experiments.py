@@ -4,6 +4,7 @@ import re
 from functools import cache
 
 import pytest
+import torch
 
 from pretrain.description import describe, differences
 from pretrain.train import Pretraining
@@ -11,7 +12,7 @@ from ssl_bench.cli.reproduce import is_run
 from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.compose import as_plain, build, compose_config
 from ssl_bench.composition.papers import experiments
-from ssl_bench.models import ConvMixerConfig, TimmConfig, ViTConfig
+from ssl_bench.models import ConvMixerConfig, TimmConfig, ViTConfig, build_encoder
 from ssl_bench.tables.published import published_tables
 
 EXPERIMENTS = choices("experiment")
@@ -201,6 +202,21 @@ def test_the_arms_of_a_comparison_differ_in_what_they_name_alone(stem):
 
     assert set().union(*changed.values()) <= COMPARISONS[stem]
     assert len({str(arm) for arm in arms.values()}) == len(arms)
+
+
+def test_the_arms_of_one_skip_are_without_it_and_begin_with_the_same_weights():
+    """Figure 1c of "Always Skip Attention"."""
+    names = [f"one_skip_cifar10_{arm}" for arm in ("both", "no_mlp", "no_attention")]
+    plans = [experiment(name, "model.depth=2") for name in names]
+    first, *others = (build_encoder(plan.encoder, seed=3).state_dict() for plan in plans)
+
+    changed = [differences(describe(plans[0]), describe(plan)) for plan in plans]
+
+    assert changed == [
+        [], ["model.skip_mlp: True -> False"], ["model.skip_attention: True -> False"],
+    ]  # fmt: skip
+    assert all(other.keys() == first.keys() for other in others)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
 def test_what_is_typed_wins_over_the_experiment():

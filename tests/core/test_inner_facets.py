@@ -63,21 +63,22 @@ def patches(tokens: Tensor) -> Tensor:
     return tokens[:, 1:].unflatten(1, (2, 3))
 
 
-@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("skip_attention", [True, False])
+@pytest.mark.parametrize("skip_mlp", [True, False])
 @torch.no_grad()
-def test_inner_facets_are_the_steps_of_our_block(skip):
-    encoder = ours(skip_attention=skip, skip_mlp=skip)
+def test_inner_facets_are_the_steps_of_our_block(skip_attention, skip_mlp):
+    encoder = ours(skip_attention=skip_attention, skip_mlp=skip_mlp)
     block: Any = encoder.module.get_submodule("blocks.1")
     x = entering(encoder, 1)
     attn_out = block.attn(block.norm1(x))
-    attn_skip = x + attn_out if skip else attn_out
+    attn_skip = x + attn_out if skip_attention else attn_out
     hidden = F.gelu(block.mlp.fc1(block.norm2(attn_skip)))
     mlp_out = block.mlp.fc2(hidden)
     expected = {
         "attn_out": attn_out, "attn_skip": attn_skip, "mlp_hidden": hidden, "mlp_out": mlp_out,
         "blocks.*.mlp.fc1": block.mlp.fc1(block.norm2(attn_skip)),
         "blocks.*.norm1": block.norm1(x),
-        "token": attn_skip + mlp_out if skip else mlp_out,
+        "token": attn_skip + mlp_out if skip_mlp else mlp_out,
     }  # fmt: skip
 
     features = found(encoder, *expected)

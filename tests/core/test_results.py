@@ -37,6 +37,10 @@ RECORD = Record(
     details={"share": (0.5, math.nan)},
 )
 
+# What changes a number; hardware, time and versions do not.
+KEYS = """architecture checkpoint_sha256 dataset dataset_fingerprint facet layer mean metric
+protocol seed settings split std task"""
+
 
 def test_a_saved_record_comes_back_and_nan_becomes_null(tmp_path):
     store = ResultStore(tmp_path)
@@ -47,52 +51,6 @@ def test_a_saved_record_comes_back_and_nan_becomes_null(tmp_path):
     assert store.load(RECORD.key()) == replace(RECORD, details={"share": [0.5, None]})
     assert "NaN" not in path.read_text()
     assert math.isnan(store.records()[1].value)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"task": "pca"},
-        {"dataset": "voc2012"},
-        {"split": "train"},
-        {"layer": 4},
-        {"facet": "token"},
-        {"protocol": "stable"},
-        {"metric": "miou_holdout"},
-        {"checkpoint_sha256": "c" * 64},
-        {"dataset_fingerprint": "c" * 64},
-        {"architecture": {"kind": "vit", "dim": 12, "norm_eps": 1e-12}},
-        {"mean": (0.5, 0.5, 0.5)},
-        {"std": (0.5, 0.5, 0.5)},
-        {"seed": 1},
-        {"settings": {"tau": 0.3}},
-    ],
-)
-def test_what_changes_the_number_is_another_cell(tmp_path, change):
-    store = ResultStore(tmp_path)
-    store.save(RECORD)
-
-    assert store.load(replace(RECORD, **change).key()) is None
-
-
-def test_hardware_and_time_do_not_make_another_cell(tmp_path):
-    store = ResultStore(tmp_path)
-    store.save(RECORD)
-    elsewhere = replace(RECORD, device="cuda: H200", seconds=9.0, torch="2.11", value=1.0)
-
-    assert store.load(elsewhere.key()) is not None
-
-
-def test_a_half_written_record_is_not_finished_and_is_named(tmp_path):
-    store = ResultStore(tmp_path)
-    whole = store.save(RECORD)
-    half = store.save(replace(RECORD, layer=5))
-    half.write_text(half.read_text()[:200])
-
-    assert store.load(replace(RECORD, layer=5).key()) is None
-    assert store.records() == [store.load(RECORD.key())]
-    assert list(store.unreadable) == [half]
-    assert whole.is_file()
 
 
 def test_an_empty_folder_says_what_to_run(tmp_path):
@@ -127,6 +85,7 @@ def test_somebody_elses_folder_is_no_run(tmp_path, log):
 
 def test_a_cell_is_known_by_the_sha256_of_its_fields_as_sorted_json():
     names = [item.name for item in fields(CellKey)]
+    assert sorted(names) == KEYS.split()
     text = json.dumps({name: getattr(RECORD, name) for name in names}, sort_keys=True)
 
     expected = hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.images import decode_image, read_image, read_indices
+from ssl_bench.data.files.images import decode_image, read_image
 from ssl_bench.errors import DataError, UnreadableImage
 from tests.support.faults import fails, pretraining, probing, records
 
@@ -42,15 +42,6 @@ def jpeg(kind: str, width: int, height: int) -> bytes:
 
 def pil_pixels(content: bytes) -> np.ndarray:
     return np.array(Image.open(io.BytesIO(content)).convert("RGB"))
-
-
-def test_a_mask_of_one_bit_gives_zero_and_one(tmp_path):
-    Image.new("1", (3, 2), 1).save(tmp_path / "one.png")
-
-    stored = read_indices(tmp_path / "one.png")
-
-    assert stored.dtype == np.uint8
-    assert (stored == 1).all()
 
 
 def test_what_is_no_file_or_no_image_is_named(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from ssl_bench.data import published
-from ssl_bench.data.layouts import paired_folders
 from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
@@ -82,15 +81,6 @@ def test_folders_of_other_counts_are_named_by_their_images(tmp_path, monkeypatch
     monkeypatch.setattr(published, "PUBLISHED", {name: counts})
     fresh = replace(dataset)
     assert fresh.val().name == fresh.images().name == name
-
-
-def test_images_are_counted_once_for_the_name(tmp_path, monkeypatch):
-    dataset, counted = folders(tmp_path, "ade20k"), []
-    monkeypatch.setattr(
-        paired_folders, "name_of_images", lambda *found: counted.append(found) or "named"
-    )
-    assert dataset.train().name == dataset.val().name == dataset.images().name == "named"
-    assert len(counted) == 1
 
 
 def test_what_data_list_prints_is_what_names_are_held_against():

@@ -60,11 +60,6 @@ def devkit(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_palette_mask_is_read_as_indices(devkit):
-    assert mask_of(Voc(devkit).train()[0]).tolist() == MASK
-    assert (CLASS_NAMES[20], len(CLASS_NAMES)) == ("tvmonitor", 21)
-
-
 def test_boxes_become_half_open_and_parts_of_a_person_are_none(devkit):
     images = Voc(devkit).discovery()
 

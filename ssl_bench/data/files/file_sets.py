@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -141,6 +141,18 @@ class FileSet:
         """The images of these indices, under another name."""
         return replace(self, name=name, ids=tuple(self.ids[index] for index in kept))
 
+    def identified(self, parts: Iterable[Part], total: int) -> closing[Generator[str, None, None]]:
+        """What each of so many parts of its files is known by, as `identities` says."""
+        return closing(
+            identities(
+                parts,
+                self.options.fingerprint,
+                title=f"{self.name} {self.split}",
+                folder=self.images.folder,
+                total=total,
+            )
+        )
+
     def require_ids(self, what: str) -> None:
         """There are ids, each of them once.
 
@@ -251,16 +263,9 @@ class FileImageSet(FileSet):
                 image = image if turn == _UPRIGHT else f"{image} {turn}"
                 yield image_id, image, *others, self.boxes.meaning(image_id) if self.boxes else ""
 
-        identified = identities(
-            parts(),
-            self.options.fingerprint,
-            title=f"{self.name} {self.split}",
-            folder=self.images.folder,
-            total=(in_a_row + turned) * len(self),
-        )
         # What the numbers in masks stand for; nothing for pictures alone.
         meaning = [self.masks.meaning(), self.class_names] if self.masks else []
-        with closing(identified) as found:
+        with self.identified(parts(), (in_a_row + turned) * len(self)) as found:
             known = self.options.known_by(meaning, rows(found))
         if self.upright and not turned:
             return known._replace(fingerprint=extended(known.fingerprint, ["upright"]))

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,7 @@ from jaxtyping import Float64
 
 from ssl_bench.composition.fields import Place
 from ssl_bench.data.files.boxes import checked_boxes, numbers
-from ssl_bench.data.files.digests import Part, identities
+from ssl_bench.data.files.digests import Part
 from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.locations import find_root
@@ -85,14 +84,7 @@ class SpairPairs(FileSet):
     def _fingerprint(self) -> str:
         paths = [self.annotations.path(pair_id) for pair_id in self.ids]
         paths += [self.images.path(image_id) for image_id in self._image_ids]
-        identified = identities(
-            map(Part, paths),
-            self.options.fingerprint,
-            title=f"{self.name} {self.split}",
-            folder=self.images.folder,
-            total=len(paths),
-        )
-        with closing(identified) as found:
+        with self.identified(map(Part, paths), len(paths)) as found:
             rows = zip((*self.ids, *self._image_ids), found, strict=True)
             return self.options.fingerprint_of(rows)
 
