@@ -282,10 +282,10 @@ def test_a_built_encoder_has_these_products_and_no_biases_in_attention():
 def test_xavier_weights_are_uniform_with_the_bound_of_their_sides():
     initialiser, generator = XavierInit(), torch.Generator().manual_seed(0)
     attention = initialiser.attention(96, 3, generator)
-    mlp = initialiser.mlp(96, 384, generator)
+    first, second = initialiser.mlp(96, 384, generator)
     square, long = (6 / 192) ** 0.5, (6 / 480) ** 0.5
     matrices = [attention.query, attention.key, attention.value, attention.output]
-    for matrix, bound in [(m, square) for m in matrices] + [(mlp.first, long), (mlp.second, long)]:
+    for matrix, bound in [(m, square) for m in matrices] + [(first, long), (second, long)]:
         assert 0.99 * bound < matrix.abs().max() <= bound
         assert matrix.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.05)
 
