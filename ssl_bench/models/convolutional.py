@@ -1,7 +1,5 @@
 """Convolutional encoders of one grid and width: ConvMixer, with and without skip, and ConvNeXt."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -9,12 +7,7 @@ from torch import Tensor, nn
 
 from ssl_bench.models.config import ConvMixerConfig
 from ssl_bench.models.convnext_config import ConvNeXtConfig
-from ssl_bench.models.initialisers import (
-    FILTER_INITIALISERS,
-    draw_filters,
-    draw_uniform,
-    make_initialiser,
-)
+from ssl_bench.models.initialisers import draw_convolutions
 from ssl_bench.models.vit import EncoderModule, PatchEmbed
 
 Images = Float[Tensor, "batch 3 height width"]
@@ -46,7 +39,29 @@ class ConvMixerBlock(nn.Module):
         return self.norm2(F.gelu(self.pointwise(mixed)))
 
 
-class ConvMixer(EncoderModule):
+class _OneGrid(EncoderModule):
+    """What both have in common: maps of one grid, from the patches to the mean."""
+
+    patch_embed: PatchEmbed
+    norm: nn.Module
+
+    def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
+        """Mean over all patches, for normalised images of any size the patch divides."""
+        return self.forward_features(images).mean(1)
+
+    def forward_features(self, images: Images) -> Float[Tensor, "batch tokens dim"]:
+        """The patches after the last block and the final norm, row by row."""
+        maps = self.embed(images)
+        for block in self.blocks:
+            maps = block(maps)
+        return self.norm(maps.flatten(2).transpose(1, 2))
+
+    def embed(self, images: Images) -> Maps:
+        """The patches that enter the first block."""
+        return self.patch_embed(images)
+
+
+class ConvMixer(_OneGrid):
     """The convolutional encoder of the suite; `build_encoder` makes one with initialised weights.
 
     Source: Trockman and Kolter, "Patches are all you need?", https://arxiv.org/abs/2201.09792,
@@ -64,17 +79,6 @@ class ConvMixer(EncoderModule):
         self.blocks = nn.ModuleList(ConvMixerBlock(config) for _ in range(config.depth))
         # A block ends with a norm of its own.
         self.norm = nn.Identity()
-
-    def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
-        """Mean over all patches, for normalised images of any size the patch divides."""
-        return self.forward_features(images).mean(1)
-
-    def forward_features(self, images: Images) -> Float[Tensor, "batch tokens dim"]:
-        """The patches after the last block, row by row."""
-        maps = self.embed(images)
-        for block in self.blocks:
-            maps = block(maps)
-        return self.norm(maps.flatten(2).transpose(1, 2))
 
     def embed(self, images: Images) -> Maps:
         """The patches that enter the first block."""
@@ -101,7 +105,7 @@ class ConvNeXtBlock(nn.Module):
         return maps + self.fc2(F.gelu(self.fc1(x))).permute(0, 3, 1, 2)
 
 
-class ConvNeXt(EncoderModule):
+class ConvNeXt(_OneGrid):
     """The ConvNeXt-256/8 of figure 3.36; `build_encoder` makes one with initialised weights.
 
     Source: Liu et al., "A ConvNet for the 2020s", https://arxiv.org/abs/2201.03545, section 3.3
@@ -118,13 +122,6 @@ class ConvNeXt(EncoderModule):
         self.blocks = nn.ModuleList(ConvNeXtBlock(config) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.dim, eps=_EPS)
 
-    def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
-        """Mean over all patches, for normalised images of any size the patch divides."""
-        maps = self.patch_embed(images)
-        for block in self.blocks:
-            maps = block(maps)
-        return self.norm(maps.flatten(2).transpose(1, 2)).mean(1)
-
 
 @torch.no_grad()
 def build_conv_mixer(config: ConvMixerConfig, *, seed: int) -> ConvMixer:
@@ -134,13 +131,7 @@ def build_conv_mixer(config: ConvMixerConfig, *, seed: int) -> ConvMixer:
     """
     with torch.random.fork_rng(devices=[]):
         model = ConvMixer(config)
-    generator = torch.Generator().manual_seed(seed)
-    draw_uniform(model.patch_embed.proj, generator)
-    for block in model.blocks:
-        draw_uniform(block.get_submodule("depthwise"), generator)
-        draw_uniform(block.get_submodule("pointwise"), generator)
-    initialiser = make_initialiser(FILTER_INITIALISERS, config.init, config.init_options)
-    draw_filters(_depthwise(model), initialiser, generator)
+    _draw(model, torch.Generator().manual_seed(seed))
     return model
 
 
@@ -150,18 +141,15 @@ def build_convnext(config: ConvNeXtConfig, *, seed: int) -> ConvNeXt:
     with torch.random.fork_rng(devices=[]):
         model = ConvNeXt(config)
     generator = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            draw_uniform(module, generator)
-    initialiser = make_initialiser(FILTER_INITIALISERS, config.init, config.init_options)
-    draw_filters(_depthwise(model), initialiser, generator)
+    _draw(model, generator)
     # Last, so that all else is as it is without.
     for block in model.blocks:
-        first = block.get_submodule("fc1").get_parameter("weight")  # hidden_dim dim
+        first = block.fc1.weight  # hidden_dim dim
         first += config.mlp_mean
         first += config.mlp_input_std * torch.randn(1, config.dim, generator=generator)
     return model
 
 
-def _depthwise(model: ConvMixer | ConvNeXt) -> Sequence[nn.Module]:
-    return [block.get_submodule("depthwise") for block in model.blocks]
+def _draw(model: ConvMixer | ConvNeXt, generator: torch.Generator) -> None:
+    depthwise, config = [block.depthwise for block in model.blocks], model.config
+    draw_convolutions(model, depthwise, config.init, config.init_options, generator)

@@ -41,12 +41,7 @@ class AttentionWeights:
     output: Float64[Tensor, "dim dim"]
 
 
-@dataclass(frozen=True)
-class MlpWeights:
-    """Weights of one MLP."""
-
-    first: Float64[Tensor, "dim hidden"]
-    second: Float64[Tensor, "hidden dim"]
+MlpWeights = tuple[Float64[Tensor, "dim hidden"], Float64[Tensor, "hidden dim"]]
 
 
 @dataclass(frozen=True)
@@ -66,8 +61,7 @@ class DefaultInit:
         return AttentionWeights(query, key, value, output)
 
     def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
-        first = self.draw(dim, hidden_dim, generator)
-        return MlpWeights(first, second=self.draw(hidden_dim, dim, generator))
+        return self.draw(dim, hidden_dim, generator), self.draw(hidden_dim, dim, generator)
 
     def draw(self, rows: int, cols: int, generator: Generator) -> Matrix:
         """One matrix; all are drawn alike, each on its own."""
@@ -114,10 +108,8 @@ class SkiplessInit(DefaultInit):
         return AttentionWeights(query, key, value=self.c * left, output=self.c * right)
 
     def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
-        return MlpWeights(
-            first=uniform_orthogonal(dim, hidden_dim, generator, gain=self.suo_gain),
-            second=uniform_orthogonal(hidden_dim, dim, generator, gain=self.suo_gain),
-        )
+        first = uniform_orthogonal(dim, hidden_dim, generator, gain=self.suo_gain)
+        return first, uniform_orthogonal(hidden_dim, dim, generator, gain=self.suo_gain)
 
 
 @dataclass(frozen=True)
@@ -203,32 +195,6 @@ class OsaInit(DefaultInit):
         return SkiplessInit().mlp(dim, hidden_dim, generator)
 
 
-@dataclass(frozen=True)
-class ShiftedInputs(DefaultInit):
-    """As another initialiser, but the first matrix of an MLP sees its inputs shifted.
-
-    Attributes:
-        mean: Added to all entries of the first matrix, of either sign.
-        input_std: Deviation of the number that an input channel adds towards all hidden units.
-
-    Source: Trockman, "Mimetic initialization" (2025), section 3.4, equations 3.40 and 3.39, where
-    y = W x: its 1_p b_n^T repeats a row of the n inputs for the p hidden units. "N(0, sigma I)" is
-    read as sigma, not its root, the deviation.
-    """
-
-    plain: DefaultInit
-    mean: float
-    input_std: float
-
-    def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
-        return self.plain.attention(dim, num_heads, generator)
-
-    def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
-        drawn = self.plain.mlp(dim, hidden_dim, generator)
-        of_inputs = _normal(dim, 1, _own_generator(drawn.first))
-        return replace(drawn, first=drawn.first + self.mean + self.input_std * of_inputs)
-
-
 def _own_generator(drawn: Float64[Tensor, "rows cols"]) -> Generator:
     """Another one for what is drawn besides, so that all that is drawn later stays as it is."""
     return Generator().manual_seed(int(drawn[0, 0].view(torch.int64)))
@@ -244,19 +210,35 @@ INITIALISERS: dict[str, type[DefaultInit]] = {
 
 
 @torch.no_grad()
-def set_block(block: nn.Module, initialiser: DefaultInit, generator: Generator) -> None:
+def set_block(
+    block: nn.Module,
+    initialiser: DefaultInit,
+    generator: Generator,
+    *,
+    mlp_mean: float = 0.0,
+    mlp_input_std: float = 0.0,
+) -> None:
     """Draw attention and MLP of a block that names its layers as DINO and timm do; no bias stays.
 
     Cost: that of the initialiser; "skipless" and "mimetic" are cubic in dim, once a head.
+
+    `mlp_mean`, of either sign, is added to all entries of the first matrix of the MLP;
+    `mlp_input_std` is the deviation of the number that an input channel adds towards all hidden
+    units. Source of both: Trockman, "Mimetic initialization" (2025), section 3.4, equations 3.40
+    and 3.39, where y = W x: its 1_p b_n^T repeats a row of the n inputs for the p hidden units.
+    "N(0, sigma I)" is read as sigma, not its root, the deviation.
     """
     # Any: ours and those of timm's families have no class in common.
     parts: Any = block
     dim, hidden_dim = parts.mlp.fc1.in_features, parts.mlp.fc1.out_features
     attention = initialiser.attention(dim, parts.attn.num_heads, generator)
-    mlp = initialiser.mlp(dim, hidden_dim, generator)
+    first, second = initialiser.mlp(dim, hidden_dim, generator)
+    if mlp_mean or mlp_input_std:
+        of_inputs = _normal(dim, 1, _own_generator(first))
+        first = first + mlp_mean + mlp_input_std * of_inputs
     inputs = torch.cat([attention.query, attention.key, attention.value], dim=1)
     linears = (parts.attn.qkv, parts.attn.proj, parts.mlp.fc1, parts.mlp.fc2)
-    matrices = (inputs, attention.output, mlp.first, mlp.second)
+    matrices = (inputs, attention.output, first, second)
     for linear, matrix in zip(linears, matrices, strict=True):
         linear.weight.copy_(matrix.T)
         if linear.bias is not None:
@@ -392,14 +374,26 @@ def draw_uniform(layer: nn.Module, generator: Generator) -> None:
         nn.init.uniform_(parameter, -bound, bound, generator=generator)
 
 
-def draw_filters(
-    layers: Sequence[nn.Module], initialiser: UniformFilters, generator: Generator
+def draw_convolutions(
+    model: nn.Module,
+    depthwise: Sequence[nn.Module],
+    init: str,
+    options: Mapping[str, Any],
+    generator: Generator,
 ) -> None:
-    """Depthwise filters of all layers of a network, which lie evenly between depths 0 and 1."""
-    for layer, convolution in enumerate(layers):
+    """All convolutions and linear layers as PyTorch does, then the depthwise filters by `init`.
+
+    The filters come last, so that all other weights are the same under any `init`; their layers lie
+    evenly between depths 0 and 1.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            draw_uniform(module, generator)
+    initialiser = make_initialiser(FILTER_INITIALISERS, init, options)
+    for layer, convolution in enumerate(depthwise):
         weight = convolution.get_parameter("weight")
         count, _, size, _ = weight.shape
-        depth = layer / max(1, len(layers) - 1)
+        depth = layer / max(1, len(depthwise) - 1)
         filters = initialiser.filters(count, size, depth, generator)
         weight.copy_(filters[:, None])
 

@@ -21,8 +21,7 @@ from ssl_bench.models.graying import gray_inputs
 from ssl_bench.models.initialisers import (
     FILTER_INITIALISERS,
     INITIALISERS,
-    draw_filters,
-    draw_uniform,
+    draw_convolutions,
     make_initialiser,
     set_block,
 )
@@ -158,11 +157,8 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
         model = TimmEncoder(config)
     generator = Generator().manual_seed(seed)
     if config.init in FILTER_INITIALISERS:
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d | nn.Linear):
-                draw_uniform(module, generator)
-        filters = make_initialiser(FILTER_INITIALISERS, config.init, config.init_options)
-        draw_filters(depthwise_filters(model.model), filters, generator)
+        filters = depthwise_filters(model.model)
+        draw_convolutions(model, filters, config.init, config.init_options, generator)
     elif config.init != "default":
         initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
         for block in model.blocks:

@@ -15,7 +15,6 @@ from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.graying import TokenGraying
 from ssl_bench.models.initialisers import (
     INITIALISERS,
-    ShiftedInputs,
     draw_uniform,
     make_initialiser,
     set_block,
@@ -236,10 +235,9 @@ def build_vit(
     generator = torch.Generator().manual_seed(seed)
     _initialise_tokens(model, generator, truncated=config.truncated_tokens)
     initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
-    if config.mlp_mean or config.mlp_input_std:
-        initialiser = ShiftedInputs(initialiser, config.mlp_mean, config.mlp_input_std)
+    shift = {"mlp_mean": config.mlp_mean, "mlp_input_std": config.mlp_input_std}
     for block in model.blocks:
-        set_block(block, initialiser, generator)
+        set_block(block, initialiser, generator, **shift)
     return model
 
 

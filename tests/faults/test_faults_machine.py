@@ -55,7 +55,12 @@ def test_fault_36_a_cut_or_changed_download_never_gets_its_name_and_goes_on(serv
 
 
 @pytest.mark.parametrize(
-    "uri", ["torchhub:facebookresearch/dino:dino_vits16", "timm:vit_tiny_patch16_224.augreg_in21k"]
+    "uri",
+    [
+        "torchhub:facebookresearch/dino:dino_vits16",
+        "timm:vit_tiny_patch16_224.augreg_in21k",
+        "hf-hub:timm/vit_small_patch16_224.dino",
+    ],
 )
 @pytest.mark.parametrize("line", ["refuses", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_fault_37_a_model_of_a_hub_fails_within_five_seconds_offline(
@@ -75,6 +80,7 @@ def test_fault_37_a_model_of_a_hub_fails_within_five_seconds_offline(
     assert time.monotonic() - start < 5
     assert "cannot be reached" in said
     assert "--checkpoint FILE.pth" in said
+    assert "timm:NAME@FILE or local-dir:FOLDER" in said
 
 
 @pytest.mark.parametrize("change", ["weights", "images", "damage"])

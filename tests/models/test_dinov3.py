@@ -4,19 +4,17 @@ The names are restated from https://github.com/facebookresearch/dinov3 and from 
 models/dinov3_vit/modeling_dinov3_vit.py.
 """
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import timm
 import torch
 from torch import Tensor, nn
 
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
-from tests.support.foreign_weights import message_of
+from tests.support.foreign_weights import folder_of, message_of
 
 ARCHITECTURE = "vit_tiny_patch16_dinov3_qkvb"
 TO_TRANSFORMERS = (
@@ -63,8 +61,8 @@ def own_names(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def folder_of_transformers(root: Path, model: nn.Module, **config: object) -> Path:
-    """A folder as `save_pretrained` leaves it."""
+def folder_of_transformers(root: Path, model: nn.Module, **config: object) -> str:
+    """A folder as `save_pretrained` leaves it; its address."""
     weights = {}
     for name, value in own_names(model).items():
         for pattern, replacement in TO_TRANSFORMERS:
@@ -77,11 +75,7 @@ def folder_of_transformers(root: Path, model: nn.Module, **config: object) -> Pa
                     weights[f"{start}attention.{third}_proj.{kind}"] = part.contiguous()
         elif "qkv" not in name and not name.startswith("rope_embed"):
             weights[name] = value.clone()
-    root.mkdir()
-    safetensors.torch.save_file(weights, root / "model.safetensors")
-    (root / "config.json").write_text(json.dumps({**CONFIG, **config}))
-    (root / "preprocessor_config.json").write_text(json.dumps(COLOURS))
-    return root
+    return folder_of(root, weights, {**CONFIG, **config}, COLOURS)
 
 
 def assert_same_features(uri: str, model: nn.Module) -> None:
@@ -112,9 +106,9 @@ def test_the_advice_for_a_file_of_dinov3_loads_it_with_its_biases(tmp_path, mode
 def test_a_folder_of_transformers_is_loaded_with_its_own_colours(tmp_path, model):
     folder = folder_of_transformers(tmp_path / "dinov3", model)
 
-    assert_same_features(f"local-dir:{folder}", model)
+    assert_same_features(folder, model)
 
-    encoder = load_encoder(f"local-dir:{folder}")
+    encoder = load_encoder(folder)
     assert encoder.mean == pytest.approx(COLOURS["image_mean"])
     assert encoder.colours_from == "preprocessor_config.json"
 
@@ -122,4 +116,4 @@ def test_a_folder_of_transformers_is_loaded_with_its_own_colours(tmp_path, model
 def test_rotations_that_timm_does_not_compute_are_refused(tmp_path, model):
     folder = folder_of_transformers(tmp_path / "dinov3", model, rope_theta=50.0)
 
-    assert "says rope_theta=50.0, the encoder of" in message_of(f"local-dir:{folder}")
+    assert "says rope_theta=50.0, the encoder of" in message_of(folder)

@@ -1,6 +1,5 @@
 """Token graying against its definition, at singular matrices, and in encoders; linear attention."""
 
-import copy
 import json
 import math
 from dataclasses import replace
@@ -17,26 +16,18 @@ from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from probes.conditioning.decomposition import decompose_block
 from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     ViTConfig,
     build_vit,
-    encoder_from_model,
-    load_encoder,
-    save_encoder,
 )
 from ssl_bench.models.graying import TokenGraying, dct_matrix, gray_by_dct, gray_by_svd
 from ssl_bench.models.vit import Block, LinearAttention
+from tests.support.matrices import normal as drawn
 
 DIM = 12
 TINY = ViTConfig(image_size=32, patch_size=8, dim=DIM, depth=2, num_heads=3)
 GRAYING = {"svd": gray_by_svd, "dct": gray_by_dct}
 WIDE, TALL, SQUARE = (1, 5, 9), (1, 9, 5), (1, 6, 6)
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def with_values(*values: float, tokens: int = 7) -> Tensor:
@@ -269,20 +260,3 @@ def test_the_rows_of_table_2_differ_in_attention_and_graying_alone():
     for (kind, attention), row in described.items():
         expected = changes[kind] + (linear if attention == "linear" else [])
         assert sorted(differences(reference, row)) == sorted(expected)
-
-
-@pytest.mark.parametrize("attention", ["softmax", "linear"])
-@pytest.mark.parametrize("kind", ["none", *GRAYING])
-def test_an_encoder_survives_its_checkpoint_and_gives_every_facet(tmp_path, kind, attention):
-    config = replace(grayed(TINY, kind, 0.7), attention=attention)
-    model = build_vit(config, seed=0).eval()
-    save_encoder(tmp_path / "last.safetensors", model, {})
-    encoder = load_encoder(str(tmp_path / "last.safetensors"))
-    facets = ("token", "cls", "key", "query", "value")
-    ours, loaded = (
-        FeatureExtractor(one, layers=(0, 1), facets=facets, pad=True)(drawn(2, 3, 20, 30).float())
-        for one in (encoder_from_model(copy.deepcopy(model), name="ours"), encoder)
-    )
-    assert getattr(encoder.module, "config", None) == config
-    assert ours[1]["token"].shape == (2, 3, 4, DIM)
-    assert all(torch.equal(ours[i][facet], loaded[i][facet]) for i in (0, 1) for facet in facets)

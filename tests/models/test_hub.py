@@ -1,7 +1,4 @@
 import hashlib
-import http.client
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +7,9 @@ import pytest
 import timm  # noqa: F401 - its seconds of import are no part of any test
 import torch
 
-from ssl_bench import network
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models import ViTConfig, build_vit, load_encoder
 from ssl_bench.models.loading import hub
-from ssl_bench.system.files import sha256_of
 
 
 @pytest.fixture
@@ -22,47 +17,6 @@ def empty_caches(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     return tmp_path / "hub" / "checkpoints"
-
-
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "timm:vit_tiny_patch16_224.augreg_in21k",
-        "torchhub:facebookresearch/dino:dino_vits16",
-        "hf-hub:timm/vit_small_patch16_224.dino",
-    ],
-)
-@pytest.mark.parametrize("line", ["refuses", "hangs"])
-def test_a_machine_without_network_is_told_quickly(uri, line, empty_caches, monkeypatch):
-    assert network.REACH_SECONDS < 5
-    monkeypatch.setattr(network, "REACH_SECONDS", 0.1)
-    ended = threading.Event()
-
-    def without_network(*_: object, **__: object) -> None:
-        if line == "hangs":
-            ended.wait(8)
-        raise OSError("no network")
-
-    monkeypatch.setattr(http.client.HTTPConnection, "connect", without_network)
-    start = time.monotonic()
-    with pytest.raises(CheckpointError) as raised:
-        load_encoder(uri)
-    seconds = time.monotonic() - start
-    ended.set()
-    assert "timm:NAME@FILE or local-dir:FOLDER" in str(raised.value)
-    assert "cannot be reached" in str(raised.value)
-    assert seconds < 5
-    assert not list(empty_caches.glob("*.pth"))
-
-
-def test_a_cached_download_of_dino_needs_no_network(empty_caches):
-    empty_caches.mkdir(parents=True)
-    config = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
-    model = build_vit(config, seed=0)
-    torch.save(model.state_dict(), empty_caches / "dino_deitsmall16_pretrain.pth")
-    encoder = load_encoder("torchhub:facebookresearch/dino:dino_vits16")
-    assert encoder.sha256 == sha256_of(empty_caches / "dino_deitsmall16_pretrain.pth")
-    assert encoder.name == "dino_vits16"
 
 
 @pytest.fixture

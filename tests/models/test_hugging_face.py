@@ -23,6 +23,7 @@ from ssl_bench.system.files import sha256_of
 from tests.support.foreign_weights import (
     Weights,
     dinov2_weights,
+    folder_of,
     message_of,
     same_features,
     timm_model,
@@ -76,17 +77,12 @@ def in_transformers_layout(weights: Weights, kind: str, prefix: str) -> Weights:
 def hugging_face_folder(
     folder: Path, kind: str, weights: Weights, *, prefix: str = "", **config: Any
 ) -> Path:
-    folder.mkdir(parents=True)
     config = {
         "model_type": kind, "hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2,
         "layer_norm_eps": 1e-6, "hidden_act": "gelu", "patch_size": 8, "image_size": 32, **config,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    safetensors.torch.save_file(
-        in_transformers_layout(weights, kind, prefix), folder / "model.safetensors"
-    )
     colours = {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}
-    (folder / "preprocessor_config.json").write_text(json.dumps(colours))
+    folder_of(folder, in_transformers_layout(weights, kind, prefix), config, colours)
     return folder
 
 
@@ -146,13 +142,11 @@ def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
     model: Any = timm.create_model(
         "vit_tiny_patch16_224", num_classes=5, dynamic_img_size=True, **arguments
     )
-    folder.mkdir(parents=True)
     config = {
         "architecture": "vit_tiny_patch16_224", "num_classes": 5, "model_args": arguments,
         "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}, **config,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    folder_of(folder, model.state_dict(), config)
     model.pretrained_cfg = {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     return folder, model.eval()
 

@@ -189,18 +189,6 @@ def test_one_part_of_mimetic_attention_is_that_of_both_and_all_else_is_default(p
     assert len(drawn[:, 0, 0].unique()) == 4
 
 
-@pytest.mark.parametrize("init", ["default", "xavier", "skipless", "mimetic"])
-def test_a_mean_is_added_to_the_first_matrix_of_any_mlp_and_to_nothing_else(init):
-    config = ViTConfig(image_size=16, dim=24, depth=2, num_heads=HEADS, init=init)
-    plain = build_vit(config, seed=0).state_dict()
-
-    shifted = build_vit(replace(config, mlp_mean=-0.25), seed=0).state_dict()
-
-    for name, weight in plain.items():
-        added = -0.25 if name.endswith("mlp.fc1.weight") else 0.0
-        torch.testing.assert_close(shifted[name], weight + added, rtol=0, atol=1e-7)
-
-
 @pytest.mark.parametrize("init", ["uniform", "covariance"])
 def test_the_mlps_of_a_convnext_get_what_equations_3_39_and_3_40_add_and_nothing_else_changes(init):
     config = ConvNeXtConfig(image_size=16, dim=400, depth=2, init=init)
@@ -223,14 +211,19 @@ def test_the_mlps_of_a_convnext_get_what_equations_3_39_and_3_40_add_and_nothing
     assert (numbers[0][0] - numbers[1][0]).abs().max() > 0.1
 
 
-def test_the_mlp_options_of_mimetic_change_one_matrix_of_each_block_and_no_global_state():
+@pytest.mark.parametrize("init", ["default", "xavier", "skipless", "mimetic"])
+def test_the_mlp_options_change_one_matrix_of_each_block_and_no_global_state(init):
     before = torch.get_rng_state()
-    config = ViTConfig(image_size=16, dim=48, depth=2, num_heads=HEADS, init="mimetic")
+    config = ViTConfig(image_size=16, dim=48, depth=2, num_heads=HEADS, init=init)
     plain = build_vit(config, seed=0).state_dict()
     options = {"mlp_mean": 0.05, "mlp_input_std": 0.1}
     changed = build_vit(replace(config, **options), seed=0).state_dict()
     differ = [name for name, value in plain.items() if not torch.equal(value, changed[name])]
     assert differ == ["blocks.0.mlp.fc1.weight", "blocks.1.mlp.fc1.weight"]
+    shifted = build_vit(replace(config, mlp_mean=-0.25), seed=0).state_dict()
+    for name, weight in plain.items():
+        added = -0.25 if name in differ else 0.0
+        torch.testing.assert_close(shifted[name], weight + added, rtol=0, atol=1e-7)
     # `nn.Linear` keeps inputs as columns; the blocks draw numbers of their own.
     first, second = (changed[name] - plain[name] for name in differ)
     numbers = (first - 0.05)[:1]

@@ -1,11 +1,8 @@
-import argparse
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
-from torch import Tensor
 
 from ssl_bench import models
 from ssl_bench.errors import CheckpointError
@@ -19,6 +16,7 @@ from ssl_bench.models import (
 )
 from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.system.files import sha256_of
+from tests.support.foreign_weights import message_of
 
 TINY = ViTConfig(
     image_size=32, patch_size=8, dim=64, depth=2, num_heads=1, init="skipless",
@@ -40,15 +38,6 @@ def assert_same_weights(module: torch.nn.Module, model: VisionTransformer) -> No
     assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
 
 
-def message_of(uri: str | Path) -> str:
-    with pytest.raises(CheckpointError) as raised:
-        load_encoder(str(uri))
-    message = str(raised.value)
-    assert raised.value.exit_code == 4
-    assert "\n" not in message
-    return message
-
-
 @pytest.mark.parametrize("address", ["file", "folder"])
 def test_our_checkpoint_comes_back_as_it_was(saved, address):
     encoder = load_encoder(str(saved if address == "file" else saved.parent))
@@ -61,9 +50,6 @@ def test_our_checkpoint_comes_back_as_it_was(saved, address):
     assert (encoder.loaded_keys, encoder.total_keys) == (30, 30)
     assert not any(p.requires_grad for p in encoder.module.parameters())
     assert not encoder.module.training
-
-
-def test_a_checkpoint_says_what_it_is(saved):
     metadata = read_metadata(saved)
     assert (metadata["format"], metadata["version"]) == ("ssl-bench", "1")
     assert (metadata["step"], metadata["epoch"]) == ("7", "1")
@@ -76,31 +62,6 @@ def test_equal_content_gives_equal_bytes(saved, tmp_path):
     for _ in range(4):
         save_encoder(again, build_vit(TINY, seed=0), {"epoch": "1", "step": "7"})
         assert again.read_bytes() == saved.read_bytes()
-
-
-@pytest.mark.parametrize("replaced", ["neither", "weights"])
-def test_a_kill_between_the_files_of_a_checkpoint_leaves_one_that_loads(
-    saved, replaced, monkeypatch
-):
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    name = {"neither": "write_atomically", "weights": "write_text_atomically"}[replaced]
-    original = getattr(__import__("ssl_bench.system.files", fromlist=[name]), name)
-    calls: list[int] = []
-
-    def once_then_killed(*arguments: object) -> None:
-        calls.append(1)
-        if replaced == "weights" and len(calls) == 1:
-            original(*arguments)
-        else:
-            killed()
-
-    monkeypatch.setattr(f"ssl_bench.models.loading.checkpoint.{name}", once_then_killed)
-    with pytest.raises(KeyboardInterrupt):
-        save_encoder(saved, build_vit(TINY, seed=1), {})
-    seed = 0 if replaced == "neither" else 1
-    assert_same_weights(load_encoder(str(saved)).module, build_vit(TINY, seed=seed))
 
 
 def test_our_checkpoint_needs_its_sha256_file(saved):
@@ -129,36 +90,6 @@ def test_a_web_page_in_place_of_weights_is_recognised(tmp_path, name):
     assert "web page" in message_of(path)
 
 
-def dino_checkpoint(model: VisionTransformer, **more: object) -> dict[str, object]:
-    """What official DINO saves: both networks with their prefixes and heads, and its arguments."""
-    backbone = {f"backbone.{name}": value for name, value in model.state_dict().items()}
-    teacher: dict[str, Tensor] = {**backbone, "head.mlp.0.weight": torch.zeros(2, 2)}
-    student = {f"module.{name}": torch.zeros_like(value) for name, value in teacher.items()}
-    return {
-        "student": student,
-        "teacher": teacher,
-        "epoch": 3,
-        "args": argparse.Namespace(arch="vit_small", lr=np.float64(5e-4), seed=np.int64(0)),
-        **more,
-    }
-
-
-def test_an_official_dino_checkpoint_gives_its_teacher(tmp_path):
-    path = tmp_path / "checkpoint.pth"
-    model = build_vit(DINO_LIKE, seed=0)
-    torch.save(dino_checkpoint(model), path)
-    encoder = load_encoder(str(path))
-    assert_same_weights(encoder.module, model)
-    assert isinstance(encoder.module, VisionTransformer)
-    assert encoder.module.config == DINO_LIKE
-    assert (encoder.loaded_keys, encoder.total_keys) == (30, 31)
-    assert encoder.name == "checkpoint"
-
-
-def without(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    return {key: value for key, value in weights.items() if key != name}
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -166,15 +97,8 @@ def without(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
             lambda w: {f"net.{'ab'[i % 2]}.{n}": v for i, (n, v) in enumerate(w.items())},
             "came a.cls_token",
         ),
-        (
-            lambda w: without(w, "blocks.1.mlp.fc2.bias"),
-            "29/30 keys fit; blocks.1.mlp.fc2.bias mis",
-        ),
-        (lambda w: without(w, "cls_token"), "expected cls_token"),
-        (lambda w: w | {"blocks.0.ls1.gamma": torch.ones(128)}, "blocks.0.ls1.gamma unknown"),
-        (lambda w: w | {"norm.weight": torch.ones(64)}, r"norm.weight \(64, expected 128\) of ano"),
+        (lambda w: {name: w[name] for name in w if name != "cls_token"}, "expected cls_token"),
         (lambda w: w | {"patch_embed.proj.weight": torch.ones(96, 3, 8, 8)}, "multiple of 64"),
-        (lambda w: w | {"pos_embed": torch.ones(1, 16, 128)}, "15 patches, which are no square"),
         (lambda _: {"epoch": 3}, "came no tensors"),
         (lambda w: list(w.values()), "holds a list"),
     ],
@@ -182,9 +106,7 @@ def without(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
 def test_weights_that_do_not_fit_exactly_are_refused(tmp_path, change, said):
     path = tmp_path / "weights.pth"
     torch.save(change(build_vit(DINO_LIKE, seed=0).state_dict()), path)
-    with pytest.raises(CheckpointError, match=said):
-        load_encoder(str(path))
-    message_of(path)
+    assert said in message_of(path)
 
 
 def test_random_timm_weights_say_so_and_are_always_the_same():
@@ -199,20 +121,11 @@ def test_random_timm_weights_say_so_and_are_always_the_same():
     assert (one.native_size, one.num_prefix_tokens, one.mean) == ((224, 224), 1, (0.5, 0.5, 0.5))
 
 
-@pytest.fixture
-def tiny_model() -> VisionTransformer:
-    return build_vit(ViTConfig(dim=192, num_heads=3), seed=4)
-
-
-@pytest.mark.parametrize("head", ["none", "classes", "dino"])
-def test_timm_takes_a_weights_file_with_or_without_head(tmp_path, tiny_model, head):
+@pytest.mark.parametrize("head", [(), ("head.weight", "head.bias"), ("head.mlp.0.weight",)])
+def test_timm_takes_a_weights_file_with_or_without_head(tmp_path, head):
     path = tmp_path / "mine.pth"
-    weights = tiny_model.state_dict()
-    extra = {
-        "none": {},
-        "classes": {"head.weight": torch.zeros(10, 192), "head.bias": torch.zeros(10)},
-        "dino": {"head.mlp.0.weight": torch.zeros(5, 192)},
-    }[head]
+    weights = build_vit(ViTConfig(dim=192, num_heads=3), seed=4).state_dict()
+    extra = {name: torch.zeros(5, 192) for name in head}
     torch.save({"model": weights | extra}, path)
     encoder = load_encoder(f"timm:vit_tiny_patch16_224@{path}")
     ours = {f"model.{name}": value for name, value in weights.items()}
@@ -223,17 +136,16 @@ def test_timm_takes_a_weights_file_with_or_without_head(tmp_path, tiny_model, he
     assert (encoder.loaded_keys, encoder.total_keys) == (len(weights), len(weights) + len(extra))
 
 
-def test_timm_refuses_a_file_that_lacks_a_weight(tmp_path, tiny_model):
+def test_timm_refuses_a_file_that_lacks_weights(tmp_path):
     path = tmp_path / "mine.pth"
-    torch.save(without(tiny_model.state_dict(), "blocks.3.attn.qkv.weight"), path)
+    weights = build_vit(ViTConfig(dim=192, num_heads=3), seed=4).state_dict()
+    del weights["blocks.3.attn.qkv.weight"]
+    torch.save(weights, path)
     said = message_of(f"timm:vit_tiny_patch16_224@{path}")
     assert "blocks.3.attn.qkv.weight" in said
     assert str(path) in said
-
-
-def test_timm_refuses_a_file_without_weights(tmp_path):
-    torch.save({"epoch": 3}, tmp_path / "empty.pth")
-    assert "holds no tensors" in message_of(f"timm:vit_tiny_patch16_224@{tmp_path}/empty.pth")
+    torch.save({"epoch": 3}, path)
+    assert "holds no tensors" in message_of(f"timm:vit_tiny_patch16_224@{path}")
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,9 @@ from ssl_bench.models.orthogonal.exponential import (
     phi,
     phi_without_waiting,
 )
+from tests.support.matrices import normal as drawn
 
 ANGLES = [0.0, 1e-8, 0.1, 3.0, 200.0, 1e4]
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 def with_values(values: Tensor, rows: int, cols: int) -> Tensor:

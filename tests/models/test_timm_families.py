@@ -1,12 +1,10 @@
 """Families of timm's Vision Transformers, made tiny, against timm's own account of their blocks."""
 
-import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import timm
 import torch
 from PIL import Image
@@ -18,6 +16,7 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.timm_encoder import timm_encoder
+from tests.support.foreign_weights import folder_of
 
 TINY = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 # Name in timm, what sets it apart, prefix tokens, registers among them.
@@ -127,20 +126,15 @@ def test_tokens_keys_and_cls_of_every_block_are_those_of_timm(name, what, prefix
                 same(found[layer]["cls"], front[:, 0])
             keys = keys_by_hand(original, normalised(encoder, images), layer)
             same(found[layer]["key"].flatten(1, 2), keys[:, prefix:].float())
-
-
-def same(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize(("name", "what", "prefix", "registers"), FAMILIES)
-def test_other_sizes_than_the_native_one_give_their_grid(name, what, prefix, registers):
-    encoder = as_encoder(tiny(name))
     patch = encoder.patch_size
     found = FeatureExtractor(encoder, layers=[1], facets=["token", "key"], pad=True)(
         torch.rand(1, 3, 4 * patch - 3, 2 * patch)
     )[1]
     assert found["token"].shape[:3] == found["key"].shape[:3] == (1, 4, 2)
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -194,18 +188,6 @@ def test_models_that_take_one_size_of_images_are_refused(name):
         load_encoder(f"timm:{name}")
 
 
-def folder_of(name: str, folder: Path) -> str:
-    """A tiny model of a family as timm saves it; its address."""
-    model = tiny(name)
-    folder.mkdir()
-    patch = model.patch_embed.patch_size[0]
-    arguments = {**TINY, "img_size": [3 * patch, 5 * patch]}
-    config = {"architecture": name, "model_args": arguments, "pretrained_cfg": {}}
-    (folder / "config.json").write_text(json.dumps(config))
-    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
-    return f"local-dir:{folder}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -223,7 +205,11 @@ def test_every_probe_runs_on_every_kind_of_tokens(name, tmp_path, monkeypatch, c
         place.mkdir(parents=True, exist_ok=True)
         noise = torch.randint(0, 256, (40, 56, 3), dtype=torch.uint8).numpy()
         Image.fromarray(noise).save(place / f"{number}.png")
-    uri = folder_of(name, tmp_path / "model")
+    model = tiny(name)
+    patch = model.patch_embed.patch_size[0]
+    arguments = {**TINY, "img_size": [3 * patch, 5 * patch]}
+    config = {"architecture": name, "model_args": arguments, "pretrained_cfg": {}}
+    uri = folder_of(tmp_path / "model", model.state_dict(), config)
     words = ["probe", "--checkpoint", uri, "--device", "cpu", "--out", "results", "--layer", "-1"]
     toy = ["--dataset", "toy", "dataset.num_train=6", "dataset.num_val=2"]
     size = f"probe.image_size={8 * (14 if 'patch14' in name else 16)}"

@@ -20,6 +20,8 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     ConvMixerConfig,
     ConvNeXtConfig,
+    EncoderConfig,
+    StateSpaceConfig,
     TimmConfig,
     ViTConfig,
     build_encoder,
@@ -35,7 +37,6 @@ from ssl_bench.models.graying import (
     gray_windows,
     gray_with_class,
 )
-from ssl_bench.models.loading.timm_encoder import timm_encoder
 from ssl_bench.results import Record, ResultStore
 
 SWIN = TimmConfig(
@@ -69,10 +70,13 @@ GRAY = ViTConfig(
     **PLAIN, attention="linear", graying="svd", graying_exponent=0.7, init="skipless",
     num_registers=2,
 )  # fmt: skip
-KINDS = {
+KINDS: dict[str, EncoderConfig] = {
     "swin": SWIN, "cait": CAIT, "pvt": PVT, "atto": ATTO, "vit": VIT, "isotropic": ISOTROPIC,
-    "mixer": MIXER, "osa": OSA, "gray": GRAY,
+    "mixer": MIXER, "osa": OSA, "osa qr": replace(OSA, attention="osa_qr"), "gray": GRAY,
+    "gray dct": ViTConfig(**PLAIN, graying="dct"),
 }  # fmt: skip
+
+MAMBA = StateSpaceConfig(dim=8, num_states=3, head_width=4, num_tokens=7)
 
 
 def images(count: int = 2, height: int = 32, width: int = 64) -> Tensor:
@@ -95,10 +99,10 @@ def test_a_checkpoint_is_rebuilt_from_its_file_with_the_same_outputs(kind, tmp_p
     assert torch.equal(drawn(images()), build_encoder(KINDS[kind], seed=0).eval()(images()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_depend_on_the_seed_alone_and_the_global_generator_stays(kind):
+@pytest.mark.parametrize("config", [*KINDS.values(), MAMBA], ids=[*KINDS, "mamba"])
+def test_weights_depend_on_the_seed_alone_and_the_global_generator_stays(config):
     state = torch.get_rng_state()
-    one, same, other = (build_encoder(KINDS[kind], seed=seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (build_encoder(config, seed=seed).state_dict() for seed in (1, 1, 2))
 
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, same[name]) for name, value in one.items())
@@ -365,8 +369,10 @@ def test_uniform_and_covariance_differ_in_depthwise_filters_alone(kind):
     assert len(other) == config.depth
 
 
-def test_uniform_is_pytorchs_in_every_layer_and_layer_scale_stays():
-    for name, value in build_encoder(ATTO, seed=0).state_dict().items():
+@pytest.mark.parametrize("kind", ["atto", "isotropic", "mixer"])
+def test_uniform_is_pytorchs_in_every_layer_and_layer_scale_stays(kind):
+    config: Any = replace(KINDS[kind], init="uniform", init_options={})
+    for name, value in build_encoder(config, seed=0).state_dict().items():
         if value.ndim > 1:
             bound = value[0].numel() ** -0.5
             assert 0.8 * bound < value.abs().max().item() <= bound, name
@@ -392,15 +398,6 @@ def test_addresses_of_timm_give_stages_and_a_file_the_very_weights(tmp_path):
     assert encoder.architecture["strides"] == list(encoder.strides)
     assert torch.equal(of_file.module(images()), encoder.module(images()))
     assert load_encoder("random:timm:convnext_atto").sha256 == encoder.sha256
-
-
-@pytest.mark.parametrize("kind", ["swin", "cait", "pvt", "atto"])
-def test_a_model_of_timm_is_the_encoder_of_the_same_weights(kind):
-    ours = build_encoder(KINDS[kind], seed=0).eval()
-    theirs = timm_encoder(ours.get_submodule("model"), uri="memory", name="x", sha256="0")  # type: ignore[arg-type]
-
-    assert (theirs.depth, theirs.dim) == (KINDS[kind].depth, KINDS[kind].dim)
-    assert torch.equal(theirs.module(images()), ours(images()))
 
 
 def test_stages_are_encoders_of_one_grid_and_width_with_the_same_identity():
@@ -468,11 +465,3 @@ def test_conditioning_refuses_what_it_cannot_take_apart_in_one_line(tmp_path, ki
     with pytest.raises(ConfigurationError, match=said) as raised:
         evaluated(Conditioning(num_images=1, image_size=32), tmp_path, kind=kind)
     assert "\n" not in str(raised.value)
-
-
-def test_filters_of_a_convnext_widen_with_depth():
-    wide = build_encoder(replace(ATTO, widths=(64,) * 4, init="covariance"), seed=0)
-    filters = [value for name, value in wide.named_parameters() if name.endswith("conv_dw.weight")]
-    edges = [one[:, 0, 0, 0].square().mean().item() for one in filters]
-    assert len(edges) == 5
-    assert edges == sorted(edges)

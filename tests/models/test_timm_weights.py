@@ -1,11 +1,8 @@
 """Shapes are the file's: nothing is resized between a weights file and an encoder."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import timm
 import torch
 from torch import Tensor
@@ -13,7 +10,7 @@ from torch import Tensor
 from ssl_bench.cli.__main__ import main
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
-from tests.support.foreign_weights import message_of, saved, timm_model
+from tests.support.foreign_weights import folder_of, message_of, saved, timm_model
 
 NAME = "vit_tiny_patch16_224"
 
@@ -24,13 +21,6 @@ def weights_of(name: str = NAME, **changes: Any) -> dict[str, Tensor]:
     return {
         key: value + 0.01 * torch.randn_like(value) for key, value in model.state_dict().items()
     }
-
-
-def folder_of(folder: Path, weights: dict[str, Tensor], name: str = NAME, **config: Any) -> str:
-    folder.mkdir()
-    safetensors.torch.save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"architecture": name, **config}))
-    return f"local-dir:{folder}"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +101,7 @@ def test_fault_79_a_folder_of_timm_says_rows_and_columns(tmp_path, grid, place):
     else:
         said["pretrained_cfg"] = {"input_size": [3, *size]}
 
-    encoder = load_encoder(folder_of(tmp_path / "f", weights, **said))
+    encoder = load_encoder(folder_of(tmp_path / "f", weights, {"architecture": NAME, **said}))
 
     assert encoder.native_size == size
     loaded = encoder.module.get_submodule("model").state_dict()
@@ -137,7 +127,7 @@ OF_ANOTHER_SIZE = "pos_embed is 1 x 785 x 192, expected 1 x 197 x 192"
 )
 def test_fault_79_a_folder_of_timm_that_says_something_else_is_refused(tmp_path, config, said):
     weights = weights_of(depth=2, img_size=448)
-    assert said in message_of(folder_of(tmp_path / "f", weights, **config))
+    assert said in message_of(folder_of(tmp_path / "f", weights, {"architecture": NAME, **config}))
 
 
 @pytest.mark.parametrize("channels", [1, 4, 13])
@@ -148,10 +138,10 @@ def test_fault_79_images_of_other_channels_are_refused(tmp_path, capsys, channel
     if address == "model_args":
         colours = {"mean": [0.5] * channels, "std": [0.5] * channels}
         said: dict[str, Any] = {"model_args": {"in_chans": channels}, "pretrained_cfg": colours}
-        uri = folder_of(tmp_path / "f", weights, **said)
+        uri = folder_of(tmp_path / "f", weights, {"architecture": NAME, **said})
     elif address == "input_size":
         said = {"pretrained_cfg": {"input_size": [channels, 224, 224]}}
-        uri = folder_of(tmp_path / "f", weights, **said)
+        uri = folder_of(tmp_path / "f", weights, {"architecture": NAME, **said})
     else:
         uri = str(path) if address == "file" else f"timm:{NAME}@{path}"
 
@@ -176,7 +166,9 @@ def test_fault_79_positions_are_counted_without_the_tokens_of_a_family(tmp_path,
     small = {"depth": 1, "embed_dim": 64, "num_heads": 2}
     patch = 14 if "patch14" in name else 16
     weights = weights_of(name, img_size=3 * patch, **small)
-    encoder = load_encoder(folder_of(tmp_path / "f", weights, name, model_args=small))
+    encoder = load_encoder(
+        folder_of(tmp_path / "f", weights, {"architecture": name, "model_args": small})
+    )
     assert weights["pos_embed"].shape[1] == 9 + prefix
     assert encoder.native_size == (3 * patch, 3 * patch)
     assert encoder.contents.note == "square grid assumed, 3 x 3 patches"
@@ -207,7 +199,9 @@ def test_registers_of_dinov2_under_its_own_names_are_timms(tmp_path):
     del own["reg_token"]
 
     one, other = (
-        load_encoder(folder_of(tmp_path / place, content, name, model_args=small))
+        load_encoder(
+            folder_of(tmp_path / place, content, {"architecture": name, "model_args": small})
+        )
         for place, content in (("own", own), ("timm", weights))
     )
 

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import pytest
-import timm
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,27 +19,14 @@ def composed(*overrides: str) -> ViTConfig:
     return build(compose_config("pretraining", overrides).model)
 
 
-def test_a_skipless_block_is_mlp_of_norm_of_attention_of_norm():
-    block = Block(
-        ViTConfig(dim=12, num_heads=2, skip_attention=False, skip_mlp=False), drop_path=0.0
-    )
-    x = torch.randn(2, 5, 12)
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.Identity])
+def test_a_skipless_block_is_mlp_of_norm_of_attention_of_norm(norm):
+    kind = "layernorm" if norm is torch.nn.LayerNorm else "none"
+    config = ViTConfig(dim=12, num_heads=2, skip_attention=False, skip_mlp=False, norm=kind)
+    block, x = Block(config, drop_path=0.0), torch.randn(2, 5, 12)
+    assert isinstance(VisionTransformer(config).norm, norm)
     expected = block.mlp(block.norm2(block.attn(block.norm1(x))))
     assert torch.equal(block(x), expected)
-
-
-def test_names_and_outputs_are_those_of_timm_both_ways():
-    theirs = timm.models.VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=0
-    ).eval()
-    ours = build_vit(TINY, seed=0).eval()
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        theirs.load_state_dict(ours.state_dict())
-        assert (ours(images) - theirs(images)).abs().max() < 1e-5
-        theirs.init_weights("jax")
-        ours.load_state_dict(theirs.state_dict())
-        assert (ours.forward_features(images) - theirs.forward_features(images)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -69,22 +55,15 @@ def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
         ({"dim": 50, "num_heads": 4}, "multiple of model.num_heads = 4, got 50; take 48 or 52"),
         ({"image_size": 100}, "multiple of model.patch_size = 16, got 100; take 96 or 112"),
         ({"depth": 0}, "model.depth expects a whole number .*, got 0"),
-        ({"depth": "twelve"}, "model.depth expects a whole number .*, got 'twelve'"),
         ({"skip_mlp": "yes"}, "model.skip_mlp expects true or false, got 'yes'"),
-        ({"mlp_ratio": "4x"}, "model.mlp_ratio expects a number .*, got '4x'"),
-        ({"norm": "batchnorm"}, "expects layernorm or none, got 'batchnorm'"),
-        ({"position_embedding": "rope"}, "expects learned or sinusoidal, got 'rope'"),
         ({"position_embedding": "sinusoidal", "dim": 54}, "multiple of 4"),
         ({"drop_path": 1.0}, r"expects a number in \[0, 1\), got 1.0"),
         ({"drop_path": 0.1, "skip_mlp": False}, "set model.drop_path=0"),
         ({"position_scale": 2.0}, "=sinusoidal, got 2 and learned positions"),
-        ({"num_registers": -1}, "num_registers expects a whole number .*, got -1"),
         ({"mlp_input_std": -0.1}, r"model.mlp_input_std expects .* got -0\.1"),
         ({"init_options": {"mlp_input_std": -0.1}}, r"init_options.mlp_input_std expects .* -0\.1"),
         ({"graying": "dft"}, "model.graying expects none or svd or dct, got 'dft'"),
         ({"graying_exponent": 0}, r"graying_exponent expects a number in \(0, 1\], got 0"),
-        ({"graying_exponent": 1.2}, r"graying_exponent expects a number in \(0, 1\], got 1.2"),
-        ({"graying_exponent": "big"}, "model.graying_exponent expects a number .*, got 'big'"),
         ({"graying_layers": [0, 12]}, r"graying_layers must lie in 0\.\.11, got 12;"),
         ({"graying_layers": []}, r"graying_layers must lie in 0\.\.11, got none"),
         ({"attention": "osa"}, "expects softmax or linear or osa_qr"),
@@ -99,10 +78,6 @@ def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
         (
             {"init": "skipless", "init_options": {"alpha": "big"}},
             "alpha expects a number .*, got 'big'",
-        ),
-        (
-            {"init": "skipless", "init_options": {"noise": "cauchy"}},
-            "normal or uniform, got 'cauchy'",
         ),
         ({"init_options": {"alpha": 1.0}}, "it has none; set model.init_options={}"),
         ({"dimm": 48}, "model has no key 'dimm'"),

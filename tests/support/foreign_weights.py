@@ -1,10 +1,12 @@
 """Weights in other people's layouts, made of random models of timm, and their comparison."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 from torch import Tensor
@@ -64,6 +66,18 @@ def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) 
 def saved(path: Path, content: Mapping[str, Any]) -> Path:
     torch.save(dict(content), path)
     return path
+
+
+def folder_of(
+    folder: Path, weights: Weights, config: Mapping[str, Any], colours: Mapping[str, Any] = {}
+) -> str:
+    """A folder of Hugging Face, as its libraries leave it; its address."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    if colours:
+        (folder / "preprocessor_config.json").write_text(json.dumps(colours))
+    return f"local-dir:{folder}"
 
 
 def message_of(uri: str | Path) -> str:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Generator, Tensor, nn
 
+from ssl_bench.models.initialisers import draw_uniform
 from ssl_bench.models.precision import without_autocast
 from ssl_bench.models.state_space.config import Piece, StateSpaceConfig
 from ssl_bench.models.state_space.scan import scan_channels, scan_heads
@@ -219,14 +220,16 @@ def build_state_space_model(config: StateSpaceConfig, *, seed: int) -> StateSpac
 
 def _draw(mixer: Mixer, depth: int, generator: Generator) -> None:
     """The start of the architectures' authors; what writes into the skip shrinks with depth."""
-    for matrix in (mixer.in_proj.weight, mixer.out_proj.weight):
-        _draw_uniform(matrix, matrix.shape[1], generator)
+    draw_uniform(mixer.in_proj, generator)
+    draw_uniform(mixer.out_proj, generator)
     mixer.out_proj.weight.div_(math.sqrt(depth))
-    for parameter in mixer.conv.parameters():
-        _draw_uniform(parameter, mixer.conv.weight[0].numel(), generator)
+    draw_uniform(mixer.conv, generator)
     if isinstance(mixer, Mamba1Mixer):
-        _draw_uniform(mixer.selection.weight, mixer.selection.in_features, generator)
-        _draw_uniform(mixer.step.weight, mixer.rank, generator)
+        draw_uniform(mixer.selection, generator)
+        # Without its bias, which has a range of its own.
+        nn.init.uniform_(
+            mixer.step.weight, -(mixer.rank**-0.5), mixer.rank**-0.5, generator=generator
+        )
         decays = torch.arange(1.0, mixer.states + 1).repeat(len(mixer.scan_skip))
     else:
         decays = torch.empty(mixer.heads).uniform_(1, _LARGEST_DECAY, generator=generator)
@@ -235,12 +238,6 @@ def _draw(mixer: Mixer, depth: int, generator: Generator) -> None:
     steps = torch.empty_like(mixer.step_bias).uniform_(low, high, generator=generator).exp()
     mixer.step_bias.copy_(steps.expm1().log())
     mixer.scan_skip.fill_(1)
-
-
-def _draw_uniform(parameter: Tensor, inputs: int, generator: Generator) -> None:
-    """As PyTorch draws weights of so many inputs by default."""
-    bound = inputs**-0.5
-    nn.init.uniform_(parameter, -bound, bound, generator=generator)
 
 
 def _mimic(mixer: Mixer, config: StateSpaceConfig) -> None:
