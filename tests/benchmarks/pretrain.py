@@ -15,7 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.batches import sample_generator
-from pretrain.crops.multi import MultiCrop
 from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
@@ -46,14 +45,6 @@ PERIOD = SOAP_RECIPE.precondition_frequency
 TIMELINE = Timeline(total_steps=100_000, steps_per_epoch=1_000)
 PLAIN, ADAMW, SOAP = "plain loop", "ours, AdamW", "ours, SOAP"
 LOW, COMPILED = "ours, AdamW, bfloat16", "ours, AdamW, compiled"
-SIZES = {
-    "cuda": {"image": 224, "patch": 16, "dim": 384, "depth": 12, "batch": 256, "locals": 8},
-    "cpu": {"image": 64, "patch": 8, "dim": 192, "depth": 4, "batch": 16, "locals": 8},
-}
-OUT_DIMS = {"cuda": 65_536, "cpu": 8_192}
-# Bases of 2,048 directions would take a processor minutes.
-HIDDEN_DIMS = {"cuda": 2_048, "cpu": 384}
-HEAD_BATCHES = {"cuda": "16,64,256", "cpu": "16,64"}
 
 
 @dataclass(frozen=True)
@@ -218,18 +209,12 @@ def finishing_ms(setting: Setting, groups: Any) -> float:
     return milliseconds(work, setting.device) / PERIOD
 
 
-@dataclass(frozen=True)
-class HeadFigures:
-    """Forward and backward pass of projection head and loss, without the encoder."""
-
-    mebibytes: float
-    milliseconds: float
-
-
 def measured_head(
     name: str, batch: int, *, device: torch.device, out_dim: int, num_views: int = 10
-) -> HeadFigures:
-    """Peak memory, gradients of the weights included, and time; `name` is PLAIN or ADAMW.
+) -> tuple[float, float]:
+    """MiB at the peak, gradients of weights included, and ms; `name` is PLAIN or ADAMW.
+
+    Of the forward and backward pass of projection head and loss, without the encoder.
 
     The encoder is replaced by images of 3 x 8 x 16 values, laid flat: 384 features.
     """
@@ -263,17 +248,7 @@ def measured_head(
     student.zero_grad()
     views.grad = None
     peak = peak_mebibytes(work, device)
-    return HeadFigures(peak, median(milliseconds(work, device) for _ in range(5)))
-
-
-def head_records(device: torch.device, out_dim: int, batches: list[int]) -> list[dict[str, Any]]:
-    records = []
-    for batch in batches:
-        theirs, own = (
-            measured_head(name, batch, device=device, out_dim=out_dim) for name in (PLAIN, ADAMW)
-        )
-        records.append({"batch": batch, "plain": asdict(theirs), "ours": asdict(own)})
-    return records
+    return peak, median(milliseconds(work, device) for _ in range(5))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -301,77 +276,56 @@ def print_steps(records: list[dict[str, Any]]) -> None:
         )
 
 
-def print_heads(records: list[dict[str, Any]]) -> None:
+def print_heads(records: list[dict[str, float]]) -> None:
     print("| batch | plain MiB | ours MiB | less by | plain ms | ours ms | faster by |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
     for row in records:
-        (most, slow), (least, fast) = (tuple(row[name].values()) for name in ("plain", "ours"))
+        most, slow, least, fast = list(row.values())[1:]
         print(
             f"| {row['batch']} | {most:.0f} | {least:.0f} | {most / least:.1f} "
             f"| {slow:.0f} | {fast:.0f} | {slow / fast:.2f} |"
         )
 
 
-def arguments() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
-    for name, meaning in (
-        ("image", "side of the large crops"),
-        ("patch", "side of a patch"),
-        ("dim", "width of the encoder, a multiple of 64"),
-        ("depth", "blocks"),
-        ("batch", "images a step"),
-        ("locals", "small crops beside the two large ones"),
-        ("out-dim", "prototypes"),
-    ):
-        parser.add_argument(f"--{name}", type=int, help=meaning)
     parser.add_argument("--turns", type=int, default=2, help=f"turns of {PERIOD} steps each")
-    parser.add_argument("--fused-attention", action="store_true", help="in the plain loop too")
     parser.add_argument("--head-loss", action="store_true", help="head and loss alone")
-    parser.add_argument("--head-batches", help="such as 16,64,256")
     parser.add_argument("--json", type=Path, help="file for the records")
-    return parser.parse_args()
-
-
-def setting_of(options: argparse.Namespace) -> Setting:
-    size = {k: getattr(options, k) or v for k, v in SIZES[options.device].items()}
-    model = ViTConfig(
-        image_size=size["image"], patch_size=size["patch"], dim=size["dim"], depth=size["depth"],
-        num_heads=size["dim"] // 64,
-    )  # fmt: skip
-    objective = Dino(
-        out_dim=options.out_dim or OUT_DIMS[options.device],
-        hidden_dim=HIDDEN_DIMS[options.device],
-        # Every parameter takes part from the first step on.
-        freeze_last_layer_epochs=0.0,
-        crops=MultiCrop(num_locals=size["locals"]),
-    )
-    device = torch.device(options.device)
-    return Setting(device, model, objective, size["batch"], options.fused_attention)
-
-
-def main() -> None:
-    options = arguments()
+    options = parser.parse_args()
+    device, is_large = torch.device(options.device), options.device == "cuda"
     print(provenance())
     if options.head_loss:
-        out_dim = options.out_dim or OUT_DIMS["cuda"]
-        batches = options.head_batches or HEAD_BATCHES[options.device]
-        device = torch.device(options.device)
-        print(f"Head and loss, 384 features, 2 + 8 views, {out_dim} prototypes")
-        records = head_records(device, out_dim, [int(batch) for batch in batches.split(",")])
+        print("Head and loss, 384 features, 2 + 8 views, 65536 prototypes")
+        records = []
+        for batch in (16, 64, 256) if is_large else (16, 64):
+            row: dict[str, float] = {"batch": batch}
+            for name, who in ((PLAIN, "plain"), (ADAMW, "ours")):
+                mebibytes, ms = measured_head(name, batch, device=device, out_dim=65_536)
+                row |= {f"{who}_mebibytes": mebibytes, f"{who}_ms": ms}
+            records.append(row)
         print_heads(records)
     else:
-        setting = setting_of(options)
-        model, crops = setting.model, setting.objective.crops
+        model, batch = ViTConfig(), 256
+        if not is_large:
+            model = ViTConfig(image_size=64, patch_size=8, dim=192, depth=4, num_heads=3)
+            batch = 16
+        objective = Dino(
+            out_dim=65_536 if is_large else 8_192,
+            # Bases of 2,048 directions would take a processor minutes.
+            hidden_dim=2_048 if is_large else 384,
+            # Every parameter takes part from the first step on.
+            freeze_last_layer_epochs=0.0,
+        )
         print(
             f"dim {model.dim}, depth {model.depth}, patch {model.patch_size}, {model.image_size} "
-            f"pixels, 2 + {crops.num_locals} crops, batch {setting.batch}, "
-            f"{setting.objective.out_dim} prototypes"
+            f"pixels, 2 + 8 crops, batch {batch}, {objective.out_dim} prototypes"
         )
-        records = step_records(setting, options.turns)
+        records = step_records(Setting(device, model, objective, batch), options.turns)
         print_steps(records)
     if options.json:
         content = {"provenance": provenance(), "records": records}

@@ -122,10 +122,10 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(photos, monkeypatch, optim
 
 @pytest.mark.skipif(not is_simulated(), reason="a real device compiles")
 def test_the_parts_that_say_so_are_compiled(photos):
-    LEDGER.reset()
-    trained(photos, "run", "dino")
+    with LEDGER.counting() as found:
+        trained(photos, "run", "dino")
 
-    assert LEDGER.compiled.total() > 0
+    assert found.compiled.total() > 0
 
 
 @pytest.mark.parametrize("model", ["mamba1", "mamba2"])

@@ -96,7 +96,7 @@ def test_waits_are_counted_where_they_are(what):
         work(x)
 
     assert sum(found.waits.values()) == expected
-    assert all("test_simulated_device.py:" in event.where for event in found.waits)
+    assert all("test_simulated_device.py:" in place for place in found.waits)
 
 
 def test_only_pinned_memory_is_sent_without_waiting():

@@ -14,20 +14,7 @@ cuSOLVER and NCCL refuse, compiled code (`Module.compile` is counted and runs no
 devices (a tensor has no index).
 """
 
-from tests.support.simulated_cuda.ledger import LEDGER, Ledger, SimulatedDeviceError
-from tests.support.simulated_cuda.simulation import (
-    TESTED_TORCH,
-    is_simulated,
-    simulation,
-    why_not,
-)
+from tests.support.simulated_cuda.ledger import LEDGER
+from tests.support.simulated_cuda.simulation import is_simulated
 
-__all__ = [
-    "LEDGER",
-    "TESTED_TORCH",
-    "Ledger",
-    "SimulatedDeviceError",
-    "is_simulated",
-    "simulation",
-    "why_not",
-]
+__all__ = ["LEDGER", "is_simulated"]

@@ -126,16 +126,6 @@ def _to(func: Callable, args: Arguments, options: Options) -> Tensor:
     return moved(tensor, device, dtype, non_blocking=non_blocking, copy=copy, memory_format=layout)
 
 
-def _cpu(func: Callable, args: Arguments, options: Options) -> Tensor:
-    del func
-    return moved(args[0], "cpu", memory_format=options.get("memory_format"))
-
-
-def _cuda(func: Callable, args: Arguments, options: Options) -> Tensor:
-    del func
-    return moved(args[0], "cuda", non_blocking=options.get("non_blocking", False))
-
-
 def _numpy(func: Callable, args: Arguments, options: Options) -> Any:
     if is_on_device(args[0]):
         raise TypeError(
@@ -205,8 +195,8 @@ _SPECIAL: dict[Any, Callable[[Callable, Arguments, Options], Any]] = {
     Tensor.get_device: lambda _f, args, _o: CURRENT[0] if is_on_device(args[0]) else -1,
     Tensor.is_pinned: lambda _f, args, _o: place_of(args[0]) is Place.PINNED,
     Tensor.to: _to,
-    Tensor.cpu: _cpu,
-    Tensor.cuda: _cuda,
+    Tensor.cpu: lambda _f, args, o: moved(args[0], "cpu", **o),
+    Tensor.cuda: lambda _f, args, o: moved(args[0], "cuda", **o),
     Tensor.numpy: _numpy,
     Tensor.__array__: _numpy,
     Tensor.tolist: _tolist,

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -97,52 +97,26 @@ _TRANSFERS = f"{_ROOT}/ssl_bench/system/transfers.py"
 _PACKAGES = tuple(f"{_ROOT}/{name}/" for name in ("ssl_bench", "pretrain", "probes"))
 
 
-@dataclass(frozen=True)
-class Event:
-    """One kind of happening at one place.
-
-    Attributes:
-        what: The operator, or what it is about.
-        where: File and line of the innermost frame of the project's packages, of its tests where
-            there is none.
-    """
-
-    what: str
-    where: str
-
-
 @dataclass
 class Ledger:
-    """Counts since the last `reset`.
+    """Counts since the beginning, by "FILE:LINE what".
 
     Attributes:
         waits: The host waits until the device has done all it was given.
         uploads: Copies to the device from memory that is not pinned; all but the smallest of them
             wait as well.
         pinned_uploads: Copies to the device from pinned memory that do not wait.
-        downloads: Copies to pinned memory that do not wait.
-        on_their_way: Those that are not there yet, and what they will hold.
-        event_waits: The host waits until the device has come so far.
         compiled: Modules that would have been compiled.
         forbids_waits: As `torch.cuda.set_sync_debug_mode("error")`.
+        on_their_way: Copies to pinned memory that are not there yet, and what they will hold.
     """
 
-    waits: Counter[Event] = field(default_factory=Counter)
-    uploads: Counter[Event] = field(default_factory=Counter)
-    pinned_uploads: Counter[Event] = field(default_factory=Counter)
-    downloads: Counter[Event] = field(default_factory=Counter)
-    event_waits: Counter[Event] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    uploads: Counter[str] = field(default_factory=Counter)
+    pinned_uploads: Counter[str] = field(default_factory=Counter)
     compiled: Counter[str] = field(default_factory=Counter)
-    num_operators: int = 0
     forbids_waits: bool = False
     on_their_way: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
-
-    def reset(self) -> None:
-        for counter in (self.waits, self.uploads, self.pinned_uploads, self.downloads):
-            counter.clear()
-        self.event_waits.clear()
-        self.compiled.clear()
-        self.num_operators = 0
 
     def wait(self, what: str, times: int = 1) -> None:
         """The host waits.
@@ -150,20 +124,12 @@ class Ledger:
         Raises:
             RuntimeError: that is forbidden.
         """
-        event = Event(what, where())
-        if self.forbids_waits:
-            raise RuntimeError(f"called a synchronizing CUDA operation: {what} at {event.where}")
-        self.waits[event] += times
-        self.arrive()
-
-    def wait_for_event(self) -> None:
-        """The host waits until the device has come so far."""
-        self.event_waits[Event("Event.synchronize", where())] += 1
+        self._refuse_to_wait(what)
+        self.waits[f"{where()} {what}"] += times
         self.arrive()
 
     def send_back(self, target: Tensor, source: Tensor) -> None:
         """Copy to pinned memory, which holds something else until the next wait."""
-        self.downloads[Event("copy to pinned memory", where())] += 1
         self.on_their_way.append((target, source.detach().clone()))
         target.copy_(_wrong(source))
 
@@ -175,23 +141,22 @@ class Ledger:
 
     def upload(self, what: str, *, pinned: bool, waits: bool) -> None:
         """Something is copied to the device."""
-        event = Event(what, where())
-        if waits and self.forbids_waits:
-            raise RuntimeError(f"called a synchronizing CUDA operation: {what} at {event.where}")
-        (self.pinned_uploads if pinned and not waits else self.uploads)[event] += 1
+        if waits:
+            self._refuse_to_wait(what)
+        (self.pinned_uploads if pinned and not waits else self.uploads)[f"{where()} {what}"] += 1
+
+    def _refuse_to_wait(self, what: str) -> None:
+        if self.forbids_waits:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {what} at {where()}")
 
     @contextmanager
     def counting(self) -> Iterator["Ledger"]:
         """Counts of what happens inside alone; complete once the block has ended."""
-        before = {name: Counter(value) for name, value in self._counters().items()}
-        found = Ledger()
+        names, found = ("waits", "uploads", "pinned_uploads", "compiled"), Ledger()
+        before = {name: getattr(self, name).copy() for name in names}
         yield found
-        for name, value in self._counters().items():
-            getattr(found, name).update(value - before[name])
-
-    def _counters(self) -> dict[str, Counter[Event]]:
-        names = ("waits", "uploads", "pinned_uploads", "downloads", "event_waits")
-        return {name: getattr(self, name) for name in names}
+        for name in names:
+            getattr(found, name).update(getattr(self, name) - before[name])
 
 
 def _wrong(values: Tensor) -> Tensor:
@@ -215,43 +180,3 @@ def where() -> str:
 
 
 LEDGER = Ledger()
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Of one unit.
-
-    Attributes:
-        waits: For what the host reads back.
-        uploads: From memory that is not pinned.
-        places: Files and lines, with how often each waits or uploads.
-    """
-
-    waits: float
-    uploads: float
-    places: dict[str, float]
-
-
-def counts_of(work: Callable[[int], object], few: int, many: int) -> Counts:
-    """What `many` units cost more than `few`, by unit."""
-    # Moves the encoder, for one.
-    work(few)
-    found = [_counted(work, number) for number in (few, many)]
-    share = 1 / (many - few)
-    waits, uploads = (
-        (getattr(found[1], kind).total() - getattr(found[0], kind).total()) * share
-        for kind in ("waits", "uploads")
-    )
-    places: dict[str, float] = {}
-    for kind in ("waits", "uploads"):
-        after, before = (getattr(ledger, kind) for ledger in reversed(found))
-        for event in after.keys() | before.keys():
-            name = f"{event.where} {event.what}"
-            places[name] = places.get(name, 0) + (after[event] - before[event]) * share
-    return Counts(waits, uploads, {name: n for name, n in sorted(places.items()) if n})
-
-
-def _counted(work: Callable[[int], object], number: int) -> Ledger:
-    with LEDGER.counting() as found:
-        work(number)
-    return found

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -56,7 +55,7 @@ INDEXING = frozenset(
     )
 )  # fmt: skip
 # A scalar of the host may stand beside tensors of the device here too.
-_TAKES_SCALARS = frozenset(
+_TAKES_SCALARS = INDEXING | frozenset(
     f"aten::{name}"
     for name in (
         "fill_", "fill", "masked_fill", "masked_fill_", "where", "index_fill_", "lerp",
@@ -70,52 +69,24 @@ BOOKKEEPING = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Operator:
-    """What is asked of an operator, once for all its calls.
-
-    Attributes:
-        writes: Whether it writes to each of its arguments.
-        takes_scalars: Tensors without axes may lie on the host beside tensors of the device.
-        has_kernel: For CUDA, in this build of torch.
-    """
-
-    name: str
-    writes: tuple[bool, ...]
-    takes_scalars: bool
-    is_indexing: bool
-    has_kernel: bool
-
-    def waits(self, options: dict[str, Any]) -> int:
-        """How often the host waits in one call."""
-        if self.name == "aten::repeat_interleave" and options.get("output_size") is not None:
-            return 0
-        return WAITS.get(self.name, 0)
+@cache
+def written_by(function: Any) -> tuple[bool, ...]:
+    """Whether an operator writes to each of its arguments."""
+    infos = (argument.alias_info for argument in function._schema.arguments)
+    return tuple(info is not None and info.is_write for info in infos)
 
 
 @cache
-def operator_of(function: Any) -> Operator:
-    schema = function._schema
-    name, overload = schema.name, function._overloadname
-    full = name if overload == "default" else f"{name}.{overload}"
-    indexing = name in INDEXING
-    return Operator(
-        name=name,
-        writes=tuple(
-            argument.alias_info is not None and argument.alias_info.is_write
-            for argument in schema.arguments
-        ),
-        takes_scalars=torch.Tag.pointwise in function.tags or name in _TAKES_SCALARS or indexing,
-        is_indexing=indexing,
-        has_kernel="_for_cpu" in name or _has_kernel(full),
-    )
-
-
-def _has_kernel(name: str) -> bool:
+def has_kernel(function: Any) -> bool:
+    """For CUDA, in this build of torch."""
     ask: Any = torch._C
-    return ask._dispatch_has_kernel_for_dispatch_key(
-        name, "CUDA"
-    ) or ask._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
+    schema, overload = function._schema, function._overloadname
+    name = schema.name if overload == "default" else f"{schema.name}.{overload}"
+    return (
+        "_for_cpu" in name
+        or ask._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+        or ask._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
+    )
 
 
 def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
@@ -233,12 +204,12 @@ class Operators(TorchDispatchMode):
         given = list(tensors_in([*args, options]))
         places = [place_of(tensor) for tensor in given]
         if Place.DEVICE in places:
-            operator = operator_of(func)
-            if operator.name == "aten::copy_":
+            name = func._schema.name
+            if name == "aten::copy_":
                 if _is_on_its_way(args, options):
                     return args[0]
-            elif operator.name not in BOOKKEEPING:
-                _check(operator, args, options, given)
+            elif name not in BOOKKEEPING:
+                _check(func, args, options, given)
         if func is torch.ops.aten.mm.dtype:  # no other device has it
             func, args = torch.ops.aten.mm.default, [x.to(args[2]) for x in args[:2]]
         found = func(*args, **options)
@@ -259,24 +230,25 @@ def _is_on_its_way(args: Sequence[Any], options: dict[str, Any]) -> bool:
 
 
 def _check(
-    operator: Operator, args: Sequence[Any], options: dict[str, Any], given: Sequence[Tensor]
+    function: Any, args: Sequence[Any], options: dict[str, Any], given: Sequence[Tensor]
 ) -> None:
-    LEDGER.num_operators += 1
+    name = function._schema.name
     for tensor in given:
         if place_of(tensor) is Place.UNDECIDED:
             put(tensor, Place.DEVICE)
-    if KIND[0] == "cuda" and not operator.has_kernel:
-        raise SimulatedDeviceError(f"{operator.name} has no CUDA kernel, at {where()}")
-    is_own_check = _thread.checks_itself and operator.name == "aten::_local_scalar_dense"
-    if (times := operator.waits(options)) and not is_own_check:
-        LEDGER.wait(operator.name.removeprefix("aten::"), times)
-    indices = [i for i in args[1] if i is not None] if operator.is_indexing else []
+    if KIND[0] == "cuda" and not has_kernel(function):
+        raise SimulatedDeviceError(f"{name} has no CUDA kernel, at {where()}")
+    is_own_check = _thread.checks_itself and name == "aten::_local_scalar_dense"
+    knows_size = name == "aten::repeat_interleave" and options.get("output_size") is not None
+    if name in WAITS and not (is_own_check or knows_size):
+        LEDGER.wait(name.removeprefix("aten::"), WAITS[name])
+    indices = [i for i in args[1] if i is not None] if name in INDEXING else []
     _check_indices(args, indices)
-    strangers = _strangers(operator, args, given, {id(index) for index in indices})
+    strangers = _strangers(function, args, given, {id(index) for index in indices})
     if strangers:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in strangers)
         raise SimulatedDeviceError(
-            f"{operator.name}: expected all tensors to be on the same device, found {KIND[0]}:0 "
+            f"{name}: expected all tensors to be on the same device, found {KIND[0]}:0 "
             f"and cpu (of shape {shapes}) at {where()}"
         )
 
@@ -307,12 +279,14 @@ def _fills(args: Sequence[Any]) -> bool:
 
 
 def _strangers(
-    operator: Operator, args: Sequence[Any], given: Sequence[Tensor], indices: set[int]
+    function: Any, args: Sequence[Any], given: Sequence[Tensor], indices: set[int]
 ) -> list[Tensor]:
     """Tensors of the host that may not stand beside those of the device."""
+    # Beside tensors of the device those without axes may lie on the host in these.
+    takes_scalars = torch.Tag.pointwise in function.tags or function._schema.name in _TAKES_SCALARS
     written = {
         id(tensor)
-        for argument, writes in zip(args, operator.writes, strict=False)
+        for argument, writes in zip(args, written_by(function), strict=False)
         if writes
         for tensor in tensors_in(argument)
     }
@@ -321,7 +295,7 @@ def _strangers(
         for tensor in given
         if place_of(tensor) not in _HERE
         and id(tensor) not in indices
-        and (id(tensor) in written or tensor.ndim > 0 or not operator.takes_scalars)
+        and (id(tensor) in written or tensor.ndim > 0 or not takes_scalars)
     ]
 
 

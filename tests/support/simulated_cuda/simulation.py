@@ -1,6 +1,5 @@
 """What torch says of the machine meanwhile, and how the simulation begins and ends."""
 
-import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from tests.support.simulated_cuda.asking import CURRENT, Asking
 from tests.support.simulated_cuda.ledger import (
     KIND,
     LEDGER,
-    Ledger,
     Place,
     names_device,
     put,
@@ -53,51 +51,22 @@ class Generator(torch.Generator):
 
 
 class Stream:
-    """The only one; everything in it is done as soon as it is asked for."""
-
-    cuda_stream, device, device_index = 0, torch.device("cuda", 0), 0
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
+    """The only one."""
 
     def synchronize(self) -> None:
         LEDGER.wait("Stream.synchronize")
 
-    def record_event(self, event: Any = None) -> Any:
-        return event or CudaEvent()
-
-    def wait_stream(self, _: Any) -> None: ...
-
-    def wait_event(self, _: Any) -> None: ...
-
     def is_capturing(self) -> bool:
         return False
-
-    def query(self) -> bool:
-        return True
 
 
 class CudaEvent:
     """Waiting for it is waiting for what was asked for before it, not for all."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
     def record(self, _: Any = None) -> None: ...
 
-    def wait(self, _: Any = None) -> None: ...
-
     def synchronize(self) -> None:
-        LEDGER.wait_for_event()
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _: Any) -> float:
-        return 1.0
+        LEDGER.arrive()
 
 
 def _set_device(device: Any) -> None:
@@ -108,27 +77,12 @@ def _set_sync_debug_mode(mode: int | str) -> None:
     LEDGER.forbids_waits = mode in (2, "error")
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
-
-
-def _zero(*_: Any, **__: Any) -> int:
-    return 0
-
-
-def _true(*_: Any, **__: Any) -> bool:
-    return True
-
-
-def _false(*_: Any, **__: Any) -> bool:
-    return False
-
-
 CUDA: dict[str, Any] = {
-    "is_available": _true,
-    "is_initialized": _true,
-    "is_bf16_supported": _true,
-    "_is_in_bad_fork": _false,
-    "is_current_stream_capturing": _false,
+    "is_available": lambda *_, **__: True,
+    "is_initialized": lambda *_, **__: True,
+    "is_bf16_supported": lambda *_, **__: True,
+    "_is_in_bad_fork": lambda *_, **__: False,
+    "is_current_stream_capturing": lambda *_, **__: False,
     "device_count": lambda: 1,
     "current_device": lambda: CURRENT[0],
     "set_device": _set_device,
@@ -138,26 +92,21 @@ CUDA: dict[str, Any] = {
     "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
     "synchronize": lambda *_: LEDGER.wait("torch.cuda.synchronize"),
     "set_sync_debug_mode": _set_sync_debug_mode,
-    "get_sync_debug_mode": lambda: 2 if LEDGER.forbids_waits else 0,
     "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
     "current_stream": lambda *_: Stream(),
-    "default_stream": lambda *_: Stream(),
-    "stream": lambda *_: contextlib.nullcontext(),
-    "Stream": Stream,
     "Event": CudaEvent,
     **dict.fromkeys(
         ("init", "_lazy_init", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all",
-         "set_rng_state", "reset_peak_memory_stats"), _nothing,
+         "set_rng_state", "reset_peak_memory_stats"), lambda *_, **__: None,
     ),
-    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), _zero),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda *_: 0),
 }  # fmt: skip
 ACCELERATOR: dict[str, Any] = {
-    "is_available": _true,
+    "is_available": lambda *_, **__: True,
     "current_accelerator": lambda *_, **__: torch.device("cuda"),
     "current_device_index": lambda: CURRENT[0],
     "device_count": lambda: 1,
-    "set_device_index": _nothing,
-    "synchronize": lambda *_: LEDGER.wait("torch.accelerator.synchronize"),
+    "set_device_index": lambda _: None,
     "current_stream": lambda *_: Stream(),
 }
 
@@ -236,7 +185,7 @@ def is_simulated() -> bool:
 
 
 @contextmanager
-def simulation() -> Iterator[Ledger]:
+def simulation() -> Iterator[None]:
     """A process with a CUDA device, in this thread and in those that start meanwhile."""
     with ExitStack() as stack:
         library = autocast_of_cuda()
@@ -244,8 +193,7 @@ def simulation() -> Iterator[Ledger]:
         for owner, name, value in _patches():
             stack.enter_context(patch.object(owner, name, value, create=True))
         stack.enter_context(_modes())
-        LEDGER.reset()
-        yield LEDGER
+        yield
 
 
 @contextmanager
