@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from probes.features.moments import Moments
+from probes.features.stream import checked
 from probes.features.views import resized_photograph
 from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
@@ -24,14 +25,12 @@ from ssl_bench.data.limited import sampled, sampled_numbers
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.system.files import open_regular, write_atomically
 from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.naming import encoder_name, file_name, image_name
 from ssl_bench.system.paths import expanded
-from ssl_bench.system.transfers import fetched
 
 FILE = "reference.npz"
 """Maps that others are aligned with, beside the pictures."""
@@ -195,13 +194,7 @@ def features_of(
     Raises:
         CheckpointError: features are not finite.
     """
-    extractor = FeatureExtractor(
-        context.encoder,
-        layers=layers,
-        facets=(probe.scored_facet,),
-        device=context.device,
-        dtype=context.dtype,
-    )
+    extractor = context.extractor(layers, probe.scored_facet)
     whole = probe.protocol == "dataset"
     total = len(images) if whole else len(samples)
     shown = {sample.image_id for sample in samples}
@@ -216,10 +209,8 @@ def features_of(
         else:
             image = resized_photograph(sample.image, probe.squash, probe.squash)
         blocks, sums = extractor.unchecked(image[None])
-        sums, *maps = fetched(
-            [sums, *(facets[probe.scored_facet][0] for facets in blocks.values())]
-        )
-        extractor.check(sums, [sample.image_id])
+        maps = [facets[probe.scored_facet][0] for facets in blocks.values()]
+        maps = checked(extractor, sums, [sample.image_id], maps)
         found = dict(zip(blocks, maps, strict=True))
         for layer, some in moments.items():
             some.add(found[layer].flatten(0, 1))

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float16, Int64, UInt8
 from torch import Tensor
 
+from probes.features.image import is_constant
 from probes.features.split import TrainingSplit, asked_patches
-from probes.features.stream import batches, extract, read_ahead
+from probes.features.stream import batches, checked, extract, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage
 from probes.heads.losses import label_histograms
@@ -39,7 +40,6 @@ from ssl_bench.system.transfers import fetched, sent
 METRICS = ("miou", "pixel_accuracy")
 # Similarities that are in GPU memory at once.
 _SIMILARITIES = 2**28
-_CONSTANT = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +58,6 @@ class NeighbourSearch:
         cls, features: Float[Tensor, "memory dim"], engine: Engine = "auto"
     ) -> "NeighbourSearch":
         return cls(F.normalize(features.float(), dim=1), engine)
-
-    def is_constant(self) -> bool:
-        """Whether all vectors are the same, so that any of them may be called the nearest."""
-        return bool((self.memory - self.memory[0]).abs().max() < _CONSTANT)
 
     def nearest(
         self, queries: Float[Tensor, "queries dim"], count: int
@@ -158,7 +154,7 @@ class Retrieval(Probe):
             for index, (layer, search) in enumerate(memory.items()):
                 details = {
                     "memory_patches": len(search.memory),
-                    "constant_features": search.is_constant(),
+                    "constant_features": is_constant(search.memory),
                     "warnings": few_images_warning(len(images)),
                     "guesses": guesses_of(self, self.guesses),
                 }
@@ -211,9 +207,7 @@ class Retrieval(Probe):
                 predicted = inference.predict(logits, item)
                 target = sent(item.mask, predicted.device)
                 counts.append(class_counts(predicted, target, classes))
-            # Together, because the host waits for each fetching.
-            sums, counts = fetched([sums, torch.stack(counts)])
-            training_pass.extractor.check(sums, ids)
+            (counts,) = checked(training_pass.extractor, sums, ids, [torch.stack(counts)])
             per_image.add(counts[:, :, None])
         return per_image
 

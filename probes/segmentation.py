@@ -26,7 +26,7 @@ from probes.features.split import (
     require_one_block_a_head,
     sources_of,
 )
-from probes.features.stream import batches, extract, read_ahead
+from probes.features.stream import batches, checked, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
 from probes.heads.kept import KeptState
@@ -69,7 +69,7 @@ from ssl_bench.metrics import class_counts
 from ssl_bench.scores import IGNORED, mean_iou
 from ssl_bench.system.files import remove_orphans, write_text_atomically
 from ssl_bench.system.naming import image_name
-from ssl_bench.system.transfers import fetched, sent
+from ssl_bench.system.transfers import sent
 
 HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 _OF_CAPI = (1e-6, 3.727594e-5, 1.389495e-3, 5.179475e-2, 1.930698, 71.96857, 2682.696, 1e5)
@@ -442,9 +442,7 @@ class SegmentationRun:
                 predicted = self._predict(heads, blocks, image)
                 parts.append(self._count_one(predicted, image.mask))
                 drawn += [predicted] if kept is None else []
-            # Together, because the host waits for each fetching.
-            sums, parts, *drawn = fetched([sums, torch.stack(parts), *drawn])
-            extractor.check(sums, ids)
+            parts, *drawn = checked(extractor, sums, ids, [torch.stack(parts), *drawn])
             counts.add(parts)
             found += drawn
             if kept and kept.is_due():

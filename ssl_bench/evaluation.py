@@ -105,8 +105,9 @@ class Score:
     Attributes:
         unit: "%", or nothing for a plain number.
         details: What else a record says; "undefined" is why the value is NaN, which tables print.
-        per_image: What each image contributes, in the same order for all blocks, facets and
-            encoders; pairs images when two scores are compared.
+        per_image: What each image contributes to a percentage, in the same order for all blocks,
+            facets and encoders; pairs images when two scores are compared. Of a plain number it is
+            not kept.
     """
 
     layer: int
@@ -481,10 +482,11 @@ def find_pending(
 
 
 def _finished(key: CellKey, store: ResultStore, *, keeps_images: bool) -> Record | None:
-    """Its record, if it is there, and what each image contributed to it."""
-    if keeps_images and not store.keeps_images(key):
+    """Its record, if it is there, and what each image contributed to a percentage."""
+    record = store.load(key)
+    if keeps_images and record and record.unit == "%" and not store.keeps_images(key):
         return None
-    return store.load(key)
+    return record
 
 
 def _drawn(probe: Probe, keys: Sequence[CellKey], images: ImageSet) -> dict[str, tuple[int, ...]]:
@@ -590,8 +592,16 @@ class Evaluation:
                 # Those of finished cells stay as they are.
                 if key not in pending.finished:
                     seconds = time.monotonic() - start
+                    if not holds(score.ci95, score.value):
+                        say(
+                            f"{probe.task}: block {score.layer}: {score.metric} of {score.facet} "
+                            f"is {score.value:.6g}, which its interval {score.ci95} does not hold; "
+                            "it is recorded without one"
+                        )
+                        # Of one that leaves its own value out nobody knows what it says.
+                        score = replace(score, ci95=None)
                     records[key] = self._record(key, score, left_out(dataset), seconds)
-                    store.save(records[key], score.per_image)
+                    store.save(records[key], score.per_image if score.unit == "%" else None)
         return [records[key] for key in keys if key in records]
 
     def _tell(
@@ -621,8 +631,7 @@ class Evaluation:
         return key.record(
             depth=self.encoder.depth,
             value=score.value,
-            # Of one that leaves its own value out nobody knows what it says.
-            ci95=score.ci95 if holds(score.ci95, score.value) else None,
+            ci95=score.ci95,
             num_images=score.num_images,
             model=self.encoder.name,
             details={

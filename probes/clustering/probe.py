@@ -28,7 +28,7 @@ from probes.clustering.agreement import (
     patch_intervals,
 )
 from probes.features.image import ImagePass, is_constant
-from probes.features.stream import batches, read_ahead
+from probes.features.stream import batches, checked, read_ahead
 from probes.features.views import resized, tensors
 from ssl_bench.composition.fields import (
     Count,
@@ -45,7 +45,7 @@ from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.intervals import Interval
 from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.scores import IGNORED
-from ssl_bench.system.transfers import fetched, sent
+from ssl_bench.system.transfers import sent
 
 if TYPE_CHECKING:
     from sklearn.cluster import KMeans
@@ -248,10 +248,9 @@ class Clustering(Probe):
             numbers = [number for number, _ in batch]
             places = [within[number] + patches * n for n, number in enumerate(numbers)]
             where = sent(torch.cat(places), context.device)
+            ids = [images.ids[indices[number]] for number in numbers]
             parts = [unit_vectors(features, cell)[where].half() for cell in found]
-            # Together, because the host waits for each fetching.
-            sums, *parts = fetched([sums, *parts])
-            extractor.check(sums, [images.ids[indices[number]] for number in numbers])
+            parts = checked(extractor, sums, ids, parts)
             for values, part in zip(found.values(), parts, strict=True):
                 values[first : first + len(part)] = part
             first += len(where)
@@ -279,9 +278,8 @@ class Clustering(Probe):
             together = sent(torch.stack([pixels for pixels, _ in batch]), context.device)
             features, sums = extractor.unchecked(together)
             parts = [nearest(unit_vectors(features, cell), some) for cell, some in centres.items()]
-            sums, *parts = fetched([sums, *parts])
             ids = images.ids[len(labels) : len(labels) + len(batch)]
-            extractor.check(sums, ids)
+            parts = checked(extractor, sums, ids, parts)
             labels += [of_patches for _, of_patches in batch]
             for known, part in zip(found.values(), parts, strict=True):
                 known.append(part.unflatten(1, (len(batch), -1)))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from probes.features.stream import at_once, batches, read_ahead
+from probes.features.stream import at_once, batches, checked, read_ahead
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.evaluation import ProbeContext
@@ -17,7 +17,7 @@ from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.layers import Facet
 from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.results import encoder_id
-from ssl_bench.system.transfers import fetched, sent
+from ssl_bench.system.transfers import sent
 
 IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
     "cls": ("cls_normed",),
@@ -104,10 +104,8 @@ class ImagePass:
             ids = [images.ids[index] for index in indices[rows]]
             by_layer, sums = extractor.unchecked(pixels.float() / 255)
             vectors = [image_vectors(by_layer, facet) for facet in found]
-            # Together, because the host waits for each fetching.
-            sums, *vectors = fetched([sums, *vectors])
-            extractor.check(sums, ids)
-            for values, part in zip(found.values(), vectors, strict=True):
+            parts = checked(extractor, sums, ids, vectors)
+            for values, part in zip(found.values(), parts, strict=True):
                 values[:, rows] = part
             labels[rows] = torch.tensor([label for _, label in batch])
             first = rows.stop

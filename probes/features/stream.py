@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.features import FeatureExtractor
+from ssl_bench.system.transfers import fetched
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -54,6 +55,22 @@ def at_once(batch_size: int, image_size: int, device: torch.device) -> int:
     """
     fitting = max(1, _CPU_PIXELS // image_size**2)
     return min(batch_size, fitting) if device.type == "cpu" else batch_size
+
+
+def checked(
+    extractor: FeatureExtractor,
+    sums: Float[Tensor, "features batch"],
+    ids: Sequence[str],
+    tensors: Sequence[Tensor],
+) -> list[Tensor]:
+    """What was made of the features of a batch, in host memory; the host waits once, also for sums.
+
+    Raises:
+        CheckpointError: the features are not finite.
+    """
+    sums, *found = fetched([sums, *tensors])
+    extractor.check(sums, ids)
+    return found
 
 
 def extract(

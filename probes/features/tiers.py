@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8
 from torch import Tensor
 
 from probes.features.disk import DamagedFeatures, FeatureFile, FeatureReader, label_file
-from probes.features.stream import ahead, batches, extract, read_ahead
+from probes.features.stream import ahead, batches, checked, extract, read_ahead
 from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import CheckpointError, MachineError
@@ -29,7 +29,7 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.system.device import free_memory
 from ssl_bench.system.memory import free_host_memory
-from ssl_bench.system.transfers import fetched, sent
+from ssl_bench.system.transfers import sent
 
 Tier = Literal["memory", "disk", "stream"]
 AskedTier = Literal["auto", "memory", "disk", "stream"]
@@ -109,9 +109,7 @@ def half_features(
     features, sums = extract(extractor, images, ids)
     halves = [features[layer].half() for layer in extractor.layers]
     finite = torch.stack([half.isfinite().flatten(1).all(1) for half in halves])
-    # Together, because the host waits for each fetching.
-    sums, finite, *host = fetched([sums, finite, *(halves if fetch else [])])
-    extractor.check(sums, ids)
+    finite, *host = checked(extractor, sums, ids, [finite, *(halves if fetch else [])])
     for index, image in finite.logical_not().nonzero().tolist():
         raise CheckpointError(
             f"layer {extractor.layers[index]} of {extractor.encoder.name} gives "

@@ -1,6 +1,7 @@
 """Geometry: how do the features of a data set lie, whatever its images show?"""
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from probes.features.image import image_vectors, parts_of
 from probes.features.moments import Moments
-from probes.features.stream import at_once, batches, read_ahead
+from probes.features.stream import at_once, batches, checked, read_ahead
 from probes.features.views import ResizedCrops
 from probes.geometry.estimates import (
     PositionFit,
@@ -45,11 +46,12 @@ from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor, Features
+from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
 from ssl_bench.results import encoder_id
-from ssl_bench.system.transfers import fetched, sent
+from ssl_bench.system.progress import in_words
+from ssl_bench.system.transfers import sent
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
 TOKEN_METRICS = ("outlier_share", "cls_patch_cosine", "register_patch_cosine", "position_r2")
@@ -76,6 +78,8 @@ _WHY = {
     "register_patch_cosine": "the encoder has no registers",
     "position_r2": "images of a single patch",
 }
+# Seconds from which on it is said what takes less, and images after which they are known.
+_LONG, _TIMED = 600.0, 2
 # Of the images, for reading positions: to choose the penalty with, and to score on.
 _SHARE = 0.2
 Cell = tuple[int, str]
@@ -288,22 +292,18 @@ class Passes:
         for role, indices in self.roles.items():
             pairs = zip(indices, islice(shown, len(indices)), strict=True)
             for batch in batches(pairs, self.at_once):
-                rows = [index for index, _ in batch]
                 pixels = torch.stack([square for _, square in batch])
-                features, sums = extractor.unchecked(
-                    sent(pixels, self.context.device).float() / 255
-                )
-                checked = self._add(features, rows, role, sums)
-                extractor.check(checked, [self.images.ids[row] for row in rows])
+                self._add(extractor, pixels, [index for index, _ in batch], role)
 
     def _add(
         self,
-        features: Features,
+        extractor: FeatureExtractor,
+        pixels: UInt8[Tensor, "images 3 size size"],
         rows: Sequence[int],
         role: str,
-        sums: Float[Tensor, "features batch"],
-    ) -> Float[Tensor, "features batch"]:
-        """Take in the features of some images; gives back `sums` in host memory."""
+    ) -> None:
+        """Take in the features of some images."""
+        features, sums = extractor.unchecked(sent(pixels, self.context.device).float() / 255)
         kept = [place for place, row in enumerate(rows) if row in self.paired]
         pairs: list[Tensor] = []
         for facet in self.facets:
@@ -326,13 +326,13 @@ class Passes:
                 fitted, choosing = (self._sums[one].pop(layer) for one in ("fitted", "choosing"))
                 self.fits[layer] = PositionFit.of(fitted, choosing)
             self.positions[layer].append(self.fits[layer].r2(patches))
-        sums, *values = fetched([sums, *pairs, *numbers.values()])
+        ids = [self.images.ids[row] for row in rows]
+        values = checked(extractor, sums, ids, [*pairs, *numbers.values()])
         for cell, found in zip(self.compared, values[: len(pairs)], strict=True):
             self.compared[cell].append(found)
         for cell, found in zip(numbers, values[len(pairs) :], strict=True):
             whole = self.per_image.setdefault(cell, torch.full((len(self.images),), torch.nan))
             whole[list(rows)] = found
-        return sums
 
     def views(self) -> Mapping[Cell, Float[Tensor, "images views _dim"]]:
         """Vectors of random views of some images, in host memory; goes on where a run ended."""
@@ -353,8 +353,13 @@ class Passes:
         shown = self.context.progress(
             made, f"geometry, {self.probe.views} views of each image", len(left)
         )
+        start = 0.0
         try:
-            for index, some in zip(left, shown, strict=True):
+            for number, (index, some) in enumerate(zip(left, shown, strict=True)):
+                # The first one waits for what is loaded once.
+                start = start if number else time.monotonic()
+                if number == _TIMED:
+                    self._say_how_long((time.monotonic() - start) / _TIMED, len(left) - number)
                 done.append(self._vectors(extractor, some, self.images.ids[index]))
                 if self.kept.is_due():
                     self.kept.write({"views": done})
@@ -369,6 +374,21 @@ class Passes:
             for place, layer in enumerate(self.context.layers)
         }
 
+    def _say_how_long(self, seconds: float, left: int) -> None:
+        """What takes less time, where views of an image take so long that all of it is long.
+
+        Args:
+            seconds: For the views of an image.
+            left: Images whose views are still to be computed.
+        """
+        total = seconds * (left + len(self.images) / self.probe.views)
+        if total > _LONG:
+            self.context.say(
+                f"geometry: about {in_words(total)} for {self.probe.views} views of "
+                f"{len(self.viewed)} images and one of {len(self.images)}; probe.view_images=N, "
+                "probe.views=N, a smaller probe.image_size or --limit N take less"
+            )
+
     def _vectors(
         self, extractor: FeatureExtractor, crops: Float[Tensor, "views 3 size size"], image_id: str
     ) -> list[Float[Tensor, "layers views _dim"]]:
@@ -376,20 +396,12 @@ class Passes:
         for part in crops.split(self.at_once):
             features, sums = extractor.unchecked(sent(part, self.context.device))
             vectors = [image_vectors(features, facet) for facet in self.facets]
-            sums, *vectors = fetched([sums, *vectors])
-            extractor.check(sums, [image_id] * len(part))
-            parts.append(vectors)
+            parts.append(checked(extractor, sums, [image_id] * len(part), vectors))
         return [torch.cat(some, 1) for some in zip(*parts, strict=True)]
 
     def _extractor(self, more: Iterable[Facet]) -> FeatureExtractor:
         parts = [part for facet in self.facets for part in parts_of(facet)]
-        return FeatureExtractor(
-            self.context.encoder,
-            layers=self.context.layers,
-            facets=tuple(dict.fromkeys([*parts, *more])),
-            device=self.context.device,
-            dtype=self.context.dtype,
-        )
+        return self.context.extractor(self.context.layers, *dict.fromkeys([*parts, *more]))
 
 
 def _score(

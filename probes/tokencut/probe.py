@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Float64, Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
-from probes.features.stream import batches, read_ahead
+from probes.features.stream import batches, checked, read_ahead
 from probes.pictures import sheet
 from probes.tokencut.cuts import (
     Cut,
@@ -57,7 +57,6 @@ from ssl_bench.layers import INNER_FACETS
 from ssl_bench.results import Baseline, encoder_id
 from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
 from ssl_bench.system.files import write_atomically
-from ssl_bench.system.transfers import fetched
 
 TOKENS_A_BATCH = 8192
 _DECODERS = 4
@@ -356,9 +355,8 @@ def find_in_batch(
     images = padded_batch(samples, (height, width), extractor.encoder.mean)
     features, sums = extractor.unchecked(images)
     names = [cell_name(layer, facet) for layer, facets in features.items() for facet in facets]
-    # Together, because the host waits for each fetching.
-    sums, *maps = fetched([sums, *(one for facets in features.values() for one in facets.values())])
-    extractor.check(sums, [sample.image_id for sample in samples])
+    maps = [one for facets in features.values() for one in facets.values()]
+    maps = checked(extractor, sums, [sample.image_id for sample in samples], maps)
 
     def found_by_method(pair: tuple[Float[Tensor, "rows cols dim"], PatchGrid]) -> list[Discovery]:
         """The object that counts first."""

@@ -77,6 +77,7 @@ def _detections(score: Callable[[Any], Any]) -> Kind:
 
 
 _HITS = Kind((), _share, lambda hits: Share(hits.astype(bool)))
+_PERCENT = _of_each(lambda percent: percent.astype(np.float64), ())
 _KINDS = {
     "miou.*": _of_total(mean_iou, (3, None), mean_iou_estimate),
     "pixel_accuracy": _of_total(pixel_accuracy, (3, None), pixel_accuracy_estimate),
@@ -90,19 +91,24 @@ _KINDS = {
 """By the names of metrics, as regular expressions; all others are hits."""
 
 
-def kind_of(metric: str) -> Kind:
+def kind_of(metric: str, per_image: PerImage) -> Kind:
+    """Floats are the percentage of each image, whatever the metric is called."""
+    if per_image.dtype.kind == "f":
+        return _PERCENT
     return next((kind for name, kind in _KINDS.items() if re.fullmatch(name, metric)), _HITS)
 
 
 def adds_up(per_image: PerImage, record: Record) -> bool:
     """Whether the value of a record comes from these contributions."""
-    kind, sides = kind_of(record.metric), per_image.shape[1:]
+    kind, sides = kind_of(record.metric, per_image), per_image.shape[1:]
     if len(sides) != len(kind.shape) or any(
         wanted not in (None, side) for side, wanted in zip(sides, kind.shape, strict=True)
     ):
         return False
     value = kind.value(per_image)
-    is_near = math.isclose(value, record.value, rel_tol=0, abs_tol=1e-6)
+    # A mean of floats may have been taken in float32.
+    rel_tol = 1e-5 if per_image.dtype.kind == "f" else 0
+    is_near = math.isclose(value, record.value, rel_tol=rel_tol, abs_tol=1e-6)
     return is_near or (math.isnan(value) and math.isnan(record.value))
 
 
@@ -119,11 +125,11 @@ class ImageCurve:
 
     def value(self, per_image: PerImage) -> float:
         """The metric, of some of the images."""
-        return kind_of(self.metric).value(per_image)
+        return kind_of(self.metric, per_image).value(per_image)
 
     def estimate(self, per_image: PerImage) -> Estimate:
         """The metric with its interval."""
-        return kind_of(self.metric).estimate(per_image)
+        return kind_of(self.metric, per_image).estimate(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
         """The block with the largest value on some of the images."""

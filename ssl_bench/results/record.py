@@ -18,7 +18,8 @@ PerImage = Shaped[np.ndarray, "images *values"]
 """What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,
 predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy; points that are
 right, and all points (images x 2), to a PCK; boxes by rank (see `ssl_bench.scores.DetectionCounts`)
-to an average precision or recall. Hits of several draws stand side by side (images x draws)."""
+to an average precision or recall; a float, its own percentage, to a mean. Hits of several draws
+stand side by side (images x draws)."""
 
 UNRANKED_METRICS = frozenset({"explained_variance", "outlier_share", "degenerate"})
 """In percent, and yet more is not better."""

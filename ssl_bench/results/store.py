@@ -149,7 +149,7 @@ class ResultStore:
                 # It may claim anything, and without a number all is inflated and cut after that.
                 array = archive.open("arr_0.npy").read(size) if size <= most else b""
             found = np.load(io.BytesIO(array), allow_pickle=False)
-            if found.dtype.kind in "biu" and found.shape[:1] == (record.num_images,):
+            if found.dtype.kind in "biuf" and found.shape[:1] == (record.num_images,):
                 return found
         except FileNotFoundError:
             return None

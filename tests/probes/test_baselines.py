@@ -19,7 +19,7 @@ from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.notes import baseline_note
 from ssl_bench.tables.sheets import render_tables
 from tests.support.coloured_classes import coloured_classes
-from tests.support.faults import encoder_file, photo_folder, probing, records, voc
+from tests.support.faults import probing, records, voc
 from tests.support.report_cells import cell, curve
 
 CELL = {"0/key": {"box": [0, 0, 1, 1], "hit": False, "degenerate": False}}
@@ -62,13 +62,6 @@ def test_the_constant_class_is_the_most_frequent_one():
     assert Baseline.most_frequent([2, 3, 5], 2) == Baseline("2 most frequent classes", 80.0)
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors")
-    return tmp_path
-
-
 def baselines(out: str = "results") -> dict[str, Baseline | None]:
     """By metric."""
     return {record.metric: Baseline.of(record.details) for record in records(out)}
@@ -103,7 +96,7 @@ def test_of_classes_the_baseline_is_the_largest_one(place, task):
 
 
 def test_where_nothing_moves_the_same_place_is_always_right(place):
-    asked = probing("correspondence", "folder", photo_folder(place / "photos", 2))
+    asked = probing("correspondence", "folder", place / "photos")
     for out, strength in (("still", "0.001"), ("moved", "0.33")):
         warp = ["--out", out, "probe.warp=homography", f"probe.strength={strength}"]
         assert main([*asked, *warp]) == 0

@@ -31,7 +31,7 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
 from tests.support.matrices import condition, normal, rank
-from tests.support.photographs import evaluated, noise_photographs
+from tests.support.photographs import evaluated
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
 FILES = ("blocks-0-1.png", "blocks-0-1-spectra.npz", "blocks-0-1-cka.npy")
@@ -79,11 +79,6 @@ def test_the_parts_of_a_block_give_what_the_block_gives(config):
     three = decompose_block(block, x, left, num_heads=3)
     assert three is not None
     assert three.heads is None
-
-
-@pytest.fixture
-def photographs(tmp_path):
-    return noise_photographs(tmp_path / "photos")
 
 
 def probe(photographs, out, encoder, said=None, layers=(0, 1), **options):

@@ -14,7 +14,7 @@ from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.contributions import Scored, stored_curve
 from tests.support.faults import unchecked_types
-from tests.support.photographs import evaluated, noise_photographs
+from tests.support.photographs import evaluated
 from tests.support.spair import spair
 
 KINDS = ("homography", "crop", "flip")
@@ -25,11 +25,6 @@ WARPS: dict[str, Any] = {
     "batch_size": 2,
     "panels": 0,
 }
-
-
-@pytest.fixture
-def photographs(tmp_path):
-    return noise_photographs(tmp_path / "photos")
 
 
 def tiny(**changes: Any) -> Encoder:

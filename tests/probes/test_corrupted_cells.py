@@ -8,17 +8,14 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record
-from tests.support.faults import class_folders, encoder_file, fails, probing, records, voc
+from tests.support.faults import class_folders, fails, probing, records, voc
 
 pytest.importorskip("imagecorruptions")
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    encoder_file(Path("encoder.safetensors"))
-    class_folders(tmp_path / "classes")
-    return tmp_path
+@pytest.fixture(autouse=True)
+def classes(place: Path) -> None:
+    class_folders(place / "classes")
 
 
 def corruption(record: Record) -> str:

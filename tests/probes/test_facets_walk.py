@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record, ResultStore
@@ -83,15 +81,6 @@ def test_features_of_another_facet_are_not_taken_from_the_cache():
     assert len({path.stem for path in Path("cache").rglob("*") if path.is_file()}) >= 3
     records = ResultStore(Path("results")).records()
     assert {record.facet for record in records} == {"token", "mlp_hidden", "blocks.*.mlp.fc1"}
-
-
-def test_image_vectors_are_the_mean_patch_of_the_facet():
-    from probes.features.image import image_vectors
-
-    features = torch.arange(12.0).view(1, 2, 3, 2)
-
-    found = image_vectors({0: {"mlp_out": features}}, "mlp_out")
-    np.testing.assert_array_equal(found, [[[5.0, 6.0]]])
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,18 @@ def test_large_images_pass_a_cpu_in_batches_that_let_progress_be_seen(photograph
     assert max(seen) == 2
 
 
+@pytest.mark.parametrize(("least", "is_long"), [(0.0, True), (1e6, False)])
+def test_of_a_long_run_it_is_said_what_takes_less(photographs, monkeypatch, least, is_long):
+    monkeypatch.setattr("probes.geometry.probe._LONG", least)
+    said = []
+
+    values(photographs, said=said)
+
+    about = [line for line in said if " s for 2 views of 3 images and one of 7; " in line]
+    assert len(about) == is_long
+    assert all("probe.view_images=N, probe.views=N, a smaller" in line for line in about)
+
+
 def test_views_and_what_is_held_out_hang_on_the_seed(photographs):
     # Of all images, so that the views alone differ.
     one, same, other = (values(photographs, seed=seed, view_images=7) for seed in (0, 0, 1))

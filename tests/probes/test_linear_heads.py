@@ -10,7 +10,6 @@ from probes.heads.sgd import (
     RunningStatistics,
     Schedule,
     Standardization,
-    joined,
     seeded_batches,
 )
 from tests.benchmarks.memory import LiveBytes
@@ -103,21 +102,6 @@ def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
     assert held.peak < upsampled / 6
 
 
-def test_folded_heads_give_the_same_logits_on_features_that_were_not_standardized():
-    standardization = _standardization()
-    bank = _bank(standardization, HeadAdamW())
-    features, _ = next(_batches(1))
-    bank.bias.normal_()
-    weight, bias = bank.folded()
-    for source in range(SOURCES):
-        x = features[source].double()
-        mean, scale = standardization.mean[source].double(), standardization.scale[source].double()
-        expected = ((x - mean) * scale) @ bank.weight[source].double().mT.unsqueeze(1).unsqueeze(1)
-        actual = x @ weight[source].double().mT.unsqueeze(1).unsqueeze(1)
-        offset = (bias[source] - bank.bias[source]).double()[:, None, None, None]
-        torch.testing.assert_close(actual + offset, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(SIDE)])
 def test_a_batch_without_any_label_leaves_a_finite_loss_of_zero_and_no_gradient(loss):
     bank = _bank(_standardization(), HeadAdamW())
@@ -127,11 +111,6 @@ def test_a_batch_without_any_label_leaves_a_finite_loss_of_zero_and_no_gradient(
     assert torch.equal(losses, torch.zeros(SOURCES, len(RATES)))
     assert not weight.any()
     assert not bias.any()
-
-
-def test_joined_layers_keep_the_order_of_their_channels():
-    blocks = torch.randn(4, BATCH, ROWS, COLS, DIM)
-    assert torch.equal(joined(blocks, 2)[1], torch.cat([blocks[2], blocks[3]], -1))
 
 
 def test_every_entry_is_seen_once_an_epoch_in_an_order_that_the_seed_draws():

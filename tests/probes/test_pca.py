@@ -21,12 +21,7 @@ from probes.pictures import Picture, svg_sheet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
-from tests.support.photographs import evaluated, noise_photographs
-
-
-@pytest.fixture
-def photographs(tmp_path):
-    return noise_photographs(tmp_path / "photos")
+from tests.support.photographs import evaluated
 
 
 def vit(seed=0, **changes):

@@ -15,7 +15,7 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.results.contributions import stored_curve
 from ssl_bench.scores import OBJECT_SCORES
-from tests.support.faults import encoder_file, fails, picture, probing, records
+from tests.support.faults import fails, picture, probing, records
 
 ONE_OBJECT = ("dataset.one_object=true", "dataset.numbers=[0,255]", "dataset.ignored=[]")
 SIZES = ((32, 40), (33, 47), (40, 24), (24, 56))
@@ -32,13 +32,6 @@ def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path
         picture(number, *size).save(root / f"images/val/{number}.jpg", quality=95)
         Image.fromarray(truth).save(root / f"masks/val/{number}.png")
     return root
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors")
-    return tmp_path
 
 
 def plain_scores(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:

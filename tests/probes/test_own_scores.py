@@ -1,0 +1,94 @@
+"""What a probe of one's own gives: percentages of images, plain numbers, and strange intervals."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.intervals import mean_estimate
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+from ssl_bench.results import ResultStore
+from tests.support.photographs import evaluated, noise_photographs
+
+INTERVAL = (60.0, 70.0)
+
+
+@dataclass(frozen=True)
+class Brightness(Probe):
+    """How bright images are, in percent and as plain numbers."""
+
+    protocol: str = "plain"
+
+    # A name that commands know.
+    task, role = "geometry", "images"
+    keeps_images = True
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        return [(n, "token", metric) for n in layers for metric in ("percent", "level", "odd")]
+
+    def split(self, dataset: Dataset) -> ImageSet:
+        return dataset.images()
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        images = self.split(context.dataset)
+        levels = np.array([images[n].image.mean() for n in range(len(images))], np.float32)
+        for layer in context.layers:
+            percent = levels / 2.55 + layer
+            found, mean = mean_estimate(percent), float(levels.mean())
+            cell, count = (layer, "token"), len(images)
+            yield Score(*cell, "percent", found.value, found.ci95(), count, per_image=percent)
+            yield Score(*cell, "level", mean, None, count, per_image=levels, unit="")
+            yield Score(*cell, "odd", 50.0, INTERVAL, count, per_image=0 * levels + 50)
+
+
+@pytest.fixture
+def probed(tmp_path, monkeypatch):
+    """Runs the probe again and gives what was said."""
+    monkeypatch.chdir(tmp_path)
+    photographs = noise_photographs(tmp_path / "photos")
+    model = build_vit(ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2), seed=0)
+
+    def run() -> list[str]:
+        said, store, encoder = [], ResultStore(Path("results")), encoder_from_model(model, name="a")
+        asked = (Brightness(), photographs, store, encoder, (0, 1))
+        evaluated(*asked, say=said.append, overwrite=False)
+        return said
+
+    return run
+
+
+def test_percentages_of_images_are_read_back_and_compared(probed, capsys):
+    probed()
+    words = ["compare", "a", "--metric", "percent"]
+
+    assert main(words) == 0
+
+    shown = capsys.readouterr()
+    assert "-1.0" in shown.out
+    assert "ignored" not in shown.err
+    store = ResultStore(Path("results"))
+    for record in store.records():
+        kept = store.per_image(record)
+        assert (kept is None) == (record.unit == "")
+        assert kept is None or kept.mean() == pytest.approx(record.value)
+    assert not store.damaged
+    # A plain number, of which nothing is kept, is finished too.
+    assert probed() == ["geometry on folder all, a: 6 of 6 scores finished before, skipped"
+                        " (--overwrite)"]  # fmt: skip
+
+
+def test_an_interval_without_its_value_is_left_out_and_that_is_said(probed):
+    said = [line for line in probed() if "interval" in line]
+
+    assert said == [
+        f"geometry: block {layer}: odd of token is 50, which its interval (60.0, 70.0) does not "
+        "hold; it is recorded without one"
+        for layer in (0, 1)
+    ]
+    records = ResultStore(Path("results")).records()
+    assert {(r.value, r.ci95) for r in records if r.metric == "odd"} == {(50.0, None)}
