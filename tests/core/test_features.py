@@ -390,3 +390,23 @@ def test_one_image_that_is_too_large_ends_with_the_error_of_the_device():
 
     with encoder.module.register_forward_pre_hook(refuse), pytest.raises(torch.OutOfMemoryError):
         FeatureExtractor(encoder, layers=ALL)(torch.rand(2, 3, 32, 32))
+
+
+def test_images_are_normalised_inside():
+    encoder = ours()
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (encoder.mean, encoder.std))
+    images = torch.rand(1, 3, 16, 24)
+    neutral = Encoder(**{**vars(encoder), "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
+    inside = FeatureExtractor(encoder, layers=[2])(images)
+    outside = FeatureExtractor(neutral, layers=[2])((images - mean) / std)
+    assert torch.equal(inside[2]["token"], outside[2]["token"])
+
+
+@pytest.mark.parametrize("kind", [ours, lambda: timm_twin(ours())])
+def test_registers_and_cls_are_no_patches(kind):
+    encoder = kind()
+    found = FeatureExtractor(encoder, layers=[0], facets=["key", "cls"])(torch.rand(2, 3, 16, 24))
+    assert found[0]["key"].shape == (2, 2, 3, 48)
+    with_registers = ours(num_registers=4)
+    keys = FeatureExtractor(with_registers, layers=[0], facets=["key"])(torch.rand(2, 3, 16, 24))
+    assert keys[0]["key"].shape == (2, 2, 3, 48)

@@ -323,3 +323,16 @@ def test_a_wrong_configuration_says_what_fits(changes, message):
 
 def test_pieces_are_the_same_in_any_order():
     assert replace(SMALL, mimetic=["step", "decay"]) == replace(SMALL, mimetic=("decay", "step"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_token_sees_a_later_one(version):
+    model, tokens = built(version, *PIECES), torch.arange(6)[None] % 7
+    changed = tokens.clone()
+    changed[0, 4] = 6
+
+    one, other = model(tokens)[0], model(changed)[0]
+
+    assert torch.equal(one[:4], other[:4])
+    assert not torch.allclose(one[4:], other[4:])

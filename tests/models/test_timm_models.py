@@ -37,6 +37,7 @@ from ssl_bench.models.graying import (
     gray_windows,
     gray_with_class,
 )
+from ssl_bench.models.loading.timm_encoder import timm_encoder
 from ssl_bench.results import Record, ResultStore
 
 SWIN = TimmConfig(
@@ -465,3 +466,20 @@ def test_conditioning_refuses_what_it_cannot_take_apart_in_one_line(tmp_path, ki
     with pytest.raises(ConfigurationError, match=said) as raised:
         evaluated(Conditioning(num_images=1, image_size=32), tmp_path, kind=kind)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["swin", "cait", "pvt", "atto"])
+def test_a_model_of_timm_is_the_encoder_of_the_same_weights(kind):
+    ours = build_encoder(KINDS[kind], seed=0).eval()
+    theirs = timm_encoder(ours.get_submodule("model"), uri="memory", name="x", sha256="0")  # type: ignore[arg-type]
+
+    assert (theirs.depth, theirs.dim) == (KINDS[kind].depth, KINDS[kind].dim)
+    assert torch.equal(theirs.module(images()), ours(images()))
+
+
+def test_filters_of_a_convnext_widen_with_depth():
+    wide = build_encoder(replace(ATTO, widths=(64,) * 4, init="covariance"), seed=0)
+    filters = [value for name, value in wide.named_parameters() if name.endswith("conv_dw.weight")]
+    edges = [one[:, 0, 0, 0].square().mean().item() for one in filters]
+    assert len(edges) == 5
+    assert edges == sorted(edges)

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+import timm
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -260,3 +261,17 @@ def test_drop_path_drops_whole_samples_in_training_only():
 def test_drop_path_rises_linearly_with_depth():
     rates = [b.drop_path for b in VisionTransformer(ViTConfig(depth=3, drop_path=0.2)).blocks]
     assert rates == pytest.approx([0.0, 0.1, 0.2])
+
+
+def test_names_and_outputs_are_those_of_timm_both_ways():
+    theirs = timm.models.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=0
+    ).eval()
+    ours = build_vit(TINY, seed=0).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        theirs.load_state_dict(ours.state_dict())
+        assert (ours(images) - theirs(images)).abs().max() < 1e-5
+        theirs.init_weights("jax")
+        ours.load_state_dict(theirs.state_dict())
+        assert (ours.forward_features(images) - theirs.forward_features(images)).abs().max() < 1e-5
