@@ -20,6 +20,7 @@ from pretrain.lock import Hold
 from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
 from ssl_bench.models import EncoderModule, save_encoder
 from ssl_bench.models.loading.addresses import LAST, kept_epoch, kept_name
+from ssl_bench.system.device import fetched
 from ssl_bench.system.files import (
     read_digests,
     remove_orphans,
@@ -29,7 +30,6 @@ from ssl_bench.system.files import (
 )
 from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.progress import say
-from ssl_bench.system.transfers import fetched
 
 ENCODER, CONFIG, LOG = LAST, "config.yaml", "log.jsonl"
 BOARD, WANDB = "tensorboard", "wandb"

@@ -29,12 +29,11 @@ from ssl_bench.data.files.readable import faults_of
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
-from ssl_bench.data.limited import limited
 from ssl_bench.data.samples import ImageSet
+from ssl_bench.data.views import limited
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
-from ssl_bench.system.launch import processes_here
-from ssl_bench.system.processors import usable_cores
+from ssl_bench.system.launch import processes_here, usable_cores
 
 _MOST_WORKERS = 16
 # Images of a set that is looked through before the first step; a larger one takes too long.

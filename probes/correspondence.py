@@ -37,17 +37,16 @@ from ssl_bench.composition.fields import (
     require_some,
 )
 from ssl_bench.composition.presets import changed_settings
-from ssl_bench.data.central_square import central_square
-from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
+from ssl_bench.data.views import central_square, sampled
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.results import Baseline
+from ssl_bench.system.device import fetched, sent
 from ssl_bench.system.naming import image_name
-from ssl_bench.system.transfers import fetched, sent
 
 Cell = tuple[int, Facet]
 CellFeatures = Mapping[Cell, Float[Tensor, "_rows _cols _dim"]]

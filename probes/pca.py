@@ -21,8 +21,8 @@ from probes.features.stream import checked
 from probes.features.views import resized_photograph
 from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
-from ssl_bench.data.limited import sampled, sampled_numbers
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
+from ssl_bench.data.views import sampled, sampled_numbers
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import mean_estimate

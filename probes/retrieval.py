@@ -35,7 +35,7 @@ from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
 from ssl_bench.neighbours import faiss_nearest, takes_faiss
 from ssl_bench.scores import IGNORED
-from ssl_bench.system.transfers import fetched, sent
+from ssl_bench.system.device import fetched, sent
 
 METRICS = ("miou", "pixel_accuracy")
 # Similarities that are in GPU memory at once.

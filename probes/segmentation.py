@@ -29,10 +29,9 @@ from probes.features.split import (
 from probes.features.stream import batches, checked, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
-from probes.heads.kept import KeptState
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
-from probes.heads.scored_images import ScoredImage, SlidingWindows, Squashed
+from probes.heads.scored_images import KeptState, ScoredImage, SlidingWindows, Squashed
 from probes.heads.scores import ImageCounts, best_value, mask_score, plain
 from probes.heads.sgd import (
     SGD,
@@ -58,18 +57,18 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.labels import voc_colours
-from ssl_bench.data.limited import sampled, sampled_numbers
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
+from ssl_bench.data.views import sampled, sampled_numbers
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
 from ssl_bench.scores import IGNORED, mean_iou
+from ssl_bench.system.device import sent
 from ssl_bench.system.files import remove_orphans, write_text_atomically
 from ssl_bench.system.naming import image_name
-from ssl_bench.system.transfers import sent
 
 HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 _OF_CAPI = (1e-6, 3.727594e-5, 1.389495e-3, 5.179475e-2, 1.930698, 71.96857, 2682.696, 1e5)

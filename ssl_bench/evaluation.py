@@ -44,8 +44,8 @@ from ssl_bench.results.provenance import provenance
 from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, TrainingImages
 from ssl_bench.results.store import first_few
 from ssl_bench.system import naming
+from ssl_bench.system.files import mark_as_written
 from ssl_bench.system.progress import show_progress
-from ssl_bench.system.written import mark_as_written
 
 T = TypeVar("T")
 Passed = MutableMapping[Any, Any]

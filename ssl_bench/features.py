@@ -19,9 +19,9 @@ from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet, submodule_of
 from ssl_bench.models import Encoder
 from ssl_bench.requirements import check_asked
 from ssl_bench.system.autocast import autocast
+from ssl_bench.system.device import fetched, sent
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
-from ssl_bench.system.transfers import fetched, sent
 
 Features = dict[int, dict[Facet, Tensor]]
 Grid = tuple[int, int]

@@ -45,7 +45,7 @@ from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.intervals import Interval
 from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.scores import IGNORED
-from ssl_bench.system.transfers import sent
+from ssl_bench.system.device import sent
 
 if TYPE_CHECKING:
     from sklearn.cluster import KMeans

@@ -10,14 +10,14 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from probes.features.stream import at_once, batches, checked, read_ahead
-from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.data.views import central_square
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.layers import Facet
 from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.results import encoder_id
-from ssl_bench.system.transfers import sent
+from ssl_bench.system.device import sent
 
 IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
     "cls": ("cls_normed",),

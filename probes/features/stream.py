@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.system.transfers import fetched
+from ssl_bench.system.device import fetched
 
 K = TypeVar("K")
 T = TypeVar("T")

@@ -27,9 +27,8 @@ from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
-from ssl_bench.system.device import free_memory
+from ssl_bench.system.device import free_memory, sent
 from ssl_bench.system.memory import free_host_memory
-from ssl_bench.system.transfers import sent
 
 Tier = Literal["memory", "disk", "stream"]
 AskedTier = Literal["auto", "memory", "disk", "stream"]

@@ -10,8 +10,8 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import Sample
+from ssl_bench.data.views import central_square
 from ssl_bench.errors import DataError
 from ssl_bench.scores import IGNORED
 

@@ -30,7 +30,7 @@ from probes.geometry.estimates import (
     spread_rank,
     uniformity,
 )
-from probes.heads.kept import KeptState
+from probes.heads.scored_images import KeptState
 from ssl_bench.composition.fields import (
     Count,
     Items,
@@ -41,17 +41,17 @@ from ssl_bench.composition.fields import (
     Threads,
     Within,
 )
-from ssl_bench.data.central_square import central_square
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
+from ssl_bench.data.views import central_square
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
 from ssl_bench.results import encoder_id
+from ssl_bench.system.device import sent
 from ssl_bench.system.progress import in_words
-from ssl_bench.system.transfers import sent
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
 TOKEN_METRICS = ("outlier_share", "cls_patch_cosine", "register_patch_cosine", "position_r2")

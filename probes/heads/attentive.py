@@ -19,7 +19,7 @@ from probes.heads.sgd import LARS, Schedule, State, floats, seeded_batches
 from ssl_bench.composition.fields import Count, Rate, check_fields, require_some
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Progress
-from ssl_bench.system.transfers import sent
+from ssl_bench.system.device import sent
 
 _EPSILON = 1e-6
 _MOMENTUM = 0.1

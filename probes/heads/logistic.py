@@ -11,7 +11,7 @@ from torch import Tensor
 
 from probes.features.split import LayerGroup
 from probes.features.tiers import TrainingFeatures
-from probes.heads.kept import KeptState
+from probes.heads.scored_images import KeptState
 from probes.heads.sgd import (
     Heads,
     LinearHeads,

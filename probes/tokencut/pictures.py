@@ -13,8 +13,8 @@ from PIL import Image, ImageDraw
 from probes.pictures import heading, save_png, sheet, tile_size, titled
 from probes.tokencut.cuts import Discovery, PatchGrid, at_pixels
 from probes.tokencut.log import ImageResult, unpack_mask
-from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.data.views import sampled
 from ssl_bench.errors import DataError
 from ssl_bench.system.naming import image_name
 

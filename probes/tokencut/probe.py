@@ -47,8 +47,8 @@ from ssl_bench import __version__
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.files.fingerprints import entries_of
-from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
+from ssl_bench.data.views import sampled
 from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor

@@ -12,7 +12,7 @@ from ssl_bench.system.endings import (
     said_stopped,
     stop,
 )
-from ssl_bench.system.processors import let_threads_sleep
+from ssl_bench.system.launch import let_threads_sleep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,8 +21,8 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
 from ssl_bench.results.provenance import source_commit
 from ssl_bench.system.escaping import json_text, one_line, printable_lines
+from ssl_bench.system.launch import usable_cores
 from ssl_bench.system.paths import real
-from ssl_bench.system.processors import usable_cores
 from ssl_bench.version import __version__
 
 PACKAGES = (

@@ -3,18 +3,25 @@
 One form on top of the other, opened once.
 """
 
-from collections.abc import Mapping
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+import torch
+from jaxtyping import UInt8
 from omegaconf import DictConfig
+from PIL import Image
+from torch import Tensor
 
 from ssl_bench.composition.compose import value_of
 from ssl_bench.composition.fields import Bits, Count, Place, Seed, require
 from ssl_bench.data.corruptions import KEY as CORRUPT
 from ssl_bench.data.corruptions import Corruption, corrupted_dataset
 from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, dataset_read_as
-from ssl_bench.data.limited import limited_dataset
+from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 
 DType = Literal["float32", "float16", "bfloat16"]
@@ -96,3 +103,63 @@ def _unread(images: ImageSet) -> ImageSet:
         return images
     parts = {one.name: getattr(images, one.name) for one in fields(images)}
     return replace(images, **{k: _unread(v) for k, v in parts.items() if isinstance(v, ImageSet)})
+
+
+def central_square(
+    image: UInt8[np.ndarray, "height width 3"], size: int, *, share: float
+) -> UInt8[Tensor, "3 {size} {size}"]:
+    """Resize an image, bicubic with antialiasing, and cut the square out of its middle.
+
+    Only what lies in the square is computed. Equal to torchvision's `Resize` of the shorter side
+    and `CenterCrop`, with which DINO is evaluated, up to rounding.
+
+    Args:
+        image: RGB, 0 to 255.
+        size: Side of the result in pixels.
+        share: Side of the square, relative to the image's shorter side; .875 resizes to 256 where
+            `size` is 224. In (0, 1].
+    """
+    sides, short = image.shape[:2], max(size, round(size / share))
+    scaled = [short * side // min(sides) for side in sides]
+    first = [round((side - size) / 2) for side in scaled]
+    # Pixels around the box count at its rim, as if the whole had been resized.
+    top, left = (start * side / new for start, side, new in zip(first, sides, scaled, strict=True))
+    bottom, right = (
+        (start + size) * side / new for start, side, new in zip(first, sides, scaled, strict=True)
+    )
+    box = (left, top, right, bottom)
+    square = Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC, box=box)
+    return torch.from_numpy(np.array(square)).permute(2, 0, 1)
+
+
+def limited_dataset(dataset: Dataset, limit: int) -> DatasetView:
+    """A dataset with at most `limit` images in each split, under a name of its own."""
+    name = _limited_name(dataset.name, limit)
+    return DatasetView(dataset, lambda _, images: limited(images, limit), name)
+
+
+def limited(images: ImageSet, limit: int) -> ImageSet:
+    """At most `limit` images, spread evenly over a split that may be sorted by class.
+
+    They are named "voc2012-limit64", so that no table shows a score of them beside one of all.
+    """
+    count = min(limit, len(images))
+    kept = [index * len(images) // count for index in range(count)]
+    return some_of(images, _limited_name(images.name, limit), kept)
+
+
+def sampled(ids: Sequence[str], count: int) -> tuple[str, ...]:
+    """So many ids from all over a set, in its order; few change when other images come or go."""
+    by_digest = sorted(ids, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
+    chosen = set(by_digest[:count])
+    return tuple(image_id for image_id in ids if image_id in chosen)
+
+
+def sampled_numbers(ids: Sequence[str], count: int) -> list[int]:
+    """Where in a set the ids of `sampled` stand."""
+    chosen = set(sampled(ids, count))
+    return [number for number, image_id in enumerate(ids) if image_id in chosen]
+
+
+def _limited_name(name: str, limit: int) -> str:
+    return f"{name}-limit{limit}"

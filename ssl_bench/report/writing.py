@@ -19,9 +19,9 @@ from ssl_bench.report.pages import Page, Report, checkpoint_page, epochs_page, i
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.record import INFINITE
 from ssl_bench.system.escaping import in_page, json_text, plain_json, printable
+from ssl_bench.system.files import REPORT
 from ssl_bench.system.paths import real
 from ssl_bench.system.progress import show_progress
-from ssl_bench.system.written import REPORT
 from ssl_bench.version import __version__
 
 STATIC = ("style.css", "report.js")

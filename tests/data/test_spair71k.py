@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ssl_bench.data.layouts.spair71k import CATEGORIES, Spair71k
-from ssl_bench.data.limited import limited_dataset
+from ssl_bench.data.views import limited_dataset
 from ssl_bench.errors import ConfigurationError, DataError
 from tests.support.spair import PAIRS, SOURCE_SIZE, TARGET_SIZE, spair, write_annotation
 

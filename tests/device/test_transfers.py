@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ssl_bench.system.transfers import fetched, sent
+from ssl_bench.system.device import fetched, sent
 from tests.support.simulated_cuda import LEDGER, is_simulated
 
 pytestmark = [

@@ -25,8 +25,8 @@ from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.views import central_square
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor

@@ -12,9 +12,9 @@ from torchvision import transforms
 
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
+from ssl_bench.data.views import central_square
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.metrics import LabelledFeatures, knn_ranks, vote_rank

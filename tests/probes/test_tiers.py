@@ -9,7 +9,7 @@ import torch
 from probes.features.stream import ahead
 from probes.features.tiers import GIB, Room
 from probes.features.views import WholeImage, nearest_labels
-from probes.heads.kept import KeptState
+from probes.heads.scored_images import KeptState
 from probes.segmentation import SegmentationRun, Steps
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.system import memory

@@ -15,7 +15,7 @@ from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.model import MOST_DRAWN
 from ssl_bench.report.pictures import PictureFiles, galleries_of
 from ssl_bench.results import ResultStore
-from ssl_bench.system.written import REPORT
+from ssl_bench.system.files import REPORT
 from tests.core.test_results import RECORD
 from tests.support.report_cells import (
     EVIL,

@@ -19,8 +19,8 @@ from ssl_bench.data.roles import Layout
 from ssl_bench.data.samples import ImageView, Sample
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import DataError
+from ssl_bench.system.files import is_written
 from ssl_bench.system.progress import say_once
-from ssl_bench.system.written import is_written
 
 _ANNOTATIONS = "val_annotations.txt"
 # An odd number of 64 bits, so that classes change many of a mark's.

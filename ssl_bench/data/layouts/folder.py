@@ -10,7 +10,7 @@ from ssl_bench.data.locations import given_folder
 from ssl_bench.data.published import require_own_name
 from ssl_bench.data.roles import Layout
 from ssl_bench.errors import DataError
-from ssl_bench.system.written import files_below
+from ssl_bench.system.files import files_below
 
 SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".tif", ".tiff"),

@@ -18,7 +18,7 @@ from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, absent_split, read_lines, read_list
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.system.written import files_below
+from ssl_bench.system.files import files_below
 
 CLASSES_FILE = "classes.txt"
 _SPLIT = "{split}"

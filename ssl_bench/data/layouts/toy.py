@@ -26,7 +26,7 @@ from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.roles import Layout
 from ssl_bench.errors import MachineError
-from ssl_bench.system.written import mark_as_written
+from ssl_bench.system.files import mark_as_written
 
 _NumScenes = Annotated[int, Within(1, 100_000)]
 

@@ -93,7 +93,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 _ROOT = str(Path(__file__).parents[3])
 _ITSELF = str(Path(__file__).parent)
 # Who asks for a copy is of interest, not what makes it.
-_TRANSFERS = f"{_ROOT}/ssl_bench/system/transfers.py"
+_TRANSFERS = f"{_ROOT}/ssl_bench/system/device.py"
 _PACKAGES = tuple(f"{_ROOT}/{name}/" for name in ("ssl_bench", "pretrain", "probes"))
 
 
