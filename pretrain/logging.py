@@ -111,7 +111,7 @@ class ProgressBar:
                 "data.limit, data.image_size or a smaller model=, such as vit_tiny_skip"
             )
         early = done == _TOLD and left > _SECONDS_BETWEEN_LINES
-        is_due = early or now - self._last_line >= _SECONDS_BETWEEN_LINES
+        is_due = early or step == self._total or now - self._last_line >= _SECONDS_BETWEEN_LINES
         if self._bar.disable and not self._quiet and is_due:
             self._last_line = now
             where = f"step {step}/{self._total}  epoch {row['epoch']}"

@@ -97,7 +97,11 @@ class Trainer:
         return report
 
     def utilisation(self, seconds: float) -> float:
-        """Percent of the rate of a large matrix product that a step of such a length reaches."""
+        """Percent of the rate of a large matrix product that a step of such a length reaches.
+
+        A machine that was busy when the product was timed reaches at least what a step did.
+        """
+        self._product_rate = max(self._product_rate, self.flops / seconds)
         return 100 * self.flops / (seconds * self._product_rate)
 
     def rise(self) -> str | None:

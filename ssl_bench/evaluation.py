@@ -336,7 +336,7 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
         return _with_the_only_size(probe, encoder, typed)
     probe = probe.shown_to(encoder.native_size)
     size, patch = probe.image_size, max(encoder.architecture.get("strides") or [encoder.patch_size])
-    if size is None or probe.rounds_size or size % patch == 0:
+    if size is None or size % patch == 0:
         return probe
     if "image_size" in typed:
         lower = max(1, size // patch) * patch
@@ -344,6 +344,8 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
             f"probe.image_size must be a multiple of the patch size {patch} of {encoder.name}, got "
             f"{size}; nearest are {lower} and {lower + patch}"
         )
+    if probe.rounds_size:
+        return probe
     return replace(probe, image_size=max(1, round(size / patch)) * patch)
 
 

@@ -41,7 +41,7 @@ _TASKS = "several with commas, or all (default all)"
 _LAYERS = "blocks from 0: 11, -1, 0,5,11, 0-3 or all (default all)"
 _DEVICE = "cpu, cuda, cuda:1 (default: a GPU if there is one)"
 _RECORDS = "where the records are (default results)"
-_LIMIT = "at most N images of each split: data.limit=N"
+_LIMIT = "at most N images of each split, spread evenly over it: data.limit=N"
 _BATCH = "images that the encoder takes at once"
 _SKIP = (
     "skip: leave out images that cannot be read and say so in what is written (default fail; of "
@@ -82,7 +82,12 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
         help="such as tokencut, segmentation, pca, knn, retrieval; several with commas, or all",
     )
     _add_probing(add)
-    add("--pictures", type=int, metavar="N", help="draw so many of the images: probe.panels=N")
+    add(
+        "--pictures",
+        type=int,
+        metavar="N",
+        help="draw so many images, of hits and misses so many each: probe.panels=N",
+    )
     add("--overwrite", action="store_true", help="compute again what is finished")
     _add_showing(add)
     add("--json", action="store_true", help="print the records as JSON instead of tables")

@@ -36,7 +36,12 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of an error message: names like the one that came, else all of them."""
     names = sorted(valid)
     # Nothing is like a text of thousands of characters, and finding that out takes long.
-    close = difflib.get_close_matches(name[:LONG], names, n=3, cutoff=0.5)
+    asked = name[:LONG].lower()
+    # A name that was cut short, such as VOC, or a key under another part, such as probe.limit.
+    last = asked.rpartition(".")[2]
+    close = [one for one in names if "." in asked and one.rpartition(".")[2] == last]
+    close = close or difflib.get_close_matches(name[:LONG], names, n=3, cutoff=0.5)
+    close = (close or [one for one in names if len(asked) > 2 and asked in one.lower()])[:3]
     if close:
         return f"did you mean {', '.join(close)}?"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

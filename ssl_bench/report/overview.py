@@ -71,7 +71,7 @@ _UNRANKED = "c7 d0"
 _PLAIN = ("metric", "on", "facet")
 _IN_HEADS = ("on", "facet", "protocol")
 # For programs; the page of the checkpoint has it.
-_NO_COLUMN = "modules sha256"
+_NO_COLUMN = ("modules sha256", "position margin")
 # Percent of degenerate graphs above which the numbers of a block say nothing.
 _MOST_ARBITRARY = 50.0
 
@@ -136,7 +136,7 @@ def board_of(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> dict
     """
     chosen = headline_panels(panels)
     facts = differing([[f for f in panel.facts if f[0] in _IN_HEADS] for panel in chosen])
-    rows = [[fact for fact in one.facts if fact[0] != _NO_COLUMN] for one in checkpoints]
+    rows = [[fact for fact in one.facts if fact[0] not in _NO_COLUMN] for one in checkpoints]
     columns = [(panel, facts.words(number)) for number, panel in enumerate(chosen)]
     return {"checkpoints": differing(rows), "columns": columns, "shared": facts.shared}
 

@@ -81,7 +81,7 @@ class DepthTable:
         return sorted(values, key=lambda layer: -values[layer])
 
     def sheet(self, style: str) -> Sheet:
-        """The best blocks of a model are marked, unless all are equal; the second in LaTeX alone.
+        """The best of several blocks are marked, unless all are equal; the second in LaTeX alone.
 
         Neighbouring blocks are close: which of them comes second says little.
         """
@@ -113,7 +113,7 @@ class DepthTable:
             return Cell("")
         entry, best = self.entries[layer, model], ranked[model]
         heights = sorted({self.entries[one, model].value for one in best}, reverse=True)
-        marked = layer in best and entry.value == heights[0]
+        marked = len(best) > 1 and layer in best and entry.value == heights[0]
         second = style == "latex" and layer in best and heights[1:2] == [entry.value]
         return Cell(entry.text(), marked=marked, second=second)
 

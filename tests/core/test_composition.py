@@ -45,6 +45,8 @@ def built_both(config: DictConfig) -> None:
         ("probe.panels=many", r"probe.panels expects a whole number .*got 'many'"),
         ("probe.panels=true", r"expects a whole number"),
         ("probe.facet=3", r"probe.facet expects text, got"),
+        ("probe.limit=3", r"unknown key 'probe.limit'; did you mean data.limit\?"),
+        ("dataset=VOC", r"unknown dataset='VOC' .*did you mean voc2007, voc2012"),
         ("dataset=voc2021", r"unknown dataset='voc2021' .*did you mean voc2012"),
         ("probe.panels", r"expected KEY=VALUE, got 'probe.panels'"),
         ("probe.panels=[1", r"panels"),

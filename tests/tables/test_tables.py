@@ -239,7 +239,7 @@ def test_more_explained_variance_is_not_better():
 
 
 @pytest.mark.parametrize(
-    ("values", "marked"), [((10.0, 30.0, 30.0), [1, 2]), ((7.0, 7.0, 7.0), []), ((7.0,), [0])]
+    ("values", "marked"), [((10.0, 30.0, 30.0), [1, 2]), ((7.0, 7.0, 7.0), []), ((7.0,), [])]
 )
 def test_equal_blocks_are_marked_together_and_none_where_all_are(values, marked):
     records = [replace(RECORD, layer=n, value=v, ci95=None) for n, v in enumerate(values)]

@@ -230,7 +230,8 @@ def _taken(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> str:
         if fault is not None:
             gone.setdefault(fault.remedy, []).append(image_id)
     where = images.name if images.split == "all" else _title(images)
-    parts = [f"taken: {faults.count(None)} photographs of {where}"]
+    taken = faults.count(None)
+    parts = [f"taken: {taken} photograph{'s' if taken != 1 else ''} of {where}"]
     for remedy, ids in sorted(gone.items()):
         names = ", ".join(ids[:_SHOWN])
         more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""

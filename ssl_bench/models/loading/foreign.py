@@ -219,7 +219,12 @@ def _grid_size(
             "[HEIGHT, WIDTH] of transformers; architecture=NAME, model_args={img_size: [HEIGHT, "
             "WIDTH]} of timm) and type local-dir:FOLDER"
         )
-    return side, side, f"{ASSUMED_GRID.format(side, side)}; "
+    assumed, size = f"{ASSUMED_GRID.format(side, side)}; ", (side * patch_size, side * patch_size)
+    if described is not None and described.input_size not in (None, size):
+        height, width = described.input_size
+        assumed += f"positions are of {size[0]} x {size[1]} pixels, the graph takes {height} x "
+        assumed += f"{width}: probe.image_size={height} shows what it was exported for; "
+    return side, side, assumed
 
 
 def _require_needed(

@@ -41,11 +41,13 @@ class Description:
     Attributes:
         image_size: Height and width in pixels of its positions; None where it says nothing.
         position_margin: See `ssl_bench.models.positions.resize_positions`.
+        input_size: Height and width of the only images that an exported graph takes.
     """
 
     num_heads: int
     norm_eps: float
     image_size: tuple[int, int] | None = None
+    input_size: tuple[int, int] | None = None
     position_margin: float = DINO_MARGIN
 
 
