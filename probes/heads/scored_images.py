@@ -1,6 +1,6 @@
 """How an image is shown to the encoder for scoring, and how logits become classes of its pixels.
 
-`probe.inference` of linear segmentation.
+`probe.inference` of linear segmentation; and its state, kept now and then while images are scored.
 """
 
 import time

@@ -1,6 +1,7 @@
-"""The keys that belong to no component, and the forms in which they ask for a dataset.
+"""The keys that belong to no component, and a dataset in the form in which they ask for it.
 
-One form on top of the other, opened once.
+Its files read in another way, some of its images, corrupted, opened once; and the square that is
+taken of an image where a whole is not.
 """
 
 import hashlib

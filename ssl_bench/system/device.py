@@ -1,4 +1,4 @@
-"""The device that work is done on."""
+"""The device that work is done on, and tensors on their way to it and back."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Files that are either complete or not there."""
+"""Files that are either complete or not there, and folders that are marked as written."""
 
 import errno
 import hashlib

@@ -1,4 +1,4 @@
-"""Which of the processes that `torchrun` starts this one is; most often a single one."""
+"""Which of the processes that `torchrun` starts this one is, most often a single one; its cores."""
 
 import os
 from dataclasses import dataclass
