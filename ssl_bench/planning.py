@@ -233,8 +233,8 @@ def plan_probes(
         others = sorted({pair.task for pair in pairs} - takers)
         if not takers:
             raise _refused(override, pairs)
-        # What --batch-size is short for reaches whom it may.
-        if others and override.partition("=")[0] not in BATCH_SIZES:
+        # What --batch-size and --pictures are short for reaches whom it may.
+        if others and override.partition("=")[0] not in (*BATCH_SIZES, "probe.panels"):
             unconcerned.append(f"{override} does not concern {', '.join(others)}")
     if unconcerned:
         say("; ".join(unconcerned))
