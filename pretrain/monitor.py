@@ -28,8 +28,8 @@ from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import counts_and_first, some_of
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.data.views import central_square
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.features import central_square
 from ssl_bench.intervals import Share
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
 from ssl_bench.models import identify_encoder

@@ -61,9 +61,9 @@ from ssl_bench.composition.fields import (
 from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.views import central_square
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.features import central_square
 from ssl_bench.layers import INNER_FACETS, AskedFacets
 from ssl_bench.metrics import LabelledFeatures, class_rank
 from ssl_bench.system.device import sent

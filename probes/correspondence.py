@@ -38,10 +38,10 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.views import central_square, sampled
+from ssl_bench.data.views import sampled
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor
+from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.results import Baseline

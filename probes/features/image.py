@@ -11,9 +11,8 @@ from torch import Tensor
 
 from probes.features.stream import at_once, batches, checked, read_ahead
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.data.views import central_square
 from ssl_bench.evaluation import ProbeContext
-from ssl_bench.features import FeatureExtractor, Features
+from ssl_bench.features import FeatureExtractor, Features, central_square
 from ssl_bench.layers import Facet
 from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.results import encoder_id

@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from ssl_bench.data.samples import Sample
-from ssl_bench.data.views import central_square
 from ssl_bench.errors import DataError
+from ssl_bench.features import central_square
 from ssl_bench.scores import IGNORED
 
 # RGB in [0, 1], and a mask that covers the same part of the scene at a resolution of its own.

@@ -43,10 +43,9 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.views import central_square
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor
+from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
 from ssl_bench.results import encoder_id

@@ -1,7 +1,6 @@
 """The keys that belong to no component, and a dataset in the form in which they ask for it.
 
-Its files read in another way, some of its images, corrupted, opened once; and the square that is
-taken of an image where a whole is not.
+Its files read in another way, some of its images, corrupted, opened once.
 """
 
 import hashlib
@@ -10,12 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
-import torch
-from jaxtyping import UInt8
 from omegaconf import DictConfig
-from PIL import Image
-from torch import Tensor
 
 from ssl_bench.composition.compose import value_of
 from ssl_bench.composition.fields import Bits, Count, Place, Seed, require
@@ -104,33 +98,6 @@ def _unread(images: ImageSet) -> ImageSet:
         return images
     parts = {one.name: getattr(images, one.name) for one in fields(images)}
     return replace(images, **{k: _unread(v) for k, v in parts.items() if isinstance(v, ImageSet)})
-
-
-def central_square(
-    image: UInt8[np.ndarray, "height width 3"], size: int, *, share: float
-) -> UInt8[Tensor, "3 {size} {size}"]:
-    """Resize an image, bicubic with antialiasing, and cut the square out of its middle.
-
-    Only what lies in the square is computed. Equal to torchvision's `Resize` of the shorter side
-    and `CenterCrop`, with which DINO is evaluated, up to rounding.
-
-    Args:
-        image: RGB, 0 to 255.
-        size: Side of the result in pixels.
-        share: Side of the square, relative to the image's shorter side; .875 resizes to 256 where
-            `size` is 224. In (0, 1].
-    """
-    sides, short = image.shape[:2], max(size, round(size / share))
-    scaled = [short * side // min(sides) for side in sides]
-    first = [round((side - size) / 2) for side in scaled]
-    # Pixels around the box count at its rim, as if the whole had been resized.
-    top, left = (start * side / new for start, side, new in zip(first, sides, scaled, strict=True))
-    bottom, right = (
-        (start + size) * side / new for start, side, new in zip(first, sides, scaled, strict=True)
-    )
-    box = (left, top, right, bottom)
-    square = Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC, box=box)
-    return torch.from_numpy(np.array(square)).permute(2, 0, 1)
 
 
 def limited_dataset(dataset: Dataset, limit: int) -> DatasetView:

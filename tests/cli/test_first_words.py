@@ -126,9 +126,10 @@ def test_a_key_says_which_tasks_it_does_not_concern(place, capsys):
     assert err.count("probe.image_size=32 does not concern tokencut\n") == 1
     assert "does not concern" not in said(capsys, f"{PCA} probe.image_size=32 --dry-run")[1]
     words = PCA.replace("pca", "pca,conditioning") + " --dry-run"
-    assert "probe.facet=key does not concern conditioning" in said(
-        capsys, f"{words} probe.facet=key --pictures 2"
-    )[1]
+    assert (
+        "probe.facet=key does not concern conditioning"
+        in said(capsys, f"{words} probe.facet=key --pictures 2")[1]
+    )
     assert "panels" not in said(capsys, f"{words} --pictures 2")[1]
 
 

@@ -26,10 +26,9 @@ from pretrain.train import Pretraining
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
-from ssl_bench.data.views import central_square
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext
-from ssl_bench.features import FeatureExtractor
+from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.models import load_encoder
 from ssl_bench.results import ResultStore
 from ssl_bench.system.progress import show_progress

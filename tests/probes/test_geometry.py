@@ -13,9 +13,8 @@ from probes.geometry.estimates import rankme
 from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.folder import ImageFolder
-from ssl_bench.data.views import central_square
 from ssl_bench.errors import UnfitEncoder
-from ssl_bench.features import FeatureExtractor
+from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.models import (
     ConvMixerConfig,
     ViTConfig,

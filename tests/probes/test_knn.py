@@ -14,9 +14,8 @@ from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.data.views import central_square
 from ssl_bench.errors import CheckpointError, ConfigurationError
-from ssl_bench.features import FeatureExtractor
+from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.metrics import LabelledFeatures, knn_ranks, vote_rank
 from ssl_bench.models import ConvMixerConfig, Encoder, build_encoder, save_encoder
 from ssl_bench.neighbours import nearest
