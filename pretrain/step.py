@@ -99,10 +99,9 @@ class Trainer:
     def utilisation(self, seconds: float) -> float:
         """Percent of the rate of a large matrix product that a step of such a length reaches.
 
-        A machine that was busy when the product was timed reaches at least what a step did.
+        At most 100, where the machine was busy when the product was timed.
         """
-        self._product_rate = max(self._product_rate, self.flops / seconds)
-        return 100 * self.flops / (seconds * self._product_rate)
+        return min(100.0, 100 * self.flops / (seconds * self._product_rate))
 
     def rise(self) -> str | None:
         """What to say where the learning rate would end above its top."""

@@ -83,7 +83,7 @@ class Correspondence(Probe):
             attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
         alphas: How far from its true place a point may be found, relative to the side of the view
             for warps and to the longer side of the object's box for annotated pairs.
-        image_size: Side of both views in pixels, rounded to whole patches; without it the
+        image_size: Side of both views in pixels, a multiple of the patch; without it the
             encoder's own.
         warp: For warps: "homography" moves the four corners on their own, "crop" enlarges a
             square, "flip" mirrors left and right.

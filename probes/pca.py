@@ -59,8 +59,8 @@ class PCA(Probe):
         facet: What is projected: token, token_normed, key, query, value, attn_out, attn_skip,
             mlp_hidden, mlp_out, or a submodule of a block.
         panels: How many images are projected and drawn, from all over the set.
-        image_size: Longer side in pixels; both sides are rounded to multiples of the patch. Without
-            it the encoder's own, and at least 224.
+        image_size: Longer side in pixels, a multiple of the patch, to which the other side is
+            rounded. Without it the encoder's own, and at least 224.
         own_size: What that is, known once the encoder is; another one is in the name of the folder
             of pictures.
         squash: Side of the square that images are squashed to instead, whatever their shape; that

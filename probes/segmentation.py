@@ -26,12 +26,12 @@ from probes.features.split import (
     require_one_block_a_head,
     sources_of,
 )
-from probes.features.stream import batches, checked, extract, read_ahead
+from probes.features.stream import KeptState, batches, checked, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
-from probes.heads.scored_images import KeptState, ScoredImage, SlidingWindows, Squashed
+from probes.heads.scored_images import ScoredImage, SlidingWindows, Squashed
 from probes.heads.scores import ImageCounts, best_value, mask_score, plain
 from probes.heads.sgd import (
     SGD,

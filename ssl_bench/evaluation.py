@@ -106,8 +106,8 @@ class Score:
         unit: "%", or nothing for a plain number.
         details: What else a record says; "undefined" is why the value is NaN, which tables print.
         per_image: What each image contributes to a percentage, in the same order for all blocks,
-            facets and encoders; pairs images when two scores are compared. Of a plain number it is
-            not kept.
+            facets and encoders; pairs images when two scores are compared. Floats are finite
+            percentages whose mean is the value. Of a plain number it is not kept.
     """
 
     layer: int
@@ -140,7 +140,7 @@ class Probe:
         further_protocols: Presets that `--task all` runs too.
         protocols_by_role: What `protocol` is for a dataset that supports a role, where nobody
             typed one; likewise `truths_by_role` and `max_sides_by_role` for these fields.
-        rounds_size: Whether it fits `image_size` to the patch of the encoder itself.
+        rounds_size: Whether it fits an `image_size` that nobody typed to the patch itself.
         takes_long: Whether it comes after the others, as an image passes the encoder many times.
         not_settings: Fields that change no number, or are said elsewhere in a record.
     """

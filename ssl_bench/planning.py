@@ -318,7 +318,7 @@ def _refused(override: str, pairs: Sequence[_Pair]) -> ConfigurationError:
         own = sorted(
             {name for pair in pairs for name in keys(pair.default) if name.endswith(_SIDES)}
         )
-        instead = f"; what is asked has {' and '.join(own)}" if own and key.endswith("size") else ""
+        instead = f"; what is asked has {' and '.join(own)}" if own and key.endswith(_SIDES) else ""
         alone = f"{key} is a setting of --task {', '.join(owners)} alone"
         return ConfigurationError(f"{alone}{instead}")
     every = {name for pair in pairs for name in keys(pair.default)}

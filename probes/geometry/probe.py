@@ -15,7 +15,7 @@ from torch import Tensor
 
 from probes.features.image import image_vectors, parts_of
 from probes.features.moments import Moments
-from probes.features.stream import at_once, batches, checked, read_ahead
+from probes.features.stream import KeptState, at_once, batches, checked, read_ahead
 from probes.features.views import ResizedCrops
 from probes.geometry.estimates import (
     PositionFit,
@@ -30,7 +30,6 @@ from probes.geometry.estimates import (
     spread_rank,
     uniformity,
 )
-from probes.heads.scored_images import KeptState
 from ssl_bench.composition.fields import (
     Count,
     Items,

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from probes.features.split import LayerGroup
+from probes.features.stream import KeptState
 from probes.features.tiers import TrainingFeatures
-from probes.heads.scored_images import KeptState
 from probes.heads.sgd import (
     Heads,
     LinearHeads,

@@ -16,9 +16,9 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from probes.features.split import LayerGroup
+from probes.features.stream import KeptState
 from probes.features.tiers import FeatureBatch, TrainingFeatures
 from probes.heads.losses import PIECE_BYTES, PixelLoss, PixelTargets
-from probes.heads.scored_images import KeptState
 from ssl_bench.composition.fields import Count, Rate, check_fields, require_some
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import float64_device, in_float64

@@ -39,9 +39,10 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     asked = name[:LONG].lower()
     # A name that was cut short, such as VOC, or a key under another part, such as probe.limit.
     last = asked.rpartition(".")[2]
-    close = [one for one in names if "." in asked and one.rpartition(".")[2] == last]
-    close = close or difflib.get_close_matches(name[:LONG], names, n=3, cutoff=0.5)
-    close = (close or [one for one in names if len(asked) > 2 and asked in one.lower()])[:3]
+    keys = [one for one in names if "." in asked and one.rpartition(".")[2] == last]
+    close = difflib.get_close_matches(name[:LONG], keys or names, n=3, cutoff=0.0 if keys else 0.5)
+    if not close and len(asked) > 2:
+        names = [one for one in names if asked in one.lower()] or names
     if close:
         return f"did you mean {', '.join(close)}?"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

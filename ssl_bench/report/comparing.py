@@ -138,7 +138,8 @@ def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
     best = (first.scored.best, second.scored.best)
     sides = (first.curve.per_image[best[0]], second.curve.per_image[best[1]])
     tally = None
-    if sides[0].ndim == 1:
+    # Floats are percentages, which have no right and wrong.
+    if sides[0].ndim == 1 and "f" not in (side.dtype.kind for side in sides):
         one, other = (side.astype(bool) for side in sides)
         right = (one & other, one & ~other, ~one & other, ~one & ~other)
         tally = [int(some.sum()) for some in right]

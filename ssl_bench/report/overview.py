@@ -325,7 +325,7 @@ def answer(panel: Panel, line: Line, told: set[int] | None) -> str:
     text += f"; that is {unbeaten}" if unbeaten else ""
     arbitrary = [point.layer for point in known if (point.entry.arbitrary or 0) > _MOST_ARBITRARY]
     return text + (
-        f"; rounding, not the image, decides most cuts at {_blocks(arbitrary)} (degenerate)"
+        f"; rounding, not the image, decides most answers at {_blocks(arbitrary)} (degenerate)"
         if arbitrary
         else ""
     )

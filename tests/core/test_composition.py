@@ -46,7 +46,7 @@ def built_both(config: DictConfig) -> None:
         ("probe.panels=true", r"expects a whole number"),
         ("probe.facet=3", r"probe.facet expects text, got"),
         ("probe.limit=3", r"unknown key 'probe.limit'; did you mean data.limit\?"),
-        ("dataset=VOC", r"unknown dataset='VOC' .*did you mean voc2007, voc2012"),
+        ("dataset=VOC", r"unknown dataset='VOC' .*valid: voc2007, voc2012"),
         ("dataset=voc2021", r"unknown dataset='voc2021' .*did you mean voc2012"),
         ("probe.panels", r"expected KEY=VALUE, got 'probe.panels'"),
         ("probe.panels=[1", r"panels"),

@@ -23,8 +23,8 @@ from pretrain.options import TrainOptions
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from probes.features.image import ImagePass
+from probes.features.stream import KeptState
 from probes.heads.logistic import minimise
-from probes.heads.scored_images import KeptState
 from probes.knn import KNN
 from probes.pca import PCA, features_of
 from probes.retrieval import Retrieval

@@ -200,9 +200,8 @@ def test_utilisation_is_the_share_of_the_measured_rate_over_all_parts():
 
     rate = product_rate(CPU, torch.float32)
     assert trainer.utilisation(0.5) == pytest.approx(100 * flops / (0.5 * rate))
-    # The machine was busy when the product was timed: it reaches at least what a step reached.
+    # As where the machine was busy when the product was timed.
     assert trainer.utilisation(flops / (2 * rate)) == pytest.approx(100)
-    assert trainer.utilisation(flops / rate) == pytest.approx(50)
     assert 1e8 < rate < 1e14
 
 

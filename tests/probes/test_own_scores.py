@@ -51,10 +51,11 @@ def probed(tmp_path, monkeypatch):
     """Runs the probe again and gives what was said."""
     monkeypatch.chdir(tmp_path)
     photographs = noise_photographs(tmp_path / "photos")
-    model = build_vit(ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2), seed=0)
+    config = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 
-    def run() -> list[str]:
-        said, store, encoder = [], ResultStore(Path("results")), encoder_from_model(model, name="a")
+    def run(name: str = "a", seed: int = 0) -> list[str]:
+        encoder = encoder_from_model(build_vit(config, seed=seed), name=name)
+        said, store = [], ResultStore(Path("results"))
         asked = (Brightness(), photographs, store, encoder, (0, 1))
         evaluated(*asked, say=said.append, overwrite=False)
         return said
@@ -80,6 +81,17 @@ def test_percentages_of_images_are_read_back_and_compared(probed, capsys):
     # A plain number, of which nothing is kept, is finished too.
     assert probed() == ["geometry on folder all, a: 6 of 6 scores finished before, skipped"
                         " (--overwrite)"]  # fmt: skip
+
+
+def test_percentages_of_images_are_neither_right_nor_wrong(probed):
+    for seed, name in enumerate("ab"):
+        probed(name, seed)
+
+    assert main(["report"]) == 0
+
+    pages = [page.read_text() for page in Path("results/report").rglob("*.html")]
+    assert any("first - second" in page for page in pages)
+    assert not any("Images right" in page for page in pages)
 
 
 def test_an_interval_without_its_value_is_left_out_and_that_is_said(probed):

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from probes.features.stream import ahead
+from probes.features.stream import KeptState, ahead
 from probes.features.tiers import GIB, Room
 from probes.features.views import WholeImage, nearest_labels
-from probes.heads.scored_images import KeptState
 from probes.segmentation import SegmentationRun, Steps
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.system import memory

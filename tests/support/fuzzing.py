@@ -40,7 +40,8 @@ from ssl_bench.models import build_vit, load_encoder, save_encoder
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import sha256_of
-from ssl_bench.tables.depth import depth_tables, render
+from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.sheets import render_tables
 from tests.core.test_results import RECORD
 from tests.support.faults import DINO_LIKE, OBJECT, TINY, encoded, picture
 
@@ -187,7 +188,7 @@ def record_files() -> Kind:
         place.parent.mkdir(parents=True, exist_ok=True)
         path.replace(place)
         tables = depth_tables(ResultStore(path.parent).records())
-        return [render(table, style) for table in tables for style in ("text", "latex", "csv")]
+        return [render_tables([t], style) for t in tables for style in ("text", "latex", "csv")]
 
     return Kind([seed], "one.json", read)
 

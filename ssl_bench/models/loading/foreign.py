@@ -223,7 +223,10 @@ def _grid_size(
     if described is not None and described.input_size not in (None, size):
         height, width = described.input_size
         assumed += f"positions are of {size[0]} x {size[1]} pixels, the graph takes {height} x "
-        assumed += f"{width}: probe.image_size={height} shows what it was exported for; "
+        assumed += f"{width}"
+        if height == width and height % patch_size == 0:
+            assumed += f": probe.image_size={height} shows what it was exported for"
+        assumed += "; "
     return side, side, assumed
 
 
