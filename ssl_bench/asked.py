@@ -75,6 +75,8 @@ def planned_probes(options: argparse.Namespace, overrides: Sequence[str]) -> lis
     )
     if options.task == "all":
         plan = [one for planned in plan for one in (planned, *planned.in_further_protocols())]
+        if slow := sorted({one.probe.task for one in plan if one.probe.takes_long}):
+            say(f"last: {', '.join(slow)}, where an image passes the encoder many times")
 
     def order(one: PlannedProbe) -> tuple[int, bool, str]:
         # Those of a dataset that look at the same images follow each other, so that what passed

@@ -425,13 +425,16 @@ def _code_sha256(module: nn.Module) -> str:
     """Of the source of all classes that are not PyTorch's: another forward is another encoder."""
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     digest = hashlib.sha256()
-    for kind in sorted(kinds, key=lambda one: f"{one.__module__}.{one.__qualname__}"):
+    sources = []
+    for kind in kinds:
         if kind.__module__.partition(".")[0] in ("torch", "builtins"):
             continue
         try:
-            source = inspect.getsource(kind)
+            sources.append(inspect.getsource(kind))
         except (OSError, TypeError):
-            source = kind.__qualname__
+            sources.append(kind.__qualname__)
+    # Not in the order of modules, which are called after who imports them.
+    for source in sorted(sources):
         digest.update(source.encode())
     return digest.hexdigest()
 
@@ -440,13 +443,15 @@ def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:
     """Architecture of somebody else's model: its name there, and a digest of all of its modules.
 
     Of each module these are its class, and the numbers, texts and functions that it holds beside
-    its weights, such as epsilons.
+    its weights, such as epsilons. A class of one's own goes by its name alone: the file that it is
+    in is called otherwise in a notebook, in a script and by `--checkpoint FILE.py:NAME`.
     """
     lines = [
         json.dumps(
             [
                 path,
-                f"{type(module).__module__}.{type(module).__qualname__}",
+                (f"{type(module).__module__}." if library != "module" else "")
+                + type(module).__qualname__,
                 {
                     key: getattr(value, "__qualname__", None) or repr(value)
                     for key, value in sorted(vars(module).items())

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -163,6 +164,15 @@ def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
     figure = found.plot("rankme")
     assert [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].lines] == [[0, 2]]
     assert ssl_bench.read_results(tmp_path).table() == found.table()
+
+
+def test_who_imports_the_file_of_a_module_does_not_make_another_encoder():
+    makers = [runpy.run_path(FILE, run_name=name)["own"] for name in ("__main__", "mine")]
+
+    one, other = (ssl_bench.Encoder.from_module(make()) for make in makers)
+
+    assert one.architecture == other.architecture
+    assert one.sha256 == other.sha256
 
 
 @pytest.mark.parametrize(
