@@ -235,6 +235,9 @@ def test_a_sweep_that_is_killed_halfway_computes_only_what_is_pending(place):
     before = written()
 
     assert len(found) <= len(before) < cells
+    # What the kill left half written goes once nobody has touched it for a while.
+    for one in Path("results").rglob("*.tmp"):
+        os.utime(one, (0, 0))
     assert main(sweep) == 0
     after = written()
     assert {path: after[path] for path in before} == before
