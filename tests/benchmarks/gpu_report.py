@@ -303,7 +303,8 @@ def typed(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
 
 
 def gpu_tests() -> None:
-    words = ["-m", "gpu", "-v", "-n", str(min(16, CORES)), "-p", "no:cacheprovider", "tests"]
+    # A line for each, whatever pyproject.toml asks for.
+    words = ["-m", "gpu", "-vv", "-n", str(min(16, CORES)), "-p", "no:cacheprovider", "tests"]
     code, said = typed([sys.executable, "-m", "pytest", *words], 95 if CUDA else 600)
     found = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (\S+)", said, re.MULTILINE)
     ends = Counter(end.lower() for end, _ in found)
