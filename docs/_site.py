@@ -32,7 +32,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links between docs/ and what lies beside it lead to the pages of the site."""
     if page.file.src_uri.startswith("results/"):
-        return markdown
+        return markdown.replace("](../../docs/", "](../../")
     inside = markdown.replace("](docs/", "](").replace("](../README.md", "](index.md")
     # A page of a folder in docs/ climbs one step more, here as there.
     return re.sub(r"\]\(\.\./((?:\.\./)*(?:results/|SECURITY\.md))", r"](\1", inside)
