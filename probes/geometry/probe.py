@@ -64,6 +64,8 @@ _ENDS: Mapping[str, Interval] = {
 }
 _FEW = "fewer than three images"
 _ZERO = "a vector of zeros has no direction"
+_RANKS = ("rankme", "alpha_req", "effective_rank", "lidar")
+_NO_INTERVAL = "it depends on the number of images; compare on as many"
 # Why a score is no number, where its details do not say it.
 _WHY = {
     "rankme": "all vectors are zero",
@@ -414,6 +416,8 @@ def _score(
         ci95 = max(low, value - margin), min(high, value + margin)
     if math.isnan(value):
         details = {"undefined": _WHY[metric], **details}
+    elif metric in _RANKS:
+        details = {"no_interval": _NO_INTERVAL, **details}
     unit = "%" if metric == "outlier_share" else ""
     return Score(*cell, metric, value, ci95, num_images, details, unit=unit)
 

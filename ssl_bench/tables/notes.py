@@ -80,12 +80,16 @@ def footnote(records: Sequence[Record]) -> str:
     """All that stands below the numbers of one metric on one set of images, in one line."""
     note = "; ".join(filter(None, [*metric_notes(records), baseline_note(records)]))
     # One of a mean over seeds is that of the seeds that have one.
-    lacking = {r.layer for r in records if r.ci95 is None} - {r.layer for r in records if r.ci95}
-    if lacking and any(record.ci95 for record in records):
+    known = {record.layer for record in records if record.ci95}
+    lacking: dict[str, set[int]] = defaultdict(set)
+    for record in records:
+        why = record.details.get("no_interval", "these images do not tell" if known else "")
+        if why and record.layer not in known and "undefined" not in record.details:
+            lacking[printable(str(why))].add(record.layer)
+    for why, layers in lacking.items():
         note += "; " if note else ""
-        note += (
-            f"no interval: these images do not tell of block {', '.join(map(str, sorted(lacking)))}"
-        )
+        of = f" of block {', '.join(map(str, sorted(layers)))}" if known else ""
+        note += f"no interval{of}: {why}"
     reasons: dict[str, set[int]] = defaultdict(set)
     for record in records:
         if why := record.details.get("undefined"):

@@ -199,15 +199,22 @@ def test_what_an_encoder_does_not_have_is_no_number(photographs):
     assert found[1, "patch_mean", "rankme"] >= 1
 
 
-def test_tables_say_why_a_score_is_no_number(place, capsys):
+def test_tables_say_why_a_score_is_no_number_or_has_no_interval(place, capsys):
     assert main(probing("geometry", "folder", place / "photos")) == 0
-    for metric, why in (
-        ("register_patch_cosine", "the encoder has no registers"),
-        ("alpha_req", "fewer than two eigenvalues above zero within probe.alpha_ranks"),
+    for metric, what, why in (
+        ("register_patch_cosine", "number of block 1", "the encoder has no registers"),
+        (
+            *("alpha_req", "number of block 1"),
+            "fewer than two eigenvalues above zero within probe.alpha_ranks",
+        ),
+        ("rankme", "interval", "it depends on the number of images"),
+        ("lidar", "interval", "it depends on the number of images"),
     ):
         capsys.readouterr()
         assert main(["table", "--metric", metric]) == 0
-        assert f"no number of block 1: {why}" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert f"no {what}: {why}" in shown
+        assert ("interval" in shown) == (what == "interval")
 
 
 def test_registers_lie_between_cls_and_the_patches():

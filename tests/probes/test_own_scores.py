@@ -94,7 +94,7 @@ def test_percentages_of_images_are_neither_right_nor_wrong(probed):
     assert not any("Images right" in page for page in pages)
 
 
-def test_an_interval_without_its_value_is_left_out_and_that_is_said(probed):
+def test_an_interval_without_its_value_is_left_out_and_that_is_said(probed, capsys):
     said = [line for line in probed() if "interval" in line]
 
     assert said == [
@@ -104,3 +104,6 @@ def test_an_interval_without_its_value_is_left_out_and_that_is_said(probed):
     ]
     records = ResultStore(Path("results")).records()
     assert {(r.value, r.ci95) for r in records if r.metric == "odd"} == {(50.0, None)}
+    capsys.readouterr()
+    assert main(["table", "--metric", "odd"]) == 0
+    assert "no interval: of so few images it would not hold the value" in capsys.readouterr().out
