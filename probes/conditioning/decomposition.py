@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
 from probes.features.views import resized_photograph
 from ssl_bench.data.samples import Sample
@@ -23,6 +24,13 @@ from ssl_bench.system.memory import pass_on_memory
 Tokens = Float[Tensor, "tokens dim"]
 # In float64 another order of the same operations differs by some 1e-14.
 _TOLERANCE = 1e-9
+# As timm, torch, torchvision and others name them; a wrong guess does not give what the block gave.
+_NAMES = {
+    "norm1": ("norm1", "ln_1", "ln1", "attention_norm", "layernorm_before"),
+    "attn": ("attn", "attention", "self_attn", "self_attention"),
+    "norm2": ("norm2", "ln_2", "ln2", "mlp_norm", "ffn_norm", "layernorm_after"),
+    "mlp": ("mlp", "ffn", "feed_forward"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,19 +89,26 @@ def decompose_block(
     None where they do not: parallel or post-norm blocks, or blocks that are told more than tokens,
     such as rotary positions.
     """
-    if not all(hasattr(block, name) for name in ("norm1", "attn", "norm2", "mlp")):
-        return None
     whole: Any = block
+    found = {part: _first(block, names) for part, names in _NAMES.items()}
+    if found["mlp"] is None and isinstance(block, nn.TransformerEncoderLayer):
+        found["mlp"] = lambda tokens: whole.linear2(whole.activation(whole.linear1(tokens)))
+    if None in found.values():
+        return None
     scales = [getattr(whole, name, nn.Identity()) for name in ("ls1", "ls2")]
+    attention = found["attn"]
+    given = attention
+    if isinstance(attention, nn.MultiheadAttention):
+        given = lambda tokens: attention(tokens, tokens, tokens, need_weights=False)[0]  # noqa: E731
     parts = Parts(
         graying=_of_one_image(getattr(whole, "graying", nn.Identity())),
-        norm1=whole.norm1,
-        attention=_of_one_image(nn.Sequential(whole.attn, scales[0])),
-        norm2=whole.norm2,
-        mlp=_of_one_image(nn.Sequential(whole.mlp, scales[1])),
+        norm1=found["norm1"],
+        attention=_of_one_image(given, scales[0]),
+        norm2=found["norm2"],
+        mlp=_of_one_image(found["mlp"], scales[1]),
         skip_attention=getattr(whole, "skip_attention", True),
         skip_mlp=getattr(whole, "skip_mlp", True),
-        heads=_heads(whole.attn, scales[0], num_heads),
+        heads=_heads(attention, scales[0], num_heads),
     )
     # A layer of another kind may fail in any way when it is called like this one.
     try:
@@ -114,19 +129,37 @@ def decompose_block(
     return parts if explained else replace(parts, heads=None)
 
 
-def _of_one_image(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda tokens: module(tokens[None])[0]
+def _first(block: nn.Module, names: Sequence[str]) -> Any:
+    return next((part for part in (getattr(block, name, None) for name in names) if part), None)
+
+
+def _of_one_image(*functions: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """One after the other."""
+
+    def composed(tokens: Tensor) -> Tensor:
+        given = tokens[None]
+        for function in functions:
+            given = function(given)
+        return given[0]
+
+    return composed
 
 
 def _heads(attention: Any, scale: nn.Module, num_heads: int) -> Heads | None:
     """Plain softmax attention with the weights of a layer; whether it is that layer, is checked."""
-    if not all(isinstance(getattr(attention, n, None), nn.Linear) for n in ("qkv", "proj")):
-        return None
-    if attention.qkv.out_features % (3 * num_heads):
+    if isinstance(attention, nn.MultiheadAttention) and attention.in_proj_weight is not None:
+        weights = attention.in_proj_weight, attention.in_proj_bias
+        of_tokens, proj = lambda tokens: functional.linear(tokens, *weights), attention.out_proj
+        num_heads = attention.num_heads
+    elif all(isinstance(getattr(attention, n, None), nn.Linear) for n in ("qkv", "proj")):
+        if attention.qkv.out_features % (3 * num_heads):
+            return None
+        of_tokens, proj = attention.qkv, attention.proj
+    else:
         return None
 
     def split(tokens: Tensor) -> tuple[Tensor, ...]:
-        qkv = attention.qkv(tokens).unflatten(1, (3, num_heads, -1))
+        qkv = of_tokens(tokens).unflatten(1, (3, num_heads, -1))
         return qkv.permute(1, 2, 0, 3).unbind(0)  # each heads tokens head_dim
 
     def matrices(tokens: Tensor) -> Tensor:
@@ -136,7 +169,7 @@ def _heads(attention: Any, scale: nn.Module, num_heads: int) -> Heads | None:
         return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1)
 
     def joined(weights: Tensor, values: Tensor) -> Tensor:
-        return scale(attention.proj((weights @ values).transpose(0, 1).flatten(1)))
+        return scale(proj((weights @ values).transpose(0, 1).flatten(1)))
 
     return Heads(matrices, lambda tokens: split(tokens)[2], joined)
 

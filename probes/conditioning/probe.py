@@ -275,7 +275,10 @@ class Conditioning(Probe):
         """No numbers, with a reason, for cells of blocks that cannot be taken apart."""
         have = {(score.layer, score.facet, score.metric) for score in found}
         missing = [cell for cell in self.cells(context.layers) if cell not in have]
-        why = "no pre-norm block of plain softmax attention and an MLP, as timm names them"
+        why = (
+            "the block is not x + attn(norm1(x)), then that + mlp(norm2(that)), or its parts have "
+            "other names, or its attention is not softmax of one Linear qkv"
+        )
         if self.protocol == "checkpoints":
             why = "the other encoder has no such block"
         # Blocks that lack the same facets are said in one line.

@@ -19,6 +19,7 @@ from probes.spectra import mean_cosine
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import (
+    Encoder,
     VisionTransformer,
     ViTConfig,
     build_vit,
@@ -31,6 +32,7 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
 from tests.support.matrices import condition, normal, rank
+from tests.support.own_module import own
 from tests.support.photographs import evaluated
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
@@ -197,6 +199,31 @@ def test_a_table_shows_the_ends_of_an_interval_that_is_not_symmetric(photographs
     assert title.startswith("conditioning: condition_number (%) on")
     assert text == "12.3 [11.0, 13.0]"
     assert shown(12.0, (11.0, 13.0), unit="%")[1] == "12.0 ± 1.0"
+
+
+@pytest.mark.parametrize("is_torchs", [True, False])
+def test_a_pre_norm_block_of_ones_own_is_taken_apart(photographs, tmp_path, is_torchs):
+    module, said = own(), []
+    if is_torchs:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True, batch_first=True)
+        module.trunk = nn.ModuleList(_Alone(copy.deepcopy(layer)) for _ in range(3))
+    encoder = Encoder.from_module(module, name="own", image_size=32)
+
+    records = probe(photographs, tmp_path, encoder, said, image_size=32)
+
+    assert not [r for r in records if math.isnan(r.value)]
+    assert not [line for line in said if "no number" in line]
+
+
+class _Alone(nn.TransformerEncoderLayer):
+    """Torch's layer, which gives a pair as those of the module do."""
+
+    def __init__(self, layer):
+        nn.Module.__init__(self)
+        self.__dict__.update(layer.__dict__)
+
+    def forward(self, tokens):
+        return super().forward(tokens), None
 
 
 @pytest.mark.slow
