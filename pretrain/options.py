@@ -23,9 +23,8 @@ from ssl_bench.composition.fields import (
     Workers,
     check_fields,
 )
-from ssl_bench.data.files.file_sets import first_of
 from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, read_as
-from ssl_bench.data.files.readable import faults_of
+from ssl_bench.data.files.readable import faults_of, said_unreadable
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
@@ -112,7 +111,7 @@ class DataOptions:
         if self.root is None or len(images) > _FEW:
             return ""
         faults = faults_of(images, {})
-        broken = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]
+        broken = said_unreadable(images, faults)
         if not broken:
             return ""
         outcome = "others come in their place"
@@ -121,8 +120,7 @@ class DataOptions:
                 "the run ends where it meets one; --on-bad-image skip takes others in their "
                 "place, `ssl-bench data check` says why"
             )
-        count = f"{len(broken)} of {len(images)} images cannot be read"
-        return f"{count} ({first_of(broken)}): {outcome}"
+        return f"of {len(images)} images {'; '.join(broken)}; {outcome}"
 
 
 @dataclass(frozen=True)

@@ -543,7 +543,7 @@ def maps_of(source: str, maps: Mapping[str, Map], images: Sequence[str]) -> list
         raise DataError(
             f"the maps of {source} to align with lack the images {', '.join(missing[:3])}"
             f"{', ...' if len(missing) > 3 else ''}; probe that checkpoint on the same images "
-            "with at least as many --pictures first"
+            "first, with at least as many --pictures"
         )
     return [maps[image] for image in images]
 

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.asked import asked_probes, opened_store
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.data.files.readable import OnBadImage
+from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.features import FeatureExtractor, Features, squashed
 from ssl_bench.layers import Facet, resolve_layers
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.planning import evaluate
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device
+from ssl_bench.system.progress import reworded
 from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.sheets import render_tables
@@ -32,6 +35,52 @@ if TYPE_CHECKING:
 Images = str | Path | np.ndarray | Tensor
 """A file, turned as EXIF says; height x width x 3 of numpy.uint8; 3 x height x width in [0, 1]."""
 _OVERSHOOT = 0.2
+_KEYWORDS = {
+    "pictures": "panels",
+    "checkpoint": "encoder",
+    "format": "style",
+    "limit": '**{"data.limit": N}',
+}
+"""What is typed in Python for flags that are called otherwise there."""
+
+
+def _in_words_of_python(line: str) -> str:
+    """A line with `panels=9` where the command line has `--pictures 9` or `probe.panels=9`.
+
+    Commands between backticks stay what they are.
+    """
+
+    def keyword(found: re.Match[str]) -> str:
+        flag, value = found[1], found[2]
+        if flag == "overwrite":
+            return "overwrite=True" + (f" {value}" if value else "")
+        name = _KEYWORDS.get(flag, flag.replace("-", "_"))
+        if "=" in name:
+            return name.replace("N", value or "N")
+        if value is None:
+            return name
+        is_text = not value.isdigit() and value != "N"
+        return f'{name}="{value}"' if is_text else f"{name}={value}"
+
+    parts = line.split("`")
+    for place, part in enumerate(parts[::2]):
+        words = re.sub(r"(?<![\w-])--([a-z][a-z-]+)(?: ([\w*|:.,/-]*[\w*]))?", keyword, part)
+        # Of a key with further dots the whole is typed; a file may be called probe.py.
+        parts[2 * place] = re.sub(r"(?<![\w./-])probe\.(?!py\b)([a-z_]+)\b(?!\.\w)", r"\1", words)
+    return "`".join(parts)
+
+
+@contextmanager
+def _said_in_python() -> Iterator[None]:
+    """Lines and errors name what is typed in Python, whoever wrote them for a command."""
+    before = reworded.set(_in_words_of_python)
+    try:
+        yield
+    except SslBenchError as error:
+        error.args = (_in_words_of_python(str(error)),)
+        raise
+    finally:
+        reworded.reset(before)
 
 
 @dataclass(frozen=True)
@@ -44,6 +93,7 @@ class Results:
 
     records: tuple[Record, ...]
 
+    @_said_in_python()
     def table(self, style: str = "text") -> str:
         """All tables over depth as text, markdown, latex, csv or json."""
         return render_tables(self._tables(), style)
@@ -81,6 +131,7 @@ class Results:
         return [table for table in tables if table.has_values] or tables
 
 
+@_said_in_python()
 def probe(
     encoder: "str | Encoder | nn.Module",
     *,
@@ -91,6 +142,7 @@ def probe(
     out: str | Path = "results",
     device: str | None = None,
     overwrite: bool = False,
+    on_bad_image: OnBadImage | None = None,
     **settings: Any,
 ) -> Results:
     """Probe blocks of an encoder, as `ssl-bench probe` does; finished cells are not computed again.
@@ -106,6 +158,8 @@ def probe(
         out: Folder of records and pictures.
         device: As torch names it; else that of the module, or a GPU where there is one.
         overwrite: Compute finished cells again.
+        on_bad_image: "skip" leaves out images that cannot be read, "fail" ends there; else each
+            dataset has its own way.
         settings: Keys of the probe, `image_size=224` for `probe.image_size=224`; others by their
             whole names, `**{"dataset.num_val": 4, "seed": 1}`.
 
@@ -116,7 +170,7 @@ def probe(
         task=task,
         dataset=dataset,
         data_root=None if data_root is None else str(data_root),
-        on_bad_image=None,
+        on_bad_image=on_bad_image,
         batch_size=None,
     )
     plan = asked_probes(options, _overrides(settings))
@@ -143,6 +197,7 @@ def read_results(folder: str | Path = "results") -> Results:
     return Results(tuple(ResultStore(Path(folder)).records()))
 
 
+@_said_in_python()
 def extract_features(
     encoder: "str | Encoder | nn.Module",
     images: Sequence[Images] | Float[Tensor, "batch 3 height width"],

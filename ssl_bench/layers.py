@@ -89,7 +89,7 @@ def layers_of(
     if layers != "all" and asked != named:
         raise ConfigurationError(
             f"probe.facet names block {block}, expected --layer {block}, got "
-            f"{', '.join(map(str, asked))}; leave --layer out, or put * for the block"
+            f"{', '.join(map(str, asked))}; leave out --layer, or put * for the block"
         )
     return named
 

@@ -230,17 +230,15 @@ def plan_probes(
     """
     corruptions, overrides = asked_corruptions(overrides)
     pairs = [_Pair(task, dataset, overrides) for dataset in datasets for task in tasks]
-    unconcerned = []
+    unconcerned = dict[str, set[str]]()
     for override in overrides:
         takers = {pair.task for pair in pairs if override in pair.taken}
-        others = sorted({pair.task for pair in pairs} - takers)
+        others = {pair.task for pair in pairs} - takers
         if not takers:
             raise _refused(override, pairs)
         # What --batch-size and --pictures are short for reaches whom it may.
         if others and override.partition("=")[0] not in (*BATCH_SIZES, "probe.panels"):
-            unconcerned.append(f"{override} does not concern {', '.join(others)}")
-    if unconcerned:
-        say("; ".join(unconcerned))
+            unconcerned[override] = others
     listed, looked = dict[str, Dataset](), Looked()
     plan = [
         _build(pair, one, (roots or {}).get(pair.dataset), listed, looked, on_bad_image)
@@ -257,6 +255,14 @@ def plan_probes(
                 f"{_misfit(without)}; leave the task out or choose another --dataset"
             )
         say(f"left out: {_misfit(without)}")
+    # Of a task that is not run there is nothing to say.
+    lines = [
+        f"{override} does not concern {', '.join(sorted(others & found))}"
+        for override, others in unconcerned.items()
+        if others & found
+    ]
+    if lines:
+        say("; ".join(lines))
     return fitting
 
 

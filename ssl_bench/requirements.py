@@ -36,6 +36,6 @@ def check_asked(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]
         fit = [str(layer) for layer in range(encoder.depth) if encoder.width(layer) == last]
         raise UnfitEncoder(
             f"layer {narrow[0]} of {encoder.name} has width {encoder.width(narrow[0])}, its final "
-            f"norm {last}; ask for layers of the last stage, --layer {','.join(fit)}, or for a "
+            f"norm {last}; ask for blocks of the last stage, {','.join(fit)}, or for a "
             "facet that no norm changes, such as token, attn_out or mlp_out"
         )

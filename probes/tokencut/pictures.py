@@ -117,7 +117,7 @@ def draw_sheets(
         rows: list[list[Image.Image]] = [[heading(line)]]
         for kind, ids in kinds_of(results, name).items():
             tiles = [tile(image_id, name) for image_id in sampled(ids, per_kind)]
-            left = f", {len(tiles)} drawn (--pictures {len(ids)} draws all)"
+            left = f", {len(tiles)} drawn (probe.panels={len(ids)} draws all)"
             first = left if len(tiles) < len(ids) else ""
             rows.append([heading(f"{kind}: {len(ids)} of {len(results)} images{first}")])
             rows += [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]

@@ -3,7 +3,8 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextvars import ContextVar
 from functools import cache
 from typing import TypeVar
 
@@ -13,6 +14,8 @@ from ssl_bench.system.launch import is_heard
 T = TypeVar("T")
 _FIRST_SECONDS, _LATEST_SECONDS = 20.0, 600.0
 _REMEMBERED = 1000
+reworded = ContextVar[Callable[[str], str]]("reworded", default=str)
+"""How lines are put to whoever did not type a command."""
 
 
 def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
@@ -118,7 +121,7 @@ def say(line: str) -> None:
     from ssl_bench.system.bars import Bar
 
     with Bar.external_write_mode(file=sys.stderr):
-        print(printable(line), file=sys.stderr, flush=True)
+        print(printable(reworded.get()(line)), file=sys.stderr, flush=True)
 
 
 @cache

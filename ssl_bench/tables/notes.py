@@ -104,6 +104,21 @@ def footnote(records: Sequence[Record]) -> str:
     return f"{note}; {provenance(records)}" if note else provenance(records)
 
 
+def sizes_note(records: Iterable[Record]) -> str:
+    """At which size encoders saw the images, where records say it; of several sizes whose."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        sizes = {n: record.settings.get(n) for n in ("image_size", "longer_side", "squash")}
+        if "image_size" in record.settings and sizes["image_size"] is None:
+            # That of the encoder.
+            sizes["image_size"] = record.architecture.get("image_size")
+        words = "".join(f", {name}={size}" for name, size in sizes.items() if size)
+        found[words].add(f"{record.task} of {printable(record.model)}")
+    if len(found) == 1:
+        return next(iter(found))
+    return "".join(f"{words} ({', '.join(sorted(of))})" for words, of in found.items() if words)
+
+
 def provenance(records: Sequence[Record]) -> str:
     """Images, seeds, versions and machines behind some records, in one line."""
 
@@ -116,7 +131,8 @@ def provenance(records: Sequence[Record]) -> str:
     names = ", ".join(dict.fromkeys(printable(name) for one in counts for name in one["first"]))
     unreadable = f", without {distinct(left_out)} that cannot be read: {names}" if left_out else ""
     return (
-        f"{distinct([r.num_images for r in records])} images{unreadable}{trusted_note(records)}"
+        f"{distinct([r.num_images for r in records])} images{sizes_note(records)}{unreadable}"
+        f"{trusted_note(records)}"
         f"{corruption_note(records)}; "
         f"seeds {distinct([r.seed for r in records])}; "
         f"ssl-bench {distinct([r.version for r in records])} ({distinct(commits)}); "

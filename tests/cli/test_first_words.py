@@ -133,6 +133,13 @@ def test_a_key_says_which_tasks_it_does_not_concern(place, capsys):
     assert "panels" not in said(capsys, f"{words} --pictures 2")[1]
 
 
+def test_a_task_that_is_not_run_is_not_said_to_be_unconcerned(place, capsys):
+    words = PCA.replace("pca", "all")
+    err = said(capsys, f"{words} probe.image_size=32 --dry-run")[1]
+    assert "probe.image_size=32 does not concern tokencut\n" in err
+    assert "left out: folder has no boxes for discovery" in err
+
+
 def test_one_facet_suits_all_tasks_that_have_one(place, capsys):
     tasks = "pca,correspondence,tokencut,discovery,geometry"
     words = f"probe --task {tasks} --checkpoint encoder.safetensors --dry-run"

@@ -21,7 +21,7 @@ from torch import nn
 
 import ssl_bench
 from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, UnfitEncoder
 from ssl_bench.models import TimmConfig, build_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
 from tests.support import own_module
@@ -126,6 +126,42 @@ def test_all_tasks_that_fit_a_folder_are_asked_in_one_call(tmp_path, capsys):
         # The photograph and its map, each 144 pixels high and as wide as 64 x 48 is then.
         assert file.width == 2 * 192 + 3 * 4
     assert "no class labels for classification and clustering and knn" in capsys.readouterr().err
+
+
+def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
+    asked: dict[str, Any] = {"task": "pca", "layer": "1", "out": tmp_path / "r", **FEW}
+    for _ in range(2):
+        ssl_bench.probe(own_module.own(), panels=2, **asked)
+    err = capsys.readouterr().err
+    assert "pca: 2 of 6 images; panels=6 takes all" in err
+    assert "finished before, skipped (overwrite=True)" in err
+
+    with pytest.raises(DataError, match=r"needed: data_root=\"DIR\"$"):
+        ssl_bench.probe("demo:skip", task="pca", dataset="folder", out=tmp_path / "r")
+    with pytest.raises(ConfigurationError, match=r"^facet names .* layer=1, .* leave out layer,"):
+        ssl_bench.probe("demo:skip", facet="blocks.1.mlp.act", **{**asked, "layer": 0})
+    found = ssl_bench.read_results(tmp_path / "r")
+    with pytest.raises(ConfigurationError, match=r'^expected style="text\|'):
+        found.table("word")
+
+    words = ["probe", "--task", "pca", "--dataset", "folder", "--checkpoint", "demo:skip", "--out"]
+    assert main([*words, str(tmp_path / "r")]) == 3
+    assert "needed: --data-root DIR" in capsys.readouterr().err
+
+
+def test_images_that_cannot_be_read_are_left_out_when_asked(tmp_path):
+    for name, pixels in (("a.png", np.zeros((32, 32, 3), np.uint8)), ("b.png", None)):
+        if pixels is None:
+            (tmp_path / name).write_bytes(b"")
+        else:
+            Image.fromarray(pixels).save(tmp_path / name)
+    asked: dict[str, Any] = {"task": "pca", "dataset": "folder", "data_root": tmp_path}
+    asked |= {"layer": "1", "out": tmp_path / "r"}
+
+    with pytest.raises(DataError, match="1 of 2 images of folder all cannot be read"):
+        ssl_bench.probe(own_module.own(), on_bad_image="fail", **asked)
+    found = ssl_bench.probe(own_module.own(), on_bad_image="skip", **asked)
+    assert {record.num_images for record in found} == {1}
 
 
 class Plain(own_module.Own):

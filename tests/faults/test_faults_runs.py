@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 from itertools import count
@@ -318,7 +319,16 @@ def test_fault_89_what_cannot_be_read_is_said_before_the_first_step(place, capsy
     for more in (["--dry-run"], ["--on-bad-image", "skip"]):
         main([*pretraining(place / "photos", "run"), *more])
         told = capsys.readouterr()
-        assert "1 of 4 images cannot be read (1.jpg): " in told.out + told.err
+        assert "of 4 images 1 cannot be read: 1.jpg; " in told.out + told.err
+
+
+def test_pretraining_names_the_extra_that_reads_heic(place, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    (place / "photos/phone.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
+    main([*pretraining(place / "photos", "run"), "--dry-run"])
+    told = capsys.readouterr()
+    kind = "of 5 images 1 is HEIC, which pip install 'ssl-bench[heic]' reads: phone.heic; "
+    assert kind in told.out + told.err
 
 
 @pytest.mark.parametrize("when", ["before", "after an epoch"])

@@ -300,3 +300,27 @@ def test_the_date_of_a_table_is_that_of_its_latest_record():
     records = [replace(RECORD, created=f"2026-0{n}-01T00:00:00+00:00") for n in (1, 3, 2)]
 
     assert provenance(records).endswith("; 2026-03-01")
+
+
+def test_the_size_of_the_images_stands_below_a_table():
+    def note(*records):
+        tables = depth_tables(records)
+        return [table.footnote.partition("; seeds")[0] for table in tables]
+
+    def sized(record, size, own=64, **more):
+        architecture = {**record.architecture, "image_size": own}
+        settings = {**record.settings, "image_size": size, **more}
+        return replace(record, settings=settings, architecture=architecture)
+
+    images = f"{RECORD.num_images} images"
+    assert note(RECORD) == [images]
+    assert note(sized(RECORD, 512)) == [f"{images}, image_size=512"]
+    assert note(sized(RECORD, 224, squash=224)) == [f"{images}, image_size=224, squash=224"]
+    # Each encoder at its own size.
+    task, other = RECORD.task, sized(SKIPLESS, None, 96)
+    assert note(sized(RECORD, None), other) == [
+        f"{images}, image_size=64 ({task} of skip), image_size=96 ({task} of skip_less)"
+    ]
+    # Beside records that say nothing of it.
+    together = provenance([sized(RECORD, 512), replace(RECORD, task="tokencut")])
+    assert together.startswith(f"{images}, image_size=512 ({task} of skip); ")

@@ -225,13 +225,19 @@ def _state(files: Sequence[Path], bits: int | None) -> tuple[str, FileState]:
 
 def _taken(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> str:
     """The line that says what is taken, what cannot be read, and what would read it."""
+    where = images.name if images.split == "all" else _title(images)
+    taken = faults.count(None)
+    line = f"taken: {taken} photograph{'s' if taken != 1 else ''} of {where}"
+    return "; ".join([line, *said_unreadable(images, faults)])
+
+
+def said_unreadable(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> list[str]:
+    """How many images cannot be read, which, and what would read them, by the remedy."""
     gone: dict[str, list[str]] = {}
     for image_id, fault in zip(images.ids, faults, strict=True):
         if fault is not None:
             gone.setdefault(fault.remedy, []).append(image_id)
-    where = images.name if images.split == "all" else _title(images)
-    taken = faults.count(None)
-    parts = [f"taken: {taken} photograph{'s' if taken != 1 else ''} of {where}"]
+    parts = []
     for remedy, ids in sorted(gone.items()):
         names = ", ".join(ids[:_SHOWN])
         more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
@@ -243,7 +249,7 @@ def _taken(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> str:
         else:
             kind = f"of 16 bits left out, dark or of fewer bits ({remedy} reads them)"
         parts.append(f"{len(ids)} {kind}: {names}{more}")
-    return "; ".join(parts)
+    return parts
 
 
 def files_behind(images: ImageSet) -> tuple[FileImageSet, Int64[np.ndarray, " images"]] | None:

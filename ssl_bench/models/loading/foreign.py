@@ -225,7 +225,9 @@ def _grid_size(
         assumed += f"positions are of {size[0]} x {size[1]} pixels, the graph takes {height} x "
         assumed += f"{width}"
         if height == width and height % patch_size == 0:
-            assumed += f": probe.image_size={height} shows what it was exported for"
+            # Of photographs that keep their shape elsewhere.
+            cuts = f"of tokencut and discovery probe.squash={height}"
+            assumed += f": probe.image_size={height}, {cuts}, shows what it was exported for"
         assumed += "; "
     return side, side, assumed
 

@@ -102,7 +102,7 @@ def hugging_face_file(
 
 def _local_ways(url: str) -> str:
     return (
-        f"fetch {url} where there is a network and give the file: --checkpoint FILE.pth for DINO "
+        f"fetch {url} where there is a network and give the file in its place: FILE.pth for DINO "
         "and its like, timm:NAME@FILE or local-dir:FOLDER for others; timm:NAME alone has random "
         "weights, demo:skip small ones that are here"
     )
