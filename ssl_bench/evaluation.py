@@ -376,6 +376,12 @@ def _with_the_only_size(
     return replace(probe, **changes) if changes else probe
 
 
+def own_size(probe: Probe, encoder: Encoder, layer: int) -> int:
+    """Side in pixels of the squares that an encoder sees where its own size is asked for."""
+    side, patch = min(encoder.native_size), encoder.stride(layer)
+    return max(1, round(side / patch)) * patch if probe.rounds_size else side
+
+
 class PassedImages:
     """What passed one encoder for probes that look at the same images; that of others is forgotten.
 
@@ -631,6 +637,8 @@ class Evaluation:
         self, key: CellKey, score: Score, gone: dict[str, list[str]], seconds: float
     ) -> Record:
         epoch = self.encoder.contents.epoch
+        # Settings say what was asked for, which may be the encoder's own size, whatever that is.
+        is_own = "image_size" in key.settings and key.settings["image_size"] is None
         return key.record(
             depth=self.encoder.depth,
             value=score.value,
@@ -639,6 +647,7 @@ class Evaluation:
             model=self.encoder.name,
             details={
                 **score.details,
+                **({"image_size": own_size(self.probe, self.encoder, key.layer)} if is_own else {}),
                 **({"left_out": counts_and_first(gone)} if gone else {}),
                 **({"epoch": epoch} if epoch is not None else {}),
             },

@@ -194,6 +194,9 @@ def _say_fitted(asked: Probe, fitted: Probe, encoder: Encoder) -> None:
     if fitted.squash != asked.squash:
         side = f"{fitted.squash} x {fitted.squash} pixels"
         say(f"{where}: images are squashed to {side}, the only size the encoder takes")
+    elif not encoder.any_size and fitted.settings().get("image_size", 0) is None:
+        side = "{} x {} pixels".format(*encoder.native_size)
+        say(f"{where}: images of {side}, the only size the encoder takes")
     elif asked.image_size is not None and fitted.image_size not in (None, asked.image_size):
         side = f"{fitted.image_size} x {fitted.image_size} pixels"
         say(f"{where}: images of {side} instead of {asked.image_size}, as the encoder takes them")

@@ -61,6 +61,14 @@ class PatchGrid:
         box = self.patch_size * np.array([*low, *high], np.float64)
         return np.minimum(box, [self.width, self.height, self.width, self.height])
 
+    def is_padding(self, mask: Bool[np.ndarray, "rows cols"]) -> bool:
+        """Whether a mask has patches, and of each of them more is padding along one of its sides.
+
+        Their middles lie beyond the image.
+        """
+        rows, cols = self.patch_size * (np.array(np.nonzero(mask)) + 0.5)
+        return len(rows) > 0 and not ((rows <= self.height) & (cols <= self.width)).any()
+
     def padded(
         self, values: Shaped[np.ndarray, "graph_rows graph_cols"]
     ) -> Shaped[np.ndarray, "rows cols"]:
@@ -91,7 +99,7 @@ class Cut:
         mask_padding: Leave patches that hold padding out of the graph.
         connectivity: Neighbours of a patch, 4 or 8.
         stable_seed: The seed is the first entry within 1e-6 of the largest, not the largest.
-        refuse_degenerate: No object where rounding would choose it.
+        refuse_degenerate: No object where rounding or padding would choose it.
     """
 
     tau: Tau = 0.2
@@ -132,7 +140,7 @@ class Discovery:
         eigenvector: 0 at patches outside of the graph; None for methods without a spectrum.
         eigenvalue: lambda_2 of the normalised cut.
         gap: lambda_3 - lambda_2.
-        degenerate: Rounding and the order of the patches choose the object, not the image.
+        degenerate: Rounding, the order of the patches or padding chooses the object, not the image.
         tied_cutoff: Of LOST: which of several patches of one degree may join the seed hangs on
             their order. The object may or may not depend on it.
     """
@@ -168,7 +176,7 @@ def cut_out(found: FiedlerVector, grid: PatchGrid, cut: Cut) -> Discovery:
     vector = found.vector.reshape(cut.graph_shape(grid))
     foreground, seed, tied = split_at_mean(vector, stable_seed=cut.stable_seed)
     component = component_of(foreground, seed, cut.connectivity)
-    degenerate = found.degenerate or bool((tied & ~component).any())
+    degenerate = found.degenerate or bool((tied & ~component).any()) or grid.is_padding(component)
     if degenerate and cut.refuse_degenerate:
         component = np.zeros_like(component)
     return _discovery(component, grid, found, degenerate)
@@ -285,6 +293,7 @@ def lost(
         grid.padded(component),
         grid.box(component),
         degenerate=bool(component.all())
+        or grid.is_padding(component)
         or any(bool((grown(other) != component).any()) for other in others),
         tied_cutoff=tied_cutoff,
     )
@@ -353,6 +362,7 @@ def cut_repeatedly(
         masked, previous = masked | component, component
         if mask.any():
             degenerate = spectrum.degenerate or bool((tied & ~component).any())
+            degenerate |= grid.is_padding(mask)
             found.append(_discovery(mask, grid, spectrum, degenerate))
     return found
 

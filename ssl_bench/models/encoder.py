@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -179,7 +180,8 @@ class Encoder(_Identified):
             blocks: Name of the list of blocks, such as "blocks" or "encoder.layers"; else the
                 longest list of modules of one kind.
             norm: Name of the final norm; else the usual names are looked for.
-            image_size: Height and width that it was trained on; else what it says, or 224.
+            image_size: Height and width that it was trained on; else what it says, or 224 or what
+                else it takes, such as the square that its table of positions fits.
             mean: Of its training images, RGB in [0, 1]; else ImageNet's.
             std: Of the same images.
             num_registers: How many of the tokens before the patches are no [CLS].
@@ -358,7 +360,14 @@ def _sizes(
     sizes = [(one, one) if isinstance(one, int) else one for one in said]
     usual = max(1, round(_USUAL_SIZE / patch)) * patch
     stated = [(int(s[0]), int(s[1])) for s in sizes if isinstance(s, tuple | list) and len(s) == 2]
-    return [*stated, (usual, usual), *((side * patch, side * patch) for side in (14, 16, 8, 4, 2))]
+    # A table of positions has a row for each patch, and a few for tokens before them.
+    tables = [
+        math.isqrt(table.shape[-2])
+        for name, table in (*module.named_parameters(), *module.named_buffers())
+        if (table.ndim == 3 and len(table) == 1) or (table.ndim == 2 and "pos" in name)
+    ]
+    sides = (14, 16, 8, 4, 2, *(side for side in tables if side > 1))
+    return [*stated, (usual, usual), *((side * patch, side * patch) for side in sides)]
 
 
 def _heard(own: OwnModule, size: tuple[int, int]) -> list[Tensor]:

@@ -184,8 +184,8 @@ def settings_of(record: Record) -> str:
     ]
     if record.task == SUPERVISED:
         words[-1] = f"its own head after {record.details.get('training', 'training')}"
-    if settings.get("image_size"):
-        words.append(f"{settings['image_size']} px")
+    if size := settings.get("image_size") or record.details.get("image_size"):
+        words.append(f"{size} px")
     if record.trained_on is not None:
         words.append(f"trained on {record.trained_on}")
     if settings.get("epochs"):

@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import ssl_bench
 from ssl_bench.cli.__main__ import main
@@ -118,3 +120,34 @@ def test_another_size_than_the_only_one_is_refused(place, task, settings):
         ssl_bench.probe(own_module.own(), task=task, out="results", **settings)
     assert "\n" not in str(one.value)
     assert not list(Path("results").rglob("*.json"))
+
+
+def test_records_say_the_own_size_that_an_encoder_was_shown(place, capsys):
+    tasks, few = (
+        "geometry,correspondence",
+        ["probe.views=2", "probe.num_points=4", "probe.panels=0"],
+    )
+
+    assert main(probed(tasks, *few, checkpoint=f"{FILE}:own")) == 0
+
+    said = capsys.readouterr().err
+    assert said.count("images of 32 x 32 pixels, the only size the encoder takes") == 2
+    assert {(r.task, r.settings["image_size"], r.details["image_size"]) for r in records()} == {
+        ("geometry", None, 32),
+        ("correspondence", None, 32),
+    }
+
+
+def test_boxes_on_the_padding_of_a_thumbnail_are_no_objects(place, capsys):
+    pixels = np.full((30, 40, 3), 255, np.uint8)
+    # Of the third row of patches of 14 pixels the picture has two.
+    pixels[28:] = 0
+    Path("thumbs").mkdir()
+    Image.fromarray(pixels).save("thumbs/small.png")
+    asked = ["probe", "--task", "tokencut", "--dataset", "folder", "--data-root", "thumbs"]
+    asked += ["--checkpoint", "colours:14", "--layer", "0", "--device", "cpu", "probe.facet=token"]
+
+    assert main([*asked, "--out", "results", "probe.protocol=adaptive"]) == 0
+
+    assert "small.png lies in what fills the image up" in capsys.readouterr().err
+    assert [record.value for record in records()] == [100.0]

@@ -53,6 +53,15 @@ def test_a_module_of_ones_own_is_found_out():
     assert ssl_bench.Encoder.from_module(module).sha256 != encoder.sha256
 
 
+def test_the_only_size_of_a_module_is_that_of_its_positions():
+    module = own_module.own()
+    module.positions = nn.Parameter(torch.randn(1, 1 + 9**2, 16))
+
+    encoder = ssl_bench.Encoder.from_module(module)
+
+    assert (encoder.native_size, encoder.any_size) == ((72, 72), False)
+
+
 def test_features_of_a_module_are_what_its_blocks_give():
     module, images = own_module.own().eval(), torch.rand(3, 3, 32, 32)
     mean, std = (torch.tensor(colour).view(3, 1, 1) for colour in ([0.5] * 3, [0.25] * 3))

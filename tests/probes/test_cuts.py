@@ -160,6 +160,22 @@ def test_images_smaller_than_a_patch_give_a_flagged_box_inside(height, width, sh
     assert maskcut(features, grid, cut)
 
 
+@pytest.mark.parametrize(("height", "degenerate"), [(32, True), (35, False)])
+def test_an_object_in_padding_alone_is_degenerate(height, degenerate):
+    # The last of four rows stands out, and holds 2 or 5 of 10 pixels of the image.
+    features = torch.rand(4, 5, 8, generator=torch.Generator().manual_seed(1)) / 10
+    features[:3, :, 0] += 1
+    features[3, :, 1] += 1
+    features[3, :, 0] -= 1
+    grid, box = PatchGrid(height, 50, 10), [0, 30, 50, height]
+
+    found = [discover(features, grid), lost(features, grid), *maskcut(features, grid)[:1]]
+
+    assert [(list(one.box), one.degenerate) for one in found] == [(box, degenerate)] * 3
+    refused = discover(features, grid, Cut(refuse_degenerate=True))
+    assert refused.mask.any() != degenerate
+
+
 # Of https://github.com/facebookresearch/CutLER/tree/cca0a270cf68399efc8fd50df426b6d806e39416,
 # features `mosaic(seed)`, tau .15, N 3, the peak of every eigenvector made positive; the bits of
 # the masks that hold a patch, row by row:
