@@ -90,14 +90,14 @@ def decompose_block(
     such as rotary positions.
     """
     whole: Any = block
-    found = {part: _first(block, names) for part, names in _NAMES.items()}
+    found: dict[str, Any] = {part: _first(block, names) for part, names in _NAMES.items()}
     if found["mlp"] is None and isinstance(block, nn.TransformerEncoderLayer):
-        found["mlp"] = lambda tokens: whole.linear2(whole.activation(whole.linear1(tokens)))
+        found |= {"mlp": lambda tokens: whole.linear2(whole.activation(whole.linear1(tokens)))}
     if None in found.values():
         return None
     scales = [getattr(whole, name, nn.Identity()) for name in ("ls1", "ls2")]
     attention = found["attn"]
-    given = attention
+    given: Callable[[Tensor], Tensor] = attention
     if isinstance(attention, nn.MultiheadAttention):
         given = lambda tokens: attention(tokens, tokens, tokens, need_weights=False)[0]  # noqa: E731
     parts = Parts(
@@ -145,9 +145,10 @@ def _of_one_image(*functions: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
     return composed
 
 
-def _heads(attention: Any, scale: nn.Module, num_heads: int) -> Heads | None:
+def _heads(layer: nn.Module, scale: nn.Module, num_heads: int) -> Heads | None:
     """Plain softmax attention with the weights of a layer; whether it is that layer, is checked."""
-    if isinstance(attention, nn.MultiheadAttention) and attention.in_proj_weight is not None:
+    attention: Any = layer
+    if isinstance(layer, nn.MultiheadAttention) and attention.in_proj_weight is not None:
         weights = attention.in_proj_weight, attention.in_proj_bias
         of_tokens, proj = lambda tokens: functional.linear(tokens, *weights), attention.out_proj
         num_heads = attention.num_heads
