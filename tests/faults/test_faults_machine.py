@@ -79,7 +79,7 @@ def test_fault_37_a_model_of_a_hub_fails_within_five_seconds_offline(
 
     assert time.monotonic() - start < 5
     assert "cannot be reached" in said
-    assert "--checkpoint FILE.pth" in said
+    assert "FILE.pth for DINO" in said
     assert "timm:NAME@FILE or local-dir:FOLDER" in said
 
 

@@ -40,7 +40,7 @@ DINO = "torchhub:facebookresearch/dino:dino_vits16"
 def refuses() -> str:
     with pytest.raises(CheckpointError) as raised:
         load_encoder(DINO)
-    assert "--checkpoint FILE.pth" in str(raised.value)
+    assert "FILE.pth for DINO" in str(raised.value)
     return str(raised.value)
 
 
