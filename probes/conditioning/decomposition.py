@@ -92,8 +92,8 @@ def decompose_block(
     whole: Any = block
     found: dict[str, Any] = {part: _first(block, names) for part, names in _NAMES.items()}
     if found["mlp"] is None and isinstance(block, nn.TransformerEncoderLayer):
-        found |= {"mlp": lambda tokens: whole.linear2(whole.activation(whole.linear1(tokens)))}
-    if None in found.values():
+        found["mlp"] = lambda tokens: whole.linear2(whole.activation(whole.linear1(tokens)))
+    if not all(found.values()):
         return None
     scales = [getattr(whole, name, nn.Identity()) for name in ("ls1", "ls2")]
     attention = found["attn"]
@@ -133,7 +133,7 @@ def _first(block: nn.Module, names: Sequence[str]) -> Any:
     return next((part for part in (getattr(block, name, None) for name in names) if part), None)
 
 
-def _of_one_image(*functions: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _of_one_image(*functions: Any) -> Callable[[Tensor], Tensor]:
     """One after the other."""
 
     def composed(tokens: Tensor) -> Tensor:
