@@ -34,6 +34,7 @@ _OF_TRAINING = frozenset(
 # The same sums on another path: timm decides it by the machine.
 _OF_MACHINE = frozenset({"training", "fused_attn"})
 _NORMS = ("norm", "layernorm", "ln_f", "ln_post", "final_norm", "norm_final", "post_layernorm")
+_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads")
 _USUAL_SIZE = 224
 
 
@@ -218,7 +219,8 @@ class Encoder(_Identified):
             any_size = False
         grid = (size[0] // patch, size[1] // patch)
         widths, prefix, channels_last = _anatomy(outputs, grid, called)
-        heads = [getattr(part, "num_heads", None) for part in next(own.blocks.children()).modules()]
+        inner = next(own.blocks.children()).modules()
+        heads = [getattr(part, name, None) for part in inner for name in _HEADS]
         # The layer that keys are taken from.
         has_keys = all("attn.qkv" in dict(one.named_modules()) for one in own.blocks.children())
         lacking = {} if prefix > num_registers else {"cls": "patch_mean"}

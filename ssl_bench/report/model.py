@@ -323,10 +323,11 @@ def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
     """Of each task and split of a dataset the panel of its metric with the most checkpoints.
 
     Then, of checkpoints that it lacks, as those that were seen in another protocol, the next one,
-    so that none is without its number. Of equals it is that with the most blocks, so a look at one
-    does not take the place of a run over all; then that of the protocol as it is; then by its
-    facet's name, one from inside of a block last, so that a run again changes nothing; then, as
-    before and after an image was replaced, the newer one.
+    so that none is without its number: of the same facet and protocol where there is one, which is
+    a panel of its own where an encoder takes another size. Of equals it is that with the most
+    blocks, so a look at one does not take the place of a run over all; then that of the protocol as
+    it is; then by its facet's name, one from inside of a block last, so that a run again changes
+    nothing; then, as before and after an image was replaced, the newer one.
     """
 
     def weight(panel: Panel) -> tuple[int, int, int, bool, str, str]:
@@ -342,9 +343,14 @@ def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
         for rivals in by_place(those).values():
             metric, shown = headline_metric(rivals), set[int]()
             newest_first = sorted(rivals, key=newest, reverse=True)
-            for panel in sorted(newest_first, key=weight):
+            best_first = sorted((p for p in newest_first if p.metric == metric), key=weight)
+            kinds = [(panel.facet, panel.protocol) for panel in best_first]
+            best_first.sort(
+                key=lambda panel, kinds=kinds: (panel.facet, panel.protocol) != kinds[0]
+            )
+            for panel in best_first:
                 there = {line.checkpoint.number for line in panel.lines}
-                if panel.metric == metric and not there <= shown:
+                if not there <= shown:
                     chosen.append(panel)
                     shown |= there
     return tuple(chosen)

@@ -110,8 +110,8 @@ def sizes_note(records: Iterable[Record]) -> str:
     for record in records:
         sizes = {n: record.settings.get(n) for n in ("image_size", "longer_side", "squash")}
         if "image_size" in record.settings and sizes["image_size"] is None:
-            # That of the encoder.
-            sizes["image_size"] = record.architecture.get("image_size")
+            own = record.architecture.get("image_size")
+            sizes["image_size"] = record.details.get("image_size", own)
         words = "".join(f", {name}={size}" for name, size in sizes.items() if size)
         found[words].add(f"{record.task} of {printable(record.model)}")
     if len(found) == 1:

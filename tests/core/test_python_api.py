@@ -53,6 +53,16 @@ def test_a_module_of_ones_own_is_found_out():
     assert ssl_bench.Encoder.from_module(module).sha256 != encoder.sha256
 
 
+def test_heads_of_a_module_have_one_of_several_names():
+    module = own_module.own()
+    for layer in module.trunk:
+        assert isinstance(layer, own_module.Layer)
+        layer.__dict__["n_heads"] = layer.attention.__dict__.pop("num_heads")
+        layer.forward = lambda tokens: (tokens, None)
+
+    assert ssl_bench.Encoder.from_module(module).num_heads == 2
+
+
 def test_the_only_size_of_a_module_is_that_of_its_positions():
     module = own_module.own()
     module.positions = nn.Parameter(torch.randn(1, 1 + 9**2, 16))

@@ -82,6 +82,19 @@ def test_neither_a_look_at_one_block_nor_a_changed_option_takes_the_place_of_the
         assert panel.title == "corloc, key, protocol reference [tau=0.2]"
 
 
+def test_of_two_protocols_all_checkpoints_stand_in_the_same_one():
+    squashed = {"settings": {"squash": 96}, "changed": {"squash": 96}}
+    records = [cell(layer=n) for n in range(3)]
+    records += [cell(layer=n, protocol="adaptive") for n in range(2)]
+    records += [skipless(layer=n, protocol="reference", **squashed) for n in range(2)]
+    records += [skipless(layer=n, protocol="adaptive", **squashed) for n in range(2)]
+
+    chosen = headline_panels(panels(*records))
+
+    assert [panel.protocol for panel in chosen] == ["reference", "reference"]
+    assert [panel.lines[0].checkpoint.model for panel in chosen] == ["skip", "skipless"]
+
+
 def test_no_checkpoint_is_without_its_number_for_having_been_seen_otherwise(tmp_path):
     smaller = {"settings": {"longer_side": 144}, "changed": {"longer_side": 144}}
     dinov2 = cell(model="dinov2", checkpoint_sha256="f" * 64)
