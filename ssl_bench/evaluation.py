@@ -607,8 +607,9 @@ class Evaluation:
                             "it is recorded without one"
                         )
                         # Of one that leaves its own value out nobody knows what it says.
-                        why = {"no_interval": "of so few images it would not hold the value"}
-                        score = replace(score, ci95=None, details=score.details | why)
+                        why = "of so few images it would not hold the value"
+                        details = {**score.details, "no_interval": why}
+                        score = replace(score, ci95=None, details=details)
                     records[key] = self._record(key, score, left_out(dataset), seconds)
                     store.save(records[key], score.per_image if score.unit == "%" else None)
         return [records[key] for key in keys if key in records]

@@ -175,7 +175,7 @@ def index_page(report: Report) -> Page:
             }
             for task, those in by_task(panels).items()
         ],
-        # All measurements in which more is better, a table a task.
+        # Scores of which more is better, a table a task.
         "measured": [
             {"task": task, "panels": those, "facts": differing([p.facts for p in those])}
             for task, those in ranked.items()

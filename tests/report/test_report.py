@@ -58,7 +58,7 @@ def test_pages_say_percent_of_percent_alone(tmp_path, records, said):
     charts = re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)
     named = [re.findall('class="measured".*?>(.*?)<', chart) for chart in charts]
     assert named == [["corloc (%)" if record.unit else record.metric] for record in records]
-    assert ("All measurements" in page) == any(record.unit for record in records)
+    assert ("All scores of which more is better" in page) == any(record.unit for record in records)
     script = (tmp_path / "report" / "records.js").read_text()
     assert ("plain number" in script) == any(not record.unit for record in records)
 

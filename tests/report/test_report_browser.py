@@ -117,7 +117,7 @@ def test_a_choice_hides_what_does_not_match_and_show_all_brings_it_back(browser,
         "Checkpoints",
         "Pictures",
         "tokencut",
-        "All measurements",
+        "All scores of which more is better",
     ]
     assert find(browser, "#shown").text == "1 of 5 panels shown"
     find(browser, "input[data-model='1']").click()
