@@ -1,7 +1,6 @@
 """What people mistype, and the line that tells them how it is done."""
 
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
 from ssl_bench.results import ResultStore
 from tests.support.faults import class_folders
 
-OWN = str(Path(__file__).parents[1] / "support/own_module.py")
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
 SWEEP = PCA.replace("probe", "sweep", 1)
 UNKNOWN = "probe --task pca --checkpoint "
@@ -149,9 +147,27 @@ def test_a_plan_leaves_out_what_a_run_leaves_out_before_it_begins(place, capsys)
         assert "conditioning expects blocks of attention" in capsys.readouterr().err
 
 
+POST_NORM = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 16, 8, 8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))
+
+    def forward(self, images):
+        tokens = self.embed(images).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return tokens
+"""  # noqa: E501
+
+
 def test_a_module_that_cannot_be_taken_apart_leaves_nothing_pending(place, capsys):
-    words = ["probe", "--task", "conditioning", "--checkpoint", f"{OWN}:own", "--dataset", "folder"]
-    words += ["--data-root", "photos", "probe.num_images=1"]
+    (place / "odd.py").write_text(POST_NORM)
+    words = ["probe", "--task", "conditioning", "--checkpoint", "odd.py:Model", "--dataset"]
+    words += ["folder", "--data-root", "photos", "probe.num_images=1", "probe.image_size=32"]
     assert main(words) == 0
     assert "no number for attention_matrix" in capsys.readouterr().err
 
