@@ -1,5 +1,6 @@
 """Rows 35 to 41, 47, 49 and 51 of the catalogue of faults: archives, networks, disks, processes."""
 
+import importlib
 import os
 import socket
 import subprocess
@@ -73,6 +74,8 @@ def test_fault_37_a_model_of_a_hub_fails_within_five_seconds_offline(
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
             monkeypatch.setenv(name, address)
         words = probing("pca", "folder", place / "photos", checkpoint=uri)
+        # What is promised is how long the network is waited for, not how fast a busy disk is.
+        importlib.import_module("timm")
         start = time.monotonic()
 
         said = fails(capsys, words, 4)
