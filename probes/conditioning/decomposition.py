@@ -93,7 +93,7 @@ def decompose_block(
     found: dict[str, Any] = {part: _first(block, names) for part, names in _NAMES.items()}
     if found["mlp"] is None and isinstance(block, nn.TransformerEncoderLayer):
         found["mlp"] = lambda tokens: whole.linear2(whole.activation(whole.linear1(tokens)))
-    if not all(found.values()):
+    if any(part is None for part in found.values()):
         return None
     scales = [getattr(whole, name, nn.Identity()) for name in ("ls1", "ls2")]
     attention = found["attn"]
@@ -130,7 +130,9 @@ def decompose_block(
 
 
 def _first(block: nn.Module, names: Sequence[str]) -> Any:
-    return next((part for part in (getattr(block, name, None) for name in names) if part), None)
+    """The submodule of one of these names; a layer may keep a tensor by such a name."""
+    parts = (getattr(block, name, None) for name in names)
+    return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
 def _of_one_image(*functions: Any) -> Callable[[Tensor], Tensor]:
