@@ -37,6 +37,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 ROOT = Path(__file__).parents[2]
 FOUND: dict[str, Any] = {}
 OUT = Path(os.environ.get("GPU_REPORT_SECTION", os.devnull))
+SECONDS = float(os.environ.get("GPU_REPORT_SECONDS", "600"))
 
 
 def put(name: str, /, **values: Any) -> None:
@@ -169,9 +170,9 @@ def training(timed: int = 40) -> None:
     for name, model, recipe, compiled in (
         ("skip, AdamW", ViTConfig(**tiny), AdamW(), CUDA),
         ("skip, SOAP", ViTConfig(**tiny), Soap(), CUDA),
-        ("skipless, AdamW", ViTConfig(**tiny, **bare), AdamW(), CUDA),
-        ("skipless, SOAP", ViTConfig(**tiny, **bare), Soap(), CUDA),
         ("skip, AdamW, not compiled", ViTConfig(**tiny), AdamW(), False),
+        ("skipless, SOAP", ViTConfig(**tiny, **bare), Soap(), CUDA),
+        ("skipless, AdamW", ViTConfig(**tiny, **bare), AdamW(), CUDA),
     ):
         with entry(name):
             torch._dynamo.reset()
@@ -277,10 +278,10 @@ def commands() -> None:
     run += [f"train.batch_size={256 if CUDA else 4}", "train.max_steps=16", "train.epochs=100"]
     probe = ["probe", "--task", "knn", "--dataset", "class_folders", "--data-root", str(folder)]
     probe += ["--checkpoint", f"{folder}/run", "--layer", "all", "--out", f"{folder}/results"]
-    for words, most in ((run, 90), ([*probe, "probe.neighbours=[5]", "probe.engine=torch"], 30)):
+    for words, share in ((run, 0.7), ([*probe, "probe.neighbours=[5]", "probe.engine=torch"], 0.2)):
         with entry(words[0]):
             begun = time.perf_counter()
-            code, said = typed([sys.executable, "-m", "ssl_bench", *words], most if CUDA else 600)
+            code, said = typed([sys.executable, "-m", "ssl_bench", *words], share * SECONDS)
             values: dict[str, Any] = {"exit": code, "seconds": time.perf_counter() - begun}
             log = folder / "run/log.jsonl"
             if words[0] == "pretrain" and log.exists():
@@ -305,7 +306,7 @@ def typed(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
 def gpu_tests() -> None:
     # A line for each, whatever pyproject.toml asks for.
     words = ["-m", "gpu", "-vv", "-n", str(min(16, CORES)), "-p", "no:cacheprovider", "tests"]
-    code, said = typed([sys.executable, "-m", "pytest", *words], 95 if CUDA else 600)
+    code, said = typed([sys.executable, "-m", "pytest", *words], 0.95 * SECONDS)
     found = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (\S+)", said, re.MULTILINE)
     ends = Counter(end.lower() for end, _ in found)
     bad = [test for end, test in found if end in ("FAILED", "ERROR")]
@@ -321,7 +322,7 @@ SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
     "extraction": (extraction, 25),
     "heads": (heads, 25),
 }
-"""Seconds each may take; in order of worth, within nine minutes together."""
+"""In order of worth, with the share of what time is left that each may take."""
 
 
 def page(folder: Path) -> str:
@@ -348,7 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "results/devices")
     parser.add_argument("--only", default=",".join(SECTIONS))
-    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--seconds", type=float, default=540 if CUDA else 3600)
     parser.add_argument("--commit", help="where .git does not say it, or not the right one")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -365,15 +366,19 @@ def main() -> None:
         else provenance(),
         "sections": {},
     }
-    for name in asked.only.split(","):
+    names = asked.only.split(",")
+    for place, name in enumerate(names):
         left = asked.seconds - (time.monotonic() - begun)
         if left < 15:
             continue
         print(f"{name}: {left:.0f} s left", flush=True)
         file = scratch / f"{name}.json"
         words = [sys.executable, "-m", "tests.benchmarks.gpu_report", "--section", name]
-        environ = os.environ | {"GPU_REPORT_SECTION": str(file)}
-        limit = min(left, SECTIONS[name][1] if CUDA else 900)
+        limit = left * SECTIONS[name][1] / sum(SECTIONS[n][1] for n in names[place:])
+        environ = os.environ | {
+            "GPU_REPORT_SECTION": str(file),
+            "GPU_REPORT_SECONDS": str(limit),
+        }
         try:
             code = subprocess.run(words, check=False, env=environ, timeout=limit).returncode
         except subprocess.TimeoutExpired:
