@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch.nn.functional as F
+
 from probes.features.image import ImagePass, is_constant
 from probes.features.split import (
     TOPS,
@@ -193,7 +195,7 @@ class KNN(Probe):
         details = {
             "num_classes": num_classes,
             "bank": len(bank.labels),
-            "constant_features": is_constant(bank.features),
+            "constant_features": is_constant(F.normalize(bank.features, dim=1)),
             "guesses": guesses_of(seen, seen.guesses),
         }
         for metric, (of_k, top) in zip(

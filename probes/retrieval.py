@@ -42,39 +42,6 @@ METRICS = ("miou", "pixel_accuracy")
 _SIMILARITIES = 2**28
 
 
-@dataclass(frozen=True, eq=False)
-class NeighbourSearch:
-    """A memory of unit vectors, all of which a query is compared with: nothing is approximate.
-
-    The engines differ in the last bit of a similarity, and so in the order of what is nearer by
-    less than that; of equally near vectors either takes any.
-    """
-
-    memory: Float[Tensor, "memory dim"]
-    engine: Engine = "auto"
-
-    @classmethod
-    def of(
-        cls, features: Float[Tensor, "memory dim"], engine: Engine = "auto"
-    ) -> "NeighbourSearch":
-        return cls(F.normalize(features.float(), dim=1), engine)
-
-    def nearest(
-        self, queries: Float[Tensor, "queries dim"], count: int
-    ) -> tuple[Float[Tensor, "queries count"], Int64[Tensor, "queries count"]]:
-        """Cosine similarity and index of the nearest vectors, the nearest first.
-
-        Raises:
-            MachineError: faiss is asked for on a GPU and was built without its kernels.
-        """
-        unit = F.normalize(queries.float(), dim=1)
-        if takes_faiss(unit, self.memory, self.engine):
-            return faiss_nearest(unit, self.memory, count)
-        rows = max(1, _SIMILARITIES // len(self.memory))
-        found = [(some @ self.memory.T).topk(count) for some in unit.split(rows)]
-        return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
-
-
 @dataclass(frozen=True)
 class Retrieval(Probe):
     """Patches take the labels of their nearest neighbours; nothing is trained.
@@ -147,14 +114,14 @@ class Retrieval(Probe):
         for layers in batches(training_pass.extractor.layers, at_once):
             features, shares = remembered(training_pass, layers, chosen, len(images.class_names))
             memory = {
-                layer: NeighbourSearch.of(of_layer.to(context.device), self.engine)
+                layer: F.normalize(of_layer.to(context.device).float(), dim=1)
                 for layer, of_layer in zip(layers, features, strict=True)
             }
             counts = self._count(memory, shares.to(context.device), training_pass, images)
-            for index, (layer, search) in enumerate(memory.items()):
+            for index, (layer, unit) in enumerate(memory.items()):
                 details = {
-                    "memory_patches": len(search.memory),
-                    "constant_features": is_constant(search.memory),
+                    "memory_patches": len(unit),
+                    "constant_features": is_constant(unit),
                     "warnings": few_images_warning(len(images)),
                     "guesses": guesses_of(self, self.guesses),
                 }
@@ -183,7 +150,7 @@ class Retrieval(Probe):
 
     def _count(
         self,
-        memory: Mapping[int, NeighbourSearch],
+        memory: Mapping[int, Float[Tensor, "memory dim"]],
         labels: Float[Tensor, "memory classes"],
         training_pass: TrainingPass,
         images: ImageSet,
@@ -200,7 +167,7 @@ class Retrieval(Probe):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
             blocks, sums = extract(training_pass.extractor, windows, ids)
-            votes = [patch_votes(self, blocks[i], search, labels) for i, search in memory.items()]
+            votes = [patch_votes(self, blocks[i], unit, labels) for i, unit in memory.items()]
             counts = []
             for position, item in enumerate(batch):
                 logits = torch.stack([vote[position] for vote in votes])[None]
@@ -298,12 +265,34 @@ def _by_batch(
 def patch_votes(
     probe: Retrieval,
     features: Float[Tensor, "batch rows cols dim"],
-    search: NeighbourSearch,
+    memory: Float[Tensor, "memory dim"],
     labels: Float[Tensor, "memory classes"],
 ) -> Float[Tensor, "batch rows cols classes"]:
     """Share of each class among the labels of the nearest patches, the more alike the more."""
-    similarity, index = search.nearest(features.flatten(0, 2), probe.neighbours)
+    unit = F.normalize(features.flatten(0, 2).float(), dim=1)
+    similarity, index = nearest_patches(unit, memory, probe.neighbours, probe.engine)
     weights = (similarity / probe.temperature).softmax(1)
     pieces = zip(weights.split(1024), index.split(1024), strict=True)
     votes = [torch.bmm(near[:, None], labels[which])[:, 0] for near, which in pieces]
     return torch.cat(votes).view(*features.shape[:3], -1)
+
+
+def nearest_patches(
+    queries: Float[Tensor, "queries dim"],
+    memory: Float[Tensor, "memory dim"],
+    count: int,
+    engine: Engine = "auto",
+) -> tuple[Float[Tensor, "queries count"], Int64[Tensor, "queries count"]]:
+    """Cosine similarity and index of the nearest of all unit vectors, the nearest first.
+
+    The engines differ in the last bit of a similarity, and so in the order of what is nearer by
+    less than that; of equally near vectors either takes any.
+
+    Raises:
+        MachineError: faiss is asked for on a GPU and was built without its kernels.
+    """
+    if takes_faiss(queries, memory, engine):
+        return faiss_nearest(queries, memory, count)
+    rows = max(1, _SIMILARITIES // len(memory))
+    found = [(some @ memory.T).topk(count) for some in queries.split(rows)]
+    return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])

@@ -162,7 +162,7 @@ class Clustering(Probe):
             for cell in context.progress(cells, "clustering", len(cells)):
                 labelled = found.of(*cell)
                 unit = F.normalize(labelled.features, dim=1).double().numpy()
-                details = {"constant_features": is_constant(labelled.features)}
+                details = {"constant_features": is_constant(F.normalize(labelled.features, dim=1))}
                 for times in self.numbers:
                     kmeans = clustered(unit, times * classes, self.num_restarts, context.seed)
                     clusters = np.asarray(kmeans.labels_, np.int64)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
@@ -125,9 +124,8 @@ def parts_of(facet: Facet) -> tuple[Facet, ...]:
     return IMAGE_FACETS.get(facet, (facet,))
 
 
-def is_constant(features: Float[Tensor, "images dim"]) -> bool:
-    """Whether all images look the same to the block."""
-    unit = F.normalize(features, dim=1)
+def is_constant(unit: Float[Tensor, "images dim"]) -> bool:
+    """Whether all images, vectors of length 1, look the same to the block."""
     return bool((unit - unit[0]).abs().max() < _CONSTANT)
 
 

@@ -22,7 +22,7 @@ from probes.heads.sgd import (
     joined,
     layers_of,
 )
-from ssl_bench.composition.fields import Count, Positive, check_fields, require_some
+from ssl_bench.composition.fields import Count, Positive
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import in_float64
 
@@ -57,14 +57,6 @@ class LogisticRegression(Training):
 
     gradient_tolerance: ClassVar[float] = 1e-6
     hyperparameter = "c_value"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "probe.training")
-        require_some("probe.training.c_values", self.c_values)
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        return tuple(floats(self.c_values))
 
     def settings(self) -> dict[str, Any]:
         return {

@@ -351,8 +351,8 @@ class Training:
     """A way to fit heads, as a configuration names it: a frozen dataclass of this class.
 
     Attributes:
-        values: What the heads of one source differ by; one of them is chosen afterwards.
-        hyperparameter: What these are.
+        hyperparameter: What the heads of one source differ by; its values are in the field of its
+            plural, and one of them is chosen afterwards.
         batch_size: Images that are looked at together.
         refit: Whether all training images are fitted once the held-out ones have chosen.
     """
@@ -361,9 +361,13 @@ class Training:
     batch_size: Any
     refit: Any = False
 
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.training")
+        require_some(f"probe.training.{self.hyperparameter}s", self.values)
+
     @property
     def values(self) -> tuple[float, ...]:
-        raise NotImplementedError
+        return tuple(floats(getattr(self, f"{self.hyperparameter}s")))
 
     def settings(self) -> dict[str, Any]:
         """What records say of it."""
@@ -401,14 +405,6 @@ class StepTraining(Training):
     batch_size: Count
 
     hyperparameter = "learning_rate"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "probe.training")
-        require_some("probe.training.learning_rates", self.learning_rates)
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        return tuple(floats(self.learning_rates))
 
     def steps(self) -> tuple[HeadOptimizer, Schedule]:
         """What moves the heads, and at which share of the rates."""

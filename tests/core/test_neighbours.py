@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.retrieval import NeighbourSearch
+from probes.retrieval import nearest_patches
 from ssl_bench import neighbours
 from ssl_bench.errors import MachineError
 from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors
@@ -113,8 +113,7 @@ def test_faiss_is_taken_where_it_helps(monkeypatch, num_vectors, num_queries, en
 def test_a_search_gives_its_engine_what_it_remembers():
     memory, queries = unit_vectors(400), unit_vectors(9, seed=1)
     by_engine = [
-        NeighbourSearch.of(3 * memory, engine).nearest(2 * queries, 7)
-        for engine in ("auto", "faiss", "torch")
+        nearest_patches(queries, memory, 7, engine) for engine in ("auto", "faiss", "torch")
     ]
     for values, index in by_engine:
         assert (values - by_engine[0][0]).abs().max() < 1e-6

@@ -7,10 +7,10 @@ import torch
 
 from probes.features.views import WholeImage, nearest_labels
 from probes.retrieval import (
-    NeighbourSearch,
     Retrieval,
     chosen_patches,
     is_labelled,
+    nearest_patches,
     patch_votes,
     remembered,
 )
@@ -78,7 +78,7 @@ def test_a_vote_is_the_softmax_of_the_similarities_over_the_label_histograms():
     labels = torch.tensor([[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]])
     features = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2)
     probe = _probe(neighbours=2, temperature=0.5)
-    votes = patch_votes(probe, features, NeighbourSearch.of(memory), labels)
+    votes = patch_votes(probe, features, memory, labels)
     near, far = np.exp(0.8 / 0.5), np.exp(0.6 / 0.5)
     first = (far * 1.0 + near * 0.25) / (near + far)
     assert votes.flatten().tolist() == pytest.approx([first, 1 - first])
@@ -86,10 +86,11 @@ def test_a_vote_is_the_softmax_of_the_similarities_over_the_label_histograms():
 
 def test_the_nearest_neighbours_are_those_of_an_exact_search():
     generator = torch.Generator().manual_seed(0)
-    memory, queries = (torch.randn(n, 16, generator=generator) for n in (3000, 64))
-    similarity, index = NeighbourSearch.of(memory).nearest(queries, 30)
-    unit = [torch.nn.functional.normalize(x.double(), dim=1) for x in (memory, queries)]
-    exact = (unit[1] @ unit[0].T).topk(30)
+    memory, queries = (
+        torch.nn.functional.normalize(torch.randn(n, 16, generator=generator)) for n in (3000, 64)
+    )
+    similarity, index = nearest_patches(queries, memory, 30)
+    exact = (queries.double() @ memory.double().T).topk(30)
     recall = (index[:, :, None] == exact.indices[:, None]).any(2).double().mean()
     assert recall >= 0.999
     torch.testing.assert_close(similarity.double(), exact.values, rtol=0, atol=1e-5)
