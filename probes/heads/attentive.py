@@ -89,7 +89,9 @@ class AttentiveHeads:
         leaves = [part[source].detach().requires_grad_() for part in self.trained]
         query, value, weight, bias = leaves
         seen = pooled(tokens, query, value)
-        self._follow(source, seen.detach())
+        batch_variance, batch_mean = torch.var_mean(seen.detach(), 1, correction=1)
+        self.mean[source].lerp_(batch_mean, _MOMENTUM)
+        self.variance[source].lerp_(batch_variance, _MOMENTUM)
         deviation = (seen.var(1, correction=0, keepdim=True) + _EPSILON).sqrt()
         normed = (seen - seen.mean(1, keepdim=True)) / deviation
         logits = torch.baddbmm(bias[:, None], normed, weight.mT)
@@ -97,11 +99,6 @@ class AttentiveHeads:
         losses = F.cross_entropy(logits.movedim(2, 1), targets, reduction="none").mean(1)
         # Heads share nothing, so the gradient of the sum is that of each.
         return losses.detach(), list(torch.autograd.grad(losses.sum(), leaves))
-
-    def _follow(self, source: int, seen: Float[Tensor, "values batch dim"]) -> None:
-        variance, mean = torch.var_mean(seen, 1, correction=1)
-        self.mean[source].lerp_(mean, _MOMENTUM)
-        self.variance[source].lerp_(variance, _MOMENTUM)
 
     def logits(
         self, source: int, tokens: Float[Tensor, "batch tokens dim"]

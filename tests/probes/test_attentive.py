@@ -20,7 +20,7 @@ from probes.heads.attentive import (
 )
 from probes.heads.sgd import LARS
 from ssl_bench.data.layouts.class_folders import ClassFolders
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Score
 from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import flat, scored, tiny
@@ -236,14 +236,6 @@ def test_patches_without_content_are_flagged(root):
     details = found[0, "patch_attentive", "top1_oracle"].details
     assert details["constant_features"]
     assert found[0, "patch_attentive", "top1_oracle"].value < 50
-
-
-def test_training_images_of_one_class_are_refused(root):
-    dataset = ClassFolders(root)
-    some = dataset.train().some("class_folders", [0, 1, 2, 3])
-    object.__setattr__(dataset, "train", lambda: some)
-    with pytest.raises(DataError, match="that heads are fitted to are all of the class class0"):
-        scored(probe(), dataset)
 
 
 def test_queries_that_do_not_divide_the_channels_are_refused_with_the_nearest(root):

@@ -140,16 +140,6 @@ def test_every_pixel_takes_the_class_of_the_patch_over_its_center():
     assert predicted.tolist() == [upper, upper, lower, lower, lower]
 
 
-def test_overlapping_windows_are_averaged():
-    image = SlidingWindows().prepare(_scene(32, 48), 32, GRAY)
-    assert image.corners == ((0, 0), (0, 16))
-    logits = torch.zeros(2, 1, 4, 4, 2)
-    logits[0, ..., 1], logits[1, ..., 0] = 1.0, 3.0
-    predicted = SlidingWindows().predict(logits, image)[0]
-    assert (predicted[:, :16] == 1).all()
-    assert (predicted[:, 16:] == 0).all()
-
-
 def test_windows_weigh_the_same_where_they_overlap_and_where_they_do_not():
     image = SlidingWindows().prepare(_scene(64, 98), 32, GRAY)
     assert image.corners == ((0, 0), (0, 17))
