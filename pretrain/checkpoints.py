@@ -109,12 +109,6 @@ def remove_previous(out: Path) -> None:
     write_text_atomically(out / _SIDECAR, "".join(kept))
 
 
-def remove_states(out: Path) -> None:
-    """Forget the run that was saved here."""
-    for name in (*_CANDIDATES, _SIDECAR):
-        (out / name).unlink(missing_ok=True)
-
-
 def _has_checksums(path: Path) -> bool:
     """Whether all parts of torch's archive are there and have the checksums that it states."""
     try:
@@ -148,8 +142,8 @@ def claim(out: Path, *, resume: bool, overwrite: bool) -> None:
         require_free(out)
     remove_orphans(out, idle_seconds=0.0)
     if overwrite and not resume:
-        remove_states(out)
-        for path in _files_of_a_run(out):
+        states = [out / name for name in (*_CANDIDATES, _SIDECAR)]
+        for path in (*states, *_files_of_a_run(out)):
             path.unlink(missing_ok=True)
 
 

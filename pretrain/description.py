@@ -15,7 +15,6 @@ _FREE = (
     "data.root",
     "data.bits",  # what is seen of the images, their fingerprint says
     "data.in_memory",
-    "data.keep_encoded",  # stands in older runs
     "data.allow_overlap",
     "data.on_bad_image",  # nothing is learned from what cannot be read
     "train.max_minutes",

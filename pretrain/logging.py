@@ -126,10 +126,16 @@ class ProgressBar:
 
 
 class Clock:
-    """Where the time of a run goes: seconds of each step, and those spent waiting for data."""
+    """Where the time of a run goes: seconds of each step, and those spent waiting for data.
+
+    Attributes:
+        started: When the run did, as `time.monotonic` has it.
+        saved: When its last checkpoint was taken.
+        begun: When the training began, or went on after a pause.
+    """
 
     def __init__(self) -> None:
-        self._start = self._saved = self._lap = self._begun = time.monotonic()
+        self.started = self.saved = self.begun = self._lap = time.monotonic()
         self._waited = 0.0
 
     @contextmanager
@@ -148,23 +154,7 @@ class Clock:
 
     def begin(self) -> None:
         """Start the first lap here; what came before was preparation, or a pause."""
-        self._lap = self._begun = time.monotonic()
-
-    def mark_saved(self) -> None:
-        self._saved = time.monotonic()
-
-    @property
-    def seconds_since_begin(self) -> float:
-        """Since the training began, or went on after a pause."""
-        return time.monotonic() - self._begun
-
-    @property
-    def minutes_since_start(self) -> float:
-        return (time.monotonic() - self._start) / 60
-
-    @property
-    def minutes_since_save(self) -> float:
-        return (time.monotonic() - self._saved) / 60
+        self._lap = self.begun = time.monotonic()
 
 
 class StepLog:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from pretrain.crops.augmentation import Images, normalise
 from pretrain.fine_tuning import SHA256
-from pretrain.objectives.objective import Classifier, Learner, Measuring
+from pretrain.objectives.objective import Learner, Measuring
+from pretrain.objectives.supervised import SupervisedLearner
 from pretrain.options import DataOptions
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, FilePath, PositiveShare, Temperature, check_fields
@@ -127,7 +128,7 @@ class Monitor:
         )
         if self.accuracy_epochs is None:
             return observer
-        if not isinstance(learner, Classifier):
+        if not isinstance(learner, SupervisedLearner):
             raise ConfigurationError(
                 "monitor.accuracy_epochs needs a head that names classes, objective=supervised; "
                 "monitor.knn_epochs works without"
@@ -200,12 +201,86 @@ class Observer(Measuring):
 
         By how many classes count; None for a head that diverged.
         """
-        assert isinstance(self.learner, Classifier)
+        assert isinstance(self.learner, SupervisedLearner)
         found = self._outputs(self.val, self.learner.classify)
         is_finite, ranks = found.features.isfinite(), class_ranks(found.features, found.labels)
         # The class is among the five likeliest of five whatever the head says.
         tops = (1, 5) if len(self.val.class_names) > 5 else (1,)
         return {most: ranks < most if is_finite.all() else None for most in tops}
+
+    def record(
+        self,
+        results: Path,
+        weights: Path,
+        description: Mapping[str, Any],
+        trained_on: TrainingImages,
+        left_out: list[str],
+    ) -> list[Path]:
+        """Measure how often the head is right, and write it down with the images it was on.
+
+        The dataset has the name of its folder, so that of a paper's needs a folder of that name.
+
+        Args:
+            results: Folder of a `ResultStore`, where several runs may stand.
+            weights: File of the encoder below the head.
+            description: Of the run, as in its state.
+            trained_on: What it has learned from.
+            left_out: Ids of the images that it could not read.
+
+        Returns:
+            Files of the records, that of top-1 first; none for a head that diverged.
+
+        Raises:
+            DataError: an image cannot be read.
+            MachineError: the folder cannot be written.
+        """
+        start = time.monotonic()
+        store, files = ResultStore(results), []
+        found = {most: right for most, right in self.hits().items() if right is not None}
+        if not found:
+            return []
+        encoder, count = identify_encoder(str(weights)), self.fitted_and_scored
+        fingerprint = self.all_val.fingerprint()
+        if len(self.val) < len(self.all_val):
+            fingerprint = extended(fingerprint, self.val.ids)
+        gone = {trained_on.split: left_out}
+        for most, right in found.items():
+            hits = right.cpu().numpy()
+            key = CellKey(
+                task=SUPERVISED,
+                dataset=re.sub(r"\W+", "_", real(self.root).name).lower() or "images",
+                split=self.val.split,
+                layer=encoder.depth - 1,
+                facet="head",
+                protocol="central_square",
+                metric=f"top{most}",
+                **encoder.identity(),
+                dataset_fingerprint=fingerprint,
+                seed=description["train"]["seed"],
+                settings={
+                    "image_size": self.learner.encoder.config.image_size,
+                    "crop_share": self.options.crop_share,
+                    TRAINED_ON: asdict(trained_on),
+                    **({"fitted_and_scored": count} if count else {}),
+                },
+            )
+            seconds = time.monotonic() - start
+            record = key.record(
+                depth=encoder.depth,
+                value=Share(hits).value,
+                ci95=Share(hits).ci95(),
+                num_images=len(hits),
+                model=encoder.name,
+                details={
+                    "training": recipe_of(description, self.timeline),
+                    "configuration": {k: v for k, v in description.items() if k not in _PLACES},
+                    **({"left_out": counts_and_first(gone)} if left_out else {}),
+                },
+                **provenance(next(self.learner.parameters()).device, seconds),
+            )
+            store.save_image_ids(record.dataset_fingerprint, self.val.ids)
+            files.append(store.save(record, hits))
+        return files
 
     @torch.no_grad()
     def _outputs(self, images: ImageSet, compute: Callable[[Images], Tensor]) -> LabelledFeatures:
@@ -253,82 +328,6 @@ def class_ranks(
 def percent(right: Bool[Tensor, " images"]) -> float:
     """Share of those that are true."""
     return 100 * in_float64(right).mean().item()
-
-
-def record_accuracy(
-    results: Path,
-    observer: Observer,
-    weights: Path,
-    description: Mapping[str, Any],
-    trained_on: TrainingImages,
-    left_out: list[str],
-) -> list[Path]:
-    """Measure how often the head of a run is right, and write it down with the images it was on.
-
-    The dataset has the name of its folder, so that of a paper's needs a folder of that name.
-
-    Args:
-        results: Folder of a `ResultStore`, where several runs may stand.
-        observer: Its validation images count.
-        weights: File of the encoder below the head.
-        description: Of the run, as in its state.
-        trained_on: What it has learned from.
-        left_out: Ids of the images that it could not read.
-
-    Returns:
-        Files of the records, that of top-1 first; none for a head that diverged.
-
-    Raises:
-        DataError: an image cannot be read.
-        MachineError: the folder cannot be written.
-    """
-    start = time.monotonic()
-    store, files = ResultStore(results), []
-    found = {most: right for most, right in observer.hits().items() if right is not None}
-    if not found:
-        return []
-    encoder, count = identify_encoder(str(weights)), observer.fitted_and_scored
-    fingerprint = observer.all_val.fingerprint()
-    if len(observer.val) < len(observer.all_val):
-        fingerprint = extended(fingerprint, observer.val.ids)
-    gone = {trained_on.split: left_out}
-    for most, right in found.items():
-        hits = right.cpu().numpy()
-        key = CellKey(
-            task=SUPERVISED,
-            dataset=re.sub(r"\W+", "_", real(observer.root).name).lower() or "images",
-            split=observer.val.split,
-            layer=encoder.depth - 1,
-            facet="head",
-            protocol="central_square",
-            metric=f"top{most}",
-            **encoder.identity(),
-            dataset_fingerprint=fingerprint,
-            seed=description["train"]["seed"],
-            settings={
-                "image_size": observer.learner.encoder.config.image_size,
-                "crop_share": observer.options.crop_share,
-                TRAINED_ON: asdict(trained_on),
-                **({"fitted_and_scored": count} if count else {}),
-            },
-        )
-        seconds = time.monotonic() - start
-        record = key.record(
-            depth=encoder.depth,
-            value=Share(hits).value,
-            ci95=Share(hits).ci95(),
-            num_images=len(hits),
-            model=encoder.name,
-            details={
-                "training": recipe_of(description, observer.timeline),
-                "configuration": {k: v for k, v in description.items() if k not in _PLACES},
-                **({"left_out": counts_and_first(gone)} if left_out else {}),
-            },
-            **provenance(next(observer.learner.parameters()).device, seconds),
-        )
-        store.save_image_ids(record.dataset_fingerprint, observer.val.ids)
-        files.append(store.save(record, hits))
-    return files
 
 
 def recipe_of(description: Mapping[str, Any], timeline: Timeline) -> str:

@@ -131,7 +131,8 @@ class WarmUp:
             ConfigurationError: what was asked for is longer than the run.
         """
         if asked is None:
-            return self.shortened(self.epochs, timeline)
+            most = math.ceil(self.share * timeline.total_steps)
+            return min(round(self.epochs * timeline.steps_per_epoch), most)
         steps = round(asked * timeline.steps_per_epoch)
         if steps > timeline.total_steps:
             raise ConfigurationError(
@@ -141,11 +142,6 @@ class WarmUp:
             )
         return steps
 
-    def shortened(self, epochs: float, timeline: Timeline) -> int:
-        """So many epochs in steps, but no more than the share of the run."""
-        most = math.ceil(self.share * timeline.total_steps)
-        return min(round(epochs * timeline.steps_per_epoch), most)
-
 
 WARMUP = WarmUp("train.warmup_epochs", epochs=10.0, share=0.1)
 FREEZE = WarmUp("objective.freeze_last_layer_epochs", epochs=1.0, share=0.1)
@@ -153,15 +149,12 @@ TEMPERATURE = WarmUp("objective.teacher_temperature_epochs", epochs=30.0, share=
 WARMUPS = (WARMUP, FREEZE, TEMPERATURE)
 
 
-def warmup_steps(
-    description: Mapping[str, Any], timeline: Timeline, *, shortened: bool = False
-) -> dict[str, int]:
+def warmup_steps(description: Mapping[str, Any], timeline: Timeline) -> dict[str, int]:
     """What the warm-ups of a run come to, by the names of their options.
 
     Args:
         description: What `pretrain.description.describe` makes of the run.
         timeline: Of the run.
-        shortened: All of them, as in runs whose state does not say what they came to.
 
     Raises:
         ConfigurationError: one is longer than the run.
@@ -170,9 +163,5 @@ def warmup_steps(
     for warmup in WARMUPS:
         part, name = warmup.key.split(".")
         if name in description.get(part, {}):
-            asked = description[part][name]
-            if shortened and asked is not None:
-                found[name] = warmup.shortened(asked, timeline)
-            else:
-                found[name] = warmup.steps(asked, timeline)
+            found[name] = warmup.steps(description[part][name], timeline)
     return found

@@ -27,10 +27,6 @@ class StopRequest:
     def is_interrupt(self) -> bool:
         return self.received is signal.SIGINT
 
-    @property
-    def is_preemption(self) -> bool:
-        return self.received is not None and not self.is_interrupt
-
     def receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.is_interrupt and number == signal.SIGINT:

@@ -6,6 +6,7 @@ something is saved, logged or stopped, and what is left. What a step computes: `
 
 import hashlib
 import os
+import time
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from pretrain.description import LENGTH, describe, differences, in_full
 from pretrain.distributed import TrainingRanks, training_together
 from pretrain.fine_tuning import SHA256, init_from, require_apart, sha256_at_resume
 from pretrain.lock import Hold, held
-from pretrain.monitor import Monitor, Observer, record_accuracy
+from pretrain.monitor import Monitor, Observer
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.objective import Generating, Learner, Measuring, Objective
 from pretrain.objectives.supervised import Supervised
@@ -379,7 +380,6 @@ class Run:
         if self.plan.init_from is not None:
             self.description[SHA256] = sha256_at_resume(self.plan.init_from, older)
         before = in_full(older, self.plan)
-        before.setdefault(_WARMUPS, warmup_steps(before, self.timeline, shortened=True))
         # Epochs that are kept may be of the longer run alone.
         lengths = {name: before["train"][name] for name in ("epochs", "max_steps")}
         former = replace(self.plan.train, keep_epochs=None, **lengths)
@@ -459,7 +459,7 @@ class Run:
             log = self.out / checkpoints.LOG
             journal = logging.Journal(log, last_step=self.step, curves=curves)
         diagnose = self.trainer.learner.diagnose
-        report = logging.StepLog(
+        self.report = report = logging.StepLog(
             journal, options, self.timeline, self.ranks, diagnose, done=self.step
         )
         where = f"of {total}, saved in {self.out}"
@@ -472,24 +472,25 @@ class Run:
             try:
                 with closing(self._parts()) as parts:
                     while self.step < total and not report.stop:
-                        self._take_step(parts, report)
+                        self._take_step(parts)
                 self.ranks.agree(self._fault)
             except (DataError, MachineError):
                 # Nobody leaves before it is done: torchrun ends those that are left.
                 with self.ranks.together():
-                    self._save(report, wait=True)
+                    self._save(wait=True)
                 report.say(f"after step {self.step} {where}; go on with --resume")
                 raise
             with self.ranks.together():
-                self._save(report, wait=True)
+                self._save(wait=True)
             if self.step == total:
-                self._finish(report)
+                if self.saver is not None:
+                    self._finish()
                 return
             where = f"after step {self.step} {where}"
             if self.request.is_interrupt:
                 report.say(f"interrupted {where}; go on with --resume")
                 raise KeyboardInterrupt
-            if not self.request.is_preemption and self._time_is_up():
+            if self.request.received is None and self._time_is_up():
                 report.say(f"time is up {where}; go on with --resume")
                 return
             error = Preempted(f"asked to stop {where}; start it again with --resume")
@@ -541,9 +542,9 @@ class Run:
             return piece.crops
         return piece
 
-    def _take_step(self, parts: Iterator[Any], report: logging.StepLog) -> None:
+    def _take_step(self, parts: Iterator[Any]) -> None:
         """Learn from one batch; measure, log, keep and save what is due after it."""
-        plan, device, timeline = self.plan, self.ranks.device, self.timeline
+        plan, device, timeline, report = self.plan, self.ranks.device, self.timeline, self.report
         cut = islice(parts, plan.train.accumulation)
         views = (plan.objective.crops.finish(group, device, plan.data.colours) for group in cut)
         values = self.trainer.take_step(self.step, views)
@@ -558,10 +559,10 @@ class Run:
         }
         self.step += 1
         try:
-            row |= self._measures(report)
+            row |= self._measures()
         except Exception as error:
             self._fault = error
-        is_late = self.clock.minutes_since_save >= plan.train.checkpoint_minutes
+        is_late = time.monotonic() - self.clock.saved >= 60 * plan.train.checkpoint_minutes
         saves = is_late or timeline.ends(plan.train.checkpoint_epochs, self.step)
         # What could not be measured must not cost the row of a step that was taken.
         report.note(row, values, stop=self._wants_to_stop(), save=saves)
@@ -574,22 +575,22 @@ class Run:
                     report.settle(everything=True)
                     self.saver.keep(epoch, *self._encoder(), report.say)
             if report.save and not report.stop and self.step < timeline.total_steps:
-                self._save(report)
+                self._save()
         except Exception as error:
             self._fault = self._fault or error
 
-    def _measures(self, report: logging.StepLog) -> Mapping[str, float]:
+    def _measures(self) -> Mapping[str, float]:
         """What the monitor finds after this step, if it is its turn; one process measures."""
         if self.observer is None or not self.ranks.is_first:
             return {}
-        trained = self.clock.seconds_since_begin
-        measures = self.observer.measures(self.step)
+        start = time.monotonic()
+        trained, measures = start - self.clock.begun, self.observer.measures(self.step)
         if measures:
             found = "  ".join(f"{name} {value:.1f} %" for name, value in measures.items())
-            report.say(f"step {self.step}/{self.timeline.total_steps}  {found}")
-            took = self.clock.seconds_since_begin - trained
+            self.report.say(f"step {self.step}/{self.timeline.total_steps}  {found}")
+            took = time.monotonic() - start
             if took > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):
-                report.say(
+                self.report.say(
                     f"the monitor took {took:.0f} s after {trained:.0f} s of training; "
                     f"{self.observer.costs_by} say how long"
                 )
@@ -602,14 +603,15 @@ class Run:
 
     def _time_is_up(self) -> bool:
         minutes = self.plan.train.max_minutes
-        return minutes is not None and self.clock.minutes_since_start >= minutes
+        return minutes is not None and time.monotonic() - self.clock.started >= 60 * minutes
 
-    def _save(self, report: logging.StepLog, *, wait: bool = False) -> None:
+    def _save(self, *, wait: bool = False) -> None:
         """Leave training state and encoder, once all steps so far are known to be sound.
 
         Waits for their copy alone, unless told; what goes wrong with the files, a later step is
         told.
         """
+        report = self.report
         report.settle(everything=True)
         found = self.ranks.gathered((self.left_out, self._unlearned))
         self.left_out, self._unlearned = (
@@ -637,7 +639,7 @@ class Run:
             self.saver.save(state, *self._encoder(), report.say)
             if wait:
                 self.saver.wait()
-        self.clock.mark_saved()
+        self.clock.saved = time.monotonic()
         report.save = False
 
     def _encoder(self) -> tuple[EncoderModule, dict[str, str]]:
@@ -649,21 +651,15 @@ class Run:
         tensors = [*encoder.parameters(), *encoder.buffers()]
         return checkpoints.copied(encoder, tensors), metadata
 
-    def _finish(self, report: logging.StepLog) -> None:
-        """Leave what a run leaves that is over."""
+    def _finish(self) -> None:
+        checkpoints.remove_previous(self.out)
         results = self.plan.monitor.results
-        if self.saver is not None:
-            checkpoints.remove_previous(self.out)
-            if results is not None and isinstance(self.observer, Observer):
-                for path in record_accuracy(
-                    Path(results),
-                    self.observer,
-                    self.out / checkpoints.ENCODER,
-                    self.description,
-                    self.trained_on,
-                    self._names(self.left_out),
-                ):
-                    report.say(f"accuracy recorded in {path}")
+        if results is not None and isinstance(self.observer, Observer):
+            encoder, left_out = self.out / checkpoints.ENCODER, self._names(self.left_out)
+            for path in self.observer.record(
+                Path(results), encoder, self.description, self.trained_on, left_out
+            ):
+                self.report.say(f"accuracy recorded in {path}")
 
     def _names(self, indices: Collection[int]) -> list[str]:
         return [self.images.ids[index] for index in sorted(indices)]

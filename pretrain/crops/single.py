@@ -80,35 +80,6 @@ Drawn = tuple[str, int | float]
 """Name of an operation, and its amount; 0 where it has none."""
 
 
-def draw_operations(
-    generator: np.random.Generator, num_ops: int, magnitude: int, deviation: float
-) -> list[Drawn]:
-    """Several operations in a row, each of them drawn from all and applied half of the time.
-
-    Args:
-        generator: Of the image.
-        num_ops: How many are drawn, with replacement.
-        magnitude: Mean of their magnitude, 0 to 10.
-        deviation: Its standard deviation; what falls outside of 0 to 10 becomes 0 or 10.
-
-    Source: RandAugment, https://arxiv.org/abs/1909.13719 as timm 1.0.31 has it,
-    timm/data/auto_augment.py, "rand-m9-mstd0.5-inc1" for two operations of 9 and .5, told to
-    interpolate bicubically. So do
-    https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/main.py
-    (line 102), MAE's fine-tuning and Xu et al. (2024); untold, timm takes bicubic or bilinear.
-    """
-    numbers = generator.integers(len(_NAMES), size=num_ops).tolist()
-    applied, negated = generator.random((2, num_ops)) < _HALF
-    magnitudes = generator.normal(magnitude, deviation, num_ops)
-    levels = (magnitudes.clip(0, LARGEST_MAGNITUDE) / LARGEST_MAGNITUDE).tolist()
-    names = [_NAMES[number] for number in numbers]
-    return [
-        (name, amount(name, level, negate=bool(negate)))
-        for name, apply, negate, level in zip(names, applied, negated, levels, strict=True)
-        if apply
-    ]
-
-
 def amount(name: str, level: float, *, negate: bool) -> int | float:
     """What an operation is called with at a level in [0, 1]."""
     of_level, either_way = OPERATIONS[name]
@@ -154,45 +125,6 @@ class Mixture:
 
     own_share: float = 1.0
     box: tuple[int, int, int, int] | None = None
-
-
-def draw_mixture(
-    generator: np.random.Generator,
-    size: int,
-    *,
-    mixup: float,
-    cutmix: float,
-    probability: float,
-    switch_probability: float,
-) -> Mixture:
-    """One mixture for all square images of `size` pixels of a part.
-
-    Args:
-        generator: Of the first image.
-        size: Side of the images.
-        mixup: Of Beta(mixup, mixup), which the own share is drawn from; 0 for no mixup.
-        cutmix: Of Beta(cutmix, cutmix), the same for CutMix; 0 for no CutMix.
-        probability: That images are mixed at all.
-        switch_probability: That it is CutMix where both would be possible.
-
-    Source: mixup, https://arxiv.org/abs/1710.09412; CutMix, https://arxiv.org/abs/1905.04899; both
-    as timm 1.0.31 has them, timm/data/mixup.py, `Mixup` in mode "batch". In timm 0.3 to 0.6, which
-    DeiT, MAE and Xu et al. (2024) used, boxes of an odd side are a pixel smaller.
-    """
-    if not (mixup or cutmix) or generator.random() >= probability:
-        return Mixture()
-    has_box = bool(cutmix)
-    if mixup and cutmix:
-        has_box = generator.random() < switch_probability
-    if not has_box:
-        return Mixture(generator.beta(mixup, mixup))
-    # About a center anywhere; what of it lies outside is not lost from the own share.
-    side = int(size * (1 - generator.beta(cutmix, cutmix)) ** 0.5)
-    ends = []
-    for center in generator.integers(0, size, size=2).tolist():
-        ends += [max(center - side // 2, 0), min(center + (side + 1) // 2, size)]
-    top, bottom, left, right = ends
-    return Mixture(1 - (bottom - top) * (right - left) / size**2, (top, bottom, left, right))
 
 
 @dataclass(frozen=True)
@@ -278,8 +210,7 @@ class SingleCrop(ViewMaker):
         pixels = []
         for sample, one in zip(samples, generators, strict=True):
             part = plain.cut_one(sample.image, one, size)
-            drawn = draw_operations(one, self.num_ops, self.magnitude, self.magnitude_deviation)
-            pixels.append(apply_operations(part, drawn))
+            pixels.append(apply_operations(part, self.draw_operations(one)))
         low, high = max(0.0, 1 - self.color_jitter), 1 + self.color_jitter
         return LabelledCrops(
             pixels=torch.stack(pixels),
@@ -289,15 +220,53 @@ class SingleCrop(ViewMaker):
             hidden=_rows(draw_square(one, size, self.cutout) for one in generators),
             erased=_rows(draw_rectangle(one, size, self.erasing_probability) for one in generators),
             noise_seed=int(generators[0].integers(2**62)),
-            mixture=draw_mixture(
-                generators[0],
-                size,
-                mixup=self.mixup,
-                cutmix=self.cutmix,
-                probability=self.mix_probability,
-                switch_probability=self.switch_probability,
-            ),
+            mixture=self.draw_mixture(generators[0], size),
         )
+
+    def draw_operations(self, generator: np.random.Generator) -> list[Drawn]:
+        """Several operations in a row, each of them drawn from all and applied half of the time.
+
+        Magnitudes that fall outside of 0 to 10 become 0 or 10.
+
+        Source: RandAugment, https://arxiv.org/abs/1909.13719 as timm 1.0.31 has it,
+        timm/data/auto_augment.py, "rand-m9-mstd0.5-inc1" for two operations of 9 and .5, told to
+        interpolate bicubically. So do
+        https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/main.py
+        (line 102), MAE's fine-tuning and Xu et al. (2024); untold, timm takes bicubic or bilinear.
+        """
+        numbers = generator.integers(len(_NAMES), size=self.num_ops).tolist()
+        applied, negated = generator.random((2, self.num_ops)) < _HALF
+        magnitudes = generator.normal(self.magnitude, self.magnitude_deviation, self.num_ops)
+        levels = (magnitudes.clip(0, LARGEST_MAGNITUDE) / LARGEST_MAGNITUDE).tolist()
+        names = [_NAMES[number] for number in numbers]
+        return [
+            (name, amount(name, level, negate=bool(negate)))
+            for name, apply, negate, level in zip(names, applied, negated, levels, strict=True)
+            if apply
+        ]
+
+    def draw_mixture(self, generator: np.random.Generator, size: int) -> Mixture:
+        """One mixture for all square images of `size` pixels of a part.
+
+        Source: mixup, https://arxiv.org/abs/1710.09412; CutMix, https://arxiv.org/abs/1905.04899;
+        both as timm 1.0.31 has them, timm/data/mixup.py, `Mixup` in mode "batch". In timm 0.3 to
+        0.6, which DeiT, MAE and Xu et al. (2024) used, boxes of an odd side are a pixel smaller.
+        """
+        mixup, cutmix = self.mixup, self.cutmix
+        if not (mixup or cutmix) or generator.random() >= self.mix_probability:
+            return Mixture()
+        has_box = bool(cutmix)
+        if mixup and cutmix:
+            has_box = generator.random() < self.switch_probability
+        if not has_box:
+            return Mixture(generator.beta(mixup, mixup))
+        # About a center anywhere; what of it lies outside is not lost from the own share.
+        side = int(size * (1 - generator.beta(cutmix, cutmix)) ** 0.5)
+        ends = []
+        for center in generator.integers(0, size, size=2).tolist():
+            ends += [max(center - side // 2, 0), min(center + (side + 1) // 2, size)]
+        top, bottom, left, right = ends
+        return Mixture(1 - (bottom - top) * (right - left) / size**2, (top, bottom, left, right))
 
     def join(self, pieces: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
         """All crops; what belongs to the whole part is what the first piece says."""

@@ -76,16 +76,6 @@ class Learner(nn.Module, ABC):
         del row
 
 
-class Classifier(Learner):
-    """A learner that names classes; it can be validated."""
-
-    @abstractmethod
-    def classify(
-        self, images: Float[Tensor, "batch 3 height width"]
-    ) -> Float[Tensor, "batch classes"]:
-        """Logits of normalised images."""
-
-
 class Measuring(ABC):
     """Looks at a learner now and then, and changes nothing.
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.crops.single import SingleCrop
-from pretrain.objectives.objective import Classifier, Objective, Views, part_seed
+from pretrain.objectives.objective import Learner, Objective, Views, part_seed
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, ShareBelowOne, check_fields
 from ssl_bench.errors import ConfigurationError
@@ -70,7 +70,7 @@ class Supervised(Objective):
         return SupervisedLearner(self, nn.Sequential(OrderedDict(backbone=encoder, head=head)))
 
 
-class SupervisedLearner(Classifier):
+class SupervisedLearner(Learner):
     """Encoder and head, and their loss."""
 
     options: Supervised

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ssl_bench.system.device import float64_device, in_float64
 
@@ -319,12 +321,6 @@ def descend(
         effect.multiply(parameters, 1 - group["lr"] * group["weight_decay"])
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {key: moved(entry, device) for key, entry in value.items()}
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
 class SOAP(torch.optim.Optimizer):
     """SOAP with the numbers of the reference and a small share of its kernel launches.
 
@@ -400,7 +396,8 @@ class SOAP(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for key, parameter in zip(saved, parameters, strict=True):
             if key in state_dict["state"]:
-                self.state[parameter] = moved(state_dict["state"][key], parameter.device)
+                move = partial(Tensor.to, device=parameter.device)
+                self.state[parameter] = tree_map_only(Tensor, move, state_dict["state"][key])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -471,7 +468,6 @@ class SOAP(torch.optim.Optimizer):
         stacks = []
         for turn, ((*_, device, step), parameters) in enumerate(alike.items()):
             states = [self.state[p] for p in parameters]
-            # States of earlier versions do not know of lost steps.
             # A device without float64 counts to 2^24 in float32, too.
             precise = torch.float64 if float64_device(device) == device else torch.float32
             zero = torch.zeros((), dtype=precise, device=device)

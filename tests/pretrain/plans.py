@@ -1,5 +1,6 @@
 """Small runs of pretraining, and the pictures that they learn from."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ TINY = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2)
 SMALL_DINO = Dino(out_dim=32, hidden_dim=16, bottleneck_dim=8, crops=MultiCrop(num_locals=2))
 
 
-def album(root: Path, count: int = 13, *, folders: tuple[str, ...] = ("class0", "class1")) -> Path:
+def album(
+    root: Path, count: int = 13, *, folders: Sequence[str] = ("class0", "class1"), seed: int = 0
+) -> Path:
     """Coloured pictures, in turn in each of these folders."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     for number in range(count):
         folder = root / folders[number % len(folders)]
         folder.mkdir(parents=True, exist_ok=True)

@@ -173,23 +173,6 @@ class Album:
         return "0"
 
 
-def test_an_image_that_is_repeated_is_opened_once_a_part():
-    opened = []
-
-    class Counted(Album):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            opened.append(index)
-            return ALBUM[index]
-
-    large, _ = batches(Counted(), 8, repeats=3)[0]
-
-    assert sorted(opened) == sorted(epoch_order(8, 3, 0)[:3])
-    assert large.pixels.shape[0] == 16
-
-
 def test_images_in_memory_are_those_on_disk_and_a_broken_one_is_named():
     with pytest.raises(DataError, match=r"c\.jpg"):
         in_memory(Album())

@@ -9,7 +9,6 @@ from PIL import Image
 
 from pretrain.crops.augmentation import normalise
 from pretrain.crops.single import SingleCrop
-from pretrain.description import describe, differences, in_full
 from pretrain.objectives.supervised import Supervised
 from pretrain.options import DataOptions
 from pretrain.train import Pretraining
@@ -95,19 +94,6 @@ def test_a_start_of_another_scale_is_refused_with_what_to_type(root, tmp_path):
         replace(scaled(root), init_from=start).run(tmp_path / "other", device="cpu")
 
     replace(scaled(root, **UNIT), init_from=start).run(tmp_path / "same", device="cpu")
-
-
-def test_it_is_part_of_a_run_and_older_ones_had_imagenets(root):
-    plan = scaled(root)
-    before = describe(plan)
-    for name in ("mean", "std"):
-        del before["data"][name]
-
-    assert differences(in_full(before, plan), describe(plan)) == []
-    changed = describe(scaled(root, mean=[0.0, 0.0, 0.0]))
-    assert differences(in_full(before, plan), changed) == [
-        f"data.mean: {list(IMAGENET_MEAN)} -> [0.0, 0.0, 0.0]"
-    ]
 
 
 @pytest.mark.parametrize(
