@@ -67,9 +67,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     _run("report", "--out", str(results), "--pair", *DEMOS)
     records = ResultStore(results).records()
     panels = headline_panels(panels_of(records, checkpoints_of(records)))
-    points = [point for panel in panels for line in panel.lines for point in line.points]
-    shown = sorted({number for point in points for number in point.records})
-    draw_curves(depth_tables([records[number] for number in shown]), results / "curves.png")
+    shown = {id(one) for panel in panels for point in panel.points for one in point.records}
+    drawn = depth_tables([record for record in records if id(record) in shown])
+    draw_curves(drawn, results / "curves.png")
     print("\n" + headline_table(panels))
     say("")
     say(

@@ -27,14 +27,14 @@ def test_a_point_is_the_mean_of_its_seeds_with_the_interval_of_one():
 
     (line,) = panels_of(records, checkpoints_of(records))[0].lines
 
-    assert [point.text for point in line.points] == [
+    assert [point.text() for point in line.points] == [
         "45.0 [40.5, 50.5] (2 seeds)",
         NO_VALUE,
         "9.0 (1 seed)",
     ]
-    assert (line.points[0].entry.low, line.points[0].entry.high) == (40.5, 50.5)
+    assert (line.points[0].low, line.points[0].high) == (40.5, 50.5)
     # In the order of the seeds.
-    assert line.points[0].records == (1, 0)
+    assert line.points[0].records == (records[1], records[0])
     assert line.best == line.points[0]
 
 
@@ -49,7 +49,7 @@ def test_of_a_plain_number_no_block_is_best_and_its_interval_is_shown_by_its_end
     panels = panels_of(records, checkpoints_of(records))
 
     lines = {panel.metric: panel.lines[0] for panel in panels}
-    texts = [point.text for point in lines["condition_number"].points]
+    texts = [point.text() for point in lines["condition_number"].points]
     assert texts == ["1.23e+04 [9e+03, ∞]", "∞"]
     assert [point.sort_key for point in lines["condition_number"].points] == ["12345.0", "Infinity"]
     best = {metric: line.best is not None for metric, line in lines.items()}

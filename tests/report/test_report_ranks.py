@@ -67,7 +67,7 @@ def test_a_profile_has_a_row_a_headline_and_says_where_more_is_not_better(tmp_pa
     checkpoints = checkpoints_of(records)
 
     panels, store = panels_of(records, checkpoints), ResultStore(tmp_path)
-    profile, other = profiles_of(store, records, panels, checkpoints)
+    profile, other = profiles_of(store, panels, checkpoints)
 
     assert other.chart is None
     assert profile.chart is not None
