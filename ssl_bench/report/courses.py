@@ -104,7 +104,7 @@ def block_style(layer: int, depth: int) -> str:
 
 def _panel_courses(panel: Panel) -> PanelCourses:
     courses, ambiguous = [], []
-    for run, those in followed_runs([one for p in panel.points for one in p.records]).items():
+    for run, those in followed_runs(panel.records).items():
         try:
             require_one_encoder_an_epoch(run, those)
         except DataError as error:

@@ -144,6 +144,11 @@ class Panel:
         """Those of all lines."""
         return tuple(point for line in self.lines for point in line.points)
 
+    @property
+    def records(self) -> list[Record]:
+        """Those behind its values."""
+        return [record for point in self.points for record in point.records]
+
     @cached_property
     def layers(self) -> tuple[int, ...]:
         return tuple(sorted({point.layer for point in self.points}))
@@ -155,7 +160,12 @@ class Panel:
     @cached_property
     def baselines(self) -> tuple[tuple[str, float], ...]:
         """Answers that look at no image, in words with their score, and that score."""
-        return said_baselines([record for point in self.points for record in point.records])
+        return said_baselines(self.records)
+
+    @property
+    def newest(self) -> str:
+        """When its latest record was made."""
+        return max(record.created for record in self.records)
 
     def unbeaten(self, point: Entry | None) -> str:
         """The answers without a look at the images that a score does not beat, in words."""
@@ -272,9 +282,6 @@ def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
     nothing; then, as before and after an image was replaced, the newer one.
     """
 
-    def newest(panel: Panel) -> str:
-        return max(record.created for point in panel.points for record in point.records)
-
     def weight(panel: Panel) -> tuple[int, int, int, bool, str, str]:
         size = -len(panel.lines), -len(panel.layers), len(panel.record.changed)
         return *size, panel.facet in INNER_FACETS, panel.facet, panel.protocol
@@ -284,7 +291,7 @@ def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
         # Boxes and masks of one task have metrics of their own.
         for rivals in by_place(those).values():
             metric, shown = headline_metric(rivals), set[int]()
-            newest_first = sorted(rivals, key=newest, reverse=True)
+            newest_first = sorted(rivals, key=lambda p: p.newest, reverse=True)
             of_metric = [panel for panel in newest_first if panel.metric == metric]
             best = min(of_metric, key=weight)
             kind = (best.facet, best.protocol)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.comparing import MOST_PAIRED, side_of
-from ssl_bench.report.drawing import Question, RankChart, draw_ranks
+from ssl_bench.report.drawing import Curve, RankChart, draw_ranks
 from ssl_bench.report.model import (
     Line,
     Panel,
@@ -221,9 +221,9 @@ def profiles_of(
             if sum(not math.isnan(point.value) for point in line.points) < FEWEST_RANKED:
                 continue
             style = checkpoint.style if panel.is_ranked else _UNRANKED
-            about = (panel.metric, panel.dataset)
-            spots = (spot_of(one, one.layer, f"block {one.layer}") for one in line.points)
-            questions.append(Question(task, about, style, tuple(spots)))
+            spots = [spot_of(one, one.layer, f"block {one.layer}") for one in line.points]
+            about = f"{panel.metric}\n{panel.dataset}"
+            questions.append(Curve(task, style, checkpoint.number, spots, about))
             has_unranked |= not panel.is_ranked
         chart = draw_ranks(questions) if questions else None
         answers += dict.fromkeys(_left_out(panel.record) for panel, _ in own.values())

@@ -13,7 +13,7 @@ from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
 from ssl_bench.results.contributions import Scored, stored_curve
 from ssl_bench.tables.epochs import by_run, epoch_of, require_one_encoder_an_epoch
 from ssl_bench.tables.notes import trusted_note
-from ssl_bench.tables.series import differences, said_training, settings_text
+from ssl_bench.tables.series import differences, settings_text, title
 from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]
@@ -156,17 +156,11 @@ class Comparison:
                 f"{_blocks(first)} of {one} and {_blocks(second)} of {other}"
             )
         return Sheet(
-            title=(
-                f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
-                f"{record.facet}, protocol {record.named_protocol}"
-                f"{said_training(record)}, seed {record.seed}{self.differing}"
-            ),
+            title=f"{title(record)}, seed {record.seed}{self.differing}",
             head=("block", *self.names, "first - second [95 %]"),
             rows=tuple(
                 (
-                    Cell(row.name),
-                    Cell(row.first_text),
-                    Cell(row.second_text),
+                    *map(Cell, (row.name, row.first_text, row.second_text)),
                     Cell(row.text, row.is_clear),
                 )
                 for row in self.rows
