@@ -70,7 +70,7 @@ def shown() -> dict[str, tuple[Panel, ...]]:
     panels = [
         panel
         for panel in headline_panels(panels_of(records, checkpoints_of(records)))
-        if records_of([panel], records)[0].num_images >= FEWEST_IMAGES
+        if panel.record.num_images >= FEWEST_IMAGES
     ]
     return {task: tuple(those) for task, those in by_task(panels).items()}
 
@@ -81,23 +81,15 @@ def page() -> str:
     return "\n".join([*parts, *(_section(task, panels) for task, panels in shown().items())])
 
 
-def records_of(panels: Sequence[Panel], records: Sequence[Record]) -> list[Record]:
+def records_of(panels: Sequence[Panel]) -> list[Record]:
     """Those whose values the panels show."""
-    numbers = {
-        number
-        for panel in panels
-        for line in panel.lines
-        for point in line.points
-        for number in point.records
-    }
-    return [records[number] for number in sorted(numbers)]
+    return [record for panel in panels for record in panel.records]
 
 
 def draw(folder: Path) -> None:
     """Write a picture a task into a folder."""
-    records = shown_records()
     for task, panels in shown().items():
-        draw_curves(depth_tables(records_of(panels, records)), folder / f"{task}.png")
+        draw_curves(depth_tables(records_of(panels)), folder / f"{task}.png")
 
 
 def _section(task: str, panels: Sequence[Panel]) -> str:

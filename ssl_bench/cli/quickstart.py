@@ -67,9 +67,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     _run("report", "--out", str(results), "--pair", *DEMOS)
     records = ResultStore(results).records()
     panels = headline_panels(panels_of(records, checkpoints_of(records)))
-    points = [point for panel in panels for line in panel.lines for point in line.points]
-    shown = sorted({number for point in points for number in point.records})
-    draw_curves(depth_tables([records[number] for number in shown]), results / "curves.png")
+    shown = [record for panel in panels for record in panel.records]
+    draw_curves(depth_tables(shown), results / "curves.png")
     print("\n" + headline_table(panels))
     say("")
     say(
@@ -93,7 +92,7 @@ def headline_table(panels: Sequence[Panel]) -> str:
     rows = [("task", "metric", "encoder", *(f"block {layer}" for layer in layers))]
     rows += [
         (
-            *(panel.task, panel.measured, line.checkpoint.label),
+            *(panel.task, panel.measured, line.checkpoint.name),
             *(point.parts[0] if point else "-" for point in map(line.at, layers)),
         )
         for panel in panels

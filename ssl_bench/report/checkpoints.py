@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ssl_bench.report.drawing import short_names
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.system.naming import encoder_folder, in_order
 from ssl_bench.tables.series import model_names
 
 NUM_COLOURS = 8
+_LONGEST_LABEL = 20
 _NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
 _SKIPS = ("skip", "skip_attention", "skip_mlp")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -28,7 +28,7 @@ class Checkpoint:
         sha256: Of its weights.
         name: Unique in the report.
         apart: What sets it apart from others of its model, such as "image size 224"; else empty.
-        label: What its name has that others lack, for the end of its curves.
+        label: Its name, for the end of its curves; of a long one the end, which tells more.
         model: As recorded; several checkpoints may share it.
         depth: Number of blocks.
         facts: What is recorded of the encoder, by name.
@@ -64,7 +64,6 @@ def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
         folders[encoder].add(encoder_folder(model, encoder))
     latest = {record.encoder_id: record for record in records}
     known = sorted(model_names(records).items(), key=lambda one: in_order(one[1]))
-    labels = short_names([name for _, name in known])
     return tuple(
         Checkpoint(
             number=number,
@@ -72,7 +71,7 @@ def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
             sha256=record.checkpoint_sha256,
             name=name,
             apart=_apart(record, [one for one in latest.values() if one.model == record.model]),
-            label=labels[number],
+            label=name if len(name) <= _LONGEST_LABEL else f"…{name[1 - _LONGEST_LABEL :]}",
             model=record.model,
             depth=record.depth,
             facts=_facts(record),

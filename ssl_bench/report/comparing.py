@@ -13,7 +13,7 @@ import numpy as np
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.checkpoints import Checkpoint
-from ssl_bench.report.model import Line, Panel, Point
+from ssl_bench.report.model import Line, Panel
 from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.results.contributions import ImageCurve, Scored, stored_curve
 from ssl_bench.scores import mean_iou
@@ -21,6 +21,7 @@ from ssl_bench.system.files import read_within
 from ssl_bench.system.naming import file_name, pictures_folder
 from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.comparison import Difference, best_blocks, block_by_block
+from ssl_bench.tables.entry import Entry
 
 MOST_PAIRED = 6
 """With more checkpoints than that, pairs must be asked for."""
@@ -48,22 +49,22 @@ class Side(NamedTuple):
 
     Attributes:
         names: Of the images.
-        records: Numbers of the records by block.
+        records: By block.
     """
 
     curve: ImageCurve
     scored: Scored
     names: Sequence[str]
-    records: Mapping[int, int]
+    records: Mapping[int, Record]
     seed: int
 
 
 class Row(NamedTuple):
-    """A difference and the numbers of the records behind its two sides."""
+    """A difference and the records behind its two sides."""
 
     difference: Difference
-    first: Sequence[int]
-    second: Sequence[int]
+    first: Sequence[Record]
+    second: Sequence[Record]
 
 
 class PanelPair(NamedTuple):
@@ -100,18 +101,16 @@ def pairs_of(checkpoints: Sequence[Checkpoint], asked: Iterable[tuple[str, str]]
     return [Pair(first, second) for first, second in dict.fromkeys(wanted)]
 
 
-def side_of(
-    store: ResultStore, records: Sequence[Record], panel: Panel, checkpoint: Checkpoint
-) -> Side | None:
+def side_of(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | None:
     """The estimates of one checkpoint; None where images' contributions were not kept.
 
     Of several seeds the lowest, because images are paired with those of the same seed.
     """
     line = panel.line(checkpoint)
-    numbers = [number for point in line.points for number in point.records] if line else []
-    seed = min((records[number].seed for number in numbers), default=0)
-    chosen = {records[n].layer: n for n in numbers if records[n].seed == seed}
-    curve = stored_curve(store, [records[number] for number in chosen.values()])
+    records = [record for point in line.points for record in point.records] if line else []
+    seed = min((record.seed for record in records), default=0)
+    chosen = {record.layer: record for record in records if record.seed == seed}
+    curve = stored_curve(store, list(chosen.values()))
     found = curve.per_image
     if not found or len({counts.shape for counts in found.values()}) > 1:
         return None
@@ -119,7 +118,7 @@ def side_of(
     return Side(
         curve=curve,
         scored=Scored.of(curve),
-        names=image_names(store, records[numbers[0]], number),
+        names=image_names(store, records[0], number),
         records={layer: chosen[layer] for layer in found},
         seed=seed,
     )
@@ -154,16 +153,13 @@ def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
 
 
 def scored_by_panel(
-    store: ResultStore,
-    records: Sequence[Record],
-    panels: Sequence[Panel],
-    pairs: Sequence[Pair],
+    store: ResultStore, panels: Sequence[Panel], pairs: Sequence[Pair]
 ) -> dict[Pair, list[PanelPair]]:
     """Everything that the pairs can be compared in; each checkpoint is scored once a panel."""
     members = {checkpoint for pair in pairs for checkpoint in (pair.first, pair.second)}
     found: dict[Pair, list[PanelPair]] = defaultdict(list)
     for panel in show_progress(panels, "comparisons", len(panels)):
-        sides = {checkpoint: side_of(store, records, panel, checkpoint) for checkpoint in members}
+        sides = {checkpoint: side_of(store, panel, checkpoint) for checkpoint in members}
         for pair in pairs:
             first, second = sides[pair.first], sides[pair.second]
             compared = panel_pair(panel, first, second) if first and second else None
@@ -201,7 +197,7 @@ class Extremes(NamedTuple):
     """
 
     panel: Panel
-    point: Point
+    point: Entry
     worst: Sequence[tuple[str, float]]
     best: Sequence[tuple[str, float]]
     num_scored: int
@@ -215,14 +211,12 @@ def image_names(store: ResultStore, record: Record, number: int) -> list[str]:
     return [f"image {i + 1} of {number}" for i in range(number)]
 
 
-def extremes_of(
-    store: ResultStore, records: Sequence[Record], panel: Panel, line: Line
-) -> Extremes | None:
+def extremes_of(store: ResultStore, panel: Panel, line: Line) -> Extremes | None:
     """The worst and best images at the best block; None for what is not a mean IoU."""
     best = line.best
     if not panel.metric.startswith("miou") or best is None:
         return None
-    record = records[best.records[0]]
+    record = best.records[0]
     counts = stored_curve(store, [record]).per_image.get(best.layer)
     if counts is None or counts.ndim != 3:
         return None
@@ -239,28 +233,24 @@ def extremes_of(
 
 
 def outcomes_of(
-    store: ResultStore, records: Sequence[Record], panel: Panel, line: Line
-) -> dict[Point, Mapping[str, tuple[str, ...]]]:
+    store: ResultStore, panel: Panel, line: Line
+) -> dict[Entry, Mapping[str, Sequence[str]]]:
     """Ids of the images of an object discovery by point and kind of `KINDS`, as far as logged.
 
     Degenerate ones are neither hits nor misses.
     """
     if panel.metric != "corloc":
         return {}
-    images = _logged(store.root, records[line.last.records[0]], line.checkpoint)
+    images = _logged(store.root, line.last.records[0], line.checkpoint)
     by_point = {}
     for point in line.points:
-        cells = {
-            image: cell
-            for image, found in images.items()
-            if isinstance(cell := found.get(f"{point.layer}/{panel.facet}"), dict)
-        }
         kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
-        for image, cell in cells.items():
-            hit = "hits" if cell.get("hit") else "misses"
-            kinds["degenerate" if cell.get("degenerate") else hit].append(image)
-        if cells:
-            by_point[point] = {kind: tuple(found) for kind, found in kinds.items()}
+        for image, found in images.items():
+            if isinstance(cell := found.get(f"{point.layer}/{panel.facet}"), dict):
+                hit = "hits" if cell.get("hit") else "misses"
+                kinds["degenerate" if cell.get("degenerate") else hit].append(image)
+        if any(kinds.values()):
+            by_point[point] = kinds
     return by_point
 
 

@@ -1,23 +1,16 @@
 """Scores of blocks over epochs of training and over severities of corruptions, a curve a block."""
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ssl_bench.errors import DataError
 from ssl_bench.report.drawing import Chart, Curve, draw
-from ssl_bench.report.model import (
-    MOST_DRAWN,
-    Panel,
-    Point,
-    best_of,
-    points_of,
-    spot_of,
-)
+from ssl_bench.report.model import MOST_DRAWN, Panel, said_baselines, spot_of
 from ssl_bench.results import Record
-from ssl_bench.tables.epochs import epoch_of, followed_runs, require_one_encoder_an_epoch
-from ssl_bench.tables.notes import baselines
+from ssl_bench.tables.depth import DepthTable, Row
+from ssl_bench.tables.entry import Entry
+from ssl_bench.tables.epochs import epoch_table, followed_runs, require_one_encoder_an_epoch
 from ssl_bench.tables.series import chosen_metric, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
@@ -27,51 +20,42 @@ NUM_SHADES = 12
 
 @dataclass(frozen=True)
 class Course:
-    """One run in one panel.
+    """One run or encoder in one panel.
 
     Attributes:
-        points: By epoch and block.
-        depth: Blocks of the encoder, scored or not.
-        along: What stands in the place of epochs.
+        table: Its blocks are columns.
     """
 
-    run: str
-    depth: int
-    points: Mapping[tuple[float, int], Point] = field(compare=False)
-    along: str = "epoch"
+    name: str
+    table: DepthTable
 
     @property
-    def epochs(self) -> tuple[float, ...]:
-        return tuple(sorted({epoch for epoch, _ in self.points}))
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(sorted({layer for _, layer in self.points}))
-
-    def at(self, epoch: float, layer: int) -> Point | None:
-        return self.points.get((epoch, layer))
-
-    def best(self, layer: int) -> Point | None:
-        """The highest point of a block."""
-        return best_of(point for (_, its), point in self.points.items() if its == layer)
+    def depth(self) -> int:
+        """Blocks of the encoder, scored or not."""
+        return max(one.depth for entry in self.table.entries.values() for one in entry.records)
 
     @property
     def highest(self) -> float:
         """The highest value at any block and epoch; below all others where more is not better."""
-        best = best_of(self.points.values())
-        return -math.inf if best is None else best.value
+        if not self.table.record.is_ranked:
+            return -math.inf
+        values = [entry.value for entry in self.table.entries.values()]
+        return max((value for value in values if value == value), default=-math.inf)
+
+    def at(self, row: Row, block: str) -> Entry | None:
+        """The score of a column."""
+        return self.table.entries.get((row, block))
 
     def curves(self) -> list[Curve]:
         """One a block."""
         curves = []
-        for layer in self.layers:
-            where = f"{self.run}, block {layer}, {self.along}"
-            spots = [
-                spot_of(point, x, f"{where} {x:g}")
-                for x in self.epochs
-                if (point := self.at(x, layer)) is not None
-            ]
-            curves.append(Curve(f"block {layer}", block_style(layer, self.depth), layer, spots))
+        for block in self.table.models:
+            known = [(x, one) for x in self.table.layers if (one := self.at(x, block)) is not None]
+            where = f"{self.name}, {block}, {self.table.rows}"
+            layer = known[0][1].layer
+            style = block_style(layer, self.depth)
+            spots = [spot_of(entry, x, f"{where} {x:g}") for x, entry in known]
+            curves.append(Curve(block, style, layer, spots))
         return curves
 
 
@@ -91,8 +75,8 @@ class PanelCourses:
     def shown(self) -> tuple[Course, ...]:
         """All courses, or of many those with the highest values, in the order of their names."""
         highest = sorted(self.courses, key=lambda course: -course.highest)[:MOST_DRAWN]
-        chosen = {course.run for course in highest}
-        return tuple(course for course in self.courses if course.run in chosen)
+        chosen = {course.name for course in highest}
+        return tuple(course for course in self.courses if course.name in chosen)
 
     def drawn(self) -> list[tuple[Course, Chart]]:
         """The shown courses, all on the same axes."""
@@ -105,9 +89,9 @@ class PanelCourses:
         ]
 
 
-def followed_panels(panels: Sequence[Panel], records: Sequence[Record]) -> tuple[PanelCourses, ...]:
+def followed_panels(panels: Sequence[Panel]) -> tuple[PanelCourses, ...]:
     """The panels in which a run has records of two epochs or more."""
-    found = (_panel_courses(panel, records) for panel in panels)
+    found = map(_panel_courses, panels)
     return tuple(one for one in found if one.courses or one.ambiguous)
 
 
@@ -118,21 +102,15 @@ def block_style(layer: int, depth: int) -> str:
     return f"depth b{shades[-1]} d{dashes}{' hollow' if layer % 2 else ''}"
 
 
-def _panel_courses(panel: Panel, records: Sequence[Record]) -> PanelCourses:
-    members = {n: records[n] for line in panel.lines for p in line.points for n in p.records}
-    numbers = {id(record): number for number, record in members.items()}
+def _panel_courses(panel: Panel) -> PanelCourses:
     courses, ambiguous = [], []
-    for run, those in followed_runs(list(members.values())).items():
+    for run, those in followed_runs(panel.records).items():
         try:
             require_one_encoder_an_epoch(run, those)
         except DataError as error:
             ambiguous.append(str(error))
         else:
-            cells: dict[tuple[float, int], dict[int, Record]] = defaultdict(dict)
-            for record in those:
-                cells[epoch_of(record), record.layer][numbers[id(record)]] = record
-            depth = max(record.depth for record in those)
-            courses.append(Course(run, depth, points_of(cells)))
+            courses.append(Course(run, epoch_table(those, run)))
     return PanelCourses(panel, tuple(courses), tuple(ambiguous))
 
 
@@ -142,12 +120,10 @@ class CorruptedScores:
 
     Attributes:
         number: From 0; names its place in the page.
-        course: By severity and block, 0 for images as they are.
     """
 
     number: int
     table: SeverityTable
-    course: Course
 
     @property
     def record(self) -> Record:
@@ -157,31 +133,22 @@ class CorruptedScores:
     def chart(self) -> Chart:
         """A curve a block."""
         records = [one for entry in self.table.entries.values() for one in entry.records]
-        floors = [
-            (f"{one} {scores[0]:.1f}", scores[0]) for one, scores in baselines(records).items()
-        ]
-        unit, measured = self.record.unit, metric_with_unit(self.record)
         return draw(
-            self.course.curves(), unit=unit, measured=measured, along="severity", floors=floors
+            Course(self.table.model, self.table.curves()).curves(),
+            unit=self.record.unit,
+            measured=metric_with_unit(self.record),
+            along="severity",
+            floors=said_baselines(records),
         )
 
 
 def corrupted_scores(records: Sequence[Record]) -> tuple[CorruptedScores, ...]:
     """Of each task that was asked about corrupted images the metric that stands for it."""
-    numbers = {id(record): number for number, record in enumerate(records)}
     some = [record for record in records if record.corrupted is not None]
     metrics = {
         task: chosen_metric([(one.metric, one.is_ranked) for one in some if one.task == task])
         for task in {record.task for record in some}
     }
     asked = [one for one in records if metrics.get(one.task) == one.metric]
-    found = []
-    for number, table in enumerate(severity_tables(asked) if some else ()):
-        cells = {
-            (float(severity), layer): {numbers[id(one)]: one for one in entry.records}
-            for (layer, severity), entry in table.entries.items()
-        }
-        depth = max(one.depth for those in cells.values() for one in those.values())
-        course = Course(table.model, depth, points_of(cells), along="severity")
-        found.append(CorruptedScores(number, table, course))
-    return tuple(found)
+    tables = severity_tables(asked) if some else []
+    return tuple(CorruptedScores(number, table) for number, table in enumerate(tables))

@@ -1,7 +1,6 @@
 """Curves and ranks of blocks as lengths in a drawing; a template turns them into SVG."""
 
 import math
-import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +21,6 @@ _RANKS_LEFT, _RANKS_RIGHT, _RANKS_TOP, _RANKS_BOTTOM = 142, 12, 6, 34
 _ROW, _ROW_GAP, _RANKS_TICK_GAP = 34, 10, 20
 # Letters beside a row, and the height of a line of them.
 _LETTERS, _RANKS_LINE = 21, 13
-
-_LONGEST_NAME = 16
-_WORDS = re.compile(r"[^\s_/.\-]+")
 
 
 class Spot(NamedTuple):
@@ -260,23 +256,6 @@ def _path(corners: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:g} {y:g}" for x, y in corners)
 
 
-def short_names(names: Sequence[str]) -> tuple[str, ...]:
-    """What each name has that not all of them have, at most 16 characters.
-
-    Such as "skip" and "skipless" of vit_tiny_skip and vit_tiny_skipless. Where that is too long its
-    words are cut as little as lets all names fit and differ; if nothing does, the names are.
-    """
-    words = [_WORDS.findall(name) for name in names]
-    shared = set.intersection(*map(set, words)) if len(names) > 1 else set()
-    own = [[word for word in those if word not in shared] for those in words]
-    for most in range(_LONGEST_NAME, 0, -1):
-        short = [" ".join(word[:most] for word in those) for those in own]
-        if all(0 < len(one) <= _LONGEST_NAME for one in short) and len(set(short)) == len(names):
-            return tuple(short)
-    most = _LONGEST_NAME - 1
-    return tuple(one if len(one) <= _LONGEST_NAME else f"{one[:most]}…" for one in names)
-
-
 def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tuple[float, ...]:
     """Heights that are at least `gap` apart, in the same order, as near as one pass finds.
 
@@ -298,20 +277,6 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tup
         placed[i] = max(low, min(placed[i], reach))
         reach = placed[i] - gap
     return tuple(round(height, 1) for height in placed)
-
-
-class Question(NamedTuple):
-    """One question and the scores of the blocks, two of them at least.
-
-    Attributes:
-        about: What is measured, and on what, a line each or more.
-        style: Classes of the style sheet.
-    """
-
-    name: str
-    about: tuple[str, ...]
-    style: str
-    known: Sequence[Spot]
 
 
 class RankRow(NamedTuple):
@@ -375,9 +340,13 @@ def places(known: Sequence[Spot]) -> list[tuple[float, float, float]]:
     return found
 
 
-def draw_ranks(questions: Sequence[Question]) -> RankChart:
-    """Lay the questions out below each other, over the same blocks."""
-    layers = sorted({one.x for question in questions for one in question.known})
+def draw_ranks(questions: Sequence[Curve]) -> RankChart:
+    """Lay questions out below each other, over the same blocks.
+
+    Args:
+        questions: With two values at least each; a label says what is measured, and on what.
+    """
+    layers = sorted({one.x for question in questions for one in question.spots})
     step = (RANKS_WIDTH - _RANKS_RIGHT - _RANKS_LEFT - 20) / ((layers[-1] - layers[0]) or 1)
     x = {layer: round(_RANKS_LEFT + 10 + step * (layer - layers[0]), 1) for layer in layers}
     rows, top = [], _RANKS_TOP
@@ -386,12 +355,9 @@ def draw_ranks(questions: Sequence[Question]) -> RankChart:
         return round(top + _ROW * (1 - share), 1)
 
     for question in questions:
-        texts = [
-            text
-            for words in (question.name, *question.about)
-            for text in textwrap.wrap(words, _LETTERS)
-        ]
-        known = [one for one in question.known if not math.isnan(one.value)]
+        lines = (question.name, *question.label.splitlines())
+        texts = [text for words in lines for text in textwrap.wrap(words, _LETTERS)]
+        known = [one for one in question.spots if not math.isnan(one.value)]
         found = places(known)
         xs = [x[one.x] for one in known]
         best = max((place for place, _, _ in found), default=0.0)

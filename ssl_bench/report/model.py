@@ -6,14 +6,14 @@ And the panel that stands for a task where there is room for one.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.drawing import Spot
 from ssl_bench.results import Record
-from ssl_bench.tables.entry import Entry, K, mean_entry, with_seeds_said
+from ssl_bench.tables.entry import Entry, mean_entries
 from ssl_bench.tables.notes import baselines, footnote
 from ssl_bench.tables.series import (
     chosen_metric,
@@ -40,65 +40,20 @@ MOST_DRAWN = 24
 
 
 @dataclass(frozen=True)
-class Point:
-    """The score of one block, averaged over seeds.
-
-    Attributes:
-        records: Numbers of the records it comes from, in the order of their seeds.
-        entry: What the tables of the command line show.
-    """
-
-    layer: int
-    records: tuple[int, ...]
-    # Records hold mappings, which have no hash.
-    entry: Entry = field(compare=False)
-
-    @property
-    def value(self) -> float:
-        return self.entry.value
-
-    @property
-    def arbitrary(self) -> float | None:
-        return self.entry.arbitrary
-
-    @property
-    def text(self) -> str:
-        return self.entry.text()
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The value and what is behind it, which may stand below it."""
-        number, _, interval = self.text.partition(" ")
-        return (number, interval) if interval else (number,)
-
-    @property
-    def reason(self) -> str:
-        """Why there is no value, as the record says it; else empty."""
-        reasons = (record.details.get("reason") for record in self.entry.records)
-        return next((str(one) for one in reasons if one), "") if math.isnan(self.value) else ""
-
-    @property
-    def sort_key(self) -> str:
-        """As JavaScript reads numbers; empty where there is no value."""
-        if math.isnan(self.value):
-            return ""
-        return "Infinity" if self.value == math.inf else str(self.value)
-
-
-@dataclass(frozen=True)
 class Line:
     """One checkpoint over its blocks."""
 
     checkpoint: Checkpoint
-    points: tuple[Point, ...]
+    points: tuple[Entry, ...]
 
     @cached_property
-    def best(self) -> Point | None:
+    def best(self) -> Entry | None:
         """The highest point; None when no block has a value or more is not better."""
-        return best_of(self.points)
+        ranked = [p for p in self.points if p.records[0].is_ranked and not math.isnan(p.value)]
+        return max(ranked, key=lambda point: point.value, default=None)
 
     @cached_property
-    def bests(self) -> tuple[Point, ...]:
+    def bests(self) -> tuple[Entry, ...]:
         """All points as high as the best one; none where all of several are."""
         if self.best is None:
             return ()
@@ -114,10 +69,10 @@ class Line:
         return f"block{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown))}"
 
     @property
-    def last(self) -> Point:
+    def last(self) -> Entry:
         return self.points[-1]
 
-    def at(self, layer: int) -> Point | None:
+    def at(self, layer: int) -> Entry | None:
         return next((point for point in self.points if point.layer == layer), None)
 
 
@@ -161,7 +116,7 @@ class Panel:
     @property
     def record(self) -> Record:
         """One of those behind the values, which share images, settings and what was asked."""
-        return self.lines[0].points[0].entry.records[0]
+        return self.lines[0].points[0].records[0]
 
     @property
     def is_ranked(self) -> bool:
@@ -185,9 +140,14 @@ class Panel:
         return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
 
     @cached_property
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> tuple[Entry, ...]:
         """Those of all lines."""
         return tuple(point for line in self.lines for point in line.points)
+
+    @property
+    def records(self) -> list[Record]:
+        """Those behind its values."""
+        return [record for point in self.points for record in point.records]
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -200,15 +160,19 @@ class Panel:
     @cached_property
     def baselines(self) -> tuple[tuple[str, float], ...]:
         """Answers that look at no image, in words with their score, and that score."""
-        found = baselines([record for point in self.points for record in point.entry.records])
-        return tuple((f"{answer} {v[0]:.1f}", v[0]) for answer, v in found.items())
+        return said_baselines(self.records)
 
-    def unbeaten(self, point: Point | None) -> str:
+    @property
+    def newest(self) -> str:
+        """When its latest record was made."""
+        return max(record.created for record in self.records)
+
+    def unbeaten(self, point: Entry | None) -> str:
         """The answers without a look at the images that a score does not beat, in words."""
         found = [name for name, score in self.baselines if point and point.value <= score]
         return f"not above {' and '.join(found)}" if found else ""
 
-    def shown(self, checkpoint: Checkpoint) -> Point | None:
+    def shown(self, checkpoint: Checkpoint) -> Entry | None:
         """The best point of a checkpoint, or where more is not better that of its last block."""
         line = self.line(checkpoint)
         return (line.best or line.last) if line else None
@@ -225,7 +189,6 @@ def panels_of(records: Sequence[Record], checkpoints: Sequence[Checkpoint]) -> t
     """Group records by everything that must be the same for numbers to be compared."""
     groups = comparable_groups(records)
     firsts = [group[0] for group in groups]
-    numbers = {id(record): number for number, record in enumerate(records)}
     same = (*PANEL_FIELDS, "split")
     panels = []
     for number, group in enumerate(groups):
@@ -233,11 +196,9 @@ def panels_of(records: Sequence[Record], checkpoints: Sequence[Checkpoint]) -> t
         # Panels of the same names.
         rivals = [r for r in firsts if all(getattr(r, n) == getattr(first, n) for n in same)]
         differing = differing_settings(first, rivals)
-        cells: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
-        for record in group:
-            cells[record.encoder_id, record.layer][numbers[id(record)]] = record
-        points: dict[str, list[Point]] = defaultdict(list)
-        for (encoder, _), point in sorted(points_of(cells).items(), key=lambda one: one[0]):
+        entries = mean_entries(sorted(group, key=lambda one: one.seed), _encoder_and_block)
+        points: dict[str, list[Entry]] = defaultdict(list)
+        for (encoder, _), point in sorted(entries.items(), key=lambda one: one[0]):
             points[encoder].append(point)
         # What the protocol's name leaves out, and what sets it apart from the rivals.
         changed = first.named_protocol.removeprefix(first.protocol) + said_training(first)
@@ -258,6 +219,10 @@ def panels_of(records: Sequence[Record], checkpoints: Sequence[Checkpoint]) -> t
     return tuple(panels)
 
 
+def _encoder_and_block(record: Record) -> tuple[str, int]:
+    return record.encoder_id, record.layer
+
+
 def _facts(record: Record, differing: Sequence[str]) -> dict[str, str]:
     """What `Panel.title` and `Panel.difference` say, one by one."""
     facts = {name: str(getattr(record, name)) for name in ("metric", "facet", "protocol")}
@@ -269,32 +234,19 @@ def _facts(record: Record, differing: Sequence[str]) -> dict[str, str]:
     return facts | {name: value for name, _, value in parts}
 
 
-def best_of(points: Iterable[Point]) -> Point | None:
-    """The highest point; None when none has a value or more is not better."""
-    finite = [p for p in points if not math.isnan(p.value) and p.entry.records[0].is_ranked]
-    return max(finite, key=lambda point: point.value, default=None)
-
-
-def points_of(cells: Mapping[K, Mapping[int, Record]]) -> dict[K, Point]:
-    """Of cells that stand side by side the means of their records, which come by their numbers."""
-    numbers = {at: sorted(those, key=lambda n: those[n].seed) for at, those in cells.items()}
-    entries = with_seeds_said(
-        {at: mean_entry([those[n] for n in numbers[at]]) for at, those in cells.items()}
-    )
-    return {
-        at: Point(entry.records[0].layer, tuple(numbers[at]), entry)
-        for at, entry in entries.items()
-    }
-
-
-def spot_of(point: Point, x: int | float, where: str) -> Spot:
+def spot_of(point: Entry, x: int | float, where: str) -> Spot:
     """A score in a drawing, a cross where most images have an arbitrary box."""
     doubtful = (point.arbitrary or 0.0) >= _DOUBTFUL_PERCENT
-    hint = f"{where}: {point.text}"
-    return Spot(x, point.value, point.entry.low, point.entry.high, hint, doubtful)
+    hint = f"{where}: {point.text()}"
+    return Spot(x, point.value, point.low, point.high, hint, doubtful)
 
 
-def said_reasons(points: Iterable[Point]) -> str:
+def said_baselines(records: Sequence[Record]) -> tuple[tuple[str, float], ...]:
+    """Answers that look at no image, in words with their score, and that score."""
+    return tuple((f"{answer} {v[0]:.1f}", v[0]) for answer, v in baselines(records).items())
+
+
+def said_reasons(points: Iterable[Entry]) -> str:
     """Why some of them have no value, such as "–: no class has two images"; empty if all have."""
     found = dict.fromkeys(point.reason for point in points if point.reason)
     return f"{NO_VALUE}: {'; '.join(found)}" if found else ""
@@ -334,21 +286,18 @@ def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
         size = -len(panel.lines), -len(panel.layers), len(panel.record.changed)
         return *size, panel.facet in INNER_FACETS, panel.facet, panel.protocol
 
-    def newest(panel: Panel) -> str:
-        return max(record.created for point in panel.points for record in point.entry.records)
-
     chosen = []
     for those in by_task(panels).values():
         # Boxes and masks of one task have metrics of their own.
         for rivals in by_place(those).values():
             metric, shown = headline_metric(rivals), set[int]()
-            newest_first = sorted(rivals, key=newest, reverse=True)
-            best_first = sorted((p for p in newest_first if p.metric == metric), key=weight)
-            kinds = [(panel.facet, panel.protocol) for panel in best_first]
-            best_first.sort(
-                key=lambda panel, kinds=kinds: (panel.facet, panel.protocol) != kinds[0]
-            )
-            for panel in best_first:
+            newest_first = sorted(rivals, key=lambda p: p.newest, reverse=True)
+            of_metric = [panel for panel in newest_first if panel.metric == metric]
+            best = min(of_metric, key=weight)
+            kind = (best.facet, best.protocol)
+            for panel in sorted(
+                of_metric, key=lambda p, kind=kind: ((p.facet, p.protocol) != kind, weight(p))
+            ):
                 there = {line.checkpoint.number for line in panel.lines}
                 if not there <= shown:
                     chosen.append(panel)

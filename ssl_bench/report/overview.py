@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.comparing import MOST_PAIRED, side_of
-from ssl_bench.report.drawing import Question, RankChart, draw_ranks
+from ssl_bench.report.drawing import Curve, RankChart, draw_ranks
 from ssl_bench.report.model import (
     Line,
     Panel,
@@ -200,10 +200,7 @@ class Profile:
 
 
 def profiles_of(
-    store: ResultStore,
-    records: Sequence[Record],
-    panels: Sequence[Panel],
-    checkpoints: Sequence[Checkpoint],
+    store: ResultStore, panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
 ) -> tuple[Profile, ...]:
     """One a checkpoint with scores; of a few its blocks are told apart by pairs of images."""
     chosen, paired = headline_panels(panels), len(checkpoints) <= MOST_PAIRED
@@ -218,15 +215,15 @@ def profiles_of(
                 own.setdefault((panel.task, panel.where), (panel, line))
         answers, questions, has_unranked = [], [], False
         for (task, where), (panel, line) in own.items():
-            told = told_apart(store, records, panel, line, paired=paired)
+            told = told_apart(store, panel, line, paired=paired)
             protocol = f", {panel.protocol}," if len(protocols[task, where]) > 1 else ""
             answers.append(f"{task}{protocol} on {panel.dataset}: {answer(panel, line, told)}")
             if sum(not math.isnan(point.value) for point in line.points) < FEWEST_RANKED:
                 continue
             style = checkpoint.style if panel.is_ranked else _UNRANKED
-            about = (panel.metric, panel.dataset)
-            spots = (spot_of(one, one.layer, f"block {one.layer}") for one in line.points)
-            questions.append(Question(task, about, style, tuple(spots)))
+            spots = [spot_of(one, one.layer, f"block {one.layer}") for one in line.points]
+            about = f"{panel.metric}\n{panel.dataset}"
+            questions.append(Curve(task, style, checkpoint.number, spots, about))
             has_unranked |= not panel.is_ranked
         chart = draw_ranks(questions) if questions else None
         answers += dict.fromkeys(_left_out(panel.record) for panel, _ in own.values())
@@ -246,9 +243,7 @@ def _left_out(record: Record) -> str:
     return f"left out of {record.dataset}, as they cannot be read: {', '.join(names)}{more}"
 
 
-def told_apart(
-    store: ResultStore, records: Sequence[Record], panel: Panel, line: Line, *, paired: bool
-) -> set[int] | None:
+def told_apart(store: ResultStore, panel: Panel, line: Line, *, paired: bool) -> set[int] | None:
     """Blocks that are lower than the best one: by pairs of images, or else by their intervals.
 
     Of several seeds the lowest is paired. None where there are neither.
@@ -256,7 +251,7 @@ def told_apart(
     best = line.best
     if best is None:
         return None
-    side = side_of(store, records, panel, line.checkpoint) if paired else None
+    side = side_of(store, panel, line.checkpoint) if paired else None
     if side is not None and best.layer in side.scored.blocks:
         blocks = side.scored.blocks
         return {
@@ -264,8 +259,8 @@ def told_apart(
             for layer, estimate in blocks.items()
             if difference("", blocks[best.layer], estimate, ((), ())).is_clear
         }
-    low = best.entry.low
-    ends = {point.layer: point.entry.high for point in line.points}
+    low = best.low
+    ends = {point.layer: point.high for point in line.points}
     if low is None or any(high is None for high in ends.values()):
         return None
     return {layer for layer, high in ends.items() if high is not None and high < low}
@@ -323,7 +318,7 @@ def answer(panel: Panel, line: Line, told: set[int] | None) -> str:
             text += f"{it} on {number} images"
     unbeaten = panel.unbeaten(best)
     text += f"; that is {unbeaten}" if unbeaten else ""
-    arbitrary = [point.layer for point in known if (point.entry.arbitrary or 0) > _MOST_ARBITRARY]
+    arbitrary = [point.layer for point in known if (point.arbitrary or 0) > _MOST_ARBITRARY]
     return text + (
         f"; rounding, not the image, decides most answers at {_blocks(arbitrary)} (degenerate)"
         if arbitrary

@@ -95,7 +95,7 @@ class Report:
 
     @cached_property
     def profiles(self) -> Mapping[Checkpoint, Profile]:
-        found = profiles_of(self.store, self.records, self.plain, self.checkpoints)
+        found = profiles_of(self.store, self.plain, self.checkpoints)
         return {profile.checkpoint: profile for profile in found}
 
     def picture_paths(self) -> list[str]:
@@ -130,7 +130,7 @@ def build_report(
         checkpoints=checkpoints,
         panels=panels,
         pairs=tuple(pairs_of(checkpoints, asked_pairs)),
-        followed=followed_panels(panels, records),
+        followed=followed_panels(panels),
         corrupted=corrupted_scores(records),
         galleries=told_apart(galleries),
         pictures=pictures,
@@ -143,7 +143,7 @@ def index_page(report: Report) -> Page:
     shown = [
         point for p, _ in board["columns"] for c in report.checkpoints if (point := p.shown(c))
     ]
-    views = {panel.number: _panel_view(panel, report.records) for panel in panels}
+    views = {panel.number: _panel_view(panel) for panel in panels}
     ranked = by_task([panel for panel in panels if panel.is_ranked])
     return {
         "num_records": len(report.records),
@@ -183,7 +183,7 @@ def index_page(report: Report) -> Page:
     }
 
 
-def _panel_view(panel: Panel, records: Sequence[Record]) -> dict[str, Any]:
+def _panel_view(panel: Panel) -> dict[str, Any]:
     """Draw a panel with the published values of its dataset that its axes hold."""
     curves = [
         Curve(
@@ -200,7 +200,7 @@ def _panel_view(panel: Panel, records: Sequence[Record]) -> dict[str, Any]:
     ]
     # By the table of a paper that they are of, and what differs there.
     published: dict[tuple[str, str], list[PublishedValue]] = defaultdict(list)
-    for beside in published_beside(records[panel.points[0].records[0]]):
+    for beside in published_beside(panel.record):
         published[beside.source, beside.differs].append(beside)
     levels = [
         (f"published: {value.row}, {value.column}, {value.value:.1f}", value.value)
@@ -247,15 +247,19 @@ def _filters(panels: Sequence[Panel]) -> list[tuple[str, list[str]]]:
 
 def checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
     """Everything about one checkpoint: its scores, pictures, single images and settings."""
-    store, records = report.store, report.records
+    store = report.store
     lines = [(p, line) for p in report.panels if (line := p.line(checkpoint)) is not None]
     points = [point for _, line in lines for point in line.points]
     galleries = report.galleries[checkpoint.encoder_id]
-    outcomes = [(panel, outcomes_of(store, records, panel, line)) for panel, line in lines]
-    outcomes = [(panel, found) for panel, found in outcomes if found]
-    extremes = [extremes_of(store, records, panel, line) for panel, line in lines]
-    extremes = [_shown(found, galleries) for found in extremes if found]
-    classes = _class_tables(lines, records)
+    outcomes = [
+        (panel, found) for panel, line in lines if (found := outcomes_of(store, panel, line))
+    ]
+    extremes = [
+        _shown(found, galleries)
+        for panel, line in lines
+        if (found := extremes_of(store, panel, line))
+    ]
+    classes = _class_tables(lines)
     ranked = {panel.task for panel, _ in lines if panel.is_ranked}
     several = any(len(point.records) > 1 for point in points)
     return {
@@ -274,7 +278,7 @@ def checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         "outcomes": outcomes,
         "extremes": extremes,
         "classes": classes,
-        "runs": _runs([one for one in records if one.encoder_id == checkpoint.encoder_id]),
+        "runs": _runs([one for one in report.records if one.encoder_id == checkpoint.encoder_id]),
     }
 
 
@@ -304,9 +308,7 @@ def _shown(extremes: Extremes, galleries: Sequence[Gallery]) -> dict[str, Any]:
     }
 
 
-def _class_tables(
-    lines: Sequence[tuple[Panel, Line]], records: Sequence[Record]
-) -> list[dict[str, Any]]:
+def _class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, Any]]:
     """One table a dataset, protocol and facet: the first mean IoU of them, which is held out.
 
     Classes that are absent at every block are counted only.
@@ -317,7 +319,7 @@ def _class_tables(
         found = {
             point: iou
             for point in line.points
-            if isinstance(iou := records[point.records[0]].details.get("iou_by_class"), dict)
+            if isinstance(iou := point.records[0].details.get("iou_by_class"), dict)
         }
         if where in tables or not panel.metric.startswith("miou") or not found:
             continue

@@ -69,6 +69,8 @@ def write_report(report: Report, folder: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    numbers = {id(record): str(number) for number, record in enumerate(report.records)}
+    environment.filters["numbers"] = lambda some: " ".join(numbers[id(one)] for one in some)
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     site = {"source": real(report.store.root).name, "version": __version__, "written": written}
     with replacing(folder) as new:
@@ -88,7 +90,7 @@ def write_report(report: Report, folder: Path) -> None:
         write("records.js", as_script(report.store, report.records))
         for checkpoint in show_progress(report.checkpoints, "checkpoints"):
             render(checkpoint.page, "checkpoint.html", checkpoint_page(report, checkpoint))
-        compared = scored_by_panel(report.store, report.records, report.panels, report.pairs)
+        compared = scored_by_panel(report.store, report.panels, report.pairs)
         for pair in report.pairs:
             render(pair.page, "pair.html", pair_page(report, pair, compared.get(pair, [])))
         if report.followed:

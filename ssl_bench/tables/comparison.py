@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
 from ssl_bench.results.contributions import Scored, stored_curve
 from ssl_bench.tables.epochs import by_run, epoch_of, require_one_encoder_an_epoch
 from ssl_bench.tables.notes import trusted_note
-from ssl_bench.tables.series import differences, said_training, settings_text
+from ssl_bench.tables.series import comparable_groups, differences, title
 from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]
@@ -156,17 +155,11 @@ class Comparison:
                 f"{_blocks(first)} of {one} and {_blocks(second)} of {other}"
             )
         return Sheet(
-            title=(
-                f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
-                f"{record.facet}, protocol {record.named_protocol}"
-                f"{said_training(record)}, seed {record.seed}{self.differing}"
-            ),
+            title=f"{title(record)}, seed {record.seed}{self.differing}",
             head=("block", *self.names, "first - second [95 %]"),
             rows=tuple(
                 (
-                    Cell(row.name),
-                    Cell(row.first_text),
-                    Cell(row.second_text),
+                    *map(Cell, (row.name, row.first_text, row.second_text)),
                     Cell(row.text, row.is_clear),
                 )
                 for row in self.rows
@@ -313,12 +306,11 @@ def _differing(one: Record, other: Record) -> Iterator[str]:
 
 def _paired_groups(records: Sequence[Record]) -> list[list[Record]]:
     """Records whose images may be paired, whatever the block and the model."""
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        where = (record.task, record.dataset, record.split, record.dataset_fingerprint)
-        how = (record.metric, record.facet, record.protocol, record.seed, settings_text(record))
-        groups[repr((where, how))].append(record)
-    return [group for _, group in sorted(groups.items())]
+    seeds = sorted({record.seed for record in records})
+    groups = [
+        [r for r in group if r.seed == n] for group in comparable_groups(records) for n in seeds
+    ]
+    return list(filter(None, groups))
 
 
 @dataclass(frozen=True)

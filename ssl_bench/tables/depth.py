@@ -8,7 +8,7 @@ from typing import Any
 
 from ssl_bench.results import Record
 from ssl_bench.system.naming import in_order
-from ssl_bench.tables.entry import Entry, mean_entry, with_seeds_said
+from ssl_bench.tables.entry import Entry, mean_entries
 from ssl_bench.tables.notes import dagger_note, footnote
 from ssl_bench.tables.series import comparable_groups, differences, model_names, series_json, title
 from ssl_bench.tables.sheets import Cell, Sheet
@@ -41,14 +41,12 @@ class DepthTable:
         rows: str = "block",
     ) -> "DepthTable":
         """Means over seeds of records, each at the row and column that `place` gives it."""
-        cells: dict[tuple[Row, str], list[Record]] = defaultdict(list)
-        for record in records:
-            cells[place(record)].append(record)
+        entries = mean_entries(records, place)
         return cls(
             title=heading,
-            models=tuple(sorted({model for _, model in cells}, key=in_order)),
-            layers=tuple(sorted({row for row, _ in cells})),
-            entries=with_seeds_said({cell: mean_entry(seeds) for cell, seeds in cells.items()}),
+            models=tuple(sorted({model for _, model in entries}, key=in_order)),
+            layers=tuple(sorted({row for row, _ in entries})),
+            entries=entries,
             footnote=footnote(records),
             rows=rows,
         )

@@ -1,7 +1,8 @@
 """One cell of a table: the mean over seeds, its interval, and the records behind it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ K = TypeVar("K")
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """One cell: the mean over seeds with its 95 % interval, in the unit of its records.
 
@@ -36,6 +37,29 @@ class Entry:
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(sorted({record.seed for record in self.records}))
+
+    @property
+    def layer(self) -> int:
+        """Its block, where it is of one."""
+        return self.records[0].layer
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The value and what is behind it, which may stand below it."""
+        return tuple(filter(None, self.text().partition(" ")[::2]))
+
+    @property
+    def reason(self) -> str:
+        """Why there is no value, as the record says it; else empty."""
+        reasons = (record.details.get("reason") for record in self.records)
+        return next((str(one) for one in reasons if one), "") if math.isnan(self.value) else ""
+
+    @property
+    def sort_key(self) -> str:
+        """As JavaScript reads numbers; empty where there is no value."""
+        if math.isnan(self.value):
+            return ""
+        return "Infinity" if self.value == math.inf else str(self.value)
 
     def text(self) -> str:
         """The value as a table shows it, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]"."""
@@ -148,3 +172,11 @@ def with_seeds_said(entries: Mapping[K, Entry]) -> dict[K, Entry]:
     """What stands side by side; each says its number of seeds where it is not the same for all."""
     uneven = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, says_seeds=uneven) for at, entry in entries.items()}
+
+
+def mean_entries(records: Iterable[Record], place: Callable[[Record], K]) -> dict[K, Entry]:
+    """Means over seeds that stand side by side, of the records that have the same place."""
+    cells: dict[K, list[Record]] = defaultdict(list)
+    for record in records:
+        cells[place(record)].append(record)
+    return with_seeds_said({at: mean_entry(seeds) for at, seeds in cells.items()})

@@ -23,12 +23,7 @@ def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
         for run, those in by_run(group).items():
             require_one_encoder_an_epoch(run, those)
     tables = [
-        DepthTable.of(
-            those,
-            f"{title(those[0])}{differing}, {run}",
-            lambda record: (epoch_of(record), f"block {record.layer}"),
-            "epoch",
-        )
+        epoch_table(those, f"{title(those[0])}{differing}, {run}")
         for group, differing in zip(groups, differences(groups), strict=True)
         for run, those in followed_runs(group).items()
     ]
@@ -38,6 +33,13 @@ def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
             "or train.keep_every=25, and probe RUN, RUN@100 and so on"
         )
     return tables
+
+
+def epoch_table(records: Sequence[Record], heading: str) -> DepthTable:
+    """Of one run, whose records are among those of `followed_runs`."""
+    return DepthTable.of(
+        records, heading, lambda record: (epoch_of(record), f"block {record.layer}"), "epoch"
+    )
 
 
 def followed_runs(records: Sequence[Record]) -> dict[str, list[Record]]:

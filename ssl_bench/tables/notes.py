@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from ssl_bench.data.files.fingerprints import kind_of
 from ssl_bench.results import Baseline, Record
@@ -77,38 +77,38 @@ def baseline_note(records: Sequence[Record]) -> str:
 
 
 def footnote(records: Sequence[Record]) -> str:
-    """All that stands below the numbers of one metric on one set of images, in one line."""
-    note = "; ".join(filter(None, [*metric_notes(records), baseline_note(records)]))
+    """All that stands below the numbers of one metric on one set of images, in one line.
+
+    Without what the name of the protocol above them says.
+    """
+    notes = [*metric_notes(records), baseline_note(records)]
     # One of a mean over seeds is that of the seeds that have one.
     known = {record.layer for record in records if record.ci95}
     lacking: dict[str, set[int]] = defaultdict(set)
+    reasons: dict[str, set[int]] = defaultdict(set)
     for record in records:
+        if undefined := record.details.get("undefined"):
+            reasons[printable(str(undefined))].add(record.layer)
         why = record.details.get("no_interval", "these images do not tell" if known else "")
         if why and record.layer not in known and "undefined" not in record.details:
             lacking[printable(str(why))].add(record.layer)
     for why, layers in lacking.items():
-        note += "; " if note else ""
         of = f" of block {', '.join(map(str, sorted(layers)))}" if known else ""
-        note += f"no interval{of}: {why}"
-    reasons: dict[str, set[int]] = defaultdict(set)
-    for record in records:
-        if why := record.details.get("undefined"):
-            reasons[printable(str(why))].add(record.layer)
+        notes.append(f"no interval{of}: {why}")
     for why, layers in reasons.items():
-        note += "; " if note else ""
-        note += f"no number of block {', '.join(map(str, sorted(layers)))}: {why}"
+        notes.append(f"no number of block {', '.join(map(str, sorted(layers)))}: {why}")
     limited = [r.details["rank_limit"] for r in records if r.details.get("limited_by_images")]
     if limited:
-        note += "; " if note else ""
-        note += f"at most {max(limited)}, as there are so few images: more allow more"
-    return f"{note}; {provenance(records)}" if note else provenance(records)
+        notes.append(f"at most {max(limited)}, as there are so few images: more allow more")
+    return "; ".join(filter(None, [*notes, provenance(records, records[0].changed)]))
 
 
-def sizes_note(records: Iterable[Record]) -> str:
+def sizes_note(records: Iterable[Record], said: Container[str] = ()) -> str:
     """At which size encoders saw the images, where records say it; of several sizes whose."""
     found: dict[str, set[str]] = defaultdict(set)
     for record in records:
-        sizes = {n: record.settings.get(n) for n in ("image_size", "longer_side", "squash")}
+        sizes = {"image_size": record.settings.get("image_size")}
+        sizes |= {n: record.settings.get(n) for n in ("longer_side", "squash") if n not in said}
         if "image_size" in record.settings and sizes["image_size"] is None:
             own = record.architecture.get("image_size")
             sizes["image_size"] = record.details.get("image_size", own)
@@ -119,8 +119,13 @@ def sizes_note(records: Iterable[Record]) -> str:
     return "".join(f"{words} ({', '.join(sorted(of))})" for words, of in found.items() if words)
 
 
-def provenance(records: Sequence[Record]) -> str:
-    """Images, seeds, versions and machines behind some records, in one line."""
+def provenance(records: Sequence[Record], said: Container[str] = ()) -> str:
+    """Images, seeds, versions and machines behind some records, in one line.
+
+    Args:
+        records: One at least.
+        said: Names of sizes that stand above them already.
+    """
 
     def distinct(values: Sequence[object]) -> str:
         return ", ".join(sorted({str(value) for value in values}))
@@ -131,7 +136,7 @@ def provenance(records: Sequence[Record]) -> str:
     names = ", ".join(dict.fromkeys(printable(name) for one in counts for name in one["first"]))
     unreadable = f", without {distinct(left_out)} that cannot be read: {names}" if left_out else ""
     return (
-        f"{distinct([r.num_images for r in records])} images{sizes_note(records)}{unreadable}"
+        f"{distinct([r.num_images for r in records])} images{sizes_note(records, said)}{unreadable}"
         f"{trusted_note(records)}"
         f"{corruption_note(records)}; "
         f"seeds {distinct([r.seed for r in records])}; "

@@ -1,6 +1,5 @@
 """Scores of corrupted images block by block: which block survives noise."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.results import CORRUPTED, Baseline, Record
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.entry import Entry, mean_entry, with_seeds_said
+from ssl_bench.tables.entry import Entry, mean_entries
 from ssl_bench.tables.notes import footnote
 from ssl_bench.tables.series import comparable_groups, differences, model_names, series_json, title
 from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
@@ -135,14 +134,11 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
                 if one.encoder_id == encoder
                 and (one.corrupted is None or one.corrupted.name == corruption)
             ]
-            cells: dict[tuple[int, int], list[Record]] = defaultdict(list)
-            for one in those:
-                cells[one.layer, one.corrupted.severity if one.corrupted else CLEAN].append(one)
             tables.append(
                 SeverityTable(
                     title=f"{heading}, {corruption}, {names[encoder]}",
                     model=names[encoder],
-                    entries=with_seeds_said({at: mean_entry(some) for at, some in cells.items()}),
+                    entries=mean_entries(those, _place),
                     footnote=footnote(those),
                 )
             )
@@ -152,6 +148,10 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
             "example, see docs/probes.md"
         )
     return tables
+
+
+def _place(record: Record) -> tuple[int, int]:
+    return record.layer, record.corrupted.severity if record.corrupted else CLEAN
 
 
 def _as_clean(record: Record) -> Record:

@@ -39,7 +39,7 @@ ALONE = kept("alone", 300.0, 0, 90.0)
 
 
 def followed(records):
-    return followed_panels(panels_of(records, checkpoints_of(records)), records)
+    return followed_panels(panels_of(records, checkpoints_of(records)))
 
 
 def test_a_run_is_followed_block_by_block_and_one_epoch_is_no_course():
@@ -50,16 +50,13 @@ def test_a_run_is_followed_block_by_block_and_one_epoch_is_no_course():
     (one,) = followed(records)
 
     (course,) = one.courses
-    assert (course.run, course.epochs, course.layers) == ("skip", (100.0, 300.0), (0, 11))
-    shown = {cell: (point.text, point.records) for cell, point in course.points.items()}
-    assert shown == {
-        (100.0, 0): ("20.0 ± 5.0", (1,)),
-        (300.0, 0): ("15.0 ± 5.0", (2,)),
-        (100.0, 11): ("30.0 ± 5.0", (3,)),
-        (300.0, 11): ("55.0 ± 5.0", (4,)),
+    assert course.name == "skip"
+    assert {at: (entry.text(), entry.records) for at, entry in course.table.entries.items()} == {
+        (100.0, "block 0"): ("20.0 ± 5.0", (COURSE[0],)),
+        (300.0, "block 0"): ("15.0 ± 5.0", (COURSE[1],)),
+        (100.0, "block 11"): ("30.0 ± 5.0", (COURSE[2],)),
+        (300.0, "block 11"): ("55.0 ± 5.0", (COURSE[3],)),
     }
-    assert course.best(0) == course.at(100.0, 0)
-    assert course.best(11) == course.at(300.0, 11)
 
 
 def test_seeds_are_averaged_and_other_settings_stand_apart():
@@ -68,9 +65,10 @@ def test_seeds_are_averaged_and_other_settings_stand_apart():
 
     one, other = followed(records)
 
-    assert one.courses[0].points[100.0, 0].text == "30.0 ± 5.0 (2 seeds)"
-    assert one.courses[0].points[100.0, 0].records == (0, 4)
-    assert [point.records for point in other.courses[0].points.values()] == [(6,), (5,)]
+    averaged = one.courses[0].table.entries[100.0, "block 0"]
+    assert averaged.text() == "30.0 ± 5.0 (2 seeds)"
+    assert averaged.records == (records[0], records[4])
+    assert [len(entry.records) for entry in other.courses[0].table.entries.values()] == [1, 1]
 
 
 def test_epochs_lie_where_they_are_on_axes_that_all_runs_share():
@@ -206,5 +204,5 @@ def test_of_many_runs_the_highest_are_drawn_in_the_order_of_their_names():
     (one,) = followed(records)
 
     assert len(one.courses) == MOST_DRAWN + 1
-    runs = [course.run for course, _ in one.drawn()]
-    assert runs == [course.run for course in one.courses if course.run != f"run{low:02}"]
+    runs = [course.name for course, _ in one.drawn()]
+    assert runs == [course.name for course in one.courses if course.name != f"run{low:02}"]

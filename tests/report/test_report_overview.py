@@ -102,7 +102,7 @@ def test_no_checkpoint_is_without_its_number_for_having_been_seen_otherwise(tmp_
 
     chosen = headline_panels(panels(*records))
     checkpoints = checkpoints_of(records)
-    profiles = profiles_of(ResultStore(tmp_path), records, chosen, checkpoints)
+    profiles = profiles_of(ResultStore(tmp_path), chosen, checkpoints)
 
     assert [[line.checkpoint.model for line in panel.lines] for panel in chosen] == [
         ["dinov2", "skip"],

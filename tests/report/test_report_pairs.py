@@ -63,10 +63,10 @@ def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_setting
     (checkpoint,) = checkpoints_of(records)
     (panel,) = panels_of(records, (checkpoint,))
 
-    found = outcomes_of(ResultStore(tmp_path), records, panel, panel.lines[0])
+    found = outcomes_of(ResultStore(tmp_path), panel, panel.lines[0])
 
     (kinds,) = found.values()
-    assert kinds == {"hits": ("a",), "misses": ("b",), "degenerate": ("c",)}
+    assert kinds == {"hits": ["a"], "misses": ["b"], "degenerate": ["c"]}
 
 
 def test_every_image_that_tokencut_scored_is_a_hit_a_miss_or_degenerate(place):
@@ -76,7 +76,7 @@ def test_every_image_that_tokencut_scored_is_a_hit_a_miss_or_degenerate(place):
     records = store.records()
     (panel,) = [p for p in panels_of(records, checkpoints_of(records)) if p.metric == "corloc"]
 
-    (kinds,) = outcomes_of(store, records, panel, panel.lines[0]).values()
+    (kinds,) = outcomes_of(store, panel, panel.lines[0]).values()
 
     (record,) = [r for r in records if r.metric == "corloc"]
     assert sum(map(len, kinds.values())) == record.num_images
@@ -95,7 +95,7 @@ def test_the_worst_and_best_images_are_named_where_ids_were_kept(tmp_path, ids):
     checkpoints = checkpoints_of(records)
     (panel,) = panels_of(records, checkpoints)
 
-    found = extremes_of(store, records, panel, panel.lines[0])
+    found = extremes_of(store, panel, panel.lines[0])
 
     assert found is not None
     names = ids or [f"image {i} of 4" for i in (1, 2, 3, 4)]
@@ -114,7 +114,7 @@ def test_images_are_listed_from_the_worst_from_the_best_and_from_the_largest_los
     checkpoints = checkpoints_of(records)
     (panel,) = panels_of(records, checkpoints)
 
-    found = extremes_of(store, records, panel, panel.lines[0])
+    found = extremes_of(store, panel, panel.lines[0])
     compared = compared_pair(store, records)
 
     assert found is not None
@@ -143,7 +143,7 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
     assert [[getattr(one, f) for f in fields] for one in found] == [
         [getattr(row, f) for f in fields] for row in table.rows
     ]
-    blocks = [tuple(records[i].layer for i in (*r.first, *r.second)) for r in compared.rows]
+    blocks = [tuple(one.layer for one in (*r.first, *r.second)) for r in compared.rows]
     assert blocks == [(0, 0), (1, 1), (2, 2)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.drawing import Question, Spot, draw_ranks, places
+from ssl_bench.report.drawing import Curve, Spot, draw_ranks, places
 from ssl_bench.report.model import panels_of
 from ssl_bench.report.overview import profiles_of
 from ssl_bench.results import Baseline, ResultStore
@@ -42,9 +42,7 @@ def test_a_band_is_the_places_that_the_intervals_allow():
 
 def test_rows_lie_below_each_other_over_the_same_blocks():
     first, second = known(1, 3, 2), known(3, 2, math.nan)
-    chart = draw_ranks(
-        [Question("a", (), "c0", tuple(first)), Question("b", (), "c0", tuple(second))]
-    )
+    chart = draw_ranks([Curve("a", "c0", 0, first), Curve("b", "c0", 0, second)])
     one, other = chart.rows
     assert one.bottom < other.top < other.bottom < chart.height
     assert [mark.x for mark in one.marks][:2] == [mark.x for mark in other.marks]
@@ -67,7 +65,7 @@ def test_a_profile_has_a_row_a_headline_and_says_where_more_is_not_better(tmp_pa
     checkpoints = checkpoints_of(records)
 
     panels, store = panels_of(records, checkpoints), ResultStore(tmp_path)
-    profile, other = profiles_of(store, records, panels, checkpoints)
+    profile, other = profiles_of(store, panels, checkpoints)
 
     assert other.chart is None
     assert profile.chart is not None

@@ -131,7 +131,7 @@ def compared_pair(store: ResultStore, records: list[Record]) -> PanelPair:
     """The only two checkpoints in the only panel."""
     one, other = checkpoints_of(records)
     (panel,) = panels_of(records, (one, other))
-    first, second = (side_of(store, records, panel, checkpoint) for checkpoint in (one, other))
+    first, second = (side_of(store, panel, checkpoint) for checkpoint in (one, other))
     assert first is not None
     assert second is not None
     compared = panel_pair(panel, first, second)

@@ -49,22 +49,6 @@ def printed(capsys, store: ResultStore, *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_blocks_are_compared_at_the_epochs_that_both_have(store):
-    (found,) = epoch_comparisons(store, store.records(), RUNS)
-
-    differences = {
-        (epoch, row.name): (row.first, row.second, round(row.value, 9))
-        for epoch, comparison in found.by_epoch.items()
-        for row in comparison.rows
-    }
-    assert differences == {
-        (100.0, "0"): (20, 20, 0),
-        (100.0, "11"): (40, 10, 30),
-        (300.0, "0"): (30, 50, -20),
-        (300.0, "11"): (50, 100, -50),
-    }
-
-
 @pytest.mark.parametrize("epoch", [100, 300])
 def test_an_epoch_is_compared_as_its_two_encoders_are(store, epoch):
     records = store.records()
