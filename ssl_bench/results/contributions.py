@@ -118,10 +118,12 @@ class ImageCurve:
 
     Attributes:
         per_image: By block.
+        is_ranked: Whether more is better, see `Record.is_ranked`.
     """
 
     metric: str
     per_image: Mapping[int, PerImage]
+    is_ranked: bool = True
 
     def value(self, per_image: PerImage) -> float:
         """The metric, of some of the images."""
@@ -160,12 +162,14 @@ class Scored:
 
     Attributes:
         blocks: By layer.
-        best: The layer with the largest value.
+        is_ranked: Whether more is better; else no block is best, and none is chosen.
+        best: The layer with the largest value; where more is not better the last one.
         held_out: Of every image as the block sees it that other images choose.
         layers_held_out: The blocks that were chosen.
     """
 
     blocks: Mapping[int, Estimate]
+    is_ranked: bool
     best: int
     held_out: Estimate
     layers_held_out: tuple[int, ...]
@@ -173,10 +177,14 @@ class Scored:
     @classmethod
     def of(cls, curve: ImageCurve) -> "Scored":
         """Of at least one block, all of the same images."""
-        mixed, layers = curve.held_out()
         blocks = {layer: curve.estimate(some) for layer, some in curve.per_image.items()}
+        if not curve.is_ranked:
+            last = max(blocks)
+            return cls(blocks, False, last, blocks[last], (last,))
+        mixed, layers = curve.held_out()
         return cls(
             blocks=blocks,
+            is_ranked=True,
             best=curve.best_layer(),
             # A block that all folds choose is that block, and no different from itself.
             held_out=blocks[layers[0]] if len(set(layers)) == 1 else curve.estimate(mixed),
@@ -197,4 +205,6 @@ def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
         # Without a meaning, as top-5 of two classes, there is nothing that they add up to.
         elif per_image is not None and not math.isnan(record.value):
             store.damaged.append(store.per_image_path(record))
-    return ImageCurve(records[0].metric if records else "", kept)
+    if not records:
+        return ImageCurve("", {})
+    return ImageCurve(records[0].metric, kept, records[0].is_ranked)

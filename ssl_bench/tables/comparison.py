@@ -89,9 +89,11 @@ def block_by_block(first: Scored, second: Scored) -> list[Difference]:
 def best_blocks(first: Scored, second: Scored) -> list[Difference]:
     """The best blocks, chosen on the scored images, and the held-out choice.
 
-    The best block on the scored images flatters both sides; the held-out one is what somebody
+    None where more is not better. The best block on the scored images flatters both sides; the held-out one is what somebody
     gets who must choose a block before seeing the image.
     """
+    if not first.is_ranked:
+        return []
     one, other = first.best, second.best
     best = (first.blocks[one], second.blocks[other], ((one,), (other,)))
     chosen = (_named(first.layers_held_out), _named(second.layers_held_out))
@@ -111,12 +113,17 @@ def between_checkpoints(first: Scored, second: Scored) -> list[Difference]:
 
 
 def between_blocks(scored: Scored) -> list[Difference]:
-    """Every block, and the held-out choice, minus the best block on the scored images."""
+    """Every block, and the held-out choice, minus the best block on the scored images.
+
+    Where more is not better, minus the last block, and nothing is chosen.
+    """
     best, blocks = scored.blocks[scored.best], sorted(scored.blocks)
     rows = [
         difference(str(layer), scored.blocks[layer], best, ((layer,), (scored.best,)))
         for layer in blocks
     ]
+    if not scored.is_ranked:
+        return rows
     name = f"held-out choice ({_named(scored.layers_held_out)})"
     layers = (tuple(blocks), (scored.best,))
     return [*rows, difference(name, scored.held_out, best, layers)]
@@ -147,6 +154,8 @@ class Comparison:
             f"paired over {record.num_images} images{trusted_note([record])}; no correction "
             "for the number of rows"
         ]
+        if not record.is_ranked:
+            notes.append("more of it is not better: no block is best")
         first, second = self.rows[-1].layers
         if len(self.encoders) > 1 and set(first) != set(second):
             one, other = self.names
@@ -236,14 +245,19 @@ def comparisons(
             f"{'both checkpoints' if len(asked) > 1 else 'the checkpoint'} on the same images "
             f"with the same settings and training images{f' ({why})' if why else ''}"
         )
-    heads = (names[0], names[1]) if len(names) == 2 else (names[0], "best block")
     of = tuple(by_id[one] for one in asked)
     apart = differences([[record] for record, _ in found])
     tables = [
-        Comparison(record, tuple(rows), heads, of, differing)
+        Comparison(record, tuple(rows), (names[0], _beside(record, names)), of, differing)
         for (record, rows), differing in zip(found, apart, strict=True)
     ]
     return tables, reasons
+
+
+def _beside(record: Record, names: Sequence[str]) -> str:
+    if len(names) == 2:
+        return names[1]
+    return "best block" if record.is_ranked else "last block"
 
 
 def _rows_of(

@@ -107,12 +107,13 @@ def sizes_note(records: Iterable[Record], said: Container[str] = ()) -> str:
     """At which size encoders saw the images, where records say it; of several sizes whose."""
     found: dict[str, set[str]] = defaultdict(set)
     for record in records:
-        sizes = {"image_size": record.settings.get("image_size")}
-        sizes |= {n: record.settings.get(n) for n in ("longer_side", "squash") if n not in said}
-        if "image_size" in record.settings and sizes["image_size"] is None:
-            own = record.architecture.get("image_size")
-            sizes["image_size"] = record.details.get("image_size", own)
-        words = "".join(f", {name}={size}" for name, size in sizes.items() if size)
+        sizes = {name: record.settings.get(name) for name in ("longer_side", "squash")}
+        # Either of them stands in the place of the encoder's size.
+        if "image_size" in record.settings and not any(sizes.values()):
+            own = record.details.get("image_size", record.architecture.get("image_size"))
+            sizes["image_size"] = record.settings["image_size"] or own
+        shown = {name: size for name, size in sizes.items() if size and name not in said}
+        words = "".join(f", {name}={size}" for name, size in shown.items())
         found[words].add(f"{record.task} of {printable(record.model)}")
     if len(found) == 1:
         return next(iter(found))
