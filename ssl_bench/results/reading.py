@@ -20,7 +20,7 @@ from ssl_bench.results.record import (
     json_of,
 )
 from ssl_bench.system.escaping import is_file_name
-from ssl_bench.system.files import FilesWithin
+from ssl_bench.system.files import read_within
 from ssl_bench.system.naming import file_name
 
 OUTDATED = "of an earlier kind, which says too little of encoder and training images to count"
@@ -51,7 +51,7 @@ class RecordReader:
     """Reads the records of one folder of results, each part that many have in common held once."""
 
     def __init__(self, root: Path) -> None:
-        self._files = FilesWithin(root)
+        self._root, self._folders = root, set[Path]()
         # By field, because not all are checked alike, and text in Python, which tells 1 from 1.0
         # and true: the part, and its JSON.
         self._parts: dict[str, tuple[Any, str]] = {}
@@ -63,7 +63,7 @@ class RecordReader:
             OSError: it cannot be read.
             ValueError, TypeError, KeyError, OverflowError, RecursionError: as `record`.
         """
-        return self.record(self._files.read(path, MOST_BYTES), path)
+        return self.record(read_within(self._root, path, MOST_BYTES, known=self._folders), path)
 
     def record(self, content: bytes, path: Path) -> Record:
         """As `read`, of what lies at `path` or would, were it not packed.

@@ -101,15 +101,13 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors in host memory, with one wait for all of them; those that are there stay."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    found = [on_its_way(tensor) for tensor in tensors]
+    found = []
+    for tensor in tensors:
+        if tensor.is_cuda:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            found.append(host.copy_(tensor, non_blocking=True))
+        else:
+            found.append(tensor.cpu())
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return found
-
-
-def on_its_way(tensor: Tensor) -> Tensor:
-    """The tensor in host memory, after the next wait for its device: not to be read before."""
-    if not tensor.is_cuda:
-        return tensor.cpu()
-    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return target.copy_(tensor, non_blocking=True)

@@ -141,17 +141,15 @@ def in_file_names(name: str) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file may be called so: it names nothing but itself, here and on other systems."""
-    return name not in ("", ".", "..") and not re.search(r"[/\\\0]", name) and is_of_files(name)
+    """Whether a file may be called so: it names nothing but itself, here and on other systems.
 
-
-def is_of_files(text: str) -> bool:
-    """Whether names of files may hold this: bytes that are no text, but no half characters."""
+    Bytes that are no text may be in it, and no half characters.
+    """
     try:
-        os.fsencode(text)
+        os.fsencode(name)
     except UnicodeEncodeError:
         return False
-    return "\0" not in text
+    return name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
 
 
 def shell_words(words: Sequence[str]) -> str:

@@ -29,62 +29,44 @@ _LEAVE_TERMINAL = getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _NO_LINK_NO_WAIT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
-def open_within(root: Path, path: Path, most_bytes: int) -> BufferedReader:
+def open_within(
+    root: Path, path: Path, most_bytes: int, *, known: set[Path] | None = None
+) -> BufferedReader:
     """Open a plain file below a folder that may be somebody else's; no link leads out of it.
+
+    Args:
+        root: That folder.
+        path: Of the file.
+        most_bytes: Larger ones are refused.
+        known: Of many files, their folders that are no link nor below one: asked but once.
 
     Raises:
         OSError: it is a link or below one, a pipe or device, or larger; `strerror` says so.
     """
-    _require_no_link(root, path, path)
-    return os.fdopen(_descriptor_of(path, most_bytes), "rb")
-
-
-def read_within(root: Path, path: Path, most_bytes: int) -> bytes:
-    """The bytes of a file that `open_within` opens."""
-    return FilesWithin(root).read(path, most_bytes)
-
-
-class FilesWithin:
-    """Many files below a folder that may be somebody else's.
-
-    Whether a folder is a link, or below one, is asked before its first file alone.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._folders: set[Path] = set()
-
-    def read(self, path: Path, most_bytes: int) -> bytes:
-        """As `read_within`."""
-        if path.parent not in self._folders:
-            _require_no_link(self._root, path.parent, path)
-            self._folders.add(path.parent)
-        try:
-            return _content(_descriptor_of(path, most_bytes), most_bytes)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise _is_link(path, path) from error
-            raise
-
-
-def _content(descriptor: int, most_bytes: int) -> bytes:
-    """All bytes of a file that is open, which is closed; without an object of Python's for it."""
-    parts = []
+    # Of the file itself the system says it, where it can.
+    top = path.parent if hasattr(os, "O_NOFOLLOW") else path
+    if known is None or top not in known:
+        for place in (top, *top.parents):
+            if place == root:
+                break
+            if place.is_symlink():
+                raise _is_link(place, path)
+        if known is not None:
+            known.add(top)
     try:
-        while part := os.read(descriptor, most_bytes):
-            parts.append(part)
-    finally:
-        os.close(descriptor)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _require_no_link(root: Path, top: Path, path: Path) -> None:
-    """Refuse a path where it is a link from `top` upwards to below `root`."""
-    for place in (top, *top.parents):
-        if place == root:
-            break
-        if place.is_symlink():
-            raise _is_link(place, path)
+        descriptor = os.open(path, os.O_RDONLY | _NO_LINK_NO_WAIT)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _is_link(path, path) from error
+        raise
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes:
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISREG(status.st_mode):
+        larger = f"{status.st_size:,} bytes, more than {most_bytes:,}"
+        raise OSError(errno.EFBIG, larger, str(path))
+    raise OSError(errno.EINVAL, "a folder, pipe or device", str(path))
 
 
 def _is_link(place: Path, path: Path) -> OSError:
@@ -92,19 +74,12 @@ def _is_link(place: Path, path: Path) -> OSError:
     return OSError(errno.ELOOP, f"{what}, and links are not followed", str(path))
 
 
-def _descriptor_of(path: Path, most_bytes: int) -> int:
-    descriptor = os.open(path, os.O_RDONLY | _NO_LINK_NO_WAIT)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "a folder, pipe or device", str(path))
-        if status.st_size > most_bytes:
-            larger = f"{status.st_size:,} bytes, more than {most_bytes:,}"
-            raise OSError(errno.EFBIG, larger, str(path))
-        return descriptor
-    except OSError:
-        os.close(descriptor)
-        raise
+def read_within(
+    root: Path, path: Path, most_bytes: int, *, known: set[Path] | None = None
+) -> bytes:
+    """The bytes of a file that `open_within` opens."""
+    with open_within(root, path, most_bytes, known=known) as file:
+        return file.read()
 
 
 _UNFINISHED = re.compile(r"\.ssl-bench-[0-9a-f]{32}\.tmp")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.manifests import check_manifest, write_manifest
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
 from tests.support.faults import exit_code, fork, probing
@@ -53,23 +52,6 @@ def test_fault_33_commands_that_run_together_finish_the_same_table(place):
 
     assert [exit_code(child) for child in sweeps] == [0] * WRITERS
     assert_complete(Path("results"), 2)
-
-
-def test_a_list_of_digests_is_never_half_written(place):
-    manifest = place / "SUMS"
-
-    def write_for_ever() -> None:
-        while True:
-            write_manifest(place / "photos", manifest)
-
-    write_manifest(place / "photos", manifest)
-    for _ in range(5):
-        child = fork(write_for_ever)
-        time.sleep(0.02)
-        os.kill(child, signal.SIGKILL)
-        exit_code(child)
-        found = check_manifest(place / "photos", manifest)
-        assert not found.is_damage
 
 
 @pytest.mark.slow

@@ -5,12 +5,21 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.data import unpack
 from ssl_bench.system.files import write_text_atomically
 from ssl_bench.system.naming import encoder_folder, file_name, in_order, pictures_folder
-from tests.support.faults import encoder_file, mask, picture, probing, records, save_mask
+from tests.support.faults import (
+    encoded,
+    encoder_file,
+    mask,
+    paired_folders,
+    picture,
+    probing,
+    records,
+)
 
 LONG = {"244 bytes": "n" * 240, "255 bytes": "n" * 251, "characters of three bytes": "画" * 83}
 
@@ -71,12 +80,8 @@ def test_fault_64_images_with_the_longest_names_are_probed_and_drawn(place, task
 def test_fault_64_models_and_datasets_with_long_names_are_recorded(place, capsys):
     model, dataset = "m" * 244, "画" * 81
     run = encoder_file(place / model / "last.safetensors")
-    for split, numbers in (("train", range(3)), ("val", range(3, 5))):
-        for folder in ("images", "masks"):
-            (place / folder / split).mkdir(parents=True)
-        for number in numbers:
-            picture(number).save(place / f"images/{split}/{number}.jpg")
-            save_mask(place / f"masks/{split}/{number}.png", mask() // 8 % 2)
+    stored = encoded("PNG", Image.fromarray(mask() // 8 % 2))
+    paired_folders(place, {"train": "012", "val": "34"}, content=stored)
     words = probing("segmentation", "paired_folders", place, f"dataset.name='{dataset * 2}'")
     words[words.index("encoder.safetensors")] = str(run.parent)
 

@@ -1,20 +1,19 @@
 """COCO20k: the published list, boxes without crowds, an index that is made once."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from ssl_bench.data import published
-from ssl_bench.data.layouts import coco20k
+from ssl_bench.data.layouts import coco20k as layout
 from ssl_bench.data.layouts.coco20k import LIST, Coco20k, read_boxes
 from ssl_bench.data.samples import Dataset, Sample
 from ssl_bench.errors import DataError
 from ssl_bench.network import Published
+from tests.support.faults import coco20k
 
 # Image 7 has two objects and a crowd, image 9 a crowd only, image 12 nothing; 3 is not listed.
 ANNOTATIONS: list[dict[str, Any]] = [
@@ -35,23 +34,11 @@ def stem(number: int) -> str:
     return f"COCO_train2014_{number:012d}"
 
 
-def write_annotations(root: Path, numbers: list[int]) -> None:
-    path = root / "annotations/instances_train2014.json"
-    images = [{"id": number} for number in [*numbers, 3]]
-    path.write_text(json.dumps({"images": images, "annotations": ANNOTATIONS}))
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    root = tmp_path / "COCO"
-    for folder in ("annotations", "images/train2014"):
-        (root / folder).mkdir(parents=True)
-    for number in (12, 7, 9):
-        Image.new("RGB", (10, 8)).save(root / f"images/train2014/{stem(number)}.jpg")
-    write_annotations(root, [12, 7, 9])
-    names = [f"train2014/{stem(number)}.jpg" for number in (12, 7, 9)]
-    (root / "coco_20k_filenames_subset.txt").write_text("\n".join(names))
-    return root
+    images = [{"id": number} for number in (12, 7, 9, 3)]
+    coco20k(tmp_path / "COCO", (12, 7, 9), {"images": images, "annotations": ANNOTATIONS})
+    return tmp_path / "COCO"
 
 
 @pytest.fixture
@@ -91,7 +78,7 @@ def test_the_annotations_are_parsed_once_and_again_when_they_change(root, tmp_pa
     path, cache = root / "annotations/instances_train2014.json", tmp_path / "cache"
     first = read_boxes(path, cache)
     with monkeypatch.context() as patched:
-        patched.setattr(coco20k, "parse_boxes", lambda _: pytest.fail("parsed again"))
+        patched.setattr(layout, "parse_boxes", lambda _: pytest.fail("parsed again"))
         again = read_boxes(path, cache)
     assert again.read(stem(7)).tolist() == first.read(stem(7)).tolist()
     assert again.missing([stem(12), stem(13)]) == [stem(13)]
@@ -129,7 +116,7 @@ def test_a_complete_list_must_be_the_published_one(root, dataset, monkeypatch):
     with pytest.raises(DataError, match=f"has md5 [0-9a-f]{{32}}, published was {LIST.digest}"):
         dataset.discovery()
     own = Published(LIST.url, hashlib.md5(path.read_bytes()).hexdigest(), "md5")
-    monkeypatch.setattr(coco20k, "LIST", own)
+    monkeypatch.setattr(layout, "LIST", own)
     assert dataset.discovery().name == "coco20k"
 
 
@@ -151,7 +138,7 @@ def test_a_list_that_is_nowhere_is_fetched_once_and_kept(root, dataset, server, 
     content = (root / "coco_20k_filenames_subset.txt").read_bytes()
     (root / "coco_20k_filenames_subset.txt").unlink()
     published = server.publish(content, "md5")
-    monkeypatch.setattr(coco20k, "LIST", published)
+    monkeypatch.setattr(layout, "LIST", published)
 
     first, again = dataset.images(), dataset.images()
 

@@ -70,16 +70,12 @@ def test_roles_are_found_by_looking_at_the_datasets():
             "discovery",
             "ade20k has no boxes; datasets for discovery: coco20k, folder, toy",
         ),
-        (ClassFolders(), "discovery", "class_folders has no boxes"),
         (Coco20k(), "val", "coco20k has no masks; datasets for segmentation: ade20k"),
         (ImageFolder(), "train", "folder has no masks; datasets for segmentation: ade20k"),
-        (ImageFolder(), "val", "folder has no masks"),
         (
             ImageMaskFolders(name="ecssd", train_split="all", val_split="all", one_object=True),
             *("train", "ecssd has no masks; datasets for segmentation"),
         ),
-        (Spair71k(), "discovery", "spair71k has no boxes"),
-        (ToyObjects(), "discovery", "toy_objects has no boxes"),
     ],
 )
 def test_a_role_that_a_dataset_lacks_is_refused_with_those_that_have_it(dataset, role, said):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pretrain.checkpoints import PREVIOUS, STATE, load_state, save_state
+from pretrain.checkpoints import load_state, save_state
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models import build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.system.files import read_digests, sha256_of
@@ -96,24 +96,3 @@ def test_a_kill_between_the_renames_of_a_state_loses_nothing(tmp_path, monkeypat
         save_state(tmp_path, {"step": 3, "learner": {}})
 
     assert load_state(tmp_path, CPU)[0]["step"] == 3
-
-
-def test_the_state_before_is_known_by_its_own_line(tmp_path):
-    for step in (1, 2):
-        save_state(tmp_path, {"step": step, "learner": {}})
-    (tmp_path / STATE).write_bytes(b"cut")
-
-    state, path = load_state(tmp_path, CPU)
-
-    assert (state["step"], path.name) == (1, PREVIOUS)
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff", b"1\n"])
-def test_states_without_a_sha256_are_taken_by_their_checksums(tmp_path, content, capsys):
-    save_state(tmp_path, {"step": 1, "learner": {}})
-    (tmp_path / f"{STATE}.sha256").write_bytes(content)
-
-    state, path = load_state(tmp_path, CPU)
-
-    assert (state["step"], path.name) == (1, STATE)
-    assert "is taken by its checksums" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 Or of their sizes and times, where these are to be trusted, and says so.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -25,14 +24,15 @@ from ssl_bench.data.samples import ImageSet
 from tests.support.faults import (
     VAL,
     class_folders,
+    coco20k,
     fails,
     mask,
+    paired_folders,
     photo_folder,
     picture,
     pretraining,
     probing,
     records,
-    save_mask,
     voc,
 )
 from tests.support.repainting import repaint, settle
@@ -44,14 +44,10 @@ BY_STAT = ReadOptions("stat")
 JSON = "annotations/instances_train2014.json"
 
 
-def coco20k(root: Path) -> Path:
-    for folder in ("annotations", "images/train2014"):
-        (root / folder).mkdir(parents=True)
-    picture(0).save(root / "images/train2014/COCO_train2014_000000000007.jpg")
-    (root / "coco_20k_filenames_subset.txt").write_text("COCO_train2014_000000000007.jpg")
+def coco_set(root: Path) -> Path:
     images = [{"id": 7, "note": "seen"}, {"id": 3}]
     boxes = [{"id": n, "image_id": n, "bbox": [n, 2, 5, 6], "iscrowd": 0} for n in (7, 3)]
-    (root / JSON).write_text(json.dumps({"images": images, "annotations": boxes}))
+    coco20k(root, [7], {"images": images, "annotations": boxes})
     return root
 
 
@@ -67,11 +63,7 @@ def tiny_imagenet(root: Path) -> Path:
 
 def named_folders(root: Path) -> Path:
     """One photograph and its mask for training, one for validation."""
-    for number, split in enumerate(("train", "val")):
-        for folder in ("images", "masks"):
-            (root / folder / split).mkdir(parents=True)
-        picture(number).save(root / f"images/{split}/000000000001.jpg")
-        save_mask(root / f"masks/{split}/000000000001.png", mask())
+    paired_folders(root, {"train": "1", "val": "1"})
     (root / "classes.txt").write_text("sky\nsea\na\nb\nc\nd\ne\nf\ng")
     return root
 
@@ -97,16 +89,16 @@ CASES: dict[str, tuple[Callable[[Path], Path], Opener, Callable[[Path], None]]] 
         at(f"{YEAR}/Annotations/v1.xml", b"<xmin>9<", b"<xmin>8<"),
     ),
     "COCO image": (
-        *(coco20k, lambda r: Coco20k(r).discovery()),
+        *(coco_set, lambda r: Coco20k(r).discovery()),
         at("images/train2014/COCO_train2014_000000000007.jpg"),
     ),
     "COCO boxes": (
-        *(coco20k, lambda r: Coco20k(r).discovery()),
+        *(coco_set, lambda r: Coco20k(r).discovery()),
         at(JSON, b"[7, 2, 5, 6]", b"[7, 2, 5, 4]"),
     ),
     "mask": (
         *(named_folders, lambda r: ImageMaskFolders(r).val()),
-        at("masks/val/000000000001.png"),
+        at("masks/val/1.png"),
     ),
     "names of classes": (
         *(named_folders, lambda r: ImageMaskFolders(r).val()),
@@ -184,7 +176,7 @@ def test_copies_and_touched_files_have_the_same_fingerprint(tmp_path, files_read
 
 
 def test_a_change_that_concerns_other_images_is_none(tmp_path):
-    root = coco20k(tmp_path / "COCO")
+    root = coco_set(tmp_path / "COCO")
     first = Coco20k(root).discovery().fingerprint()
 
     repaint(root / JSON, b"[3, 2, 5, 6]", b"[3, 2, 5, 4]")

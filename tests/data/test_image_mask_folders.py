@@ -21,16 +21,14 @@ MASK = [[0, 1, 1], [255, 0, 1]]
 NAMED: dict[str, Any] = {"class_names": ["road", "sky"]}
 
 
-def save(root: Path, name: str, pixels: Any = ((0, 0, 0), (0, 0, 0))) -> None:
+def save(root: Path, name: str, pixels: Any) -> None:
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.array(pixels, np.uint8)).save(path)
 
 
 def picture(root: Path, name: str) -> None:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (3, 2), (9, 8, 7)).save(path)
+    save(root, name, [[(9, 8, 7)] * 3] * 2)
 
 
 def mask_of(dataset: ImageMaskFolders) -> list[list[int]]:

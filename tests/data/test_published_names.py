@@ -12,8 +12,7 @@ from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.data.published import PUBLISHED, name_of_images
-from ssl_bench.data.sources import SOURCES
+from ssl_bench.data.published import name_of_images
 from tests.support.faults import voc
 
 IMAGES = {"train": ["a", "b", "c"], "val": ["d", "e"]}
@@ -81,11 +80,6 @@ def test_folders_of_other_counts_are_named_by_their_images(tmp_path, monkeypatch
     monkeypatch.setattr(published, "PUBLISHED", {name: counts})
     fresh = replace(dataset)
     assert fresh.val().name == fresh.images().name == name
-
-
-def test_what_data_list_prints_is_what_names_are_held_against():
-    assert all(SOURCES[name].counts == counts for name, counts in PUBLISHED.items())
-    assert PUBLISHED["voc2012"] == {"train": 1464, "val": 1449, "discovery": 11540}
 
 
 def test_real_photographs_in_published_layouts_go_by_their_number(photos):

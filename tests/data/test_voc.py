@@ -9,6 +9,7 @@ from PIL import Image
 from ssl_bench.data.layouts.voc import CLASS_NAMES, Voc
 from ssl_bench.data.samples import Dataset, Sample
 from ssl_bench.errors import DataError
+from tests.support.faults import save_mask
 
 # Rim, background, aeroplane and the last class, tvmonitor.
 MASK = [[255, 255, 0, 0], [255, 1, 0, 0], [1, 1, 20, 0], [1, 20, 20, 20]]
@@ -34,15 +35,6 @@ def mask_of(sample: Sample) -> np.ndarray:
     return sample.mask
 
 
-def write_mask(path: Path, indices: list[list[int]], *, palette: bool = True) -> None:
-    image = Image.fromarray(np.array(indices, np.uint8))
-    if palette:
-        # Colours that have nothing to do with the indices.
-        image.putpalette([value for index in range(256) for value in (255 - index, 3, 9)])
-    path.parent.mkdir(exist_ok=True)
-    image.save(path)
-
-
 @pytest.fixture
 def devkit(tmp_path: Path) -> Path:
     """VOC2012 with images a (train), b (val) and c (aug only), 4 x 4 pixels."""
@@ -50,9 +42,10 @@ def devkit(tmp_path: Path) -> Path:
     objects = {"a": person(), "b": person(difficult=1) + person(truncated=1), "c": ""}
     for folder in ("JPEGImages", "Annotations", "ImageSets/Segmentation", "ImageSets/Main"):
         (voc / folder).mkdir(parents=True)
+    (voc / "SegmentationClass").mkdir()
     for name, xml in objects.items():
         Image.new("RGB", (4, 4)).save(voc / f"JPEGImages/{name}.jpg")
-        write_mask(voc / f"SegmentationClass/{name}.png", MASK)
+        save_mask(voc / f"SegmentationClass/{name}.png", np.array(MASK, np.uint8))
         (voc / f"Annotations/{name}.xml").write_text(f"<annotation>{xml}</annotation>")
     for name, ids in (("train", "a"), ("val", "b"), ("trainaug", "a\nc"), ("trainval", "a\nb\nc")):
         for lists in ("Segmentation", "Main"):
@@ -82,8 +75,9 @@ def test_difficult_and_truncated_boxes_count_unless_asked_otherwise(devkit):
 
 def test_trainaug_takes_the_other_masks_and_val_keeps_the_original_ones(devkit):
     voc = devkit / "VOCdevkit/VOC2012"
+    (voc / "SegmentationClassAug").mkdir()
     for name in "abc":
-        write_mask(voc / f"SegmentationClassAug/{name}.png", [[2] * 4] * 4, palette=False)
+        Image.new("L", (4, 4), 2).save(voc / f"SegmentationClassAug/{name}.png")
     dataset, half = (Voc(devkit, train_split=f"trainaug{share}") for share in ("", ":0-50%"))
 
     assert (dataset.train().ids, half.train().ids) == (("a", "c"), ("a",))

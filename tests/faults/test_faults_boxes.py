@@ -1,6 +1,5 @@
 """Row 82 of the catalogue of faults: boxes that are none, whatever file says them."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.coco20k import Coco20k
 from ssl_bench.data.layouts.voc import Voc
-from tests.support.faults import OBJECT, fails, picture, probing, records, voc
+from tests.support.faults import OBJECT, coco20k, fails, probing, records, voc
 from tests.support.spair import PAIRS, spair, write_annotation
 
 STEM = "COCO_train2014_000000000001"
@@ -28,16 +27,10 @@ def boxed(place: Path, *corners: object, more: str = "") -> Path:
 
 def coco(root: Path, text: str = "", **changed: object) -> Path:
     """One picture of 40 x 32 with one object, of which `text` is replaced in the JSON."""
-    folder = root / "images/train2014"
-    folder.mkdir(parents=True)
-    picture(0).save(folder / f"{STEM}.jpg")
     one = {"id": 7, "image_id": 1, "category_id": 1, "iscrowd": 0, "bbox": [8, 8, 16, 16]}
     image = {"id": 1, "width": changed.pop("width", 40), "height": 32}
-    (root / "annotations").mkdir()
-    told = json.dumps({"images": [image], "annotations": [one | changed]})
-    path = root / "annotations/instances_train2014.json"
-    path.write_text(told.replace('"BOX"', text))
-    (root / "coco_20k_filenames.txt").write_text(f"train2014/{STEM}.jpg\n")
+    path = coco20k(root, [1], {"images": [image], "annotations": [one | changed]})
+    path.write_text(path.read_text().replace('"BOX"', text))
     return path
 
 
@@ -45,12 +38,8 @@ def coco(root: Path, text: str = "", **changed: object) -> Path:
     "corners",
     [
         ("nan", 9, 24, 24),
-        (9, 9, "inf", 24),
-        ("-Infinity", 9, 24, 24),
         (9, 9, "2_4", 24),
         (9, 9, "٢٤", 24),
-        (9, "True", 24, 24),
-        (9, "0x9", 24, 24),
         ("", 9, 24, 24),
         (24, 9, 9, 24),
         (9, 24, 24, 9),
@@ -107,18 +96,12 @@ def test_fault_82_boxes_are_of_the_size_of_their_image(place, capsys, width, cod
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        *(
-            ("<width>40", f"<width>{width}")
-            for width in ("1e400", "40.7", "-40", "nan", "true", "")
-        ),
+        *(("<width>40", f"<width>{width}") for width in ("1e400", "40.7", "-40", "")),
         ("bndbox>", "box>"),
         ("</annotation>", ""),
         ("annotation>", "html>"),
         ("<annotation>", "<annotation xmlns='http://host/voc'>"),
-        *(
-            ("<bndbox>", f"<difficult>{value}</difficult><bndbox>")
-            for value in ("yes", "2", "true", "")
-        ),
+        *(("<bndbox>", f"<difficult>{value}</difficult><bndbox>") for value in ("yes", "2", "")),
     ],
 )
 def test_fault_82_other_xml_and_other_words_are_no_annotation(place, capsys, old, new):
@@ -138,14 +121,10 @@ def test_fault_82_other_xml_and_other_words_are_no_annotation(place, capsys, old
     ("text", "changed"),
     [
         ("[NaN, 8, 16, 16]", {"bbox": "BOX"}),
-        ("[8, 8, Infinity, 16]", {"bbox": "BOX"}),
-        ("[8, 8, 1e999, 16]", {"bbox": "BOX"}),
         ("[8, 8, 1e300, 16]", {"bbox": "BOX"}),
         ("", {"bbox": ["8", "8", "16", "16"]}),
         ("", {"bbox": [8, 8, True, 16]}),
-        ("", {"bbox": [8, 8, None, 16]}),
         ("", {"bbox": [8, 8, 16]}),
-        ("", {"bbox": [8, 8, 16, 16, 16]}),
         ("", {"bbox": {"x": 8, "y": 8, "w": 16, "h": 16}}),
         ("", {"bbox": [8, 8, -4, 16]}),
         ("", {"bbox": [8, 8, 16, -4]}),
@@ -155,7 +134,6 @@ def test_fault_82_other_xml_and_other_words_are_no_annotation(place, capsys, old
         ("", {"iscrowd": "0"}),
         ("", {"iscrowd": False}),
         ("", {"iscrowd": 2}),
-        ("", {"iscrowd": None}),
         ("", {"image_id": 1.6}),
         ("", {"image_id": "1"}),
         ("", {"image_id": True}),
@@ -214,13 +192,7 @@ def test_fault_82_a_list_of_other_names_is_no_list_of_coco(place, capsys):
     [
         *(
             ({"trg_bndbox": box}, "trg_bndbox: expected 4 numbers")
-            for box in (
-                [5, 8, "30", 58],
-                [5, 8, True, 58],
-                [5, 8, 1e300, 58],
-                [9, 9],
-                None,
-            )
+            for box in ([5, 8, "30", 58], [9, 9], None)
         ),
         ({"trg_bndbox": [30, 8, 5, 58]}, "begins at x = 30 and ends at 5"),
         ({"trg_bndbox": [5, 8, 30, 8]}, "begins at y = 8 and ends at 8"),

@@ -18,12 +18,11 @@ from ssl_bench.errors import DataError
 from tests.support.faults import (
     class_folders,
     fails,
-    mask,
+    paired_folders,
     picture,
     pretraining,
     probing,
     records,
-    save_mask,
     supervised,
     voc,
 )
@@ -72,11 +71,8 @@ def test_fault_83_what_was_written_is_known_wherever_it_lies(place):
 
 
 def test_fault_83_every_layout_passes_over_what_was_written(place):
-    classes, parts = class_folders(place / "classes"), place / "parts"
-    for kind in ("images", "masks"):
-        (parts / kind / "train/city").mkdir(parents=True)
-    picture(0).save(parts / "images/train/city/a.jpg")
-    save_mask(parts / "masks/train/city/a.png", mask())
+    classes = class_folders(place / "classes")
+    parts = paired_folders(place / "parts", {"train/city": "a"})
     photos = place / "photos"
     assert main(probing("pca", "folder", photos)) == 0
     for folder in (classes / "train/cat", parts / "masks/train", parts / "images/train/city"):

@@ -19,8 +19,6 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from pretrain.checkpoints import load_state
 from pretrain.objectives.dino import DinoLearner
 from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import MachineError
-from ssl_bench.network import Published, download
 from tests.support.faults import (
     encoder_file,
     exit_code,
@@ -34,25 +32,6 @@ from tests.support.faults import (
 )
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def test_fault_36_a_cut_or_changed_download_never_gets_its_name_and_goes_on(server, place):
-    content = bytes(range(256)) * 2048
-    published = server.publish(content)
-    server.cut_after = 100_000
-    with pytest.raises(MachineError) as cut:
-        download(published, place / "list.txt")
-    assert cut.value.exit_code == 5
-    assert "type the command again" in str(cut.value)
-    assert not (place / "list.txt").exists()
-
-    assert download(published, place / "list.txt").read_bytes() == content
-    assert server.ranges == ["", "bytes=100000-"]
-
-    wrong = Published(published.url, "0" * 64)
-    with pytest.raises(MachineError, match="published was 000"):
-        download(wrong, place / "other.txt")
-    assert not (place / "other.txt").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import io
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from tests.support.faults import (
     encoded,
     fails,
     mask,
+    paired_folders,
     photo_folder,
-    picture,
     png_of,
     pretraining,
     probing,
@@ -286,27 +286,15 @@ def test_fault_80_photographs_with_a_small_copy_are_read(place, options):
     assert np.array_equal(read_image(path)[..., 0], GREY)
 
 
-def folders(
-    root: Path, pictures: str, masks: str, content: bytes, splits: Sequence[str] = ("train", "val")
-) -> Path:
-    """Two images for each split, and this file as the mask of each."""
-    for split in splits:
-        for number in range(2):
-            image, other = root / pictures / split / f"{number}.jpg", root / masks / split
-            image.parent.mkdir(parents=True, exist_ok=True)
-            other.mkdir(parents=True, exist_ok=True)
-            picture(number).save(image)
-            (other / f"{number}.png").write_bytes(content)
-    return root
-
-
 def masks_of_every_layout(root: Path, content: bytes) -> list[Any]:
     """Datasets of which every mask is this file."""
     for path in voc(root / "voc").glob("SegmentationClass/*"):
         path.write_bytes(content)
-    own = folders(root / "own", "images", "masks", content)
-    ade = folders(root / "ade", "images", "annotations", content, ("training", "validation"))
-    coco = folders(root / "coco", "images", "stuffthingmaps", content, ("train2017", "val2017"))
+    own = paired_folders(root / "own", {"train": "0", "val": "1"}, content=content)
+    names = {"training": "0", "validation": "1"}
+    ade = paired_folders(root / "ade", names, masks="annotations", content=content)
+    names = {"train2017": "0", "val2017": "1"}
+    coco = paired_folders(root / "coco", names, masks="stuffthingmaps", content=content)
     named: dict[str, Any] = {"class_names": ["one", "two", "three"]}
     return [
         Voc(root / "voc"),
@@ -408,7 +396,7 @@ def test_fault_81_masks_with_zero_for_white_are_refused(place):
 
 def test_fault_81_masks_of_0_and_255_say_which_is_meant(place, capsys):
     binary = Image.fromarray(np.where(mask() == 8, 255, 0).astype(np.uint8))
-    folders(place, "images", "masks", encoded("PNG", binary))
+    paired_folders(place, {"train": "01", "val": "01"}, content=encoded("PNG", binary))
     for task in ("segmentation", "retrieval"):
         words = probing(task, "paired_folders", place, "dataset.class_names=[bg,thing]")
         words += ["--layer", "0", "--out", task]

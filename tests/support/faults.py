@@ -1,6 +1,7 @@
 """Small places in which the real commands meet real faults."""
 
 import io
+import json
 import os
 import resource
 import signal
@@ -8,9 +9,11 @@ import struct
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
 import numpy as np
@@ -91,6 +94,39 @@ def voc(root: Path) -> Path:
         (base / f"ImageSets/Segmentation/{name}.txt").write_text("\n".join(ids))
     (base / "ImageSets/Main/trainval.txt").write_text("\n".join((*TRAIN, *VAL)))
     return base
+
+
+def paired_folders(
+    root: Path,
+    names: Mapping[str, Iterable[str]],
+    *,
+    images: str = "images",
+    masks: str = "masks",
+    content: bytes | None = None,
+) -> Path:
+    """Pictures of these names in each split, no two alike, with this file as their masks."""
+    content = content or encoded("PNG", Image.fromarray(mask()))
+    numbers = count()
+    for split, ids in names.items():
+        for folder in (images, masks):
+            (root / folder / split).mkdir(parents=True)
+        for image_id in ids:
+            picture(next(numbers)).save(root / images / split / f"{image_id}.jpg")
+            (root / masks / split / f"{image_id}.png").write_bytes(content)
+    return root
+
+
+def coco20k(root: Path, numbers: Sequence[int], told: Mapping[str, Any]) -> Path:
+    """COCO20k with a picture for each number, and annotations that tell this; their file."""
+    folder, path = root / "images/train2014", root / "annotations/instances_train2014.json"
+    for parent in (folder, path.parent):
+        parent.mkdir(parents=True)
+    names = [f"COCO_train2014_{number:012d}.jpg" for number in numbers]
+    for name in names:
+        picture(0).save(folder / name)
+    (root / "coco_20k_filenames_subset.txt").write_text("".join(f"train2014/{n}\n" for n in names))
+    path.write_text(json.dumps(told))
+    return path
 
 
 def data_of_every_role(root: Path) -> dict[str, Path]:

@@ -81,6 +81,7 @@ class Masks:
     of_voc: bool = False
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
+        """Classes of one mask; errors are those of `read_indices` and `LabelMap.apply`."""
         path = self.files.path(image_id)
         return self.labels.apply(read_indices(path, of_voc=self.of_voc), path)
 

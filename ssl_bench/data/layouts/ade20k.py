@@ -27,8 +27,7 @@ class Ade20k(PairedFolders):
 
     Attributes:
         root: ADEChallengeData2016 or the folder that holds it.
-        train_split: Folder below images/ and annotations/, or a share of it.
-        val_split: Folder below images/ and annotations/, or a share of it.
+        train_split: Folder below images/ and annotations/, or a share of it, as `val_split`.
     """
 
     name = "ade20k"

@@ -33,8 +33,7 @@ class CocoStuff(PairedFolders):
 
     Attributes:
         root: The folder with images/ (or train2017/ itself) and stuffthingmaps/ or annotations/.
-        train_split: Folder of images and of masks, or a share of it.
-        val_split: Folder of images and of masks, or a share of it.
+        train_split: Folder of images and of masks, or a share of it, as `val_split`.
         classes: 171, or 27 for the groups of COCO's hierarchy.
     """
 

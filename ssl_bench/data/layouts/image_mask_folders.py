@@ -1,6 +1,6 @@
 """Images and masks in folders, whatever these are called: Cityscapes, CamVid, your own."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -43,11 +43,7 @@ class TwoClassMasks(Masks):
     """Masks of two classes where nobody said whether 255 is the second or does not count."""
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """Classes of one mask.
-
-        Raises:
-            DataError: as that of `Masks`, and for a mask of 0 and 255 alone.
-        """
+        """As that of `Masks`, which also refuses a mask of 0 and 255 alone."""
         classes = super().read(image_id)
         if set(np.unique(classes)) == {0, IGNORED}:
             raise DataError(
@@ -65,11 +61,7 @@ class ColourMasks(Masks):
     colours: Sequence[Colour] = ()
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """Classes of one mask.
-
-        Raises:
-            DataError: a colour that has no class.
-        """
+        """As that of `Masks`, which also refuses a colour that has no class."""
         path = self.files.path(image_id)
         packed = _packed(read_mask_colours(path))
         known = _packed(np.array([self.colours], np.uint8))[0]
@@ -155,11 +147,7 @@ class ImageMaskFolders(PairedFolders):
             )
 
     def train(self) -> FileImageSet:
-        """Images with masks to fit to.
-
-        Raises:
-            DataError: both splits are the same one, or files are missing.
-        """
+        """As that of `PairedFolders`, which also refuses two splits that are the same one."""
         if "segmentation" not in self.supports:
             raise lacking(self.name, "segmentation")
         return super().train()
@@ -174,22 +162,15 @@ class ImageMaskFolders(PairedFolders):
             found.masks.read(found.ids[0])
         return found
 
-    def _set(self, split: str, masks: Masks | None, class_names: tuple[str, ...]) -> FileImageSet:
+    def _listed(
+        self, split: str, images: Files, masks: Masks | None
+    ) -> tuple[Path, Collection[str]]:
         if self.lists is None:
-            return super()._set(split, masks, class_names)
-        share = Split.parse(split)
-        source = self._root() / self.lists.replace(_SPLIT, share.name)
+            return super()._listed(split, images, masks)
+        source = self._root() / self.lists.replace(_SPLIT, Split.parse(split).name)
         # A list may name an image by its file, with all that follows the common part.
         ending = PurePosixPath(self.image_suffix).stem
-        return FileImageSet(
-            name=self._images_name,
-            split=split,
-            source=source,
-            ids=share.cut([name.removesuffix(ending) for name in read_list(source)]),
-            images=self._images(split),
-            class_names=class_names,
-            masks=masks,
-        )
+        return source, [name.removesuffix(ending) for name in read_list(source)]
 
     def _counted(self) -> dict[str, Files]:
         root, folder = self._root(), self.image_folder
@@ -291,11 +272,6 @@ class ImageMaskFolders(PairedFolders):
     def _tree(self) -> str:
         names = dict.fromkeys(Split.parse(s).name for s in (self.train_split, self.val_split))
         splits = f"{{{','.join(names)}}}" if len(names) > 1 else next(iter(names))
-        images, masks = (
-            f"{folder.replace(_SPLIT, splits)}/*{suffix}"
-            for folder, suffix in (
-                (self.image_folder, self.image_suffix),
-                (self.mask_folder, self.mask_suffix),
-            )
-        )
-        return f"{images} and {masks}"
+        images = f"{self.image_folder}/*{self.image_suffix}"
+        masks = f"{self.mask_folder}/*{self.mask_suffix}"
+        return f"{images} and {masks}".replace(_SPLIT, splits)

@@ -1,6 +1,6 @@
 """Datasets with a folder of images and a folder of masks for each split."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,19 +32,11 @@ class PairedFolders(Layout):
         return self._segmentation(self.train_split)
 
     def val(self) -> FileImageSet:
-        """Images with masks to score with.
-
-        Raises:
-            DataError: as `train`.
-        """
+        """Images with masks to score with; errors are those of `train`."""
         return self._segmentation(self.val_split)
 
     def images(self) -> FileImageSet:
-        """The pictures of `train_split`.
-
-        Raises:
-            DataError: there is none.
-        """
+        """The pictures of `train_split`, of which there have to be some."""
         return self._set(self.train_split, None, ()).checked()
 
     def _segmentation(self, split: str) -> FileImageSet:
@@ -52,17 +44,24 @@ class PairedFolders(Layout):
 
     def _set(self, split: str, masks: Masks | None, class_names: tuple[str, ...]) -> FileImageSet:
         images = self._images(split)
-        # Of both: an image that got lost must not shrink the split in silence.
-        ids = {*images.ids(), *(masks.files.ids() if masks else ())}
+        source, ids = self._listed(split, images, masks)
         return FileImageSet(
             name=self._images_name,
             split=split,
-            source=images.folder,
+            source=source,
             ids=Split.parse(split).cut(ids),
             images=images,
             class_names=class_names,
             masks=masks,
         )
+
+    def _listed(
+        self, split: str, images: Files, masks: Masks | None
+    ) -> tuple[Path, Collection[str]]:
+        """Where the ids of a whole split come from, and they."""
+        del split
+        # Of both: an image that got lost must not shrink the split in silence.
+        return images.folder, {*images.ids(), *(masks.files.ids() if masks else ())}
 
     @cached_property
     def _images_name(self) -> str:
