@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import scipy.linalg
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Generator, Tensor, nn
 
 from ssl_bench.composition.fields import Within, require
@@ -512,16 +512,3 @@ def _drawn(model: Model, name: str, seed: int, options: dict[str, Any]) -> Model
                 f"got {type(block).__name__} of {type(model).__name__}: {error}"
             ) from error
     return model
-
-
-def effective_rank(tokens: Float[Tensor, "tokens dim"]) -> float:
-    """Exponential of the entropy of the centered tokens' normalised singular values.
-
-    0 where all tokens are the same.
-
-    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
-    """
-    values = torch.linalg.svdvals((tokens - tokens.mean(0)).double())
-    if not values.any():
-        return 0.0
-    return float(torch.special.entr(values / values.sum()).sum().exp())

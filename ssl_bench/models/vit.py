@@ -215,7 +215,7 @@ def _attention(config: ViTConfig) -> Any:
         return kind(config.dim, config.num_heads, qkv_bias=config.qkv_bias)
     basis = "qr" if config.attention == "osa_qr" else "newton_schulz"
     # Its matrix functions are its own; they are imported by name alone.
-    orthogonal = import_module("ssl_bench.models.orthogonal.attention")
+    orthogonal = import_module("ssl_bench.models.orthogonal")
     return orthogonal.OrthogonalAttention(config.dim, config.num_heads, basis)
 
 

@@ -6,12 +6,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import (
-    ConvNeXtConfig,
-    ViTConfig,
-    build_vit,
-)
-from ssl_bench.models.convolutional import build_convnext
+from ssl_bench.models import ConvNeXtConfig, ViTConfig, build_encoder, build_vit
 from ssl_bench.models.encoder import configured
 from ssl_bench.models.initialisers import (
     MimeticInit,
@@ -193,7 +188,7 @@ def test_one_part_of_mimetic_attention_is_that_of_both_and_all_else_is_default(p
 def test_the_mlps_of_a_convnext_get_what_equations_3_39_and_3_40_add_and_nothing_else_changes(init):
     config = ConvNeXtConfig(image_size=16, dim=400, depth=2, init=init)
     plain, mean, each = (
-        build_convnext(replace(config, **more), seed=0).state_dict()
+        build_encoder(replace(config, **more), seed=0).state_dict()
         for more in ({}, {"mlp_mean": -0.25}, {"mlp_input_std": 0.3})
     )
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ssl_bench.models.graying import gray_by_svd, raised
-from ssl_bench.models.orthogonal.attention import OrthogonalAttention, cholesky_basis
-from ssl_bench.models.orthogonal.exponential import (
+from ssl_bench.models.orthogonal import (
+    OrthogonalAttention,
+    cholesky_basis,
     most_doublings,
     phi,
     phi_without_waiting,
@@ -110,8 +111,8 @@ def test_attention_with_a_cholesky_basis_is_that_with_qr(count, alpha, monkeypat
     attention, x = OrthogonalAttention(12, 3, "qr", alpha), drawn(2, count, 12, seed=1)
     weights = drawn(2, count, 12, seed=2)
     expected = _values_and_gradients(attention.double(), x, weights)
-    monkeypatch.setattr("ssl_bench.models.orthogonal.attention.orthonormal_basis", cholesky_basis)
-    monkeypatch.setattr("ssl_bench.models.orthogonal.attention.phi", phi_without_waiting)
+    monkeypatch.setattr("ssl_bench.models.orthogonal.orthonormal_basis", cholesky_basis)
+    monkeypatch.setattr("ssl_bench.models.orthogonal.phi", phi_without_waiting)
     ours = _values_and_gradients(attention.float(), x.float(), weights.float())
     for one, other in zip(ours, expected, strict=True):
         scale = other.abs().max().clamp_min(1)
