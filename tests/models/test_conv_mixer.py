@@ -174,8 +174,6 @@ def test_the_yaml_files_are_conv_mixer_256_8(name, skip):
     assert isinstance(plan, Pretraining)
 
 
-# A step of one pixel halves a Gaussian of this squared width.
-HALVING = 1 / (2 * math.log(2))
 SIZES = [(3, 0.4), (5, 1.0), (7, 1.9)]
 
 
@@ -203,19 +201,6 @@ def restated_covariance(size, sigma):
                     moved = gaussian(around(row - i), around(col - j))
                     entries.append(0.5 * (mask * (moved - static) + static * moved))
     return torch.tensor(entries, dtype=torch.float64).view(size**2, size**2)
-
-
-def test_covariances_of_nine_pixels_counted_by_hand():
-    found = filter_covariance(3, HALVING)
-
-    middle, corner, next_corner, side = 4, 0, 2, 1
-    assert found[middle, middle].item() == pytest.approx((2 * 1 - 1) / 2)
-    assert found[corner, corner].item() == pytest.approx((2 / 4 - 1 / 16) / 2)
-    # A corner is one step of each kind from the middle.
-    assert found[corner, middle].item() == pytest.approx((5 / 4 * 1 / 4 - 1 / 4) / 2)
-    # Around the edge, the next corner is one step away as the side between them is.
-    assert found[corner, next_corner].item() == pytest.approx((2 / 4 * 1 / 2 - 1 / 16) / 2)
-    assert found[corner, side].item() == pytest.approx((3 / 4 * 1 / 2 - 1 / 8) / 2)
 
 
 @pytest.mark.parametrize(("size", "sigma"), SIZES)

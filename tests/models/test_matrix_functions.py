@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ssl_bench.models.graying import gray_by_svd, raised
 from ssl_bench.models.orthogonal import (
-    OrthogonalAttention,
     cholesky_basis,
     most_doublings,
     phi,
@@ -102,30 +101,6 @@ def test_a_cholesky_basis_spoils_no_image_but_that_which_is_not_finite():
     m[0, 3, 2] = math.nan
     assert torch.equal(cholesky_basis(m)[1], expected)
     assert cholesky_basis(m)[0].isnan().any()
-
-
-@pytest.mark.parametrize("count", [1, 5, 8, 30])
-@pytest.mark.parametrize("alpha", [0.1, 1.0])
-def test_attention_with_a_cholesky_basis_is_that_with_qr(count, alpha, monkeypatch):
-    torch.manual_seed(0)
-    attention, x = OrthogonalAttention(12, 3, "qr", alpha), drawn(2, count, 12, seed=1)
-    weights = drawn(2, count, 12, seed=2)
-    expected = _values_and_gradients(attention.double(), x, weights)
-    monkeypatch.setattr("ssl_bench.models.orthogonal.orthonormal_basis", cholesky_basis)
-    monkeypatch.setattr("ssl_bench.models.orthogonal.phi", phi_without_waiting)
-    ours = _values_and_gradients(attention.float(), x.float(), weights.float())
-    for one, other in zip(ours, expected, strict=True):
-        scale = other.abs().max().clamp_min(1)
-        torch.testing.assert_close(one.double() / scale, other / scale, rtol=0, atol=1e-5)
-
-
-def _values_and_gradients(
-    attention: OrthogonalAttention, start: Tensor, weights: Tensor
-) -> list[Tensor]:
-    x = start.clone().requires_grad_()
-    value = attention(x)
-    given = [x, *attention.parameters()]
-    return [value.detach(), *torch.autograd.grad((value * weights).sum(), given)]
 
 
 @pytest.mark.parametrize("shape", [(20, 12), (12, 20), (12, 12), (65, 40)])
