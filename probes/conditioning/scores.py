@@ -29,7 +29,6 @@ from probes.spectra import (
 )
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Interval, Jackknife
-from ssl_bench.models.initialisers import effective_rank as centred_effective_rank
 
 MATRIX = "attention_matrix"
 OUTPUTS = ("attention", "attention_skip", "mlp", "mlp_skip")
@@ -117,7 +116,8 @@ def spectra_scores(
         scores.append(_median(layer, facet, "condition_number", conditions, **shown))
         centred = {}
         if facet != MATRIX:
-            ranks = np.array([[centred_effective_rank(tokens)] for (tokens,) in matrices])
+            centred_values = (singular_values(tokens - tokens.mean(0)) for (tokens,) in matrices)
+            ranks = [float(effective_rank(one)) for one in centred_values]
             centred["centred_effective_rank"] = float(np.median(ranks))
         of_all = effective_rank(values).numpy()
         scores.append(_median(layer, facet, "effective_rank", of_all, **centred))

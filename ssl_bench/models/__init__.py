@@ -3,8 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ssl_bench.models.config import ConvMixerConfig, EncoderConfig, ViTConfig
-from ssl_bench.models.convnext_config import ConvNeXtConfig
+from ssl_bench.models.config import ConvMixerConfig, ConvNeXtConfig, EncoderConfig, ViTConfig
 from ssl_bench.models.convolutional import ConvMixer
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder, EncoderIdentity
 from ssl_bench.models.kinds import build_encoder, encoder_from_model
@@ -14,9 +13,8 @@ from ssl_bench.models.timm_config import TimmConfig
 from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
 if TYPE_CHECKING:
-    from ssl_bench.models.orthogonal.attention import OrthogonalAttention
-    from ssl_bench.models.state_space.config import StateSpaceConfig
-    from ssl_bench.models.state_space.model import StateSpaceModel
+    from ssl_bench.models.orthogonal import OrthogonalAttention
+    from ssl_bench.models.state_space.model import StateSpaceConfig, StateSpaceModel
 
 __all__ = [
     "IMAGENET_MEAN",
@@ -44,8 +42,8 @@ __all__ = [
 
 # What stands apart from encoders of images is imported when it is asked for.
 _APART = {
-    "OrthogonalAttention": "orthogonal.attention",
-    "StateSpaceConfig": "state_space.config",
+    "OrthogonalAttention": "orthogonal",
+    "StateSpaceConfig": "state_space.model",
     "StateSpaceModel": "state_space.model",
 }
 

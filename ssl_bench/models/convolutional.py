@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ssl_bench.models.config import ConvMixerConfig
-from ssl_bench.models.convnext_config import ConvNeXtConfig
+from ssl_bench.models.config import ConvMixerConfig, ConvNeXtConfig
 from ssl_bench.models.initialisers import draw_convolutions
 from ssl_bench.models.vit import EncoderModule, PatchEmbed
 
@@ -124,32 +123,22 @@ class ConvNeXt(_OneGrid):
 
 
 @torch.no_grad()
-def build_conv_mixer(config: ConvMixerConfig, *, seed: int) -> ConvMixer:
-    """A ConvMixer whose weights depend on `config` and `seed` alone; the global RNG is left alone.
+def build_convolutional(
+    config: ConvMixerConfig | ConvNeXtConfig, *, seed: int
+) -> ConvMixer | ConvNeXt:
+    """An encoder whose weights depend on `config` and `seed` alone; the global RNG is left alone.
 
-    Depthwise filters come last, so that all other weights are the same under any `init`.
+    Depthwise filters come after all other weights, so that these are the same under any `init`;
+    last comes what is added to a ConvNeXt's MLPs.
     """
     with torch.random.fork_rng(devices=[]):
-        model = ConvMixer(config)
-    _draw(model, torch.Generator().manual_seed(seed))
-    return model
-
-
-@torch.no_grad()
-def build_convnext(config: ConvNeXtConfig, *, seed: int) -> ConvNeXt:
-    """As `build_conv_mixer`, with one more linear layer a block."""
-    with torch.random.fork_rng(devices=[]):
-        model = ConvNeXt(config)
+        model = ConvMixer(config) if isinstance(config, ConvMixerConfig) else ConvNeXt(config)
     generator = torch.Generator().manual_seed(seed)
-    _draw(model, generator)
-    # Last, so that all else is as it is without.
-    for block in model.blocks:
-        first = block.fc1.weight  # hidden_dim dim
-        first += config.mlp_mean
-        first += config.mlp_input_std * torch.randn(1, config.dim, generator=generator)
-    return model
-
-
-def _draw(model: ConvMixer | ConvNeXt, generator: torch.Generator) -> None:
-    depthwise, config = [block.depthwise for block in model.blocks], model.config
+    depthwise = [block.depthwise for block in model.blocks]
     draw_convolutions(model, depthwise, config.init, config.init_options, generator)
+    if isinstance(config, ConvNeXtConfig):
+        for block in model.blocks:
+            first = block.fc1.weight  # hidden_dim dim
+            first += config.mlp_mean
+            first += config.mlp_input_std * torch.randn(1, config.dim, generator=generator)
+    return model

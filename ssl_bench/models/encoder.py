@@ -24,7 +24,7 @@ IMAGENET_COLOURS: Colours = (IMAGENET_MEAN, IMAGENET_STD)
 ASSUMED = "assumed, the file does not say"
 NORM_EPS = 1e-6
 # They decide how the weights came about, not what is done with them.
-_OF_TRAINING = frozenset(
+OF_TRAINING = frozenset(
     {
         *("init", "init_options", "truncated_tokens", "drop_path", "frozen_filters"),
         # Positions are weights: their scale is in them.
@@ -505,7 +505,7 @@ def configured(
     described = {
         name: value
         for name, value in config.to_dict().items()
-        if name not in _OF_TRAINING and (type(value) is int or value != plain[name])
+        if name not in OF_TRAINING and (type(value) is int or value != plain[name])
     }
     eps = {} if norm_eps == NORM_EPS else {"norm_eps": norm_eps}
     said = {"strides": strides} if strides else {}

@@ -221,47 +221,40 @@ class _Raised(torch.autograd.Function):
     """`raised` of tall matrices with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exponent: float) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, given: Tensor, exponent: float) -> Tensor:
+        ctx.save_for_backward(given)
         ctx.exponent = exponent
-        with without_autocast(x.device):
-            return _value(x.double(), exponent).to(x.dtype)
+        with without_autocast(given.device):
+            x = given.double()
+            gram, _, _ = _scaled(x)
+            identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)
+            power = constant * identity - slope * gram
+            for shift, weight in poles:
+                power += weight * _inverse(gram + shift * identity)
+            return (x @ power).to(given.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        with without_autocast(x.device):
-            return _adjoint(x.double(), gradients[0].double(), ctx.exponent).to(x.dtype), None
+        """Of x (x^T x + t)^-1 = x R it is g R - x R (x^T g + g^T x) R.
 
-
-def _value(x: Matrix, exponent: float) -> Matrix:
-    gram, _, _ = _scaled(x)
-    identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)
-    power = constant * identity - slope * gram
-    for shift, weight in poles:
-        power += weight * _inverse(gram + shift * identity)
-    return x @ power
-
-
-def _adjoint(x: Matrix, gradient: Matrix, exponent: float) -> Matrix:
-    """The gradient by x, given that by the result.
-
-    Of x (x^T x + t)^-1 = x R it is g R - x R (x^T g + g^T x) R; the largest eigenvalue moves along
-    its eigenvectors.
-    """
-    gram, largest, projector = _scaled(x)
-    identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)
-    unit = x / largest.sqrt()
-    cross = unit.mT @ gradient
-    cross = cross + cross.mT
-    power, bent = constant * identity - slope * gram, slope * cross
-    for shift, weight in poles:
-        inverse = _inverse(gram + shift * identity)
-        power += weight * inverse
-        bent += weight * (inverse @ cross @ inverse)
-    fixed = gradient @ power - unit @ bent
-    share = (gradient * (unit @ power)).sum(dim=(1, 2), keepdim=True)
-    return fixed + (1 - exponent) * share * (unit @ projector)
+        The largest eigenvalue moves along its eigenvectors.
+        """
+        (given,), exponent = ctx.saved_tensors, ctx.exponent
+        with without_autocast(given.device):
+            x, gradient = given.double(), gradients[0].double()
+            gram, largest, projector = _scaled(x)
+            identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)
+            unit = x / largest.sqrt()
+            cross = unit.mT @ gradient
+            cross = cross + cross.mT
+            power, bent = constant * identity - slope * gram, slope * cross
+            for shift, weight in poles:
+                inverse = _inverse(gram + shift * identity)
+                power += weight * inverse
+                bent += weight * (inverse @ cross @ inverse)
+            fixed = gradient @ power - unit @ bent
+            share = (gradient * (unit @ power)).sum(dim=(1, 2), keepdim=True)
+            return (fixed + (1 - exponent) * share * (unit @ projector)).to(given.dtype), None
 
 
 def _scaled(x: Matrix) -> tuple[Square, Float[Tensor, "batch 1 1"], Square]:

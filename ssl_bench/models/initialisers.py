@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import scipy.linalg
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Generator, Tensor, nn
 
 from ssl_bench.composition.fields import Within, require
@@ -398,21 +398,15 @@ def draw_convolutions(
         weight.copy_(filters[:, None])
 
 
-def centered_gaussian(size: int, sigma: float) -> Float64[Tensor, "{size} {size}"]:
-    """exp(-r^2 / (2 sigma)) at the distance r from the middle pixel: equation 3.5.
-
-    Its indices, from 1 on with a center of floor(size / 2), would put the peak one pixel before the
-    middle of an odd filter; counted from 0, as in its figure A.3, they put it there.
-    """
-    squares = (torch.arange(size, dtype=torch.float64) - size // 2) ** 2
-    return torch.exp(-(squares[:, None] + squares) / (2 * sigma))
-
-
 def filter_covariance(size: int, sigma: float) -> Covariance:
     """Covariance of the pixels of a filter, symmetric, but not yet positive semi-definite.
 
-    With z_p the Gaussian about the middle and c_pq the one about pixel p, both at pixel q, it is
-    ((z_p + z_q) c_pq - z_p z_q) / 2: equation 3.10, in the order of equation 3.1.
+    With z_p the Gaussian exp(-r^2 / (2 sigma)) about the middle and c_pq the one about pixel p,
+    both at pixel q, it is ((z_p + z_q) c_pq - z_p z_q) / 2: equation 3.10, in the order of 3.1.
+
+    The indices of equation 3.5, from 1 on with a center of floor(size / 2), would put the peak one
+    pixel before the middle of an odd filter; counted from 0, as in its figure A.3, they put it
+    there.
 
     The Gaussian of equation 3.6 is moved forward until its peak is at p, and what leaves one side
     comes back on the other, as the text and figure A.3 have it. Equation B.1 prints the
@@ -423,8 +417,9 @@ def filter_covariance(size: int, sigma: float) -> Covariance:
         size: Pixels along a side; odd.
         sigma: Squared width of the Gaussians, in pixels squared.
     """
-    still = centered_gaussian(size, sigma)
     middle = size // 2
+    squares = (torch.arange(size, dtype=torch.float64) - middle) ** 2
+    still = torch.exp(-(squares[:, None] + squares) / (2 * sigma))
     moved = torch.stack(
         [
             still.roll((row - middle, col - middle), dims=(0, 1)).flatten()
@@ -512,16 +507,3 @@ def _drawn(model: Model, name: str, seed: int, options: dict[str, Any]) -> Model
                 f"got {type(block).__name__} of {type(model).__name__}: {error}"
             ) from error
     return model
-
-
-def effective_rank(tokens: Float[Tensor, "tokens dim"]) -> float:
-    """Exponential of the entropy of the centered tokens' normalised singular values.
-
-    0 where all tokens are the same.
-
-    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
-    """
-    values = torch.linalg.svdvals((tokens - tokens.mean(0)).double())
-    if not values.any():
-        return 0.0
-    return float(torch.special.entr(values / values.sum()).sum().exp())

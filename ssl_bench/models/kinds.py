@@ -6,14 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ssl_bench.models.config import ConvMixerConfig, EncoderConfig, ViTConfig
-from ssl_bench.models.convnext_config import ConvNeXtConfig
-from ssl_bench.models.convolutional import (
-    ConvMixer,
-    ConvNeXt,
-    build_conv_mixer,
-    build_convnext,
-)
+from ssl_bench.models.config import ConvMixerConfig, ConvNeXtConfig, EncoderConfig, ViTConfig
+from ssl_bench.models.convolutional import ConvMixer, ConvNeXt, build_convolutional
 from ssl_bench.models.encoder import (
     IMAGENET_COLOURS,
     NORM_EPS,
@@ -44,9 +38,9 @@ def _kind(config: EncoderConfig) -> tuple[Callable[..., Any], Callable[..., Any]
     if isinstance(config, ViTConfig):
         return VisionTransformer, build_vit
     if isinstance(config, ConvMixerConfig):
-        return ConvMixer, build_conv_mixer
+        return ConvMixer, build_convolutional
     if isinstance(config, ConvNeXtConfig):
-        return ConvNeXt, build_convnext
+        return ConvNeXt, build_convolutional
     if isinstance(config, TimmConfig):
         # timm takes seconds to import.
         from ssl_bench.models.timm_model import TimmEncoder, build_timm

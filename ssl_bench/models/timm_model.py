@@ -17,6 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.encoder import OF_TRAINING
 from ssl_bench.models.graying import gray_inputs
 from ssl_bench.models.initialisers import (
     FILTER_INITIALISERS,
@@ -32,7 +33,6 @@ from ssl_bench.models.vit import EncoderModule
 Images = Float[Tensor, "batch 3 height width"]
 STAGED = (SwinTransformer, PyramidVisionTransformerV2, ConvNeXt)
 TRAINED = (*STAGED, Cait, VisionTransformer)
-_OF_TRAINING = frozenset({"init", "init_options", "drop_path", "frozen_filters"})
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
 
 def shape_of(config: TimmConfig) -> Shape:
     """What timm makes of a configuration, without its weights."""
-    described = {key: value for key, value in config.to_dict().items() if key not in _OF_TRAINING}
+    described = {key: value for key, value in config.to_dict().items() if key not in OF_TRAINING}
     return _shape_of(json.dumps(described))
 
 
@@ -199,13 +199,12 @@ def shape_of_model(model: Any) -> Shape:
         counts = [1] * len(blocks_of(model))
     infos = [i for i, count in zip(model.feature_info, counts, strict=True) for _ in range(count)]
     attention: Any = getattr(blocks_of(model)[0], "attn", None)
-    is_plain = isinstance(model, VisionTransformer)
     registers = getattr(model, "reg_token", None)
     return Shape(
         widths=tuple(info["num_chs"] for info in infos),
         strides=tuple(info["reduction"] for info in infos),
         num_heads=getattr(attention, "num_heads", 0),
-        num_prefix_tokens=model.num_prefix_tokens if is_plain else 0,
+        num_prefix_tokens=0 if isinstance(model, (*STAGED, Cait)) else model.num_prefix_tokens,
         num_registers=0 if registers is None else registers.shape[1],
         channels_last=isinstance(model, SwinTransformer),
     )

@@ -27,6 +27,7 @@ _TOKEN_STD = 0.02
 _CUT = 2 * _TOKEN_STD
 
 Tokens = Float[Tensor, "batch tokens dim"]
+HeadTokens = Float[Tensor, "batch heads tokens width"]
 
 
 class EncoderModule(nn.Module):
@@ -75,16 +76,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tokens) -> Tokens:
         qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each batch heads tokens head_dim
-        if q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu":
-            # torch's gradients of it in bfloat16 take two to eight times as long on a CPU at up to
-            # 150 tokens, and as long at 257.
-            with without_autocast(q.device):
-                wide = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
-            heads = wide.to(q.dtype)
-        else:
-            heads = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(heads.transpose(1, 2).flatten(2))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return self.proj(self.mixed(q, k, v).transpose(1, 2).flatten(2))
+
+    def mixed(self, q: HeadTokens, k: HeadTokens, v: HeadTokens) -> HeadTokens:
+        """The values of every head as each token sees them."""
+        if not (q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu"):
+            return F.scaled_dot_product_attention(q, k, v)
+        # torch's gradients of it in bfloat16 take two to eight times as long on a CPU at up to 150
+        # tokens, and as long at 257.
+        with without_autocast(q.device):
+            wide = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
+        return wide.to(q.dtype)
 
 
 class LinearAttention(Attention):
@@ -94,12 +97,8 @@ class LinearAttention(Attention):
     Saratchandran et al., "Rethinking Softmax" (arXiv 2410.18613), to which it refers.
     """
 
-    def forward(self, x: Tokens) -> Tokens:
-        qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each batch heads tokens head_dim
-        scale = (x.shape[1] * q.shape[-1]) ** -0.5
-        heads = q @ (k.mT @ (scale * v))
-        return self.proj(heads.transpose(1, 2).flatten(2))
+    def mixed(self, q: HeadTokens, k: HeadTokens, v: HeadTokens) -> HeadTokens:
+        return q @ (k.mT @ ((q.shape[2] * q.shape[3]) ** -0.5 * v))
 
 
 class Mlp(nn.Module):
@@ -215,7 +214,7 @@ def _attention(config: ViTConfig) -> Any:
         return kind(config.dim, config.num_heads, qkv_bias=config.qkv_bias)
     basis = "qr" if config.attention == "osa_qr" else "newton_schulz"
     # Its matrix functions are its own; they are imported by name alone.
-    orthogonal = import_module("ssl_bench.models.orthogonal.attention")
+    orthogonal = import_module("ssl_bench.models.orthogonal")
     return orthogonal.OrthogonalAttention(config.dim, config.num_heads, basis)
 
 
@@ -223,6 +222,7 @@ def _norm(config: ViTConfig) -> nn.Module:
     return nn.LayerNorm(config.dim, eps=1e-6) if config.norm == "layernorm" else nn.Identity()
 
 
+@torch.no_grad()
 def build_vit(
     config: ViTConfig, *, seed: int, grid_size: tuple[int, int] | None = None
 ) -> VisionTransformer:
@@ -233,26 +233,22 @@ def build_vit(
     with torch.random.fork_rng(devices=[]):
         model = VisionTransformer(config, grid_size)
     generator = torch.Generator().manual_seed(seed)
-    _initialise_tokens(model, generator, truncated=config.truncated_tokens)
-    initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
-    shift = {"mlp_mean": config.mlp_mean, "mlp_input_std": config.mlp_input_std}
-    for block in model.blocks:
-        set_block(block, initialiser, generator, **shift)
-    return model
-
-
-@torch.no_grad()
-def _initialise_tokens(model: VisionTransformer, generator: Generator, *, truncated: bool) -> None:
     # Official DINO leaves the patch convolution at PyTorch's default.
     draw_uniform(model.patch_embed.proj, generator)
+    tokens = dict(model.named_parameters(recurse=False))
     for name in ("cls_token", "reg_token", "pos_embed"):
-        parameter = model.get_parameter(name) if hasattr(model, name) else None
+        parameter = tokens.get(name)
         if parameter is None or not parameter.requires_grad:
             continue
         nn.init.trunc_normal_(parameter, std=_TOKEN_STD, generator=generator)
-        if truncated:
+        if config.truncated_tokens:
             # From a generator of its own, so that all that is drawn later stays as it is without.
             own = Generator().manual_seed(int(parameter.flatten()[0].view(torch.int32)))
             within = torch.empty_like(parameter)
             nn.init.trunc_normal_(within, 0, _TOKEN_STD, -_CUT, _CUT, generator=own)
             parameter.copy_(torch.where(parameter.abs() > _CUT, within, parameter))
+    initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
+    shift = {"mlp_mean": config.mlp_mean, "mlp_input_std": config.mlp_input_std}
+    for block in model.blocks:
+        set_block(block, initialiser, generator, **shift)
+    return model

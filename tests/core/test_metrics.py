@@ -4,7 +4,6 @@ import torch
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from ssl_bench.metrics import class_counts, scattered_counts
-from ssl_bench.models.initialisers import effective_rank
 from ssl_bench.scores import iou_per_class, is_hit, mean_iou, pixel_accuracy
 
 
@@ -78,13 +77,6 @@ def test_a_box_hits_from_exactly_half_overlap_on(width, hit):
 
 def test_no_ground_truth_is_no_hit():
     assert not is_hit(np.array([0.0, 0, 2, 2]), np.zeros((0, 4)))
-
-
-def test_effective_rank_counts_equal_directions():
-    rotation = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))[0]
-    spread = torch.cat([torch.eye(6)[:4], -torch.eye(6)[:4]]) @ rotation
-    assert effective_rank(spread + 5) == pytest.approx(4, abs=1e-4)
-    assert effective_rank(torch.ones(3, 6)) == 0
 
 
 def test_counts_added_on_the_spot_are_those_of_bincount():

@@ -14,11 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from ssl_bench.models import ViTConfig, build_vit
-from ssl_bench.models.convolutional import build_conv_mixer
-from ssl_bench.models.config import ConvMixerConfig
-from ssl_bench.models.orthogonal.exponential import phi_without_waiting
-from ssl_bench.models.orthogonal.attention import cholesky_basis
+from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, build_vit
+from ssl_bench.models.orthogonal import phi_without_waiting
+from ssl_bench.models.orthogonal import cholesky_basis
 from ssl_bench.models.graying import raised
 
 VIT = ViTConfig(image_size=16, patch_size=8, dim=8, depth=1, num_heads=2)
@@ -40,8 +38,8 @@ ENCODERS = {
             "registers": dict(num_registers=2),
         }.items()
     },
-    "conv mixer": lambda: build_conv_mixer(MIXER, seed=0),
-    "conv mixer, skipless": lambda: build_conv_mixer(replace(MIXER, skip=False), seed=0),
+    "conv mixer": lambda: build_encoder(MIXER, seed=0),
+    "conv mixer, skipless": lambda: build_encoder(replace(MIXER, skip=False), seed=0),
 }
 for name, make in ENCODERS.items():
     torch._dynamo.reset()

@@ -214,18 +214,6 @@ def test_linear_attention_is_q_k_v_over_the_root_of_width_and_tokens():
         torch.testing.assert_close(output, attention.proj(torch.cat(heads, 1)), rtol=0, atol=1e-12)
 
 
-def test_linear_attention_has_the_weights_and_the_initialisation_of_softmax():
-    softmax, linear = (
-        build_vit(replace(TINY, attention=kind), seed=0) for kind in ("softmax", "linear")
-    )
-    assert isinstance(linear.blocks[0], Block)
-    assert isinstance(linear.blocks[0].attn, LinearAttention)
-    weights = softmax.state_dict()
-    assert all(torch.equal(weights[name], value) for name, value in linear.state_dict().items())
-    images = drawn(1, 3, 32, 32).float()
-    assert not torch.allclose(softmax(images), linear(images))
-
-
 @pytest.mark.parametrize("kind", GRAYING)
 def test_a_training_step_has_gradients_everywhere_and_its_flops_can_be_counted(kind):
     learner = Supervised().build(grayed(TINY, kind), Timeline(1, 1), seed=0, class_names=("a", "b"))

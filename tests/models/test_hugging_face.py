@@ -209,17 +209,6 @@ def test_a_wrong_name_of_a_repository_is_told():
     assert "expected hf-hub:ORG/NAME" in message_of("hf-hub:a/b/c/d")
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (0, 128)])
-def test_a_tensor_of_any_other_shape_is_refused_in_one_line(tmp_path, shape):
-    folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
-    path = folder / "model.safetensors"
-    weights = safetensors.torch.load_file(path)
-    for name in weights:
-        if ".layer.1." not in name:
-            safetensors.torch.save_file({**weights, name: torch.zeros(shape)}, path)
-            message_of(f"local-dir:{folder}")
-
-
 @pytest.mark.parametrize("kind", ["vit", "vit_mae", "dinov2"])
 @pytest.mark.parametrize("grid", [(2, 8), (3, 5), (8, 2)])
 def test_fault_79_rows_and_columns_come_from_the_configuration(tmp_path, kind, grid):

@@ -14,8 +14,7 @@ from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.models import ViTConfig, build_vit
 from ssl_bench.models.initialisers import OsaInit, XavierInit
-from ssl_bench.models.orthogonal.attention import OrthogonalAttention, newton_schulz_basis
-from ssl_bench.models.orthogonal.exponential import phi
+from ssl_bench.models.orthogonal import OrthogonalAttention, newton_schulz_basis, phi
 
 DIM, HEADS = 12, 3
 WIDTH = DIM // HEADS

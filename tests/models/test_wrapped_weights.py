@@ -247,18 +247,6 @@ def test_fault_78_of_two_encoders_the_averaged_one_is_announced(tmp_path, capsys
     assert encoder.contents.ignored
 
 
-def test_fault_78_the_averaged_one_is_taken_through_timm_too(tmp_path):
-    weights = timm.create_model("convnext_atto").state_dict()
-    other = {name: value + 1 for name, value in weights.items()}
-    path = saved(tmp_path / "w.ckpt", {"state_dict": other, "state_dict_ema": weights})
-
-    encoder = load_encoder(f"timm:convnext_atto@{path}")
-
-    assert encoder.contents.note == "state_dict_ema is taken, not state_dict"
-    found = encoder.module.state_dict()["model.stem.0.weight"]
-    assert torch.equal(found, weights["stem.0.weight"])
-
-
 RESNET = {"conv1.weight": torch.zeros(4, 3, 7, 7), "layer1.0.conv1.weight": torch.zeros(4, 4, 3, 3)}
 WHOLE = dict(timm_model().state_dict())
 TORN = {name: value for name, value in WHOLE.items() if name != "norm.bias"}

@@ -284,31 +284,16 @@ def timm_encoder(
     published: Any = model.pretrained_cfg
     published.pop("state_dict", None)
     architecture = published.get("architecture", type(model).__name__)
-    module = TimmBackbone(model)
+    module, shape, staged = TimmBackbone(model), shape_of_model(model), dict[str, Any]()
     if isinstance(model, PlainViT):
         patch_embed: Any = model.patch_embed
-        num_heads = _give_queries_keys_values(model.blocks)
+        num_heads, native_size = _give_queries_keys_values(model.blocks), patch_embed.img_size
         described = of_library(model, "timm", architecture)
-        facts: dict[str, Any] = {
-            "patch_size": patch_embed.feat_ratio(),
-            "depth": len(model.blocks),
-            "dim": model.embed_dim,
-            "num_heads": num_heads,
-            "num_prefix_tokens": model.num_prefix_tokens,
-            "native_size": patch_embed.img_size,
-            "num_registers": 0 if model.reg_token is None else model.reg_token.shape[1],
-        }
     else:
         # Blocks differ in grid and width, or, in CaiT, [CLS] comes last.
-        shape = shape_of_model(model)
         described = of_library(model, "timm", architecture) | {"strides": list(shape.strides)}
-        facts = {
-            "patch_size": shape.strides[0],
-            "depth": len(shape.strides),
-            "dim": shape.widths[-1],
-            "num_heads": shape.num_heads,
-            "num_prefix_tokens": shape.num_prefix_tokens,
-            "native_size": tuple(published["input_size"][1:]),
+        num_heads, native_size = shape.num_heads, tuple(published["input_size"][1:])
+        staged = {
             "strides": shape.strides,
             "widths": shape.widths,
             "channels_last": shape.channels_last,
@@ -319,13 +304,20 @@ def timm_encoder(
         uri=uri,
         sha256=sha256,
         architecture=described,
+        patch_size=shape.strides[0],
+        depth=len(shape.strides),
+        dim=shape.widths[-1],
+        num_heads=num_heads,
+        num_prefix_tokens=shape.num_prefix_tokens,
+        num_registers=shape.num_registers,
+        native_size=native_size,
         mean=tuple(published["mean"]),
         std=tuple(published["std"]),
         colours_from=f"timm's {architecture}",
         loaded_keys=keys[0],
         total_keys=keys[1],
         contents=contents or Contents("timm", f"timm {timm.__version__}"),
-        **facts,
+        **staged,
     )
 
 

@@ -1,1 +1,0 @@
-"""Attention that rotates the tokens, and the matrix functions that it needs."""
