@@ -174,6 +174,8 @@ def test_the_yaml_files_are_conv_mixer_256_8(name, skip):
     assert isinstance(plan, Pretraining)
 
 
+# A step of one pixel halves a Gaussian of this squared width.
+HALVING = 1 / (2 * math.log(2))
 SIZES = [(3, 0.4), (5, 1.0), (7, 1.9)]
 
 
@@ -201,6 +203,19 @@ def restated_covariance(size, sigma):
                     moved = gaussian(around(row - i), around(col - j))
                     entries.append(0.5 * (mask * (moved - static) + static * moved))
     return torch.tensor(entries, dtype=torch.float64).view(size**2, size**2)
+
+
+def test_covariances_of_nine_pixels_counted_by_hand():
+    found = filter_covariance(3, HALVING)
+
+    middle, corner, next_corner, side = 4, 0, 2, 1
+    assert found[middle, middle].item() == pytest.approx((2 * 1 - 1) / 2)
+    assert found[corner, corner].item() == pytest.approx((2 / 4 - 1 / 16) / 2)
+    # A corner is one step of each kind from the middle.
+    assert found[corner, middle].item() == pytest.approx((5 / 4 * 1 / 4 - 1 / 4) / 2)
+    # Around the edge, the next corner is one step away as the side between them is.
+    assert found[corner, next_corner].item() == pytest.approx((2 / 4 * 1 / 2 - 1 / 16) / 2)
+    assert found[corner, side].item() == pytest.approx((3 / 4 * 1 / 2 - 1 / 8) / 2)
 
 
 @pytest.mark.parametrize(("size", "sigma"), SIZES)
@@ -236,13 +251,12 @@ def test_many_filters_have_the_covariance_they_were_drawn_with():
     assert filters.mean(0).abs().max() < 0.015
 
 
-@pytest.mark.parametrize("sigmas", [(0.08, 0.6275, 1.9), (0.08,)])
-def test_the_first_layer_of_an_encoder_is_the_narrowest_and_the_last_the_widest(sigmas):
-    config = ConvMixerConfig(dim=512, depth=len(sigmas), kernel_size=7, init="covariance")
+def test_the_first_layer_of_an_encoder_is_the_narrowest_and_the_last_the_widest():
+    config = ConvMixerConfig(dim=512, depth=3, kernel_size=7, init="covariance")
 
     blocks = build_encoder(config, seed=0).blocks
 
-    for block, sigma in zip(blocks, sigmas, strict=True):
+    for block, sigma in zip(blocks, (0.08, 0.6275, 1.9), strict=True):
         filters = block.get_submodule("depthwise").get_parameter("weight").double().flatten(1)
         root = positive_root(restated_covariance(7, sigma))
         shares = filters.square().mean(0) / (root @ root).diagonal()
@@ -250,6 +264,15 @@ def test_the_first_layer_of_an_encoder_is_the_narrowest_and_the_last_the_widest(
         assert filters.square().sum(1).mean().item() == pytest.approx(
             (root @ root).trace().item(), rel=0.25
         )
+
+
+def test_an_encoder_of_one_layer_takes_the_first_sigma():
+    config = ConvMixerConfig(dim=64, depth=1, kernel_size=5, init="covariance")
+
+    (block,) = build_encoder(config, seed=0).blocks
+
+    filters = block.get_submodule("depthwise").get_parameter("weight").flatten(1)
+    assert filters[:, 12].square().sum() > 0.9 * filters.square().sum()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from probes.spectra import mean_cosine
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvNeXtConfig, ViTConfig, build_encoder, build_vit
 from ssl_bench.models.encoder import configured
@@ -245,11 +245,13 @@ def test_default_weights_are_those_of_official_dino():
 
 @torch.no_grad()
 def mean_cosines(model, image) -> list[float]:
-    """Of the tokens of a normalised image, [CLS] too, after each block."""
+    """Over all pairs of different tokens of a normalised image, [CLS] too, after each block."""
     x, found = model.embed(image[None]), []
     for block in model.blocks:
         x = block(x)
-        found.append(mean_cosine(x[0]))
+        unit = F.normalize(x[0].double(), dim=1)
+        count = len(unit)
+        found.append(float(((unit @ unit.T).sum() - count) / (count * (count - 1))))
     return found
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ssl_bench.models.graying import gray_by_svd, raised
 from ssl_bench.models.orthogonal import (
+    OrthogonalAttention,
     cholesky_basis,
     most_doublings,
     phi,
@@ -76,6 +77,11 @@ def test_the_gradient_of_phi_without_waiting_is_that_of_its_doublings(norm):
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 
 
+def test_the_gradient_of_phi_agrees_with_finite_differences_beyond_skewness():
+    x = (0.3 * drawn(1, 3, 3)).requires_grad_()
+    assert torch.autograd.gradcheck(phi_without_waiting, (x,))
+
+
 @pytest.mark.parametrize("shape", [(30, 8), (8, 8), (5, 8), (1, 8)])
 @pytest.mark.parametrize("decades", [0, 3, 7, 12])
 def test_a_cholesky_basis_is_orthonormal_and_holds_the_columns(shape, decades):
@@ -96,6 +102,30 @@ def test_a_cholesky_basis_spoils_no_image_but_that_which_is_not_finite():
     m[0, 3, 2] = math.nan
     assert torch.equal(cholesky_basis(m)[1], expected)
     assert cholesky_basis(m)[0].isnan().any()
+
+
+@pytest.mark.parametrize("count", [1, 5, 8, 30])
+@pytest.mark.parametrize("alpha", [0.1, 1.0])
+def test_attention_with_a_cholesky_basis_is_that_with_qr(count, alpha, monkeypatch):
+    torch.manual_seed(0)
+    attention, x = OrthogonalAttention(12, 3, "qr", alpha), drawn(2, count, 12, seed=1)
+    weights = drawn(2, count, 12, seed=2)
+    expected = _values_and_gradients(attention.double(), x, weights)
+    monkeypatch.setattr("ssl_bench.models.orthogonal.orthonormal_basis", cholesky_basis)
+    monkeypatch.setattr("ssl_bench.models.orthogonal.phi", phi_without_waiting)
+    ours = _values_and_gradients(attention.float(), x.float(), weights.float())
+    for one, other in zip(ours, expected, strict=True):
+        scale = other.abs().max().clamp_min(1)
+        torch.testing.assert_close(one.double() / scale, other / scale, rtol=0, atol=1e-5)
+
+
+def _values_and_gradients(
+    attention: OrthogonalAttention, start: Tensor, weights: Tensor
+) -> list[Tensor]:
+    x = start.clone().requires_grad_()
+    value = attention(x)
+    given = [x, *attention.parameters()]
+    return [value.detach(), *torch.autograd.grad((value * weights).sum(), given)]
 
 
 @pytest.mark.parametrize("shape", [(20, 12), (12, 20), (12, 12), (65, 40)])
