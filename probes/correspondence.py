@@ -331,10 +331,9 @@ class ViewPair:
     category: str | None = None
 
     def errors(self, predicted: Points) -> Float64[np.ndarray, " _points"]:
-        """How far places lie from the true ones, relative to the reference.
+        """How far places, relative to the second view's side, lie from the true ones.
 
-        Args:
-            predicted: Relative to the side of the second view.
+        In units of the reference.
         """
         return np.linalg.norm((predicted - self.truth) * self.units, axis=1) / self.reference
 
@@ -399,13 +398,8 @@ def generator_of(seed: int, image_id: str) -> np.random.Generator:
 def drawn_warp(kind: Warp, size: int, strength: float, chance: np.random.Generator) -> Matrix:
     """A matrix that takes points of a square to those of its warp, which is as large.
 
-    The warp shows a part of the square and nothing else.
-
-    Args:
-        kind: As `Correspondence.warp` has them.
-        size: Side of the square in pixels.
-        strength: How far inwards the corners of what is shown lie at most, relative to the side.
-        chance: Where the numbers come from.
+    The warp shows a part of the square and nothing else, whose corners lie at most `strength` of
+    its side inwards.
     """
     if kind == "flip":
         return np.array([[-1.0, 0.0, size], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from jaxtyping import Float64, Int64, Integer
 
 from probes.tokencut.cuts import Tau
@@ -160,11 +161,15 @@ def detection_counts(
 
     Source: evaluateImg of pycocotools' COCOeval, without crowds.
     """
+    # Here, because a plan need not wait for torchvision.
+    from torchvision.ops import box_iou
+
     order = np.argsort(ranks, kind="stable")[:MOST_DETECTIONS]
     counts = np.zeros((1 + num_ranks, 1 + len(IOU_THRESHOLDS)), np.int64)
     counts[0, 0] = len(true)
     free = np.ones((len(_ENOUGH), len(true)), bool)
-    for rank, overlaps in zip(ranks[order], box_ious(found[order], true), strict=True):
+    ious = box_iou(torch.from_numpy(found[order]), torch.from_numpy(true)).numpy()
+    for rank, overlaps in zip(ranks[order], ious, strict=True):
         counts[1 + rank, 0] += 1
         if len(true):
             fitting = np.where(free & (overlaps >= _ENOUGH[:, None]), overlaps, -1.0)
@@ -173,15 +178,3 @@ def detection_counts(
             free[right, taken[right]] = False
             counts[1 + rank, 1:] += right
     return counts
-
-
-def box_ious(
-    found: Float64[np.ndarray, "found 4"], true: Float64[np.ndarray, "true 4"]
-) -> Float64[np.ndarray, "found true"]:
-    """Intersection over union; boxes are (x0, y0, x1, y1), far edges exclusive."""
-    low = np.maximum(found[:, None, :2], true[None, :, :2])
-    high = np.minimum(found[:, None, 2:], true[None, :, 2:])
-    both = np.clip(high - low, 0, None).prod(-1)
-    areas = [(boxes[:, 2:] - boxes[:, :2]).prod(-1) for boxes in (found, true)]
-    either = areas[0][:, None] + areas[1] - both
-    return both / np.where(either > 0, either, 1)

@@ -296,17 +296,13 @@ def fit_projection(tokens: Float[Tensor, "tokens dim"]) -> Projection:
     return projection_of(Moments().add(tokens))
 
 
-def foreground(
-    features: Sequence[Float[Tensor, "_rows _cols dim"]],
-) -> list[Mask]:
+def foreground(features: Sequence[Float[Tensor, "_rows _cols dim"]]) -> list[Mask]:
     """Split patches in two by their first principal component; one side is called foreground.
 
     The threshold is the one between the two most compact groups (2-means on a line, solved
     exactly). The foreground is the side that holds the smaller share of the patches on the borders
-    of the images: a guess that photographers center what they show. Nothing knows of objects.
-
-    Args:
-        features: Of the images that are split together.
+    of the images, which are split together: a guess that photographers center what they show.
+    Nothing knows of objects.
 
     Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1, which sets threshold and side by
     hand.
@@ -355,10 +351,7 @@ def aligned(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
     squared distance to the reference. Signs, order and mixtures of components of nearly equal
     variance, which are arbitrary in each of two fits, become the same. A channel of the result is
     therefore not one component but a mixture of the three; the space that is shown is the same.
-
-    Args:
-        maps: Of some images.
-        reference: Of the same images, at whatever resolution.
+    The reference is of the same images, at whatever resolution.
 
     Source: P. Schönemann, A generalized solution of the orthogonal Procrustes problem, 1966.
     """
@@ -377,11 +370,7 @@ def as_colours(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Colours]:
     """Stretch each channel over the maps of a block together; what is constant is grey.
 
     From the first to the 99th percentile, so that one patch of extreme value takes the contrast
-    from no other.
-
-    Args:
-        maps: Of the images that share their components.
-        masks: Where the maps are shown; black elsewhere.
+    from no other. Black outside of the masks.
     """
     shown = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
     low, high = np.percentile(shown.numpy(), PERCENTILES, axis=0)

@@ -106,12 +106,7 @@ def exact_spectra(one: BlockPass) -> dict[str, Float64[Tensor, " values"]]:
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A square matrix known by its products alone.
-
-    Attributes:
-        apply: Its product with a vector.
-        apply_transposed: That of its transpose.
-    """
+    """A square matrix known by its products, and those of its transpose, with a vector."""
 
     size: int
     apply: Callable[[Tensor], Tensor]
@@ -233,13 +228,8 @@ def extremes(
 
     The k singular values of B lie between those of the matrix, whatever the steps: their quotient
     never overstates the condition number. From above it is bounded only where the spectrum is
-    narrow, about (k / 5)^2 at most; beyond, the bound is infinite.
-
-    Args:
-        linear: The matrix.
-        steps: Of `bidiagonalise`.
-        seed: Of the start, which is uniform on the sphere.
-        witness: A vector that may be sent to zero; ||A w|| / ||w|| is a bound too.
+    narrow, about (k / 5)^2 at most; beyond, the bound is infinite. The start is uniform on the
+    sphere. Of a witness w, which may be sent to zero, ||A w|| / ||w|| is a bound too.
 
     Source: the bounds are those of Kuczynski and Wozniakowski, "Estimating the largest eigenvalue
     by the power and Lanczos algorithms with a random start", 1992, theorem 4.2, for A^T A and for

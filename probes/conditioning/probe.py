@@ -327,13 +327,8 @@ def draw(
 ) -> None:
     """One panel a metric, one line a facet with its 95 % band; infinite values at the top.
 
-    Args:
-        scores: Of all metrics.
-        title: Above all panels.
-        path: A PNG.
-        likeness: CKA of every block with every block, in a panel of its own.
-        names: Of its rows and of its columns.
-        other: Whose blocks the columns are, where they are another encoder's.
+    CKA of every block with every block has a panel of its own, with the names of its rows and of
+    its columns, which may be blocks of another encoder.
     """
     import matplotlib as mpl
 

@@ -13,12 +13,7 @@ from scipy.special import expit
 from torch import Tensor
 
 from probes.conditioning.decomposition import BlockPass, Passes
-from probes.conditioning.jacobians import (
-    JACOBIANS,
-    exact_spectra,
-    lanczos_extremes,
-    rank_details,
-)
+from probes.conditioning.jacobians import JACOBIANS, exact_spectra, lanczos_extremes, rank_details
 from probes.spectra import (
     Values,
     condition_number,
@@ -148,11 +143,7 @@ def mean_log_scores(layers: Sequence[int], passes: Passes) -> list[Score]:
 
     Of each image their mean over the blocks up to the asked one, then the median over images; none
     where one of these cannot be taken apart. The tokens before are those that attention is given,
-    grayed where the block grays them.
-
-    Args:
-        layers: The asked ones.
-        passes: Of all blocks up to the last of them.
+    grayed where the block grays them. Passes are of all blocks up to the last asked one.
     """
 
     def logarithms(one: BlockPass) -> list[float]:

@@ -39,11 +39,9 @@ def is_constant(moments: Moments) -> bool:
 def eigenvalues(
     matrix: Float64[Tensor, "dim dim"], most: int | None = None
 ) -> Float64[Tensor, " values"]:
-    """Of a matrix without negative ones, the largest first; what rounding leaves of a zero is 0.
+    """Of a symmetric matrix without negative ones, the largest first, only those that may not be 0.
 
-    Args:
-        matrix: Symmetric.
-        most: As many as can differ from zero; others are left out.
+    What rounding leaves of a zero is 0.
     """
     values = torch.linalg.eigvalsh(matrix).flip(0)[:most]
     lost = len(matrix) * torch.finfo(torch.float64).eps * values[0]

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import islice
+from itertools import islice, product
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -135,16 +135,8 @@ class Geometry(Probe):
                 )
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        by_facet = [
-            *((f, IMAGE_METRICS) for f in self.facets),
-            ("token", TOKEN_METRICS),
-        ]
-        return [
-            (layer, facet, metric)
-            for layer in sorted(layers)
-            for facet, metrics in by_facet
-            for metric in metrics
-        ]
+        by_facet = [*product(self.facets, IMAGE_METRICS), *product(["token"], TOKEN_METRICS)]
+        return [(layer, facet, metric) for layer in sorted(layers) for facet, metric in by_facet]
 
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.images()
@@ -375,12 +367,7 @@ class Passes:
         }
 
     def _say_how_long(self, seconds: float, left: int) -> None:
-        """What takes less time, where views of an image take so long that all of it is long.
-
-        Args:
-            seconds: For the views of an image.
-            left: Images whose views are still to be computed.
-        """
+        """What takes less time, where so many seconds for the views of an image make hours."""
         total = seconds * (left + len(self.images) / self.probe.views)
         if total > _LONG:
             self.context.say(

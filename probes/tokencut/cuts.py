@@ -76,13 +76,10 @@ class PatchGrid:
         rows, cols = (whole - part for whole, part in zip(self.shape, values.shape, strict=True))
         return np.pad(values, ((0, rows), (0, cols)))
 
-
-def at_pixels(
-    mask: Bool[np.ndarray, "rows cols"], shape: tuple[int, ...], patch_size: int
-) -> Bool[np.ndarray, "height width"]:
-    """A mask of patches for the pixels of an image of this height and width."""
-    large = mask.repeat(patch_size, 0).repeat(patch_size, 1)
-    return large[: shape[0], : shape[1]]
+    def pixels(self, mask: Bool[np.ndarray, "rows cols"]) -> Bool[np.ndarray, "height width"]:
+        """A mask of patches at the pixels of the image, without its padding."""
+        large = mask.repeat(self.patch_size, 0).repeat(self.patch_size, 1)
+        return large[: self.height, : self.width]
 
 
 @dataclass(frozen=True)
@@ -255,14 +252,9 @@ def lost(
     """The object that LOST finds in one image: it grows from the patch that resembles the fewest.
 
     Only the preparation, the connectivity and a `tau` of "otsu" apply; else patches are linked
-    where their features agree in sign. Of patches of equal degree the first comes first. An object
-    that is the whole graph is degenerate: all patches resemble each other.
-
-    Args:
-        features: Of one image.
-        grid: Where its patches lie.
-        cut: Preparation and connectivity.
-        num_candidates: Patches of lowest degree that may join the seed.
+    where their features agree in sign. So many candidates of lowest degree may join the seed; of
+    patches of equal degree the first comes first. An object that is the whole graph is degenerate:
+    all patches resemble each other.
 
     Source: LOST, https://arxiv.org/abs/2109.14279, equations 1 to 4, and object_discovery.py of
     https://github.com/valeoai/LOST/tree/fcedbec. There `torch.argsort` orders patches of equal
@@ -308,15 +300,9 @@ def maskcut(
 ) -> list[Discovery]:
     """Several objects of one image, in the order in which they were cut out.
 
-    All rounds have the threshold of the whole image, none below 0: patches of earlier masks have
-    cosine 0 with all.
-
-    Args:
-        features: Of one image.
-        grid: Where its patches lie.
-        cut: The paper's tau is 0.15, none may be negative. Of the options eps, weighted, centred,
-            mask_padding and connectivity apply.
-        num_masks: Rounds, each of which gives a mask at most.
+    Each round gives a mask at most. All have the threshold of the whole image, none below 0:
+    patches of earlier masks have cosine 0 with all. The paper's tau is 0.15. Of the options eps,
+    weighted, centred, mask_padding and connectivity apply.
 
     Source: MaskCut of CutLER, https://arxiv.org/abs/2301.11320, section 3.2, and maskcut.py of
     https://github.com/facebookresearch/CutLER/tree/cca0a27, on the patches of the image at its own

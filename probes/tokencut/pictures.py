@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float64, UInt8
 from PIL import Image, ImageDraw
 
 from probes.pictures import heading, save_png, sheet, tile_size, titled
-from probes.tokencut.cuts import Discovery, PatchGrid, at_pixels
+from probes.tokencut.cuts import Discovery, PatchGrid
 from probes.tokencut.log import ImageResult, unpack_mask
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.data.views import sampled
@@ -23,7 +23,6 @@ FURTHER = (255, 160, 0)
 GROUND_TRUTH = (64, 224, 64)
 LEGEND = "magenta: found, orange: further ones, green: true; dark: no object"
 _TILES_PER_ROW = 8
-_NO_BOXES = np.zeros((0, 4))
 # Background and objects of a saved mask: black, white, then colours.
 _PALETTE = [0, 0, 0, 255, 255, 255, 230, 80, 60, 70, 130, 230, 250, 200, 60]
 
@@ -61,17 +60,9 @@ def draw_sheets(
 ) -> None:
     """A contact sheet a cell, from what was kept of each image; nothing is computed again.
 
-    On it the title, then the kinds that occur, each with its number of images.
-
-    Args:
-        names: Of the cells, as "LAYER/FACET".
-        title: What stands before and after layer and facet.
-        folder: Where `sheet_path` puts them.
-        images: That were searched.
-        results: By image id.
-        patch_size: Of the encoder, in pixels.
-        per_kind: How many images of each kind, from all over the set, are shown.
-        seen: An image as it was searched, with its boxes.
+    On it the title, of which a part stands before and one after layer and facet, then the kinds
+    that occur, each with its number of images, of which `per_kind` from all over the set are shown
+    as they were `seen` when they were searched.
     """
 
     @cache
@@ -96,7 +87,7 @@ def draw_sheets(
         cell, grid = result.cells[name], result.grids.get(name, result.grid)
         packed = [cell["mask"], *cell.get("further_masks", [])]
         patches = np.any([unpack_mask(word, grid) for word in packed], axis=0)
-        mask = at_pixels(patches, result.size, patch_size)
+        mask = PatchGrid(*result.size, patch_size).pixels(patches)
         sides = zip(image.shape[:2], result.size, strict=True)
         mask = mask[np.ix_(*(np.arange(small) * large // small for small, large in sides))]
         scale = np.tile(np.divide(image.shape[1::-1], result.size[::-1]), 2)
@@ -139,14 +130,13 @@ def kinds_of(results: Mapping[str, ImageResult], name: str) -> dict[str, Sequenc
 
 
 def panel(
-    sample: Sample, objects: Sequence[Discovery], title: str, patch_size: int
+    sample: Sample, objects: Sequence[Discovery], title: str, grid: PatchGrid
 ) -> list[Image.Image]:
     """Photograph with found boxes (magenta, orange) and true ones (green), mask, eigenvector."""
     found, *others = objects
     further = np.array([other.box for other in others]).reshape(-1, 4)
-    boxes = _NO_BOXES if sample.boxes is None else sample.boxes
-    patches = np.any([one.mask for one in objects], axis=0)
-    mask = at_pixels(patches, sample.image.shape[:2], patch_size)
+    boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
+    mask = grid.pixels(np.any([one.mask for one in objects], axis=0))
     image = outlined(sample.image, sample.mask)
     tiles = [
         titled(draw_boxes(image, boxes, found.box, further), sample.image_id),
@@ -162,7 +152,7 @@ def save_masks(objects: list[Discovery], grid: PatchGrid, path: Path) -> None:
     """Write a PNG of the image's size that holds 1 at the first object, 2 at the next, else 0."""
     numbers = np.zeros((grid.height, grid.width), np.uint8)
     for number, found in enumerate(objects, start=1):
-        numbers[at_pixels(found.mask, numbers.shape, grid.patch_size)] = number
+        numbers[grid.pixels(found.mask)] = number
     picture = Image.fromarray(numbers)
     picture.putpalette(_PALETTE)
     save_png(picture, path)
@@ -172,7 +162,7 @@ def draw_boxes(
     image: UInt8[np.ndarray, "height width 3"],
     true: Float64[np.ndarray, "boxes 4"],
     found: Float64[np.ndarray, " 4"],
-    further: Float64[np.ndarray, "others 4"] = _NO_BOXES,
+    further: Float64[np.ndarray, "others 4"],
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Outline boxes inside their edges, the found one above the others."""
     picture = Image.fromarray(image)

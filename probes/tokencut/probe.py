@@ -24,24 +24,9 @@ from torch import Tensor
 
 from probes.features.stream import batches, checked, read_ahead
 from probes.pictures import sheet
-from probes.tokencut.cuts import (
-    Cut,
-    Discovery,
-    PatchGrid,
-    at_pixels,
-    discover,
-    lost,
-    maskcut,
-)
+from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover, lost, maskcut
 from probes.tokencut.eigensolver import map_graphs
-from probes.tokencut.log import (
-    Cell,
-    DiscoveryLog,
-    ImageResult,
-    cell_name,
-    pack_mask,
-    unpack_mask,
-)
+from probes.tokencut.log import Cell, DiscoveryLog, ImageResult, cell_name, pack_mask, unpack_mask
 from probes.tokencut.pictures import (
     draw_sheets,
     mask_path,
@@ -317,7 +302,7 @@ class TokenCut(Cut, Probe):
                     save_masks(objects, grid, mask_path(folder, name, sample.image_id))
                 if sample.image_id in drawn:
                     layer, facet = name.split("/", 1)
-                    row = panel(sample, objects, f"block {layer}, {facet}", grid.patch_size)
+                    row = panel(sample, objects, f"block {layer}, {facet}", grid)
                     sheet([row], panel_path(folder, name, sample.image_id))
             log.add(sample.image_id, result)
 
@@ -430,7 +415,7 @@ def image_result(
             cell["further_boxes"] = [other.box.astype(int).tolist() for other in others]
             cell["further_masks"] = [pack_mask(other.mask) for other in others]
         if truth is not None:
-            counts = object_counts(at_pixels(first.mask, size, grid.patch_size), truth)
+            counts = object_counts(grid.pixels(first.mask), truth)
             cell |= {"object": counts.tolist(), "hit": bool(object_iou(counts) >= 50)}
         return cell
 

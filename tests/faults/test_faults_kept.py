@@ -21,6 +21,7 @@ from ssl_bench.evaluation import Evaluation, ProbeContext
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
 from tests.support.colours import quick_probe
+from tests.support.photographs import context_of
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=4, num_heads=2)
 Facts = Mapping[str, Any]
@@ -97,16 +98,12 @@ def context(folder: Path, facts: Facts) -> ProbeContext:
         return Pictures(**said)
 
     encoder = encoder_from_model(build_vit(TINY, seed=facts.get("weights", 0)), name="tiny")
-    return ProbeContext(
-        encoder=replace(encoder, **of("mean", "std", "architecture")),
-        dataset=Data(pictures("train"), pictures("val")),
-        layers=facts.get("layers", (0, 1, 2, 3)),
-        device=torch.device("cpu"),
-        dtype=facts.get("dtype", torch.float32),
-        seed=facts.get("seed", 0),
-        artifacts=folder / "pictures",
-        progress=lambda items, description, total=None: items,  # noqa: ARG005
-        say=lambda _: None,
+    return context_of(
+        replace(encoder, **of("mean", "std", "architecture")),
+        Data(pictures("train"), pictures("val")),
+        facts.get("layers", (0, 1, 2, 3)),
+        folder / "pictures",
+        **of("dtype", "seed"),
     )
 
 

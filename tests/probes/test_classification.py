@@ -25,9 +25,10 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Score
 from ssl_bench.metrics import class_rank
 from ssl_bench.planning import plan_probes
-from tests.support.coloured_classes import class_context, flat, scored, silent, tiny
+from tests.support.coloured_classes import class_context, flat, scored, tiny
 from tests.support.faults import class_folders, probing, records
 from tests.support.heads import classification
+from tests.support.photographs import silent
 
 QUICK: dict[str, Any] = {"crop_share": 1.0, "c_values": [1e-3, 0.1, 10.0], "num_workers": 1}
 

@@ -83,6 +83,19 @@ def test_the_parts_of_a_block_give_what_the_block_gives(config):
     assert three.heads is None
 
 
+def test_a_tensor_under_the_name_of_a_part_is_no_part():
+    layer = nn.TransformerEncoderLayer(12, 2, 24, norm_first=True, batch_first=True)
+    block = layer.double().eval().requires_grad_(False)
+    # Looked for before torch's own `self_attn`, as the weights of the last pass may be kept.
+    block.attention = normal(2, 5, 5)
+    x = normal(5, 12, seed=9)
+
+    parts = decompose_block(block, x, block(x[None])[0], num_heads=2)
+
+    assert parts is not None
+    assert parts.heads is not None
+
+
 def probe(photographs, out, encoder, said=None, layers=(0, 1), **options):
     options = {"num_images": 2, "image_size": 16, **options}
     say = (lambda _: None) if said is None else said.append

@@ -3,16 +3,13 @@
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from probes.features.moments import Moments
 from probes.geometry.estimates import rankme
 from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import UnfitEncoder
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.models import (
@@ -24,19 +21,14 @@ from ssl_bench.models import (
 )
 from ssl_bench.results import ResultStore
 from tests.support.faults import probing
-from tests.support.photographs import evaluated
+from tests.support.photographs import evaluated, noise_photographs
 
 SMALL: dict[str, Any] = {"view_images": 3, "views": 2, "num_workers": 1}
 FEW = ("cls", "patch_mean")
 
 
 def folder(root, count):
-    root.mkdir()
-    generator = np.random.default_rng(0)
-    for number in range(count):
-        noise = generator.integers(0, 255, (6, 4, 3), dtype=np.uint8)
-        Image.fromarray(noise).resize((40, 60)).save(root / f"{number}.png")
-    return ImageFolder(root)
+    return noise_photographs(root, {str(number): (40, 60) for number in range(count)})
 
 
 @pytest.fixture

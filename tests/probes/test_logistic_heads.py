@@ -13,7 +13,7 @@ from probes.heads.logistic import LogisticRegression as Regression
 from probes.heads.logistic import minimise
 from probes.heads.losses import HistogramLoss
 from probes.heads.sgd import Heads
-from tests.support.coloured_classes import silent
+from tests.support.photographs import silent
 
 C_VALUES = (1e-4, 1e-2, 1.0)
 NUM_IMAGES, SIDE, CLASSES = 12, 4, 10

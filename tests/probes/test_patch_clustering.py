@@ -19,9 +19,7 @@ from probes.clustering.probe import (
     METRICS,
     Clustering,
     PatchLabels,
-    clustered,
     drawn_patches,
-    nearest,
     patch_meetings,
 )
 from probes.features.views import nearest_labels, resized, tensors
@@ -132,44 +130,26 @@ def test_every_image_passes_once_for_all_blocks_and_numbers(tmp_path):
 
 
 def test_drawn_patches_alone_are_clustered_as_the_seed_says(tmp_path):
-    encoder = tiny_encoder()
-    counter = Counter(encoder)
-    scores = scores_of(tmp_path, encoder=encoder, fit_patches=5)
+    passed = []
+    for seed in (0, 0, 1):
+        encoder = tiny_encoder()
+        passed.append(Counter(encoder))
+        scores = scores_of(tmp_path, encoder=encoder, seed=seed, fit_patches=5)
+        assert passed[-1].images - 7 <= 5
+        assert scores[3, "nmi"].details["num_fit_patches"] == 5
 
-    assert counter.images - 7 <= 5
-    assert scores[3, "nmi"].details["num_fit_patches"] == 5
-    draws = [drawn_patches(18 * 16, 5, seed) for seed in (0, 0, 1)]
-    assert draws[0].tolist() == draws[1].tolist() != draws[2].tolist()
-    assert draws[0].unique().tolist() == draws[0].tolist()
-
-
-def test_the_seed_of_a_run_draws_patches_and_begins_k_means(tmp_path, monkeypatch):
-    fitted = []
-
-    def watched(unit, *more):
-        fitted.append((unit, clustered(unit, *more)))
-        return fitted[-1][1]
-
-    monkeypatch.setattr("probes.clustering.probe.clustered", watched)
-    for few in ({}, {"fit_patches": 40}):
-        for seed in (1, 1, 2):
-            scores_of(tmp_path, seed=seed, **few)
-
-    every, drawn = ([unit for unit, _ in some] for some in (fitted[:3], fitted[3:]))
-    assert all(np.array_equal(every[0], one) for one in every[1:])
-    assert [np.array_equal(drawn[0], one) for one in drawn[1:]] == [True, False]
-    begun = [kmeans.labels_.tolist() for _, kmeans in fitted[:3]]
-    assert begun[0] == begun[1] != begun[2]
+    assert passed[0].passes == passed[1].passes != passed[2].passes
+    drawn = drawn_patches(18 * 16, 5, 0)
+    assert drawn.unique().tolist() == drawn.tolist()
 
 
-def test_the_nearest_centre_is_that_of_the_smallest_distance():
-    generator = torch.Generator().manual_seed(0)
-    vectors, unit = (torch.randn(n, 5, generator=generator) for n in (7, 40))
+def test_the_seed_of_a_run_begins_k_means(tmp_path):
+    one, same, other = (
+        {cell: score.value for cell, score in scores_of(tmp_path, seed=seed).items()}
+        for seed in (1, 1, 2)
+    )
 
-    found = nearest(unit, [vectors[:3], vectors[3:]])
-
-    assert torch.equal(found[0], torch.cdist(unit, vectors[:3]).argmin(1).int())
-    assert torch.equal(found[1], torch.cdist(unit, vectors[3:]).argmin(1).int())
+    assert one == same != other
 
 
 def test_features_that_do_not_vary_are_said_and_tell_nothing(tmp_path):
@@ -264,18 +244,6 @@ def test_features_that_are_not_finite_stop_with_layer_and_image(tmp_path):
         scores_of(tmp_path, encoder=encoder)
 
 
-def met_in(*images):
-    """Meetings of images, each of them given by cluster and class of every pixel."""
-    labels, clusters = [], []
-    for image in images:
-        cells = np.array(image)
-        labels.append(
-            PatchLabels(np.arange(len(cells)), cells[:, 1], np.ones(len(cells), np.int64))
-        )
-        clusters.append(cells[:, 0])
-    return patch_meetings(PatchLabels.joined(labels, len(images[0])), np.stack(clusters), 2, 2)
-
-
 def test_pixels_lie_under_the_patch_over_their_middle():
     mask = np.array([[0, 0, 1], [0, 255, 1], [2, 2, 1]], np.uint8)
 
@@ -291,21 +259,18 @@ def test_pixels_lie_under_the_patch_over_their_middle():
 @pytest.mark.parametrize("size", [(24, 40), (7, 33), (3, 2)])
 def test_masks_of_any_size_are_counted_as_clusters_grow_to_them(size):
     generator = np.random.default_rng(0)
-    mask = generator.choice([0, 1, 2, IGNORED], size).astype(np.uint8)
-    clusters = generator.integers(4, size=(5, 6))
+    masks = generator.choice([0, 1, 2, IGNORED], (2, *size)).astype(np.uint8)
+    clusters = generator.integers(4, size=(2, 5, 6))
+    labels = PatchLabels.joined([PatchLabels.of_mask(mask, 5, 6) for mask in masks], 5 * 6)
 
-    met, _ = patch_meetings(PatchLabels.of_mask(mask, 5, 6), clusters.reshape(1, -1), 4, 3)
+    met, by_image = patch_meetings(labels, clusters.reshape(2, -1), 4, 3)
 
-    grown = nearest_labels(torch.from_numpy(clusters).to(torch.uint8), *size).numpy()
-    expected = [[((grown == k) & (mask == c)).sum() for c in range(3)] for k in range(4)]
-    assert met.tolist() == expected
-
-
-def test_each_image_has_its_row():
-    met, by_image = met_in([(0, 0), (1, 0), (1, 1)], [(1, 1), (1, 1), (0, 1)])
-
-    assert met.tolist() == [[1, 1], [1, 3]]
-    assert by_image.toarray().tolist() == [[1, 0, 1, 1], [0, 1, 0, 2]]
+    for row, mask, image in zip(by_image.toarray(), masks, clusters, strict=True):
+        grown = nearest_labels(torch.from_numpy(image).to(torch.uint8), *size).numpy()
+        assert row.tolist() == [
+            ((grown == k) & (mask == c)).sum() for k in range(4) for c in range(3)
+        ]
+    assert met.ravel().tolist() == by_image.toarray().sum(0).tolist()
 
 
 def test_intervals_equal_a_loop_over_images_in_numpy():
@@ -315,6 +280,7 @@ def test_intervals_equal_a_loop_over_images_in_numpy():
 
     found = patch_intervals(met, csr_array(images.reshape(60, -1)))
 
+    assert patch_intervals(met, csr_array(images[1:].reshape(59, -1))) == {}
     assert set(found) == set(SCORES) - {"miou_majority"}
     for name, interval in found.items():
         score = SCORES[name]
@@ -326,11 +292,6 @@ def test_intervals_equal_a_loop_over_images_in_numpy():
         lowest = -100 if name == "ami" else -1 if name == "ari" else 0
         assert low == pytest.approx(max(lowest, value - max(bias, 0) - margin), abs=1e-6), name
         assert high == pytest.approx(min(100, value - min(bias, 0) + margin), abs=1e-6), name
-
-
-def test_few_images_of_patches_have_no_interval():
-    images = np.random.default_rng(0).integers(9, size=(59, 3, 2))
-    assert patch_intervals(images.sum(0), csr_array(images.reshape(59, -1))) == {}
 
 
 def test_pairs_of_very_many_pixels_are_counted():

@@ -22,12 +22,11 @@ from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.planning import plan_probes
-from ssl_bench.system.progress import show_progress
+from tests.support.photographs import context_of
 
 SIZES = {
     "a": (40, 56),
@@ -94,16 +93,7 @@ def tiny_encoder(seed: int = 0):
 
 
 def context(folder: Path, pictures: Pictures, layers: Sequence[int] = (0, 2), encoder=None):
-    return ProbeContext(
-        encoder=encoder or tiny_encoder(),
-        dataset=pictures,
-        layers=tuple(layers),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=0,
-        artifacts=folder,
-        progress=show_progress,
-    )
+    return context_of(encoder or tiny_encoder(), pictures, layers, folder)
 
 
 REFERENCE = Cut()

@@ -1,6 +1,6 @@
 """Pictures of six classes that differ by colour, as class folders, and a small encoder of them."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from PIL import Image
 
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
+from tests.support.photographs import context_of
 
 COLOURS = ((250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0), (0, 250, 250), (250, 0, 250))
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
@@ -41,17 +42,10 @@ def flat(value: float = 1.0) -> Encoder:
     return encoder_from_model(model, name="flat")
 
 
-def silent(items: Iterable, description: str, total: int | None = None) -> Iterable:
-    return items
-
-
-def class_context(dataset: Any, **changes: Any) -> ProbeContext:
-    values: dict[str, Any] = {
-        "encoder": tiny(), "dataset": dataset, "layers": (2, 0), "device": torch.device("cpu"),
-        "dtype": torch.float32, "seed": 0, "artifacts": Path("nowhere"),
-        "progress": silent, "say": lambda _: None,
-    }  # fmt: skip
-    return ProbeContext(**{**values, **changes})
+def class_context(
+    dataset: Any, encoder: Encoder | None = None, layers: Sequence[int] = (2, 0), **changes: Any
+) -> ProbeContext:
+    return context_of(encoder or tiny(), dataset, layers, Path("nowhere"), **changes)
 
 
 def scored(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from probes.segmentation import Segmentation
 from ssl_bench.data.roles import lacking
@@ -14,6 +13,7 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from tests.support.heads import segmentation
+from tests.support.photographs import context_of
 
 CLASS_NAMES = ("red", "green", "blue", "never")
 SIZES = ((24, 32), (32, 24), (40, 28))
@@ -97,16 +97,8 @@ def probe_context(
     layers: tuple[int, ...] = (0, 1, 3),
     seed: int = 0,
 ) -> ProbeContext:
-    return ProbeContext(
-        encoder=encoder or tiny_encoder(),
-        dataset=dataset or ColourDataset(),
-        layers=layers,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        seed=seed,
-        artifacts=folder / "pictures",
-        progress=lambda items, description, total=None: items,  # noqa: ARG005
-    )
+    data = dataset or ColourDataset()
+    return context_of(encoder or tiny_encoder(), data, layers, folder / "pictures", seed=seed)
 
 
 class Counter:

@@ -1,7 +1,8 @@
-"""Small pictures of noise, and a probe that runs over them."""
+"""Small pictures of noise, and a probe that runs over them or over what else a test has."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from PIL import Image
 
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.samples import Dataset
-from ssl_bench.evaluation import Evaluation, Probe
+from ssl_bench.evaluation import Evaluation, Probe, ProbeContext
 from ssl_bench.models import Encoder
 from ssl_bench.results import Record, ResultStore
 
@@ -17,13 +18,34 @@ from ssl_bench.results import Record, ResultStore
 SIZES = {"a": (60, 40), "b": (40, 60), "c": (50, 50)}
 
 
-def noise_photographs(folder: Path) -> ImageFolder:
+def noise_photographs(folder: Path, sizes: Mapping[str, tuple[int, int]] = SIZES) -> ImageFolder:
     folder.mkdir()
     generator = np.random.default_rng(0)
-    for name, size in SIZES.items():
+    for name, size in sizes.items():
         small = generator.integers(0, 255, (5, 5, 3), dtype=np.uint8)
         Image.fromarray(small).resize(size).save(folder / f"{name}.png")
     return ImageFolder(folder)
+
+
+def silent(items: Iterable, description: str, total: int | None = None) -> Iterable:
+    return items
+
+
+def context_of(
+    encoder: Encoder, dataset: Any, layers: Sequence[int], folder: Path, **changes: Any
+) -> ProbeContext:
+    """On the CPU, without a word; pictures go into the folder."""
+    usual: dict[str, Any] = {
+        "device": torch.device("cpu"), "dtype": torch.float32, "seed": 0,
+        "progress": silent, "say": lambda _: None,
+    }  # fmt: skip
+    return ProbeContext(
+        encoder=encoder,
+        dataset=dataset,
+        layers=tuple(layers),
+        artifacts=folder,
+        **{**usual, **changes},
+    )
 
 
 def evaluated(
