@@ -32,9 +32,10 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.features import central_square
 from ssl_bench.intervals import Share
-from ssl_bench.metrics import LabelledFeatures, knn_ranks
+from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.models import identify_encoder
 from ssl_bench.models.encoder import Colours
+from ssl_bench.neighbours import knn_ranks
 from ssl_bench.results import SUPERVISED, TRAINED_ON, CellKey, ResultStore, TrainingImages
 from ssl_bench.results.provenance import provenance
 from ssl_bench.system.device import in_float64

@@ -47,6 +47,7 @@ from probes.heads.sgd import (
     Training,
     floats,
 )
+from ssl_bench.composition.compose import guesses_of
 from ssl_bench.composition.fields import (
     Count,
     Pixels,
@@ -58,7 +59,6 @@ from ssl_bench.composition.fields import (
     Threads,
     shown,
 )
-from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from probes.features.stream import batches, read_ahead
 from probes.pictures import heading, sheet
+from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import (
     Count,
     CountOrZero,
@@ -36,7 +37,6 @@ from ssl_bench.composition.fields import (
     Within,
     require_some,
 )
-from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.data.views import sampled
 from ssl_bench.errors import ConfigurationError

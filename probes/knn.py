@@ -20,6 +20,7 @@ from probes.features.split import (
     top_score,
 )
 from probes.features.stream import batches
+from ssl_bench.composition.compose import guesses_of
 from ssl_bench.composition.fields import (
     Count,
     Engine,
@@ -30,12 +31,12 @@ from ssl_bench.composition.fields import (
     Threads,
     require_some,
 )
-from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS
-from ssl_bench.metrics import LabelledFeatures, knn_ranks
+from ssl_bench.metrics import LabelledFeatures
+from ssl_bench.neighbours import knn_ranks
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from probes.features.views import ResizedCrops, WholeImage
 from probes.heads.losses import label_histograms
 from probes.heads.scored_images import Squashed
 from probes.heads.scores import ImageCounts, mask_score
+from ssl_bench.composition.compose import guesses_of
 from ssl_bench.composition.fields import (
     Count,
     Engine,
@@ -26,7 +27,6 @@ from ssl_bench.composition.fields import (
     Temperature,
     Threads,
 )
-from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score

@@ -44,6 +44,7 @@ from probes.heads.sgd import (
     floats,
 )
 from probes.pictures import sheet, titled
+from ssl_bench.composition.compose import guesses_of
 from ssl_bench.composition.fields import (
     Count,
     CountOrZero,
@@ -55,7 +56,6 @@ from ssl_bench.composition.fields import (
     ShareBelowOne,
     Threads,
 )
-from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.labels import voc_colours
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet, Sample

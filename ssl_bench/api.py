@@ -14,13 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ssl_bench.asked import asked_probes, opened_store
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.features import FeatureExtractor, Features, squashed
 from ssl_bench.layers import Facet, resolve_layers
 from ssl_bench.models import Encoder, load_encoder
-from ssl_bench.planning import evaluate
+from ssl_bench.planning import asked_probes, evaluate, opened_store
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.progress import reworded

@@ -16,15 +16,16 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 
+from ssl_bench.composition.compose import changed_settings, usual_values
 from ssl_bench.composition.fields import check_fields
-from ssl_bench.composition.presets import changed_settings, usual_values
 from ssl_bench.data.corruptions import as_settings, corruption_of
 from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import (
@@ -47,18 +48,12 @@ from ssl_bench.system import naming
 from ssl_bench.system.files import mark_as_written
 from ssl_bench.system.progress import show_progress
 
-T = TypeVar("T")
 Passed = MutableMapping[Any, Any]
 """Features by everything that they depend on."""
 
 
-@runtime_checkable
-class Progress(Protocol):
-    """Shows how far an iteration is; gives back the items of `items` unchanged."""
-
-    def __call__(
-        self, items: Iterable[T], description: str, total: int | None = None
-    ) -> Iterable[T]: ...
+Progress = Callable[..., Iterable[Any]]
+"""As `ssl_bench.system.progress.show_progress`, which gives back the items that it is given."""
 
 
 @dataclass(frozen=True)
@@ -590,7 +585,8 @@ class Evaluation:
                 artifacts=artifacts,
                 progress=show_progress,
                 overwrite=overwrite,
-                say=_once(say),
+                # A line the first time alone: every stage of an encoder has the same to say.
+                say=cache(say),
                 known=list(pending.finished.values()),
                 passed=passed.of(encoder, probe.role, str(corruption) if corruption else None),
             )
@@ -656,15 +652,3 @@ class Evaluation:
             changed=changed_settings(self.probe) if self.changed is None else self.changed,
             **provenance(self.device, seconds),
         )
-
-
-def _once(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Says a line the first time alone: every stage of an encoder has the same to say."""
-    said: set[str] = set()
-
-    def say_new(line: str) -> None:
-        if line not in said:
-            said.add(line)
-            say(line)
-
-    return say_new

@@ -1,20 +1,26 @@
-"""Exact nearest neighbours among unit vectors: by faiss, or as a matrix product and its largest."""
+"""Exact nearest neighbours among unit vectors, by faiss or a matrix product, and their vote."""
 
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+import torch.nn.functional as F
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from ssl_bench.composition.fields import Engine
 from ssl_bench.errors import MachineError
+from ssl_bench.metrics import LabelledFeatures, class_rank
+from ssl_bench.system.device import in_float64
 
 # Similarities that are in memory at once: a quarter of a gibibyte.
 _SIMILARITIES = 2**26
 # Queries that one call of faiss, and one product with what it found, serve at least.
 _ASKED, _RERANKED = 4096, 8
+# Queries whose votes are in memory at once.
+_VOTING = 4096
 # Numbers in all queries from which on faiss computes by blocks; below, it is slower than a product.
 _BLOCKWISE = 2**17
 # Vectors for each candidate from which on faiss and ranking what it found take less time.
@@ -23,6 +29,61 @@ _WORTH = 256
 _SPARE = 32
 # The most that faiss's kernels select on a GPU.
 _MOST_ON_GPU = 2048
+
+
+def knn_ranks(
+    queries: LabelledFeatures,
+    bank: LabelledFeatures,
+    *,
+    num_classes: int,
+    neighbours: Sequence[int],
+    temperature: float,
+    engine: Engine = "auto",
+) -> Int64[Tensor, "numbers queries"]:
+    """Place of each query's class in the vote of the nearest neighbours, 0 if it wins.
+
+    Cosine similarities s of the k nearest images of the bank vote with exp(s / temperature). Of
+    equally near images the earlier counts as nearer, of classes with equally many votes the lower
+    one wins, and a class without votes has the place `num_classes`: where fewer than five have any,
+    these alone are the top 5, and a class that no neighbour is of is never right.
+
+    Args:
+        queries: Images that are asked about; their labels are the truth.
+        bank: Images that answer.
+        num_classes: Labels are below it.
+        neighbours: Numbers of neighbours k, each at most the size of the bank.
+        temperature: More than 0; small ones listen to the nearest alone.
+        engine: What finds the neighbours; they are the same.
+
+    Source: `knn_classifier` of
+    https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/eval_knn.py
+    where ties, and in the top 5 the order of classes without votes, are left to the sort.
+    """
+    memory, found = F.normalize(bank.features.float(), dim=1), []
+    for start in range(0, len(queries.labels), _VOTING):
+        some = F.normalize(queries.features[start : start + _VOTING].float(), dim=1)
+        similarities, index = nearest_vectors(some, memory, max(neighbours), engine=engine)
+        # Relative to the nearest, so that no temperature overflows.
+        votes = torch.exp(in_float64(similarities - similarities[:, :1]) / temperature)
+        # Nor makes a neighbour's class one without votes.
+        votes = votes.clamp(min=torch.finfo(votes.dtype).tiny)
+        named = bank.labels[index].to(votes.device)
+        true = queries.labels[start : start + _VOTING].to(votes.device)
+        ranks = [vote_rank(votes[:, :k], named[:, :k], true, num_classes) for k in neighbours]
+        found.append(torch.stack(ranks))
+    return torch.cat(found, dim=1)
+
+
+def vote_rank(
+    votes: Float64[Tensor, "queries voters"],
+    named: Int64[Tensor, "queries voters"],
+    targets: Int64[Tensor, " queries"],
+    num_classes: int,
+) -> Int64[Tensor, " queries"]:
+    """How many classes come before the true one when every voter votes for the class it names."""
+    totals = votes.new_zeros(len(votes), num_classes).scatter_add_(1, named, votes)
+    own = totals.gather(1, targets[:, None])
+    return torch.where(own[:, 0] > 0, class_rank(totals, targets), num_classes)
 
 
 def nearest_vectors(

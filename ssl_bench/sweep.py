@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-from ssl_bench.asked import announced_encoder, asked_encoders, planned_probes, require_layers
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import MachineError, UnfitEncoder
 from ssl_bench.evaluation import (
@@ -35,7 +34,15 @@ from ssl_bench.evaluation import (
 from ssl_bench.layers import layers_of
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_asked
-from ssl_bench.planning import PlannedProbe, evaluate, sharing_datasets
+from ssl_bench.planning import (
+    PlannedProbe,
+    announced_encoder,
+    asked_encoders,
+    evaluate,
+    planned_probes,
+    require_layers,
+    sharing_datasets,
+)
 from ssl_bench.results import CellKey, ResultStore, encoder_id
 from ssl_bench.results.store import first_few
 from ssl_bench.system.device import named_device

@@ -36,8 +36,8 @@ from probes.tokencut.pictures import (
     sheet_path,
 )
 from ssl_bench import __version__
+from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels
-from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.files.fingerprints import entries_of
 from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
 from ssl_bench.data.views import sampled

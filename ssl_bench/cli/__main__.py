@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from ssl_bench.cli.dispatch import run
+from ssl_bench.cli.parser import run
 from ssl_bench.system.endings import (
     STOPPING,
     handled,

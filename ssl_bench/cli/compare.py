@@ -29,9 +29,8 @@ Table = Comparison | EpochComparison
 _ASKED = ("task", "dataset", "split", "facet", "protocol", "seed")
 
 
-def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def command(options: argparse.Namespace) -> int:
     """Print the differences between two checkpoints, or between the blocks of one."""
-    del overrides
     style = asked_format(options.format)
     if len(options.checkpoints) > 2:
         raise ConfigurationError(f"expected one or two checkpoints, got {len(options.checkpoints)}")

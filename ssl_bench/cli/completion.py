@@ -27,13 +27,12 @@ _ssl_bench_target() {
 """
 
 
-def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def command(options: argparse.Namespace) -> int:
     """Print the script for a shell, with the names of probes and datasets as they are now.
 
     Raises:
         MachineError: shtab is not installed.
     """
-    del overrides
     parser, shell = build_parser(), options.shell
     try:
         import shtab

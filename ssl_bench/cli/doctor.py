@@ -5,7 +5,7 @@ import importlib
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -64,9 +64,8 @@ class Finding:
         return f"{'BROKEN' if self.broken else self.name:<12} {self.value}"
 
 
-def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def command(options: argparse.Namespace) -> int:
     """Print one line per finding; exit code 5 when a needed package is not as it must be."""
-    del overrides
     findings = list(_findings(options.data_root))
     # What is broken comes last, where it is read.
     findings.sort(key=lambda finding: finding.broken)

@@ -11,13 +11,6 @@ import safetensors
 import safetensors.numpy
 import torch
 
-from ssl_bench.asked import (
-    announced_encoder,
-    newest_checkpoint,
-    require_layers,
-    require_on_bad_image,
-    require_writable,
-)
 from ssl_bench.composition.choices import choices, require_choice
 from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.composition.fields import Count, require
@@ -28,6 +21,13 @@ from ssl_bench.errors import ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import left_out
 from ssl_bench.features import FeatureExtractor, squashed
 from ssl_bench.layers import resolve_layers
+from ssl_bench.planning import (
+    announced_encoder,
+    newest_checkpoint,
+    require_layers,
+    require_on_bad_image,
+    require_writable,
+)
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import remove_orphans_below, write_atomically, write_text_atomically
 from ssl_bench.system.launch import require_single_process

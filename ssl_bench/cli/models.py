@@ -61,12 +61,11 @@ TIMM_PATTERNS = (
 """Families of timm with blocks that take images of any size; the rest is refused by name."""
 
 
-def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def command(options: argparse.Namespace) -> int:
     """List what can be loaded; with files, say what each is.
 
     Files that cannot be loaded are told in a line each, and the exit code is that of the first.
     """
-    del overrides
     if not options.uris:
         print(json_text(_listing(), indent=2) if options.json else "\n".join(_listing_lines()))
         return 0

@@ -4,14 +4,6 @@ import argparse
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ssl_bench.asked import (
-    announced_encoder,
-    asked_encoders,
-    asked_probes,
-    opened_store,
-    planned_probes,
-    require_layers,
-)
 from ssl_bench.cli.records import print_main_tables
 from ssl_bench.composition.compose import as_yaml
 from ssl_bench.errors import UnfitEncoder
@@ -19,9 +11,18 @@ from ssl_bench.evaluation import PassedImages
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand, is_baseline, layers_asked
-from ssl_bench.planning import PlannedProbe, evaluate, probing_config
+from ssl_bench.planning import (
+    PlannedProbe,
+    announced_encoder,
+    asked_encoders,
+    asked_probes,
+    evaluate,
+    opened_store,
+    planned_probes,
+    probing_config,
+    require_layers,
+)
 from ssl_bench.results import Record
-from ssl_bench.sweep import plan_sweep, plan_table
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
 from ssl_bench.system.launch import require_single_process
@@ -37,6 +38,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(f"# {planned.choice[0]} on {planned.choice[1]}\n{as_yaml(config)}", end="")
         return 0
     if options.dry_run:
+        from ssl_bench.sweep import plan_sweep, plan_table
+
         print(plan_table(plan_sweep(options, overrides, needs_all=options.task != "all")))
         return 0
     require_single_process("probe")

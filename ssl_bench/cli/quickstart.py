@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from ssl_bench.cli.dispatch import run
+from ssl_bench.cli.parser import run
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.model import Panel, headline_panels, panels_of
 from ssl_bench.results import ResultStore
@@ -45,9 +45,8 @@ PROBES = (
 SHOWN_BLOCKS = 4
 
 
-def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def command(options: argparse.Namespace) -> int:
     """Pretrain for some steps, probe its blocks and those of the demonstration encoders."""
-    del overrides
     start = time.monotonic()
     out = Path(options.out)
     results = out / "results"

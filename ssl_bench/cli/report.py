@@ -1,7 +1,6 @@
 """What the command `report` does once its arguments are read."""
 
 import argparse
-from collections.abc import Sequence
 
 from ssl_bench.cli.records import (
     asked_layers,
@@ -18,9 +17,8 @@ from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say
 
 
-def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def command(options: argparse.Namespace) -> int:
     """Write a folder of pages about the records of a folder of results."""
-    del overrides
     with shown(options.out) as store:
         folder = expanded(options.into) if options.into else store.root / "report"
         require_replaceable(folder)

@@ -7,20 +7,25 @@ where there are checkpoints to identify.
 
 import argparse
 import difflib
-import json
 import re
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import yaml
 
-from ssl_bench.cli.dispatch import run as run_command
-from ssl_bench.composition.choices import choices, config_folder, require_choice
-from ssl_bench.composition.papers import Experiment, experiments, papers
+from ssl_bench.cli.parser import run as run_command
+from ssl_bench.composition.choices import (
+    Experiment,
+    choices,
+    config_folder,
+    experiments,
+    papers,
+    require_choice,
+)
 from ssl_bench.data.sources import SOURCES
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.results.record import SUPERVISED, Record, encoder_id
@@ -51,7 +56,6 @@ _IN_EPOCHS = ("train.warmup_epochs", "objective.teacher_temperature_epochs")
 _DRAWN = frozenset({"copying"})
 _OF_PROBES = ("probe.", "dataset.")
 _PLAIN = re.compile(r"[A-Za-z/._][\w/.-]*")
-_LONGEST_HEADER = 100 * 2**20
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -105,7 +109,7 @@ def _roots(text: str | None) -> dict[str, str]:
     """Where images lie, from NAME=DIR,NAME=DIR."""
     if text is None:
         return {}
-    known = sorted({*choices("dataset"), *(one.images for one in all_experiments().values())})
+    known = sorted({*choices("dataset"), *(one.images for one in experiments().values())})
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(equals and root for _, equals, root in pairs):
         raise ConfigurationError(
@@ -115,11 +119,6 @@ def _roots(text: str | None) -> dict[str, str]:
         require_choice("images", name.strip(), known): str(expanded(root))
         for name, _, root in pairs
     }
-
-
-def all_experiments() -> dict[str, Experiment]:
-    """The runs of all papers by name."""
-    return experiments(config_folder())
 
 
 def tables_of(name: str) -> list[PublishedTable]:
@@ -155,7 +154,7 @@ def split_address(address: str) -> tuple[str, int | None]:
 
 def runs_of(table: PublishedTable) -> list[Experiment]:
     """The runs behind the rows of a table, each behind the one that it begins with."""
-    known, found = all_experiments(), dict[str, Experiment]()
+    known, found = experiments(), dict[str, Experiment]()
     for address in filter(is_run, table.runs.values()):
         run = known[split_address(address)[0]]
         if run.after is not None:
@@ -167,7 +166,7 @@ def runs_of(table: PublishedTable) -> list[Experiment]:
 def listing(tables: Sequence[PublishedTable]) -> str:
     """Papers with their tables, a line each."""
     lines = []
-    for paper in papers(config_folder()):
+    for paper in papers():
         own = [table for table in tables if table.paper == paper.name]
         if own:
             lines += ["", f"{paper.title} ({paper.reference})"]
@@ -395,18 +394,15 @@ class RunState:
 def run_state(folder: Path) -> RunState | None:
     """What the weights and the configuration of a run folder say; None where there is no run."""
     try:
-        with (folder / "last.safetensors").open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _LONGEST_HEADER:
-                return None
-            said = json.loads(file.read(length))["__metadata__"]
+        with safetensors.safe_open(folder / "last.safetensors", "numpy") as file:
+            said = file.metadata()
         config = (folder / "config.yaml").read_text(encoding="utf-8")
         train = yaml.load(config, yaml.CSafeLoader)["train"]
         step, epoch = int(said["step"]), float(said["epoch"])
         most = train["max_steps"]
         is_finished = epoch >= train["epochs"] or (most is not None and step >= most)
     # Somebody's own files may hold anything.
-    except (OSError, ValueError, KeyError, TypeError, struct.error, yaml.YAMLError):
+    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError, yaml.YAMLError):
         return None
     return RunState(step, is_finished)
 

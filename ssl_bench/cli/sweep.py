@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.asked import opened_store
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.planning import opened_store
 from ssl_bench.slurm import submit_array
 from ssl_bench.sweep import (
     Job,

@@ -30,9 +30,8 @@ from ssl_bench.tables.severities import SeverityTable, severity_tables
 from ssl_bench.tables.sheets import Printable
 
 
-def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def command(options: argparse.Namespace) -> int:
     """Print tables of the records in a folder."""
-    del overrides
     style = asked_format(options.format)
     _check_together(options)
     with shown(options.out) as store:

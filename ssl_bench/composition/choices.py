@@ -1,14 +1,21 @@
-"""What can be chosen by name: files of `configs/`, and what other packages add to them."""
+"""What can be chosen by name: files of `configs/`, what other packages add to them, papers' runs.
+
+`configs/papers` has the published tables, and the runs that stand for their rows.
+"""
 
 import difflib
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from ssl_bench.composition.fields import shown
-from ssl_bench.composition.papers import Experiment, experiments
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.paths import PACKAGE
 
@@ -16,6 +23,58 @@ LONG = 200
 EXTENSIBLE = ("probe", "dataset", "objective", "optimizer")
 """Groups that installed packages add to, by entry points of `ssl_bench.probe` and so on."""
 _SHOWN = 24
+_GROUPS = ("model", "objective", "optimizer")
+_OF_A_RUN = ("recipe", "images", "after", "set", "arms")
+_NAME = re.compile(r"[a-z0-9_]+")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A run that `experiment=NAME` composes: a recipe and what is different from it.
+
+    Attributes:
+        name: Unique among all papers and all files of `configs/experiment`.
+        recipe: Name of a file of `configs/experiment`.
+        changes: Values by full key, such as "model.depth"; of "model" or "optimizer" a file's name.
+        images: Name of the images that it trains on, such as "imagenet1k".
+        after: Name of the run whose weights it begins with.
+    """
+
+    name: str
+    recipe: str
+    changes: Mapping[str, Any]
+    images: str
+    after: str | None = None
+
+    def node(self) -> dict[str, Any]:
+        """What a file of `configs/experiment` of this name would hold."""
+        chosen = {key: value for key, value in self.changes.items() if key in _GROUPS}
+        defaults = [self.recipe, *({f"override /{key}": chosen[key]} for key in chosen)]
+        values: dict[str, Any] = {}
+        for key, value in self.changes.items():
+            if key not in chosen:
+                *path, last = key.split(".")
+                inner = values
+                for name in path:
+                    inner = inner.setdefault(name, {})
+                inner[last] = value
+        return {"defaults": defaults, **values}
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What a file of `configs/papers` says; `published` and `reproduce` read its tables.
+
+    Attributes:
+        name: Of the file, such as "cutting_the_skip".
+        tables: As they stand there.
+    """
+
+    name: str
+    title: str
+    reference: str
+    tables: tuple[Mapping[str, Any], ...] = ()
+    experiments: Mapping[str, Experiment] = field(default_factory=dict)
 
 
 def config_folder() -> Path:
@@ -29,7 +88,8 @@ def choices(group: str) -> list[str]:
 
     Other packages add probes, the papers' runs are experiments.
     """
-    return sorted({*files(group), *entry_points(group), *runs_of_papers(group)})
+    runs = experiments() if group == "experiment" else ()
+    return sorted({*files(group), *entry_points(group), *runs})
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -75,10 +135,6 @@ def files(group: str) -> list[str]:
     return [path.stem for path in (config_folder() / group).glob("*.yaml")]
 
 
-def runs_of_papers(group: str) -> dict[str, Experiment]:
-    return experiments(config_folder()) if group == "experiment" else {}
-
-
 def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
     """What installed packages add to a group of `configs/`, by name."""
     return _entry_points(tuple(sys.path)).get(group, {}) if group in EXTENSIBLE else {}
@@ -93,3 +149,63 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPo
         group: {point.name: point for point in found.select(group=f"ssl_bench.{group}")}
         for group in EXTENSIBLE
     }
+
+
+def papers(folder: Path | None = None) -> tuple[Paper, ...]:
+    """All papers of a folder of configurations, by name, read once.
+
+    Raises:
+        ConfigurationError: two runs share a name, or a file says what is not understood.
+    """
+    return _papers(folder or config_folder())
+
+
+@cache
+def _papers(folder: Path) -> tuple[Paper, ...]:
+    found = tuple(_read(file) for file in sorted((folder / "papers").glob("*.yaml")))
+    names = [name for paper in found for name in paper.experiments]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigurationError(f"expected every run to have its own name, got {twice[0]} twice")
+    return found
+
+
+def experiments(folder: Path | None = None) -> dict[str, Experiment]:
+    """The runs of all papers by name, those that are recipes themselves among them."""
+    return {name: run for paper in papers(folder) for name, run in paper.experiments.items()}
+
+
+def _read(file: Path) -> Paper:
+    said = yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
+    known = {"title", "reference", "runs", "tables"}
+    if not isinstance(said, dict) or set(said) - known:
+        raise ConfigurationError(f"{file} expects the keys {', '.join(sorted(known))}")
+    runs = [run for stem, one in (said.get("runs") or {}).items() for run in _runs(file, stem, one)]
+    return Paper(
+        name=file.stem,
+        title=said["title"],
+        reference=said["reference"],
+        tables=tuple(said.get("tables") or ()),
+        experiments={run.name: run for run in runs},
+    )
+
+
+def _runs(file: Path, stem: str, said: Mapping[str, Any]) -> Iterator[Experiment]:
+    """What arms have in common, under the name of the stem, and each arm, under its own."""
+    strange = [key for key in said if key not in _OF_A_RUN]
+    if strange or not _NAME.fullmatch(stem):
+        raise ConfigurationError(
+            f"{file}: run {stem} expects the keys {', '.join(_OF_A_RUN)}, got {strange}"
+        )
+    arms: dict[str, Any] = {"": {}, **(said.get("arms") or {})}
+    for arm, own in arms.items():
+        yield Experiment(
+            name=f"{stem}_{arm}" if arm else stem,
+            recipe=said.get("recipe", stem),
+            changes={
+                **said.get("set", {}),
+                **{key: value for key, value in own.items() if key != "after"},
+            },
+            images=said["images"],
+            after=own.get("after", said.get("after")),
+        )

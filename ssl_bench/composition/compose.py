@@ -10,12 +10,12 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -31,15 +31,17 @@ from ssl_bench.composition.choices import (
     choices,
     config_folder,
     entry_points,
+    experiments,
     files,
     nearest,
-    runs_of_papers,
 )
 from ssl_bench.composition.fields import described, require, shown, takes_one_as_list
 from ssl_bench.errors import BrokenFile, ConfigurationError
+from ssl_bench.system.escaping import plain_json
 from ssl_bench.system.imports import PACKAGES, broken_file
 
 TARGET = "_target_"
+_SETTING = re.compile(r"\$([a-z_]+)")
 # Keys by which Hydra calls things in other ways.
 RESERVED = ("_args_", "_partial_", "_recursive_", "_convert_")
 # What Hydra would compose about itself; a quarter of the time, and nothing of it is used.
@@ -215,7 +217,7 @@ def _check_choice(root: str, group: str, key: str, value: Any) -> None:
     if value in files(group):
         return
     store = ConfigStore.instance().store
-    if value in (runs := runs_of_papers(group)):
+    if group == "experiment" and value in (runs := experiments()):
         store(group=group, name=value, node=runs[value].node(), package="_global_")
         return
     # Of another package, of which the configuration says the address alone: see `completed`.
@@ -401,6 +403,74 @@ def attributes(kind: type) -> dict[str, str]:
             name, _, meaning = " ".join(text.split()).partition(": ")
             found[name] = re.split(r"(?<=[\w)%`'\]]{2})\. ", meaning)[0].rstrip(".")
     return found
+
+
+def protocols(task: str, probe: type) -> list[str]:
+    """Names that `probe.protocol` takes: files of presets, or those in the type of the field.
+
+    None of them where the field is any text.
+    """
+    kind = next((item.type for item in fields(probe) if item.name == "protocol"), None)
+    named = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
+    return choices(preset_group(task)) or named
+
+
+def preset_group(task: str) -> str:
+    """Folder of the presets of a task below `configs/`; most tasks have none."""
+    return f"probe/{task}/protocol"
+
+
+def changed_settings(probe: Any) -> dict[str, Any]:
+    """Settings that are not those of the protocol that a probe names, as they are.
+
+    A protocol without a file has the defaults of the class. One that nobody knows, and a probe
+    that is no dataclass, have nothing to differ from.
+    """
+    if (values := usual_values(probe)) is None:
+        return {}
+    usual = replace(probe, **values)
+    # What only another choice has, such as C of L-BFGS, is compared with its own default.
+    others = {name: getattr(usual, name) for name in defaults(type(probe))}
+    for part in (getattr(probe, item.name) for item in fields(probe)):
+        if is_dataclass(part):
+            others |= defaults(type(part))
+    settings = others | usual.settings()
+    return {
+        name: value
+        for name, value in sorted(probe.settings().items())
+        if plain_json(value) != plain_json(settings.get(name))
+    }
+
+
+def usual_values(probe: Any) -> dict[str, Any] | None:
+    """Values of all fields in the protocol that a probe names; None where nobody knows it."""
+    known = choices(preset_group(probe.task))
+    if not is_dataclass(type(probe)) or (known and probe.protocol not in known):
+        return None
+    said = preset_values(probe, probe.protocol) if known else {}
+    return defaults(type(probe)) | {"protocol": probe.protocol} | said
+
+
+def guesses_of(probe: Any, guesses: Sequence[str]) -> list[str]:
+    """Guesses with the settings that a probe has in the place of `$NAME`, for its records.
+
+    Without those that speak of a setting that there is not, as of epochs where none are trained.
+    """
+    values = {name: _said(value) for name, value in probe.settings().items()}
+    applying = [g for g in guesses if all(name in values for name in _SETTING.findall(g))]
+    return [_SETTING.sub(lambda found: values[found[1]], guess) for guess in applying]
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_said, value))
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+def preset_values(probe: Any, protocol: str) -> dict[str, Any]:
+    """What the file of a protocol says."""
+    file = config_folder() / preset_group(probe.task) / f"{protocol}.yaml"
+    return constructed(read_file(file), "probe")
 
 
 def _loaded(point: metadata.EntryPoint) -> type:

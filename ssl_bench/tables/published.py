@@ -7,8 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.composition.choices import config_folder
-from ssl_bench.composition.papers import Paper, papers
+from ssl_bench.composition.choices import Paper, config_folder, papers
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import SUPERVISED, Record
 

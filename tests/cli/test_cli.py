@@ -7,14 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.models import ViTConfig, build_vit, save_encoder
+from ssl_bench.models import ViTConfig
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import sha256_of
+from tests.support.faults import encoder_file, picture
 from tests.support.without_torch import REPOSITORY, said_without_torch
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=12, depth=3, num_heads=2)
@@ -25,15 +25,11 @@ def workplace(tmp_path, monkeypatch):
     """An empty folder with two checkpoints below runs/ and three photographs."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(["older", "newer"]):
-        save_encoder(
-            tmp_path / "runs" / name / "last.safetensors", build_vit(CONFIG, seed=seed), {}
-        )
-        os.utime(tmp_path / "runs" / name / "last.safetensors", (seed * 1000, seed * 1000))
-    generator = np.random.default_rng(0)
+        weights = tmp_path / "runs" / name / "last.safetensors"
+        os.utime(encoder_file(weights, seed=seed, config=CONFIG), (seed * 1000, seed * 1000))
     (tmp_path / "photos").mkdir()
-    for i in range(3):
-        pixels = generator.integers(0, 256, (24 + 8 * i, 40, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "photos" / f"{i}.png")
+    for number in range(3):
+        picture(number, height=24 + 8 * number).save(tmp_path / f"photos/{number}.png")
     return tmp_path
 
 

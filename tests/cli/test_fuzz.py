@@ -14,29 +14,30 @@ REPOSITORY = Path(__file__).parents[2]
 COUNT = 700
 
 
-def outcome(kinds: str, count: int) -> dict[str, int]:
-    """Inputs by kind, once it is known that none ended badly.
+def said(program: str, *words: object) -> str:
+    """What a program says of which none of its inputs ended badly.
 
     In a process of its own: without the type checks of the tests, which refuse what the program
     as it is installed would take, and with a limit on its memory.
     """
-    command = [sys.executable, "-m", "tests.support.fuzzing", kinds, str(count)]
-    run = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, errors="replace", timeout=540
-    )
-    assert run.returncode == 0, f"{run.stdout[-6000:]}{run.stderr[-2000:]}"
-    ends = re.findall(r"^(\w+) (\{.*\})", run.stdout, re.MULTILINE)
-    return {name: sum(map(int, re.findall(r": (\d+)", counts))) for name, counts in ends}
-
-
-def commands_ended(seed: int, count: int) -> int:
-    """How many commands were drawn and run, once it is known that none ended badly."""
-    command = [sys.executable, "-m", "tests.support.command_fuzzing", str(seed), str(count)]
+    command = [sys.executable, "-m", f"tests.support.{program}", *map(str, words)]
     run = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, errors="replace", timeout=900
     )
     assert run.returncode == 0, f"{run.stdout[-6000:]}{run.stderr[-2000:]}"
-    return sum(map(int, re.findall(r"': (\d+)", run.stdout.splitlines()[-1])))
+    return run.stdout
+
+
+def outcome(kinds: str, count: int) -> dict[str, int]:
+    """Inputs by kind."""
+    ends = re.findall(r"^(\w+) (\{.*\})", said("fuzzing", kinds, count), re.MULTILINE)
+    return {name: sum(map(int, re.findall(r": (\d+)", counts))) for name, counts in ends}
+
+
+def commands_ended(seed: int, count: int) -> int:
+    """How many commands were drawn and run."""
+    last = said("command_fuzzing", seed, count).splitlines()[-1]
+    return sum(map(int, re.findall(r"': (\d+)", last)))
 
 
 def test_a_few_commands_drawn_at_random_end_as_documented():

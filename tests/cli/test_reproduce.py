@@ -14,13 +14,13 @@ from ssl_bench.cli.reproduce import (
     TRAINING_GB,
     Asked,
     Plan,
-    all_experiments,
     carry_out,
     full_name,
     plan_table,
     run_state,
     tables_of,
 )
+from ssl_bench.composition.choices import experiments
 from ssl_bench.composition.compose import compose_config
 from ssl_bench.errors import DataError, Preempted
 from ssl_bench.tables.published import published_tables
@@ -146,7 +146,7 @@ def test_what_a_table_adds_to_its_runs_composes():
 
 
 def test_what_runs_train_on_has_a_size_unless_it_is_ones_own_or_generated():
-    assert {run.images for run in all_experiments().values()} == {
+    assert {run.images for run in experiments().values()} == {
         *TRAINING_GB,
         "photographs",
         "copying",

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -348,15 +347,19 @@ esac; done
 """
 
 
+def stand_in(folder: Path, monkeypatch, **commands: str) -> None:
+    """Puts scripts first on the path, under the names of SLURM's commands."""
+    folder.mkdir(exist_ok=True)
+    for name, text in commands.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
 @pytest.fixture
 def cluster(place, monkeypatch) -> Path:
-    """A folder of commands that look like SLURM's; gives the file the submitted script goes to."""
-    folder = place / "commands"
-    folder.mkdir()
-    for name, text in (("sbatch", SBATCH), ("srun", SRUN)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o700 | stat.S_IRUSR)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    """A cluster that takes arrays; gives the file the submitted script goes to."""
+    stand_in(place / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
     monkeypatch.setenv("KEPT", str(place / "submitted.sh"))
     return place / "submitted.sh"
 
@@ -465,16 +468,13 @@ def allocation(tmp_path, monkeypatch) -> Path:
     """A folder of stand-ins for SLURM's commands and the variables that SLURM sets in a job."""
     monkeypatch.chdir(tmp_path)
     scontrol = 'case "$1" in show) echo node7; echo node8 ;; *) echo "$*" >> said ;; esac'
-    for name, text in (
-        ("scontrol", scontrol),
-        ("srun", "printf '%s\\0' threads=$OMP_NUM_THREADS \"$@\" > started"),
-        ("scancel", 'echo "scancel $*" >> said; kill $(cat pid)'),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o700)
+    srun = "printf '%s\\0' threads=$OMP_NUM_THREADS \"$@\" > started"
+    scancel = 'echo "scancel $*" >> said; kill $(cat pid)'
+    texts = {"scontrol": scontrol, "srun": srun, "scancel": scancel}
+    scripts = {name: f"#!/bin/sh\n{text}\n" for name, text in texts.items()}
+    stand_in(tmp_path, monkeypatch, **scripts)
     for name, value in (SLURM_JOB | {"DATA": "/my photos"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return tmp_path
 
 

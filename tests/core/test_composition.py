@@ -67,17 +67,13 @@ def test_a_wrong_override_is_one_line_that_says_what_to_do(override, message):
     assert "\n" not in str(caught.value)
 
 
-def _components(config) -> Iterator[tuple[str, type]]:
+def components(value: object, key: str = "") -> Iterator[tuple[str, type]]:
     """The key and the class of everything that a configuration builds."""
-
-    def walk(key, value):
-        if isinstance(value, dict):
-            if "_target_" in value:
-                yield key, component_class(value["_target_"], key)
-            for name, item in value.items():
-                yield from walk(f"{key}.{name}" if key else name, item)
-
-    return walk("", as_plain(config))
+    if isinstance(value, dict):
+        if "_target_" in value:
+            yield key, component_class(value["_target_"], key)
+        for name, item in value.items():
+            yield from components(item, f"{key}.{name}" if key else name)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +87,7 @@ def test_every_field_of_every_class_can_be_overridden(group):
         config = compose_config(root, [*base, f"{group}={name}"])
         said = {key.rsplit(".", n)[0] for key in keys(config) for n in range(key.count(".") + 1)}
         assert group == "experiment" or build(config[group]) is not None
-        for key, kind in _components(config):
+        for key, kind in components(as_plain(config)):
             names = [f"{key}.{item.name}".lstrip(".") for item in fields(kind) if item.init]
             assert set(names) <= said
 

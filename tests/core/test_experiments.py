@@ -9,14 +9,13 @@ import torch
 from pretrain.description import describe, differences
 from pretrain.train import Pretraining
 from ssl_bench.cli.reproduce import is_run
-from ssl_bench.composition.choices import choices, config_folder
+from ssl_bench.composition.choices import choices, config_folder, experiments
 from ssl_bench.composition.compose import as_plain, build, compose_config
-from ssl_bench.composition.papers import experiments
 from ssl_bench.models import ConvMixerConfig, TimmConfig, ViTConfig, build_encoder
 from ssl_bench.tables.published import published_tables
 
 EXPERIMENTS = choices("experiment")
-RUNS = experiments(config_folder())
+RUNS = experiments()
 RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
 ROWS = [
     (table, row)

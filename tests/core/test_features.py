@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,17 +22,24 @@ def ours(**changes: Any) -> Encoder:
     )
 
 
-def timm_twin(encoder: Encoder, **kwargs: Any) -> Encoder:
-    """The same weights in timm's architecture."""
+def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -> Encoder:
+    """A model of timm that takes images of any size."""
     model = timm.models.VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=0,
-        dynamic_img_size=True, **kwargs,
+        img_size=32, patch_size=8, embed_dim=dim, depth=depth, num_heads=num_heads, num_classes=0,
+        dynamic_img_size=True, **changes,
     )  # fmt: skip
-    model.load_state_dict(encoder.module.state_dict())
     return Encoder(
         module=TimmBackbone(model).eval(), name="timm", uri="memory", sha256="", architecture={},
-        patch_size=8, depth=3, dim=48, num_heads=3, num_prefix_tokens=1, native_size=(32, 32),
+        patch_size=8, depth=depth, dim=dim, num_heads=num_heads,
+        num_prefix_tokens=model.num_prefix_tokens, native_size=(32, 32),
     )  # fmt: skip
+
+
+def timm_twin(encoder: Encoder) -> Encoder:
+    """The same weights in timm's architecture."""
+    twin = of_timm()
+    twin.module.get_submodule("model").load_state_dict(encoder.module.state_dict())
+    return twin
 
 
 def largest_difference(one: dict, other: dict) -> float:
@@ -62,12 +68,10 @@ def test_tokens_are_those_of_timm_itself():
     # timm's own accessor, at its native size, where its resampler does nothing.
     encoder = timm_twin(ours())
     images = torch.rand(2, 3, 32, 32)
-    normalised = (images - torch.tensor(encoder.mean).view(3, 1, 1)) / torch.tensor(
-        encoder.std
-    ).view(3, 1, 1)
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (encoder.mean, encoder.std))
     model: Any = encoder.module.get_submodule("model")
     with torch.no_grad():
-        expected = model.get_intermediate_layers(normalised, n=[0, 1, 2], reshape=True)
+        expected = model.get_intermediate_layers((images - mean) / std, n=[0, 1, 2], reshape=True)
     found = FeatureExtractor(encoder, layers=ALL)(images)
     for layer in ALL:
         difference = found[layer]["token"] - expected[layer].permute(0, 2, 3, 1)
@@ -81,12 +85,10 @@ def test_positions_of_timm_are_resized_as_ours_and_put_back():
     before = module.model.pos_embed
     assert before is not None
     seen: list[Tensor] = []
-    handle = module.model.norm_pre.register_forward_hook(lambda *io: seen.append(io[-1]))
     patches = module.model.patch_embed(torch.zeros(1, 3, 24, 56)).flatten(1, 2)
-    FeatureExtractor(encoder, layers=[0])(
-        torch.tensor(encoder.mean).view(1, 3, 1, 1).expand(1, 3, 24, 56)
-    )
-    handle.remove()
+    mean = torch.tensor(encoder.mean).view(1, 3, 1, 1).expand(1, 3, 24, 56)
+    with module.model.norm_pre.register_forward_hook(lambda *io: seen.append(io[-1])):
+        FeatureExtractor(encoder, layers=[0])(mean)
     resized = resize_positions(before, old_size=(4, 4), new_size=(3, 7))
     torch.testing.assert_close(seen[0][:, 1:], patches + resized[:, 1:], rtol=0, atol=1e-6)
     assert module.model.pos_embed is before
@@ -95,14 +97,12 @@ def test_positions_of_timm_are_resized_as_ours_and_put_back():
 
 def test_query_key_and_value_are_the_thirds_of_the_qkv_layer_in_this_order():
     encoder = ours()
-    attention = encoder.module.get_submodule("blocks.1.attn")
     seen: list[Tensor] = []
-    handle = attention.get_submodule("qkv").register_forward_hook(lambda *io: seen.append(io[-1]))
-    found = FeatureExtractor(encoder, layers=[1], facets=["query", "key", "value"])(
-        torch.rand(2, 3, 16, 24)
-    )[1]
-    handle.remove()
-    for third, facet in enumerate(("query", "key", "value")):
+    facets = ("query", "key", "value")
+    qkv = encoder.module.get_submodule("blocks.1.attn.qkv")
+    with qkv.register_forward_hook(lambda *io: seen.append(io[-1])):
+        found = FeatureExtractor(encoder, layers=[1], facets=facets)(torch.rand(2, 3, 16, 24))[1]
+    for third, facet in enumerate(facets):
         expected = seen[0][:, 1:, third * 48 : (third + 1) * 48].reshape(2, 2, 3, 48)
         assert torch.equal(found[facet], expected)
 
@@ -148,21 +148,13 @@ def test_rows_are_rows_and_columns_are_columns():
     "kwargs", [{"class_token": False, "global_pool": "avg"}, {"reg_tokens": 2}]
 )
 def test_timm_models_without_class_token_and_with_registers_work(kwargs):
-    model = timm.models.VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=0,
-        dynamic_img_size=True, **kwargs,
-    )  # fmt: skip
-    encoder = Encoder(
-        module=TimmBackbone(model).eval(), name="timm", uri="memory", sha256="", architecture={},
-        patch_size=8, depth=3, dim=48, num_heads=3, num_prefix_tokens=model.num_prefix_tokens,
-        native_size=(32, 32),
-    )  # fmt: skip
+    encoder = of_timm(**kwargs)
     images = torch.rand(1, 3, 24, 40)
     found = FeatureExtractor(encoder, layers=[2], facets=["token", "key"])(images)[2]
     seen: list[Tensor] = []
-    handle = model.blocks[2].register_forward_hook(lambda *io: seen.append(io[-1]))
-    FeatureExtractor(encoder, layers=[2])(images)
-    handle.remove()
+    block = encoder.module.get_submodule("blocks.2")
+    with block.register_forward_hook(lambda *io: seen.append(io[-1])):
+        FeatureExtractor(encoder, layers=[2])(images)
     assert torch.equal(found["token"].flatten(1, 2), seen[0][:, -15:])
     if "class_token" in kwargs:
         with pytest.raises(ConfigurationError, match=r"no \[CLS\] token; ask for facet=token"):
@@ -170,18 +162,14 @@ def test_timm_models_without_class_token_and_with_registers_work(kwargs):
 
 
 @pytest.fixture
-def counted() -> Iterator[tuple[Encoder, list[str]]]:
+def counted() -> tuple[Encoder, list[str]]:
     """An encoder and the names of the modules that were called."""
     encoder = ours()
     calls: list[str] = []
-    handles = [
-        module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-        for name, module in encoder.module.named_modules()
-        if name in {"patch_embed", "blocks.0", "blocks.1", "blocks.2"}
-    ]
-    yield encoder, calls
-    for handle in handles:
-        handle.remove()
+    for name in ("patch_embed", "blocks.0", "blocks.1", "blocks.2"):
+        part = encoder.module.get_submodule(name)
+        part.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    return encoder, calls
 
 
 def test_all_blocks_and_facets_take_one_forward_pass(counted):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args, get_origin
 import pytest
 
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import as_plain, component_class, compose_config
+from ssl_bench.composition.compose import as_plain, compose_config
 from ssl_bench.composition.fields import (
     Count,
     InnerShare,
@@ -20,6 +20,7 @@ from ssl_bench.composition.fields import (
     require,
 )
 from ssl_bench.errors import ConfigurationError
+from tests.core.test_composition import components
 
 GROUPS = ("probe", "dataset", "model", "objective", "optimizer")
 ABSURD = (
@@ -30,22 +31,12 @@ ABSURD = (
 
 def classes() -> Iterator[type]:
     """Those that any file of `configs/` names, those inside others included."""
-    yield from _named(as_plain(compose_config("pretraining", [])))
     for group in GROUPS:
         for name in choices(group):
             root = "probing" if group in ("probe", "dataset") else "pretraining"
-            config = compose_config(
-                root, [*(["probe=pca"] * (group == "dataset")), f"{group}={name}"]
-            )
-            yield from _named(as_plain(config))
-
-
-def _named(value: Any) -> Iterator[type]:
-    if isinstance(value, dict):
-        if "_target_" in value:
-            yield component_class(value["_target_"], "")
-        for item in value.values():
-            yield from _named(item)
+            pca = ["probe=pca"] * (group == "dataset")
+            config = compose_config(root, [*pca, f"{group}={name}"])
+            yield from (kind for _, kind in components(as_plain(config)))
 
 
 def numbers_without_a_range(kind: Any) -> bool:

@@ -21,7 +21,7 @@ from ssl_bench.models import (
     build_vit,
     encoder_from_model,
 )
-from ssl_bench.models.timm_model import TimmBackbone
+from tests.core import test_features
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 NEUTRAL: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -35,15 +35,7 @@ def ours(**changes: Any) -> Encoder:
 
 def of_timm(**changes: Any) -> Encoder:
     torch.manual_seed(0)
-    model = timm.models.VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=12, depth=2, num_heads=2, num_classes=0,
-        dynamic_img_size=True, **{"init_values": 0.5, **changes},
-    )  # fmt: skip
-    return Encoder(
-        module=TimmBackbone(model).eval(), name="timm", uri="memory", sha256="", architecture={},
-        patch_size=8, depth=2, dim=12, num_heads=2, num_prefix_tokens=1, native_size=(32, 32),
-        **NEUTRAL,
-    )  # fmt: skip
+    return replace(test_features.of_timm(12, 2, 2, init_values=0.5, **changes), **NEUTRAL)
 
 
 def found(encoder: Encoder, *facets: str, layer: int = 1) -> Mapping[str, Tensor]:

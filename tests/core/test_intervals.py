@@ -35,10 +35,6 @@ def some_counts(images=12, classes=5):
     return np.stack([right, predicted, true], 1).astype(np.int32)
 
 
-def estimate(counts):
-    return mean_iou_estimate(counts)
-
-
 def miou(counts, classes=slice(None)):
     """The definition, class by class."""
     found = []
@@ -58,7 +54,7 @@ def test_ten_of_ten_hits_do_not_prove_a_hundred_percent():
 
 def test_one_class_of_two_images_equals_the_case_counted_by_hand():
     # 1 of 2 pixels and 3 of 4: 4 of 6 together, 3 of 4 and 1 of 2 without one of them.
-    found = estimate(np.array([[[1], [1], [2]], [[3], [4], [3]]], np.int32))
+    found = mean_iou_estimate(np.array([[[1], [1], [2]], [[3], [4], [3]]], np.int32))
 
     assert found.value == pytest.approx(200 / 3)
     assert found.without.tolist() == [75, 50]
@@ -71,7 +67,7 @@ def test_the_interval_equals_a_loop_over_images_in_numpy():
     counts = np.concatenate([some_counts(40), some_counts(40)])
     total = len(counts)
 
-    found = estimate(counts)
+    found = mean_iou_estimate(counts)
 
     without = [miou(np.delete(counts, image, 0)) for image in range(total)]
     pseudo = total * miou(counts) - (total - 1) * np.array(without)
@@ -91,7 +87,7 @@ def test_what_a_class_that_is_only_predicted_would_have_is_left_open_upwards():
     wrong[0] += np.array([[0], [5], [0]]) * (np.arange(5) == 4)
     wrong[:, [0, 2], 4] = counts[:, [0, 2], 4] = counts[:, 1, 4] = 0
 
-    before, after = estimate(counts), estimate(wrong)
+    before, after = mean_iou_estimate(counts), mean_iou_estimate(wrong)
 
     assert after.value == pytest.approx(0.8 * before.value)
     assert after.of_true == pytest.approx(before.value)
@@ -102,10 +98,10 @@ def test_what_a_class_that_is_only_predicted_would_have_is_left_open_upwards():
 
 def test_order_of_images_and_of_classes_is_of_no_account():
     counts = some_counts(20, 8)
-    ends = estimate(counts).ci95()
+    ends = mean_iou_estimate(counts).ci95()
 
     for other in (RANDOM.permutation(counts), RANDOM.permutation(counts, axis=2), counts):
-        assert estimate(other).ci95() == pytest.approx(ends, rel=1e-12)
+        assert mean_iou_estimate(other).ci95() == pytest.approx(ends, rel=1e-12)
 
 
 def test_pixel_accuracy_equals_a_loop_over_images_in_numpy():
@@ -131,12 +127,12 @@ def test_the_interval_of_a_mean_is_students():
 def test_a_single_image_and_images_that_do_not_differ_have_no_interval():
     counts = some_counts()
 
-    assert estimate(counts[:1]).ci95() is None
-    assert estimate(np.repeat(counts[:1], 9, 0)).ci95() is None
-    assert estimate(np.zeros_like(counts)).ci95() is None
+    assert mean_iou_estimate(counts[:1]).ci95() is None
+    assert mean_iou_estimate(np.repeat(counts[:1], 9, 0)).ci95() is None
+    assert mean_iou_estimate(np.zeros_like(counts)).ci95() is None
     assert mean_estimate(np.array([7.0])).ci95() is None
     assert mean_estimate(np.full(5, 0.1)).ci95() is None
-    assert estimate(counts).difference_ci95(estimate(counts)) is None
+    assert mean_iou_estimate(counts).difference_ci95(mean_iou_estimate(counts)) is None
 
 
 def test_few_images_are_warned_of():
@@ -165,7 +161,7 @@ def test_nine_of_ten_intervals_hold_the_mean_iou_of_the_population(classes):
     random = np.random.default_rng(0)
 
     samples = [whole[random.integers(len(whole), size=60)] for _ in range(60)]
-    ends = [estimate(sample).ci95() or (0, 0) for sample in samples]
+    ends = [mean_iou_estimate(sample).ci95() or (0, 0) for sample in samples]
 
     assert sum(low <= miou(whole) <= high for low, high in ends) >= 54
 

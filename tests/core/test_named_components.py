@@ -7,7 +7,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices, config_folder
-from ssl_bench.composition.presets import changed_settings
+from ssl_bench.composition.compose import changed_settings
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.planning import plan_probes
 

@@ -4,21 +4,21 @@ import argparse
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 
-from ssl_bench.asked import planned_probes
-from ssl_bench.cli import dispatch
+from ssl_bench.cli import parser as cli
 from ssl_bench.cli.keys import command as print_keys
 from ssl_bench.cli.parser import build_parser
 from ssl_bench.cli.reproduce import command as reproduce
 from ssl_bench.cli.table import _check_together
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.composition.compose import build, compose_config, with_root
+from ssl_bench.planning import planned_probes
 from ssl_bench.tables.published import published_table
 from tests.core.test_extending import commands as copied_commands
 from tests.support.page_commands import COMMANDS, ROOT, PageCommand
@@ -52,13 +52,13 @@ def typed(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Typed:
     """By the parser and the checks of the command line itself; nothing is carried out."""
     seen: list[Typed] = []
 
-    def keep(options: argparse.Namespace, overrides: list[str]) -> int:
-        seen.append(Typed(options.command, options, overrides))
+    def keep(options: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
+        seen.append(Typed(options.command, options, list(overrides)))
         return 0
 
     with monkeypatch.context() as changed:
-        changed.setattr(dispatch, "import_module", lambda _: SimpleNamespace(command=keep))
-        dispatch.run([STANDS_FOR.get(word, word) for word in words])
+        changed.setattr(cli, "import_module", lambda _: SimpleNamespace(command=keep))
+        cli.run([STANDS_FOR.get(word, word) for word in words])
     return seen[0]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ssl_bench.composition.papers import experiments, papers
+from ssl_bench.composition.choices import experiments, papers
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.tables.published import PublishedTable, published_tables
 

@@ -9,8 +9,15 @@ from probes.pca import PCA
 from probes.segmentation import Segmentation
 from probes.tokencut.probe import TokenCut
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import TARGET, build, component_class, compose_config
-from ssl_bench.composition.presets import changed_settings, preset_group, protocols
+from ssl_bench.composition.compose import (
+    TARGET,
+    build,
+    changed_settings,
+    component_class,
+    compose_config,
+    preset_group,
+    protocols,
+)
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import depth_tables
 from tests.core.test_results import RECORD

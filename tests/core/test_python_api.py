@@ -25,7 +25,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, Unf
 from ssl_bench.models import TimmConfig, build_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
 from tests.support import own_module
-from tests.support.faults import fails, unchecked_types
+from tests.support.faults import fails, picture, unchecked_types
 
 ROOT = Path(__file__).parents[2]
 FEW: dict[str, Any] = {"image_size": 32, "dataset.num_train": 6, "dataset.num_val": 4}
@@ -120,8 +120,7 @@ def test_all_tasks_that_fit_a_folder_are_asked_in_one_call(tmp_path, capsys):
     photos = tmp_path / "photos"
     photos.mkdir()
     for number in range(4):
-        pixels = np.random.default_rng(number).integers(0, 256, (48, 64, 3), np.uint8)
-        Image.fromarray(pixels).save(photos / f"{number}.png")
+        picture(number, 48, 64).save(photos / f"{number}.png")
 
     asked: dict[str, Any] = {"task": "all", "dataset": "folder", "data_root": photos}
     with pytest.raises(ConfigurationError, match=r"no task was left for Own: .*layers must lie"):
@@ -160,11 +159,8 @@ def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
 
 
 def test_images_that_cannot_be_read_are_left_out_when_asked(tmp_path):
-    for name, pixels in (("a.png", np.zeros((32, 32, 3), np.uint8)), ("b.png", None)):
-        if pixels is None:
-            (tmp_path / name).write_bytes(b"")
-        else:
-            Image.fromarray(pixels).save(tmp_path / name)
+    picture(0).save(tmp_path / "a.png")
+    (tmp_path / "b.png").touch()
     asked: dict[str, Any] = {"task": "pca", "dataset": "folder", "data_root": tmp_path}
     asked |= {"layer": "1", "out": tmp_path / "r"}
 
@@ -307,10 +303,8 @@ def test_a_module_without_cls_has_its_mean_patch_scored(tmp_path, capsys):
 
 def photographs(folder: Path, count: int) -> None:
     folder.mkdir()
-    random = np.random.default_rng(0)
     for number in range(count):
-        pixels = random.integers(0, 255, (40, 56, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number:03}.png")
+        picture(number).save(folder / f"{number:03}.png")
 
 
 def features(folder: Path, *words: str) -> list[str]:

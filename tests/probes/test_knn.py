@@ -16,9 +16,9 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.features import FeatureExtractor, central_square
-from ssl_bench.metrics import LabelledFeatures, knn_ranks, vote_rank
+from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.models import ConvMixerConfig, Encoder, build_encoder, save_encoder
-from ssl_bench.neighbours import nearest
+from ssl_bench.neighbours import knn_ranks, nearest, vote_rank
 from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import flat, scored, tiny
 from tests.support.faults import class_folders, encoder_file, fails, probing, records
@@ -97,7 +97,7 @@ def test_a_vote_is_one_at_the_lowest_temperature():
 
 @pytest.mark.parametrize("rows_at_once", [4096, 7])
 def test_the_vote_is_that_of_a_plain_restatement_in_float64(monkeypatch, rows_at_once):
-    monkeypatch.setattr("ssl_bench.metrics._ASKED", rows_at_once)
+    monkeypatch.setattr("ssl_bench.neighbours._VOTING", rows_at_once)
     generator = torch.Generator().manual_seed(0)
     bank, queries = (torch.randn(n, 8, generator=generator) for n in (50, 30))
     labels, targets = (torch.randint(7, (n,), generator=generator) for n in (50, 30))

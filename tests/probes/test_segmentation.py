@@ -11,8 +11,7 @@ from PIL import Image
 from probes.features.split import TrainingSplit
 from probes.heads.scored_images import Squashed
 from probes.segmentation import Segmentation, SegmentationRun
-from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.composition.presets import guesses_of
+from ssl_bench.composition.compose import build, compose_config, guesses_of
 from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.intervals import few_images_warning
 from tests.support.colours import (

@@ -11,7 +11,7 @@ from probes.classification import LinearClassification
 from probes.features.split import Shots, over_draws
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
-from ssl_bench.composition.presets import changed_settings
+from ssl_bench.composition.compose import changed_settings
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score

@@ -17,8 +17,7 @@ from probes.tokencut.cuts import Cut, PatchGrid, discover
 from probes.tokencut.log import ImageResult, pack_mask, unpack_mask
 from probes.tokencut.pictures import FOUND, FURTHER, GROUND_TRUTH, draw_sheets, kinds_of
 from probes.tokencut.probe import TokenCut, corloc_score, same_shape
-from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.composition.presets import changed_settings
+from ssl_bench.composition.compose import build, changed_settings, compose_config
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError, MachineError
