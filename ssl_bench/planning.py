@@ -399,7 +399,7 @@ class _Pair:
         return not key.startswith(("probe.", "dataset.")) or has_key(self.default, key)
 
 
-_SIDES = ("image_size", "max_side", "longer_side")
+_SIDES = ("image_size", "max_side", "longer_side", "squash")
 """How settings end that say how large an image is when an encoder sees it."""
 
 

@@ -89,8 +89,8 @@ def block_by_block(first: Scored, second: Scored) -> list[Difference]:
 def best_blocks(first: Scored, second: Scored) -> list[Difference]:
     """The best blocks, chosen on the scored images, and the held-out choice.
 
-    None where more is not better. The best block on the scored images flatters both sides; the held-out one is what somebody
-    gets who must choose a block before seeing the image.
+    The best block on the scored images flatters both sides; the held-out one is what somebody
+    gets who must choose a block before seeing the image. None where more is not better.
     """
     if not first.is_ranked:
         return []

@@ -107,13 +107,14 @@ def sizes_note(records: Iterable[Record], said: Container[str] = ()) -> str:
     """At which size encoders saw the images, where records say it; of several sizes whose."""
     found: dict[str, set[str]] = defaultdict(set)
     for record in records:
-        sizes = {name: record.settings.get(name) for name in ("longer_side", "squash")}
+        settings = record.settings
         # Either of them stands in the place of the encoder's size.
-        if "image_size" in record.settings and not any(sizes.values()):
+        sizes = {name: settings[name] for name in ("longer_side", "squash") if settings.get(name)}
+        shown = {name: size for name, size in sizes.items() if name not in said}
+        if "image_size" in settings and not sizes:
             own = record.details.get("image_size", record.architecture.get("image_size"))
-            sizes["image_size"] = record.settings["image_size"] or own
-        shown = {name: size for name, size in sizes.items() if size and name not in said}
-        words = "".join(f", {name}={size}" for name, size in shown.items())
+            shown["image_size"] = settings["image_size"] or own
+        words = "".join(f", {name}={size}" for name, size in shown.items() if size)
         found[words].add(f"{record.task} of {printable(record.model)}")
     if len(found) == 1:
         return next(iter(found))

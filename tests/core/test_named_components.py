@@ -76,7 +76,7 @@ def test_values_that_the_choice_does_not_use_name_the_choice_that_does():
     )
     assert "alone" in refused("segmentation", "probe.protocol=capi", "probe.training.epochs=3")
     assert refused("tokencut", "probe.image_size=128").endswith(
-        "segmentation alone; what is asked has probe.longer_side and probe.max_side"
+        "alone; what is asked has probe.longer_side and probe.max_side and probe.squash"
     )
 
 

@@ -170,6 +170,23 @@ def test_of_several_seeds_the_lowest_is_compared_and_its_images_are_counted(tmp_
     assert compared.tally == [1, 2, 3, 2]
 
 
+def test_of_what_more_is_not_better_a_page_says_neither_best_nor_right(tmp_path):
+    store = ResultStore(tmp_path)
+    for make in (cell, skipless):
+        for layer in (0, 1):
+            save(store, make(layer=layer, metric="degenerate"), np.array([1, 0, 0, 1], bool))
+
+    compared = compared_pair(store, store.records())
+    assert main(["report", "--out", str(tmp_path)]) == 0
+    (path,) = (tmp_path / "report").glob("compare-*.html")
+    page = path.read_text()
+
+    assert (len(compared.rows), list(compared.summary), compared.tally) == (2, [], None)
+    assert "Block by block" in page
+    assert "Best blocks" not in page
+    assert "Images right" not in page
+
+
 def test_pairs_of_many_checkpoints_must_be_asked_for():
     few = checkpoints_of([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(4)])
     many = checkpoints_of([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(7)])

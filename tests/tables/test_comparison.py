@@ -60,23 +60,6 @@ def test_four_images_that_all_change_do_not_prove_that_every_image_does():
     assert every.is_clear
 
 
-@pytest.mark.parametrize("asked", ["a", "ac"])
-def test_of_what_more_is_not_better_no_block_is_best(tmp_path, asked):
-    store = ResultStore(tmp_path)
-    for letter, shares in (("a", (1, 0, 0)), ("c", (0, 0, 1))):
-        for layer, share in enumerate(shares):
-            sha = {"checkpoint_sha256": letter * 64, "model": letter}
-            record = replace(RECORD, metric="degenerate", layer=layer, value=100.0 * share, **sha)
-            save(store, record, np.full(8, share, bool))
-
-    (table,), _ = comparisons(store, store.records(), {known_as(one): one for one in asked})
-
-    others = ["last block", 0, 0, 0] if asked == "a" else ["c", 0, 0, 100]
-    assert [row.name for row in table.rows] == ["0", "1", "2"]
-    assert [table.names[1], *(row.second for row in table.rows)] == others
-    assert "no block is best" in table.sheet("").notes[1]
-
-
 def test_mean_iou_is_compared_over_the_whole_set_not_image_by_image():
     counts = GENERATOR.integers(1, 9, size=(2, 30, 3, 4))
     counts[:, :, 1:] += counts[:, :, :1]
@@ -115,6 +98,20 @@ def save(store, sha, layers, **changes):
             found = {"num_images": len(values), "value": 100 * float(values.mean())}
             record = replace(record, **around(found))
         store.save(record, values)
+
+
+@pytest.mark.parametrize("asked", ["a", "ad"])
+def test_of_what_more_is_not_better_no_block_is_best(tmp_path, asked):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 1), 1: hits(0, 0), 2: hits(0, 1)}, metric="degenerate")
+    save(store, "d", {0: hits(0, 0), 1: hits(1, 0), 2: hits(1, 1)}, metric="degenerate")
+
+    (table,), _ = comparisons(store, store.records(), {known_as(one): one for one in asked})
+
+    beside = {"a": ("last block", 50, 50, 50), "ad": ("skipless", 0, 50, 100)}
+    assert [(row.name, row.first) for row in table.rows] == [("0", 100), ("1", 0), ("2", 50)]
+    assert (table.names[1], *(row.second for row in table.rows)) == beside[asked]
+    assert table.sheet("").notes[1] == "more of it is not better: no block is best"
 
 
 def test_only_scores_of_the_same_images_and_settings_are_compared(tmp_path):

@@ -316,9 +316,9 @@ def test_the_size_of_the_images_stands_below_a_table():
     assert note(RECORD) == [images]
     assert note(sized(RECORD, 512)) == [f"{images}, image_size=512"]
     squashed = sized(RECORD, 224, squash=224)
-    assert note(squashed) == [f"{images}, image_size=224, squash=224"]
+    assert note(squashed) == [f"{images}, squash=224"]
     # What the title says stands there alone.
-    assert note(replace(squashed, changed={"squash": 224})) == [f"{images}, image_size=224"]
+    assert note(replace(squashed, changed={"squash": 224})) == [images]
     # Each encoder at its own size.
     task, other = RECORD.task, sized(SKIPLESS, None, 96)
     assert note(sized(RECORD, None), other) == [
