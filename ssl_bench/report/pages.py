@@ -56,7 +56,7 @@ from ssl_bench.report.pictures import (
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.system.naming import image_digits, image_name
-from ssl_bench.tables.notes import footnote
+from ssl_bench.tables.notes import footnote, sizes_note
 from ssl_bench.tables.published import PublishedValue, published_beside
 
 MOST_UNFOLDED = 2
@@ -370,7 +370,8 @@ def pair_page(report: Report, pair: Pair, compared: Sequence[PanelPair]) -> Page
         )
         curve = Curve(first.name, first.style, first.number, spots)
         measured = f"difference in {one.panel.metric} (points)"
-        views.append({"compared": one, "chart": draw([curve], measured=measured)})
+        seen = sizes_note([record for row in one.rows for record in (*row.first, *row.second)])
+        views.append({"compared": one, "chart": draw([curve], measured=measured), "seen": seen})
     sides = [[(first.name, one), (second.name, other)] for one, other in shared]
     return {"pair": pair, "views": views, "galleries": sections_of(sides)}
 

@@ -11,7 +11,7 @@ from ssl_bench.intervals import Estimate
 from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
 from ssl_bench.results.contributions import Scored, stored_curve
 from ssl_bench.tables.epochs import by_run, epoch_of, require_one_encoder_an_epoch
-from ssl_bench.tables.notes import trusted_note
+from ssl_bench.tables.notes import sizes_note, trusted_note
 from ssl_bench.tables.series import comparable_groups, differences, title
 from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
@@ -136,7 +136,7 @@ class Comparison:
     Attributes:
         record: One of those that were compared; gives what they have in common.
         names: Heads of the two columns of values.
-        encoders: Those that were compared, one or two records.
+        encoders: A record of each that was compared, one or two.
         differing: What sets it apart from others of the same title, see `series.differences`.
     """
 
@@ -151,8 +151,9 @@ class Comparison:
         del style
         record = self.record
         notes = [
-            f"paired over {record.num_images} images{trusted_note([record])}; no correction "
-            "for the number of rows"
+            f"paired over {record.num_images} images{sizes_note(self.encoders)}"
+            f"{trusted_note([record])}; marked where the interval leaves out 0, without a "
+            "correction for the number of rows"
         ]
         if not record.is_ranked:
             notes.append("more of it is not better: no block is best")
@@ -229,14 +230,14 @@ def comparisons(
     if len(set(names)) < len(names):
         names = [f"{name} {one[:6]}" for one, name in zip(asked, names, strict=True)]
     found = [
-        (group[0], rows)
+        (group, rows)
         for group in _paired_groups(records)
         if (rows := _rows_of(store, group, asked))
     ]
     tasks = {r.task for r in records if r.encoder_id in encoders}
     reasons = {
         task: _why_not(store, [r for r in records if r.task == task], encoders)
-        for task in sorted(tasks - {record.task for record, _ in found})
+        for task in sorted(tasks - {group[0].task for group, _ in found})
     }
     if not found:
         why = "; ".join(f"{task}: {words}" for task, words in reasons.items())
@@ -245,12 +246,13 @@ def comparisons(
             f"{'both checkpoints' if len(asked) > 1 else 'the checkpoint'} on the same images "
             f"with the same settings and training images{f' ({why})' if why else ''}"
         )
-    of = tuple(by_id[one] for one in asked)
-    apart = differences([[record] for record, _ in found])
-    tables = [
-        Comparison(record, tuple(rows), (names[0], _beside(record, names)), of, differing)
-        for (record, rows), differing in zip(found, apart, strict=True)
-    ]
+    apart = differences([group[:1] for group, _ in found])
+    tables = []
+    for (group, rows), differing in zip(found, apart, strict=True):
+        of = {record.encoder_id: record for record in group}
+        heads = (names[0], _beside(group[0], names))
+        sides = tuple(of[one] for one in asked)
+        tables.append(Comparison(group[0], tuple(rows), heads, sides, differing))
     return tables, reasons
 
 
@@ -276,7 +278,11 @@ def _why_not(store: ResultStore, records: Sequence[Record], encoders: Mapping[st
     sides = {word: [r for r in records if r.encoder_id == one] for one, word in encoders.items()}
     for word, side in sides.items():
         if not side:
-            return f"no record of {word}; run `ssl-bench probe --task {task} --checkpoint {word}`"
+            others = sorted({r.dataset for r in records if r.encoder_id in encoders})
+            return (
+                f"no record of {word}; `ssl-bench probe --task {task} --dataset "
+                f"{','.join(others)}` with its --checkpoint leaves one"
+            )
     (first, *_), (*_, second) = sides.values(), sides.values()
     pairs = [
         (one, other)
@@ -291,12 +297,12 @@ def _why_not(store: ResultStore, records: Sequence[Record], encoders: Mapping[st
             for word, side in sides.items()
         }
         return "; ".join(f"of {word} {what} alone" for word, what in asked.items())
-    # The nearest; one that differs in nothing has another reason.
-    if differing := min(([*_differing(*pair)] for pair in pairs), key=len):
-        return "; ".join(differing)
     kept = [{r.layer for r in side if store.keeps_images(r.key())} for side in (first, second)]
     if not any(kept):
         return "no values of single images are kept"
+    # The nearest; one that differs in nothing has another reason.
+    if differing := min(([*_differing(*pair)] for pair in pairs), key=len):
+        return "; ".join(differing)
     again = f"`ssl-bench probe --task {task} --overwrite`"
     if not all(kept):
         return f"the values of single images are missing; {again} leaves them"

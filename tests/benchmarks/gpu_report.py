@@ -349,7 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "results/devices")
     parser.add_argument("--only", default=",".join(SECTIONS))
-    parser.add_argument("--seconds", type=float, default=540 if CUDA else 3600)
+    parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--commit", help="where .git does not say it, or not the right one")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -374,7 +374,8 @@ def main() -> None:
         print(f"{name}: {left:.0f} s left", flush=True)
         file = scratch / f"{name}.json"
         words = [sys.executable, "-m", "tests.benchmarks.gpu_report", "--section", name]
-        limit = left * SECTIONS[name][1] / sum(SECTIONS[n][1] for n in names[place:])
+        share = SECTIONS[name][1] / sum(SECTIONS[n][1] for n in names[place:])
+        limit = left * share if CUDA else left
         environ = os.environ | {
             "GPU_REPORT_SECTION": str(file),
             "GPU_REPORT_SECONDS": str(limit),

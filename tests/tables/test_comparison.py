@@ -26,6 +26,9 @@ from tests.tables.test_pivot import hits
 GENERATOR = np.random.default_rng(0)
 
 
+IMAGES = hits(1, 0)
+
+
 def curve(**layers):
     return ImageCurve("corloc", {int(name[1:]): values for name, values in layers.items()})
 
@@ -77,6 +80,21 @@ def test_mean_iou_is_compared_over_the_whole_set_not_image_by_image():
     ends = scipy.stats.t.interval(0.95, 29, gap, np.std(pseudo, ddof=1) / 30**0.5)
     assert (found.low, found.high) == pytest.approx(ends)
     assert iou_per_class(counts[0].sum(0)).mean() == pytest.approx(found.first)
+
+
+def test_at_which_sizes_two_encoders_saw_the_images_is_said(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    for sha, size in (("a", 64), ("d", 518)):
+        architecture = {**RECORD.architecture, "image_size": size}
+        save(store, sha, {0: IMAGES}, architecture=architecture, settings={"image_size": None})
+
+    assert main(["compare", "skip", "skipless", "--out", str(tmp_path)]) == 0
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    (page,) = (tmp_path / "report").glob("compare-*.html")
+    sizes = "image_size=64 (tokencut of skip), image_size=518 (tokencut of skipless)"
+    assert f"paired over 2 images, {sizes}; marked" in capsys.readouterr().out
+    assert f"Seen at different sizes, {sizes}." in page.read_text()
 
 
 def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
@@ -240,7 +258,6 @@ def test_other_blocks_to_choose_from_are_said(tmp_path, capsys):
     assert "are among" not in capsys.readouterr().out
 
 
-IMAGES = hits(1, 0)
 REASONS = {
     "other settings": (
         [("a", {0: IMAGES}, {"settings": {"size": 224}}), ("d", {0: IMAGES}, {"settings": {}})],
@@ -248,6 +265,11 @@ REASONS = {
     ),
     "no images": (
         [("a", {0: None}, {}), ("d", {0: None}, {})],
+        "(tokencut: no values of single images are kept)",
+    ),
+    # A run of the same settings would leave none either.
+    "no images of other settings": (
+        [("a", {0: None}, {"settings": {"size": 224}}), ("d", {0: None}, {})],
         "(tokencut: no values of single images are kept)",
     ),
     "images of one": (
@@ -264,7 +286,7 @@ REASONS = {
     ),
     "never probed": (
         [("a", {0: IMAGES}, {}), ("d", {0: None}, {"task": "pca"})],
-        "no record of skipless; run `ssl-bench probe --task tokencut --checkpoint skipless`",
+        "no record of skipless; `ssl-bench probe --task tokencut --dataset toy` with its --check",
     ),
 }
 
