@@ -379,6 +379,11 @@ class Run:
         older = {_FILES: self.description[_FILES], **state["configuration"]}
         if self.plan.init_from is not None:
             self.description[SHA256] = sha256_at_resume(self.plan.init_from, older)
+        if _WARMUPS not in older:
+            raise ConfigurationError(
+                f"{path} is of an older version, which did not say how long its warm-ups are; "
+                "start anew in another folder"
+            )
         before = in_full(older, self.plan)
         # Epochs that are kept may be of the longer run alone.
         lengths = {name: before["train"][name] for name in ("epochs", "max_steps")}

@@ -65,10 +65,8 @@ def print_main_tables(tables: Sequence[DepthTable], store: ResultStore) -> None:
         shown = [table for table in asked if table.has_values] or asked[:1]
         print(render_tables(shown, default_format()))
         if len(shown) < len(those):
-            more, number = (
-                f"ssl-bench table --task {task} --out {store.root}",
-                len(those) - len(shown),
-            )
+            more = f"ssl-bench table --task {task} --out {store.root}"
+            number = len(those) - len(shown)
             say(f"{number} more table{'s' * (number > 1)} of {task}: {more}")
 
 

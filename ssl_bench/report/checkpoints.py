@@ -71,7 +71,7 @@ def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
             sha256=record.checkpoint_sha256,
             name=name,
             apart=_apart(record, [one for one in latest.values() if one.model == record.model]),
-            label=name if len(name) <= _LONGEST_LABEL else f"…{name[1 - _LONGEST_LABEL :]}",
+            label=name if len(name) <= _LONGEST_LABEL else f"{name[:9]}…{name[-10:]}",
             model=record.model,
             depth=record.depth,
             facts=_facts(record),

@@ -43,8 +43,7 @@ def open_within(
     Raises:
         OSError: it is a link or below one, a pipe or device, or larger; `strerror` says so.
     """
-    # Of the file itself the system says it, where it can.
-    top = path.parent if hasattr(os, "O_NOFOLLOW") else path
+    top = path.parent
     if known is None or top not in known:
         for place in (top, *top.parents):
             if place == root:
@@ -53,6 +52,9 @@ def open_within(
                 raise _is_link(place, path)
         if known is not None:
             known.add(top)
+    # Elsewhere the system says it when the file is opened.
+    if not hasattr(os, "O_NOFOLLOW") and path.is_symlink():
+        raise _is_link(path, path)
     try:
         descriptor = os.open(path, os.O_RDONLY | _NO_LINK_NO_WAIT)
     except OSError as error:

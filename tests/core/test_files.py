@@ -13,12 +13,13 @@ from ssl_bench.data.files.images import read_image, read_indices
 from ssl_bench.data.files.manifests import read_manifest, write_manifest
 from ssl_bench.data.layouts.coco20k import parse_boxes
 from ssl_bench.data.splits import read_lines
-from ssl_bench.errors import CheckpointError, DataError
+from ssl_bench.errors import CheckpointError, DataError, MachineError
 from ssl_bench.models import load_encoder
 from ssl_bench.system.files import (
     open_regular,
     read_regular,
     sha256_of,
+    write_atomically,
     write_text_atomically,
 )
 from tests.support.faults import fails, photo_folder, probing
@@ -136,3 +137,17 @@ def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_end(tmp_pa
     write_text_atomically(tmp_path / "a.txt", "whole")
 
     assert events == ["5 bytes", "name", "folder"]
+
+
+def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_beside_it(tmp_path):
+    write_text_atomically(tmp_path / "a.txt", "old")
+
+    def fail(file):
+        file.write(b"half of the n")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(MachineError, match="No space left"):
+        write_atomically(tmp_path / "a.txt", fail)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert (tmp_path / "a.txt").read_text() == "old"

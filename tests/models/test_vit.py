@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError
@@ -139,6 +140,14 @@ def test_positions_resized_deterministically_have_the_same_gradient(deterministi
     torch.testing.assert_close(found, gradient(), rtol=0, atol=1e-5)
 
 
+def test_what_has_no_deterministic_gradient_on_a_gpu_is_not_called(
+    deterministic_algorithms, monkeypatch
+):
+    monkeypatch.setattr("torch.nn.functional.interpolate", None)
+
+    build_vit(TINY, seed=0)(torch.zeros(1, 3, 16, 48))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("size", [(20, 30), (3, 14), (7, 28)])
 def test_positions_are_resized_as_in_official_dino(size, deterministic, request):
@@ -196,13 +205,30 @@ def test_registers_come_after_cls_and_carry_no_position():
     assert torch.equal(torch.cat([tokens[:, :1], tokens[:, 3:]], dim=1), without)
 
 
-def test_gradients_of_attention_that_trains_in_bfloat16_on_a_processor_are_near_the_exact_ones():
+class PrecisionOfAttention(TorchDispatchMode):
+    """Types of what fused attention is given, forwards and backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "scaled_dot_product" in func.__name__:
+            self.seen.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_of_a_processor_that_trains_in_bfloat16_is_float32():
     attention = Attention(32, 2, qkv_bias=False)
     x = torch.randn(3, 7, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        heads = attention(x)
-        heads.float().sum().backward()
+        with PrecisionOfAttention() as trained:
+            heads = attention(x)
+            heads.float().sum().backward()
+        with PrecisionOfAttention() as frozen, torch.no_grad():
+            attention(x)
     assert heads.dtype == torch.bfloat16
+    assert (trained.seen, frozen.seen) == ({torch.float32}, {torch.bfloat16})
     expected = x.detach().double().requires_grad_(True)
     plain_attention(attention, expected).sum().backward()
     assert x.grad is not None

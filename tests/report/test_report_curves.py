@@ -91,7 +91,7 @@ def test_a_checkpoint_without_skips_is_told_apart_by_colour_dashes_and_label():
         "z": ("c5 d0s", "z", "mlp"),
     }
     (long,) = checkpoints_of([cell(model="a_run_of_a_small_vit_skipless")])
-    assert long.label == "…_small_vit_skipless"
+    assert long.label == "a_run_of_…t_skipless"
 
 
 def test_labels_take_room_from_the_drawing_and_many_curves_have_none():

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -60,10 +60,18 @@ class ReadOptions:
 
     def known_by(self, first: Sequence[object], rows: Iterable[tuple[str, ...]]) -> Known:
         """What a set is known by: a first row, and one for each image: id, file, what else."""
-        rows, seen = list(rows), None if self.bits == 16 else self.bits
-        marks = [_mark(row[1]) for row in rows]
-        entries = [_mark(repr((first, row[1:], seen))) for row in rows]
-        found = self.fingerprint_of([first, *rows])
+        marks: list[int] = []
+        entries: list[int] = []
+        seen = None if self.bits == 16 else self.bits
+
+        def noted() -> Iterator[Sequence[object]]:
+            yield first
+            for row in rows:
+                marks.append(_mark(row[1]))
+                entries.append(_mark(repr((first, row[1:], seen))))
+                yield row
+
+        found = self.fingerprint_of(noted())
         return Known(found, np.array(marks, np.uint64), np.array(entries, np.uint64))
 
 
