@@ -192,12 +192,12 @@ class ResultStore:
             path = min(self.unreadable, key=lambda path: path.parts)
             raise DataError(
                 f"none of the {self.found} records in {self.root / 'records'} can be read, such as "
-                f"{path} ({self.unreadable[path]}); run `ssl-bench probe --out {self.root}`"
+                f"{path} ({self.unreadable[path]}); probe again, into another folder"
             )
         if not found:
+            words = f"ssl-bench probe --task pca --checkpoint demo:skip --out {self.root}"
             raise DataError(
-                _said_of_run(self.root)
-                or f"no records in {self.root / 'records'}; run `ssl-bench probe --out {self.root}`"
+                _said_of_run(self.root) or f"no records in {self.root / 'records'}; run `{words}`"
             )
         return found
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -200,17 +201,17 @@ def _called(path: Path, name: str) -> Any:
     sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-        found = getattr(module, name, None)
-        if found is None:
+        if not hasattr(module, name):
             known = [
                 key
                 for key, value in vars(module).items()
                 if not key.startswith("_")
-                # Not what it imports.
-                and not inspect.ismodule(value)
-                and getattr(value, "__module__", spec.name) == spec.name
+                and (callable(value) or isinstance(value, Encoder))
+                # Not the classes and functions that it imports.
+                and (not isinstance(value, type | FunctionType) or value.__module__ == spec.name)
             ]
             raise CheckpointError(f"{path} has no {name}; it has {', '.join(known) or 'nothing'}")
+        found = getattr(module, name)
         if isinstance(found, nn.Module) or not callable(found):
             return found
         try:
