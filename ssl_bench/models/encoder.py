@@ -162,8 +162,8 @@ class Encoder(_Identified):
         blocks: str | None = None,
         norm: str | None = None,
         image_size: int | tuple[int, int] | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
         num_registers: int = 0,
         name: str | None = None,
         epoch: int | float | None = None,
@@ -183,7 +183,7 @@ class Encoder(_Identified):
             norm: Name of the final norm; else the usual names are looked for.
             image_size: Height and width that it was trained on; else what it says, or 224 or what
                 else it takes, such as the square that its table of positions fits.
-            mean: Of its training images, RGB in [0, 1]; else ImageNet's.
+            mean: Of its training images, RGB in [0, 1], three numbers or one; else ImageNet's.
             std: Of the same images.
             num_registers: How many of the tokens before the patches are no [CLS].
             name: How tables call it; else that of its class.
@@ -193,6 +193,10 @@ class Encoder(_Identified):
             CheckpointError: What was expected of the module, what came and what to say.
         """
         called = name or type(module).__name__
+        colour = _rgb(IMAGENET_MEAN if mean is None else mean, f"{called}: expected mean")
+        deviation = _rgb(IMAGENET_STD if std is None else std, f"{called}: expected std")
+        if 0 in deviation:
+            raise CheckpointError(f"{called}: expected std above 0, got {std!r}")
         parts = dict(module.named_modules())
         if not blocks:
             lists = _lists(module)
@@ -224,8 +228,6 @@ class Encoder(_Identified):
         # The layer that keys are taken from.
         has_keys = all("attn.qkv" in dict(one.named_modules()) for one in own.blocks.children())
         lacking = {} if prefix > num_registers else {"cls": "patch_mean"}
-        colour = IMAGENET_MEAN if mean is None else mean
-        deviation = IMAGENET_STD if std is None else std
         return cls(
             module=own,
             name=called,
@@ -243,8 +245,8 @@ class Encoder(_Identified):
             num_heads=next((n for n in heads if isinstance(n, int) and not isinstance(n, bool)), 0),
             num_prefix_tokens=prefix,
             native_size=size,
-            mean=(colour[0], colour[1], colour[2]),
-            std=(deviation[0], deviation[1], deviation[2]),
+            mean=colour,
+            std=deviation,
             colours_from="assumed, ImageNet's" if mean is None else "from_module",
             num_registers=num_registers,
             contents=Contents("module", epoch=None if epoch is None else float(epoch)),
@@ -346,6 +348,15 @@ def _final_norm(
         if not path.startswith(f"{blocks}.") and type(part).__name__.lower().endswith("norm")
     ]
     return found[0] if found else behind[0] if len(behind) == 1 else _NoNorm()
+
+
+def _rgb(value: float | Sequence[float], expected: str) -> tuple[float, float, float]:
+    try:
+        given = (value, value, value) if isinstance(value, int | float) else value
+        red, green, blue = map(float, given)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{expected} of three numbers or one, got {value!r}") from error
+    return red, green, blue
 
 
 def _sizes(

@@ -195,9 +195,10 @@ class ResultStore:
                 f"{path} ({self.unreadable[path]}); probe again, into another folder"
             )
         if not found:
-            words = f"ssl-bench probe --task pca --checkpoint demo:skip --out {self.root}"
+            words = f"ssl-bench probe --task all --checkpoint demo:skip --out {self.root}"
             raise DataError(
-                _said_of_run(self.root) or f"no records in {self.root / 'records'}; run `{words}`"
+                _said_of_run(self.root)
+                or f"no records in {self.root / 'records'}; give the --out of some or run `{words}`"
             )
         return found
 

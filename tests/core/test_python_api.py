@@ -76,7 +76,7 @@ def test_features_of_a_module_are_what_its_blocks_give():
     module, images = own_module.own().eval(), torch.rand(3, 3, 32, 32)
     mean, std = (torch.tensor(colour).view(3, 1, 1) for colour in ([0.5] * 3, [0.25] * 3))
 
-    encoder = ssl_bench.Encoder.from_module(module, mean=[0.5] * 3, std=[0.25] * 3)
+    encoder = ssl_bench.Encoder.from_module(module, mean=[0.5] * 3, std=0.25)
     found = ssl_bench.extract_features(
         encoder, images, layers=[0, 2], facets=("token", "cls", "cls_normed"), batch_size=2
     )
@@ -234,6 +234,8 @@ def test_who_imports_the_file_of_a_module_does_not_make_another_encoder():
         (own_module.Own(), {"image_size": 48}, "takes no images .* of 48 x 48"),
         (own_module.Own(), {"norm": "nothing"}, "no module 'nothing'"),
         (own_module.Own(), {"patch_size": 32, "image_size": 48}, "takes no images"),
+        (own_module.Own(), {"mean": [0.5]}, r"mean of three numbers or one, got \[0.5\]"),
+        (own_module.Own(), {"std": 0.0}, "expected std above 0, got 0.0"),
     ],
 )
 def test_what_is_no_encoder_is_refused_in_one_line(module, settings, said):
