@@ -28,7 +28,7 @@ class Checkpoint:
         sha256: Of its weights.
         name: Unique in the report.
         apart: What sets it apart from others of its model, such as "image size 224"; else empty.
-        label: Its name, for the end of its curves; of a long one the end, which tells more.
+        label: Its name, for the end of its curves; of a long one both ends.
         model: As recorded; several checkpoints may share it.
         depth: Number of blocks.
         facts: What is recorded of the encoder, by name.
