@@ -76,7 +76,7 @@ class Graph:
         scaled = vector / roots
         if exact:
             # In slices: a float64 copy of all links would triple the memory.
-            slices = (self.links[i : i + 128] for i in range(0, len(scaled), 128))
+            slices = (self.links[i : i + 64] for i in range(0, len(scaled), 64))
             linked = np.concatenate([part.astype(np.float64) @ scaled for part in slices])
         else:
             linked = self.links @ scaled.astype(np.float32)
@@ -229,30 +229,30 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     num_rows = 1
     projection = np.zeros((_MAX_PRODUCTS + 2, _MAX_PRODUCTS))
 
-    def append(vector: Float64[np.ndarray, " tokens"]) -> float:
-        """Append the part of a vector that is orthogonal to all rows; returns its length."""
+    def append(vector: Float64[np.ndarray, " tokens"]) -> tuple[np.ndarray, float]:
+        """Append what is orthogonal to all rows; returns the products with them and its length."""
         nonlocal rows, num_rows
+        products = rows[:num_rows] @ vector
+        vector = vector - products @ rows[:num_rows]
         # Twice is enough: the first pass leaves rounding of the size of what it removed.
-        for _ in range(2):
-            vector = vector - (rows[:num_rows] @ vector) @ rows[:num_rows]
+        vector = vector - (rows[:num_rows] @ vector) @ rows[:num_rows]
         length = float(np.linalg.norm(vector))
         if length < 1e-14:
             append(random.standard_normal(num_tokens))
-            return 0.0
+            return products, 0.0
         if num_rows == len(rows):
             rows = np.concatenate([rows, np.empty_like(rows)])
         rows[num_rows] = vector / length
         num_rows += 1
-        return length
+        return products, length
 
     for _ in range(2):
         append(random.standard_normal(num_tokens))
     values, vectors = np.zeros(1), np.zeros((1, 1))
     for count in range(1, limit + 1):
-        known = num_rows
-        product = graph.normalised_product(rows[count])
-        projection[: known - 1, count - 1] = (rows[:known] @ product)[1:]
-        projection[known - 1, count - 1] = append(product)
+        products, length = append(graph.normalised_product(rows[count]))
+        # The trivial row, the first, is left out.
+        projection[: len(products), count - 1] = [*products[1:], length]
         if count >= _PRODUCTS_BEFORE_TESTS and (count % 2 == 0 or count == limit):
             values, vectors = np.linalg.eigh(projection[:count, :count])
             left = np.linalg.norm(projection[count : count + 2, :count] @ vectors[:, -1])
