@@ -1,6 +1,7 @@
 """The suite from Python: an encoder, a task and a folder in; a table over blocks out."""
 
 import argparse
+import inspect
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -34,13 +35,10 @@ if TYPE_CHECKING:
 Images = str | Path | np.ndarray | Tensor
 """A file, turned as EXIF says; height x width x 3 of numpy.uint8; 3 x height x width in [0, 1]."""
 _OVERSHOOT = 0.2
-_KEYWORDS = {
-    "pictures": "panels",
-    "checkpoint": "encoder",
-    "format": "style",
-    "limit": '**{"data.limit": N}',
-}
+_KEYWORDS = {"checkpoint": "encoder", "format": "style"}
 """What is typed in Python for flags that are called otherwise there."""
+_SHORT = {"limit": "data.limit", "pictures": "probe.panels"}
+"""Settings of `probe` that are short for a key, as the flags of the command are."""
 
 
 def _in_words_of_python(line: str) -> str:
@@ -54,8 +52,6 @@ def _in_words_of_python(line: str) -> str:
         if flag == "overwrite":
             return "overwrite=True" + (f" {value}" if value else "")
         name = _KEYWORDS.get(flag, flag.replace("-", "_"))
-        if "=" in name:
-            return name.replace("N", value or "N")
         if value is None:
             return name
         is_text = not value.isdigit() and value != "N"
@@ -159,8 +155,9 @@ def probe(
         overwrite: Compute finished cells again.
         on_bad_image: "skip" leaves out images that cannot be read, "fail" ends there; else each
             dataset has its own way.
-        settings: Keys of the probe, `image_size=224` for `probe.image_size=224`; others by their
-            whole names, `**{"dataset.num_val": 4, "seed": 1}`.
+        settings: Keys of the probe, `image_size=224` for `probe.image_size=224`; `limit`,
+            `pictures` and `seed` as the flags; others by their whole names,
+            `**{"dataset.num_val": 4}`.
 
     Raises:
         SslBenchError: In one line what was expected, what came and what to do.
@@ -317,11 +314,14 @@ def _as_encoder(
 
 def _overrides(settings: dict[str, Any]) -> list[str]:
     """Keywords as the words of a command; those without a dot are keys of the probe."""
-    return [
-        f"{key if '.' in key or key in ('seed', 'dtype', 'corrupt') else f'probe.{key}'}="
-        f"{_as_word(value)}"
-        for key, value in settings.items()
-    ]
+    words = []
+    for key, value in settings.items():
+        if key.removesuffix("s") in inspect.signature(probe).parameters:
+            raise ConfigurationError(f"unknown setting {key}; did you mean {key[:-1]}?")
+        whole = "." in key or key in ("seed", "dtype", "corrupt")
+        name = _SHORT.get(key, key if whole else f"probe.{key}")
+        words.append(f"{name}={_as_word(value)}")
+    return words
 
 
 def _as_word(value: Any) -> str:

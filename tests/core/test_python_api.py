@@ -140,9 +140,10 @@ def test_all_tasks_that_fit_a_folder_are_asked_in_one_call(tmp_path, capsys):
 def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
     asked: dict[str, Any] = {"task": "pca", "layer": "1", "out": tmp_path / "r", **FEW}
     for _ in range(2):
-        ssl_bench.probe(own_module.own(), panels=2, **asked)
+        found = ssl_bench.probe(own_module.own(), pictures=2, limit=5, **asked)
     err = capsys.readouterr().err
-    assert "pca: 2 of 6 images; panels=6 takes all" in err
+    assert "pca: 2 of 5 images; pictures=5 takes all" in err
+    assert {record.dataset for record in found} == {"toy-limit5"}
     assert "finished before, skipped (overwrite=True)" in err
 
     with pytest.raises(DataError, match=r"needed: data_root=\"DIR\"$"):
@@ -543,6 +544,7 @@ def test_images_that_bicubic_resizing_left_outside_are_taken():
     [
         ({"task": "geometri"}, "did you mean"),
         ({"task": "geometry", "nothing": 3}, "unknown key"),
+        ({"task": "geometry", "layers": [3]}, r"^unknown setting layers; did you mean layer\?$"),
     ],
 )
 def test_wrong_words_in_python_are_one_line(tmp_path, words, said):
