@@ -23,7 +23,7 @@ from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.planning import asked_probes, evaluate, opened_store
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device
-from ssl_bench.system.progress import reworded
+from ssl_bench.system.progress import reworded, say
 from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.sheets import render_tables
@@ -305,7 +305,9 @@ def _as_encoder(
     modes = {part: part.training for part in given.modules()}
     home = next((p.device for p in given.parameters()), torch.device("cpu"))
     try:
-        yield Encoder.from_module(given), choose_device(device or str(home))
+        encoder = Encoder.from_module(given)
+        say("ImageNet's mean and deviation are assumed; Encoder.from_module(..., mean=, std=)")
+        yield encoder, choose_device(device or str(home))
     finally:
         given.to(home)
         for part, mode in modes.items():

@@ -193,7 +193,7 @@ class FeatureExtractor:
             if silent:
                 raise UnfitEncoder(
                     f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
-                    "qkv layer; ask for probe.facet=token"
+                    "qkv layer; ask for the facet token"
                 )
         # Sums, because they are one pass without a copy.
         sums = [value.flatten(1).sum(1) for item in found.values() for value in item.values()]
@@ -234,7 +234,7 @@ class FeatureExtractor:
             ]
             raise ConfigurationError(
                 f"height and width must be multiples of the patch size {self.patch_size}, got "
-                f"{height} x {width}; resize to {near[0]} x {near[1]} or extract with pad=True"
+                f"{height} x {width}; the nearest are {near[0]} x {near[1]}"
             )
 
     @contextmanager
@@ -294,7 +294,7 @@ class FeatureExtractor:
         if output.shape[:2] != (batch, tokens):
             raise UnfitEncoder(
                 f"layer {layer} of {self.encoder.name} computes queries, keys and values of "
-                "windows, expected those of an image; ask for probe.facet=token"
+                "windows, expected those of an image; ask for the facet token"
             )
         for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
             if facet in self.facets:

@@ -88,7 +88,7 @@ def layers_of(
     named = resolve_layers(block, depth)
     if layers != "all" and asked != named:
         raise ConfigurationError(
-            f"probe.facet names block {block}, expected --layer {block}, got "
+            f"the facet names block {block}, expected --layer {block}, got "
             f"{', '.join(map(str, asked))}; leave out --layer, or put * for the block"
         )
     return named

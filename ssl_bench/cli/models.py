@@ -144,7 +144,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     mean, std = ("/".join(f"{one:g}" for one in report[name]) for name in ("mean", "std"))
     height, width = report["image_size"]
     by_reason: dict[str, list[str]] = {}
-    for name, why in report["ignored"].items():
+    for name, why in sorted(report["ignored"].items()):
         by_reason.setdefault(why, []).append(name)
     tensors = f"{report['used']} of {report['total']} used" if report["total"] else ""
     rows = [

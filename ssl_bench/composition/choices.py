@@ -115,6 +115,11 @@ def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
     Raises:
         ConfigurationError: it is not; the message names the nearest.
     """
+    if kind == "dataset" and name not in valid and Path(name).is_dir():
+        raise ConfigurationError(
+            f"expected the name of a dataset, got the folder {shown(name)}; of images without "
+            f"labels it is folder, with --data-root {name}"
+        )
     if name not in valid:
         raise ConfigurationError(f"unknown {kind} {shown(name)}; {nearest(name, valid)}")
     return name

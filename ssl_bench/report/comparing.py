@@ -126,9 +126,8 @@ def side_of(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | 
 
 
 def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
-    """First minus second; None where they share no block, images or seed."""
-    rows = block_by_block(first.scored, second.scored)
-    if not rows or len(first.names) != len(second.names) or first.seed != second.seed:
+    """First minus second; None where they share no images or seed."""
+    if len(first.names) != len(second.names) or first.seed != second.seed:
         return None
 
     def row(difference: Difference) -> Row:
@@ -149,7 +148,7 @@ def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
         tally = [int(some.sum()) for some in right]
     return PanelPair(
         panel=panel,
-        rows=list(map(row, rows)),
+        rows=list(map(row, block_by_block(first.scored, second.scored))),
         summary=list(map(row, best_blocks(first.scored, second.scored))),
         layers=best,
         images=_images(panel.metric, first.names, sides),

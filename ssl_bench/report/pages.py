@@ -367,11 +367,13 @@ def pair_page(report: Report, pair: Pair, compared: Sequence[PanelPair]) -> Page
         spots = tuple(
             Spot(int(d.name), d.value, d.low, d.high, f"block {d.name}: {d.text}")
             for d in differences
+            if d.name.isdigit()
         )
         curve = Curve(first.name, first.style, first.number, spots)
         measured = f"difference in {one.panel.metric} (points)"
+        chart = draw([curve], measured=measured) if spots else None
         seen = sizes_note([record for row in one.rows for record in (*row.first, *row.second)])
-        views.append({"compared": one, "chart": draw([curve], measured=measured), "seen": seen})
+        views.append({"compared": one, "chart": chart, "seen": seen})
     sides = [[(first.name, one), (second.name, other)] for one, other in shared]
     return {"pair": pair, "views": views, "galleries": sections_of(sides)}
 

@@ -79,11 +79,16 @@ def difference(name: str, first: Estimate, second: Estimate, layers: Layers) -> 
 
 
 def block_by_block(first: Scored, second: Scored) -> list[Difference]:
-    """The blocks that both have."""
-    return [
+    """The blocks that both have; and the last of each, where these are others."""
+    rows = [
         difference(str(layer), first.blocks[layer], second.blocks[layer], ((layer,), (layer,)))
         for layer in sorted(first.blocks.keys() & second.blocks.keys())
     ]
+    one, other = max(first.blocks), max(second.blocks)
+    if one == other:
+        return rows
+    last = (first.blocks[one], second.blocks[other], ((one,), (other,)))
+    return [*rows, difference(f"last ({one}, {other})", *last)]
 
 
 def best_blocks(first: Scored, second: Scored) -> list[Difference]:
@@ -109,7 +114,8 @@ def best_blocks(first: Scored, second: Scored) -> list[Difference]:
 def between_checkpoints(first: Scored, second: Scored) -> list[Difference]:
     """Block by block; then, of several, the best blocks and those that were chosen held out."""
     rows = block_by_block(first, second)
-    return rows + best_blocks(first, second) if len(rows) > 1 else rows
+    several = len(first.blocks) > 1 and len(second.blocks) > 1
+    return rows + best_blocks(first, second) if several else rows
 
 
 def between_blocks(scored: Scored) -> list[Difference]:
@@ -158,7 +164,7 @@ class Comparison:
         if not record.is_ranked:
             notes.append("more of it is not better: no block is best")
         first, second = self.rows[-1].layers
-        if len(self.encoders) > 1 and set(first) != set(second):
+        if len(self.encoders) > 1 and len(first) > 1 and set(first) != set(second):
             one, other = self.names
             notes.append(
                 "best block and held-out choice are among "
@@ -306,11 +312,6 @@ def _why_not(store: ResultStore, records: Sequence[Record], encoders: Mapping[st
     again = f"`ssl-bench probe --task {task} --overwrite`"
     if not all(kept):
         return f"the values of single images are missing; {again} leaves them"
-    if not kept[0] & kept[1]:
-        blocks = " and ".join(
-            f"block {_named(layers)} of {word}" for word, layers in zip(sides, kept, strict=True)
-        )
-        return f"{blocks}: none is of both; probe both with the same --layer"
     return f"the values of single images do not fit their records; {again} makes both anew"
 
 

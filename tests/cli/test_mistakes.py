@@ -89,6 +89,8 @@ MISTAKES = [
     ("reproduce --run", "expected one PAPER/TABLE, got none"),
     ("reproduce table2 --row 'skp, adamw'", "did you mean skip, adamw"),
     ("reproduce table2 --dataset voc", "unknown dataset 'voc'"),
+    ("probe --task pca --dataset .", "got the folder '.'; of images without labels it is folder, "),
+    ("data check .", "with --data-root ."),
     ("reproduce table2 --data-root /data", "expected --data-root NAME=DIR"),
     ("reproduce table2 --data-root imagenet=/data", "did you mean imagenet1k"),
     ("reproduce table2 --run", "trains on imagenet1k, expected a folder of it, got none; give"),

@@ -226,7 +226,7 @@ def test_features_carry_no_graph_but_may_be_trained_on():
 
 
 def test_a_size_that_the_patch_does_not_divide_names_the_nearest():
-    with pytest.raises(ConfigurationError, match="30 x 44; resize to 32 x 48 or extract with pad"):
+    with pytest.raises(ConfigurationError, match="got 30 x 44; the nearest are 32 x 48"):
         FeatureExtractor(ours(), layers=[0])(torch.rand(1, 3, 30, 44))
 
 
@@ -267,7 +267,7 @@ def test_a_model_without_a_qkv_layer_gives_tokens_alone():
     images = torch.rand(1, 3, 32, 32)
     assert FeatureExtractor(encoder, layers=[0])(images)[0]["token"].shape == (1, 2, 2, 256)
     with pytest.raises(
-        CheckpointError, match=r"computes no key in its qkv layer; ask for probe\.facet=t"
+        CheckpointError, match=r"computes no key in its qkv layer; ask for the facet token"
     ):
         FeatureExtractor(encoder, layers=[0], facets=["key"])(images)
 

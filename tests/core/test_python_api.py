@@ -143,12 +143,15 @@ def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
         found = ssl_bench.probe(own_module.own(), pictures=2, limit=5, **asked)
     err = capsys.readouterr().err
     assert "pca: 2 of 5 images; pictures=5 takes all" in err
+    assert "ImageNet's mean and deviation are assumed" in err
     assert {record.dataset for record in found} == {"toy-limit5"}
     assert "finished before, skipped (overwrite=True)" in err
 
     with pytest.raises(DataError, match=r"needed: data_root=\"DIR\"$"):
         ssl_bench.probe("demo:skip", task="pca", dataset="folder", out=tmp_path / "r")
-    with pytest.raises(ConfigurationError, match=r"^facet names .* layer=1, .* leave out layer,"):
+    with pytest.raises(
+        ConfigurationError, match=r"^the facet names .* layer=1, .* leave out layer,"
+    ):
         ssl_bench.probe("demo:skip", facet="blocks.1.mlp.act", **{**asked, "layer": 0})
     found = ssl_bench.read_results(tmp_path / "r")
     with pytest.raises(ConfigurationError, match=r'^expected style="text\|'):

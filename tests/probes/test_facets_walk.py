@@ -86,7 +86,7 @@ def test_features_of_another_facet_are_not_taken_from_the_cache():
 @pytest.mark.parametrize(
     ("task", "facet", "more", "said"),
     [
-        ("tokencut", "blocks.1.attn", ["--layer", "0"], "probe.facet names block 1, expected --la"),
+        ("tokencut", "blocks.1.attn", ["--layer", "0"], "the facet names block 1, expected --la"),
         ("tokencut", "blocks.2.attn", [], "layers must lie in 0..1"),
         ("pca", "blocks.*.mlp.fc7", [], "no blocks.0.mlp.fc7; did you mean mlp.fc2, mlp.fc1, mlp?"),
         ("segmentation", "keys", [], "must be among token, key, query, value, attn_out"),

@@ -103,9 +103,25 @@ def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
 
     rows = between_checkpoints(Scored.of(first), Scored.of(second))
 
-    assert [row.name for row in rows][:3] == ["0", "1", "best (2, 0)"]
-    assert [(row.first, row.second) for row in rows[:3]] == [(25, 75), (50, 0), (100, 75)]
-    assert rows[3].name.startswith("held-out choice (2; 0")
+    assert [row.name for row in rows][:4] == ["0", "1", "last (2, 1)", "best (2, 0)"]
+    values = [(25, 75), (50, 0), (100, 0), (100, 75)]
+    assert [(row.first, row.second) for row in rows[:4]] == values
+    assert rows[4].name.startswith("held-out choice (2; 0")
+
+
+def test_encoders_of_other_depths_are_compared_by_their_last_blocks(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    save(store, "a", {5: hits(1, 1), 11: hits(0, 1)})
+    save(store, "d", {2: hits(0, 0)})
+
+    assert main(["compare", "skip", "skipless", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "last (11, 2)" in said and "+50.0" in said
+    assert "best" not in said
+
+    assert main(["report", "--out", str(tmp_path), "--into", str(tmp_path / "page")]) == 0
+    (page,) = (tmp_path / "page").rglob("compare-*.html")
+    assert "last (11, 2)" in page.read_text()
 
 
 def save(store, sha, layers, **changes):
@@ -275,10 +291,6 @@ REASONS = {
     "images of one": (
         [("a", {0: IMAGES}, {}), ("d", {0: None}, {"num_images": 2})],
         "values of single images are missing; `ssl-bench probe --task tokencut --overwrite`",
-    ),
-    "no shared block": (
-        [("a", {0: IMAGES, 1: IMAGES}, {}), ("d", {2: IMAGES}, {})],
-        "(tokencut: block 0, 1 of skip and block 2 of skipless: none is of both; probe both with ",
     ),
     "other facets": (
         [("a", {0: IMAGES}, {}), ("d", {0: IMAGES}, {"facet": "token"})],

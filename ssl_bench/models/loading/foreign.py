@@ -223,12 +223,7 @@ def _grid_size(
     if described is not None and described.input_size not in (None, size):
         height, width = described.input_size
         assumed += f"positions are of {size[0]} x {size[1]} pixels, the graph takes {height} x "
-        assumed += f"{width}"
-        if height == width and height % patch_size == 0:
-            # Of photographs that keep their shape elsewhere.
-            cuts = f"of tokencut and discovery probe.squash={height}"
-            assumed += f": probe.image_size={height}, {cuts}, shows what it was exported for"
-        assumed += "; "
+        assumed += f"{width}; "
     return side, side, assumed
 
 
