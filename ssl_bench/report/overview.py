@@ -135,9 +135,18 @@ def board_of(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> dict
         apart from the others; `shared`, what all columns share.
     """
     chosen = headline_panels(panels)
-    facts = differing([[f for f in panel.facts if f[0] in _IN_HEADS] for panel in chosen])
+    heads = [tuple(fact for fact in panel.facts if fact[0] in _IN_HEADS) for panel in chosen]
+    rivals: dict[Any, list[int]] = defaultdict(list)
+    for number, panel in enumerate(chosen):
+        rivals[panel.task, panel.metric, heads[number]].append(number)
+    facts, words = differing(heads), dict[int, Sequence[str]]()
+    for those in rivals.values():
+        # Of the same task, metric and head what else is different, such as the images' size.
+        settings = differing([chosen[number].facts for number in those])
+        for place, number in enumerate(those):
+            words[number] = (*facts.words(number), *settings.words(place))
     rows = [[fact for fact in one.facts if fact[0] not in _NO_COLUMN] for one in checkpoints]
-    columns = [(panel, facts.words(number)) for number, panel in enumerate(chosen)]
+    columns = [(panel, words[number]) for number, panel in enumerate(chosen)]
     return {"checkpoints": differing(rows), "columns": columns, "shared": facts.shared}
 
 

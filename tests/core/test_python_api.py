@@ -511,6 +511,17 @@ def test_a_file_that_holds_no_encoder_is_named(tmp_path, monkeypatch, name, cont
         ssl_bench.load_encoder(name)
 
 
+def test_a_module_of_a_file_takes_the_mean_and_deviation_of_its_address(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT)
+    Path("mine.py").write_text("from tests.support.own_module import own\n")
+
+    assumed, stated = map(ssl_bench.load_encoder, ("mine.py:own", "mean=0.5,std=0.25:mine.py:own"))
+
+    assert (assumed.colours_from, stated.colours_from) == ("assumed, ImageNet's", "the address")
+    assert (stated.mean, stated.std) == ((0.5,) * 3, (0.25,) * 3)
+
+
 PICTURE = np.zeros((8, 8, 3), np.uint8)
 
 

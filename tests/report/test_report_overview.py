@@ -133,6 +133,16 @@ def test_the_board_shows_the_best_block_or_the_last_one_where_more_is_not_better
     assert board["shared"] == (("protocol", "reference"), ("on", "toy val"))
 
 
+def test_columns_of_one_head_say_in_what_setting_they_differ():
+    # The first is of another encoder: of one encoder alone the headline is chosen.
+    records = [skipless(settings={"size": 64}), cell(settings={"size": 518})]
+    checkpoints = checkpoints_of(records)
+
+    board = board_of(panels_of(records, checkpoints), checkpoints)
+
+    assert sorted(facts for _, facts in board["columns"]) == [("size 518",), ("size 64",)]
+
+
 def test_a_score_that_an_answer_without_a_look_reaches_says_so(tmp_path):
     told = Baseline("centre box", 55.0).as_details()
     low = [replace(cell(layer=n, value=v), details=told) for n, v in enumerate((40.0, 55.0))]

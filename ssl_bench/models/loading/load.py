@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, EncoderIdentity
+from ssl_bench.models.encoder import Contents, Encoder, EncoderIdentity
 from ssl_bench.models.loading.addresses import COLOURS, LAST, RANDOM, WEIGHTS, file_of, name_of
 from ssl_bench.models.loading.baselines import colour_patches, random_encoder
 from ssl_bench.models.loading.checkpoint import is_ours, load_own_encoder, stated_encoder
@@ -125,7 +125,7 @@ def _with_stated_colours(uri: str) -> Encoder:
             f"mean=0.48/0.46/0.41,std=0.27/0.26/0.28:my_vit.pth; got {uri!r}"
         )
     encoder = load_encoder(found[3])
-    if not encoder.colours_from.startswith(ASSUMED):
+    if not encoder.colours_from.startswith("assumed"):
         raise CheckpointError(
             f"{encoder.uri} has a mean and deviation of its own ({encoder.colours_from}), got "
             f"{uri!r}; leave them out of the address"
