@@ -90,7 +90,6 @@ def test_a_run_leaves_an_encoder_that_is_its_teacher_and_a_row_a_step(
 @pytest.mark.parametrize(
     ("number", "error", "optimizer"),
     [
-        (signal.SIGTERM, Preempted, AdamW(lr=0.05)),
         (signal.SIGUSR1, Preempted, Soap(lr=0.05, precondition_frequency=3)),
         (signal.SIGINT, KeyboardInterrupt, AdamW(lr=0.05)),
     ],
