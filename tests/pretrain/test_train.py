@@ -270,8 +270,9 @@ def test_labels_need_a_folder_of_classes():
         DataOptions(labels=True).open()
 
 
-@pytest.mark.parametrize("labels", ["true", "false"])
-@pytest.mark.parametrize(("kind", "command"), [("tar", "tar -xf"), ("zip", "unzip")])
+@pytest.mark.parametrize(
+    ("kind", "command", "labels"), [("tar", "tar -xf", "true"), ("zip", "unzip", "false")]
+)
 def test_an_archive_in_place_of_a_folder_is_refused_with_what_unpacks_it(
     place, capsys, kind, command, labels
 ):
