@@ -163,7 +163,7 @@ def test_the_input_of_the_cka_matrix_is_the_patch_embedding_whatever_blocks_are_
     words = ["probe", "--task", "conditioning", "--checkpoint", "encoder.safetensors"]
     words += ["--dataset", "folder", "--data-root", "photos"]
     for out, layers in (("all", "all"), ("last", "1")):
-        more = ["--layer", layers, "--out", out, "probe.image_size=32"]
+        more = ["--layer", layers, "--out", out, "probe.image_size=32", "probe.num_images=1"]
         assert main([*words, *more]) == 0
 
     (every,), (last,) = (list(Path(out).rglob("*-cka.npy")) for out in ("all", "last"))
@@ -288,13 +288,14 @@ def test_a_checkpoint_is_like_itself_and_less_like_another(photographs, tmp_path
 
 def test_the_weights_before_training_are_those_of_the_seed(photographs, tmp_path):
     model = build_vit(TINY, seed=0)
-    fresh = probe(photographs, tmp_path, encoder_from_model(model, name="a"))
+    small = {"layers": (0,), "num_images": 1}
+    fresh = probe(photographs, tmp_path, encoder_from_model(model, name="a"), **small)
     with torch.no_grad():
         model.get_parameter("blocks.0.attn.qkv.weight").mul_(7)
     trained = encoder_from_model(model, name="a")
 
-    changed = probe(photographs, tmp_path, trained)
-    again = probe(photographs, tmp_path, trained, at_initialisation=True)
+    changed = probe(photographs, tmp_path, trained, **small)
+    again = probe(photographs, tmp_path, trained, at_initialisation=True, **small)
 
     assert [r.value for r in again] == [r.value for r in fresh]
     assert changed[0].value != fresh[0].value
