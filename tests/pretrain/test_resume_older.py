@@ -95,10 +95,10 @@ def test_a_state_that_does_not_say_its_warm_ups_is_refused(root, stopped, tmp_pa
     out = shutil.copytree(stopped, tmp_path / "run")
     change(out, ("opening_steps",))
 
-    for words in ({"resume": True}, {"resume": True, "extend": True}):
-        refused = pytest.raises(ConfigurationError, match="older version, which did not say how lo")
-        with refused:
-            plan_of(root, max_steps=3, max_grad_norm=3.0).run(out, device="cpu", **words)
+    plan, said = plan_of(root, max_steps=3, max_grad_norm=3.0), "older version, which did not say"
+    for extend in (False, True):
+        with pytest.raises(ConfigurationError, match=f"{said} how long"):
+            plan.run(out, resume=True, extend=extend, device="cpu")
 
 
 @dataclass(frozen=True)
