@@ -12,14 +12,18 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
+from tests.support import checked
+
 # Compiled with what they check, the checks break torch 2.11 and make 33 graphs of three on 2.15.
 if torch.__version__ >= "2.15" and not torch.cuda.is_available():
-    install_import_hook(["ssl_bench", "pretrain", "probes"], "beartype.beartype")
+    install_import_hook(["ssl_bench", "pretrain", "probes"], f"{checked.__name__}.checked")
 
 from ssl_bench.data.files import digests
 from tests.support.faults import encoder_file, photo_folder
+from tests.support.remembered import remember_needs
 from tests.support.web import WebServer
 
+remember_needs()
 torch.set_num_threads(1)
 # The heap of torch and its kind stays; looking it through again took a tenth of the time.
 gc.set_threshold(20_000, 20, 20)

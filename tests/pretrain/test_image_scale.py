@@ -55,7 +55,9 @@ def test_the_default_is_imagenets_and_that_of_the_command():
     assert build(compose_config("pretraining", [])).data.colours == DataOptions().colours
 
 
-def test_probes_of_a_run_see_the_images_as_it_did(root, tmp_path):
+def test_probes_of_a_run_see_the_images_as_it_did_and_runs_that_start_with_it_have_to(
+    root, tmp_path
+):
     scaled(root, **UNIT).run(tmp_path / "unit", device="cpu")
     scaled(root).run(tmp_path / "plain", device="cpu")
 
@@ -65,6 +67,10 @@ def test_probes_of_a_run_see_the_images_as_it_did(root, tmp_path):
     for encoder, name in ((unit, "unit"), (plain, "plain")):
         assert identify_encoder(str(tmp_path / name)).identity() == encoder.identity()
     assert not {"mean", "std"} & read_metadata(tmp_path / "plain/last.safetensors").keys()
+    start = str(tmp_path / "unit")
+    with pytest.raises(ConfigurationError, match=r"type data.mean=\[0.0,0.0,0.0\] data.std=\[1"):
+        replace(scaled(root), init_from=start).run(tmp_path / "other", device="cpu")
+    replace(scaled(root, **UNIT), init_from=start).run(tmp_path / "same", device="cpu")
 
 
 def test_training_and_monitor_see_the_same_scale(root, tmp_path, monkeypatch):
@@ -84,16 +90,6 @@ def test_training_and_monitor_see_the_same_scale(root, tmp_path, monkeypatch):
         # The blank image that memory is reckoned from is black.
         found = {(low.item(), high.item()) for low, high in ends}
         assert found - {(0.0, 0.0)} == {(0.0, 1.0)}
-
-
-def test_a_start_of_another_scale_is_refused_with_what_to_type(root, tmp_path):
-    scaled(root, **UNIT).run(tmp_path / "unit", device="cpu")
-    start = str(tmp_path / "unit")
-
-    with pytest.raises(ConfigurationError, match=r"type data.mean=\[0.0,0.0,0.0\] data.std=\[1"):
-        replace(scaled(root), init_from=start).run(tmp_path / "other", device="cpu")
-
-    replace(scaled(root, **UNIT), init_from=start).run(tmp_path / "same", device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Encoders kept on the way, runs that go on for longer, and what there is to resume."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,8 +117,8 @@ def test_epochs_that_never_come_are_refused(root):
         plan(root, keep_epochs=[2, 5])
 
 
-def test_a_run_begun_anew_leaves_none_of_the_older_ones(root, tmp_path):
-    plan(root, epochs=2, keep_every=1).run(tmp_path, device="cpu")
+def test_a_run_begun_anew_leaves_none_of_the_older_ones(kept, root, tmp_path):
+    shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
     plan(root, epochs=1, keep_every=1).run(tmp_path, overwrite=True, device="cpu")
     assert [path.name for path in tmp_path.glob("epoch*.safetensors")] == ["epoch0001.safetensors"]
 
@@ -157,18 +158,16 @@ def test_an_extended_run_resumes_to_the_bit(root, tmp_path):
     assert_same_run(tmp_path / "one", tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_an_extension_has_to_be_longer_and_changes_nothing_else(root, tmp_path):
+    stopped_after_a_step(plan(root, epochs=2), tmp_path)
+    refused: list[tuple[dict[str, int], str]] = [
         ({"epochs": 1}, "--extend expects more than the 12 steps"),
         ({"epochs": 2}, "--extend expects more than the 12 steps"),
         ({"epochs": 3, "seed": 4}, r"train\.seed: 3 -> 4"),
-    ],
-)
-def test_an_extension_has_to_be_longer_and_changes_nothing_else(root, tmp_path, changes, said):
-    stopped_after_a_step(plan(root, epochs=2), tmp_path)
-    with pytest.raises(ConfigurationError, match=said):
-        plan(root, **changes).run(tmp_path, extend=True, device="cpu")
+    ]
+    for changes, said in refused:
+        with pytest.raises(ConfigurationError, match=said):
+            plan(root, **changes).run(tmp_path, extend=True, device="cpu")
 
 
 def test_a_run_that_is_not_there_is_said_or_refused(place, capsys):

@@ -100,10 +100,14 @@ def test_a_run_that_was_stopped_measures_what_an_uninterrupted_one_does(root, tm
     assert_goes_on_to_the_bit(watched(root, monitor=KNN_ONLY), tmp_path, parts=6, steps=6)
 
 
-def test_the_monitor_finds_what_the_probe_finds_in_the_saved_encoder(root, tmp_path):
+def test_what_is_monitored_may_change_when_a_run_goes_on_and_is_what_the_probe_finds(
+    root, tmp_path
+):
+    stopped_after_a_step(watched(root, monitor=Monitor()), tmp_path)
     monitor = replace(KNN_ONLY, neighbours=3, batch_size=4)
-    path = watched(root, monitor=monitor).run(tmp_path, device="cpu")
+    path = watched(root, monitor=monitor).run(tmp_path, resume=True, device="cpu")
 
+    assert [row["step"] for row in log_rows(tmp_path) if "knn_top1" in row] == [6, 8]
     probe = KNN(neighbours=[3], crop_share=1.0)
     context = ProbeContext(
         encoder=load_encoder(str(path)), dataset=ClassFolders(root), layers=(1,), device=CPU,
@@ -200,14 +204,6 @@ def test_options_without_meaning_and_a_missing_folder_are_refused(tmp_path):
     plan = replace(watched(tmp_path, monitor=KNN_ONLY), data=DataOptions())
     with pytest.raises(ConfigurationError, match=r"monitor\.root=DIR is needed"):
         plan.run(tmp_path / "out", device="cpu")
-
-
-def test_what_is_monitored_may_change_when_a_run_goes_on(root, tmp_path):
-    stopped_after_a_step(watched(root, monitor=Monitor()), tmp_path)
-
-    watched(root).run(tmp_path, resume=True, device="cpu")
-
-    assert [row["step"] for row in log_rows(tmp_path) if "knn_top1" in row] == [6, 8]
 
 
 def test_a_class_has_the_rank_of_those_that_are_likelier_and_the_first_of_equals_wins():

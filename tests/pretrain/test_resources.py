@@ -35,7 +35,7 @@ def run(root: Path, out: str, *more: str) -> int:
     return main([*words, *UNTYPED, *more])
 
 
-@pytest.mark.parametrize(("count", "batch"), [(20, 4), (200, 32)])
+@pytest.mark.parametrize(("count", "batch"), [(20, 4), (50, 8)])
 def test_a_run_of_few_images_trains_and_says_its_batch(place, capsys, count, batch):
     assert run(photo_folder(place / "few", count), "run", "train.max_steps=2") == 0
 

@@ -1,5 +1,6 @@
 """A run goes on after options were added that its saved state knows nothing of."""
 
+import shutil
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -59,6 +60,13 @@ def test_a_state_of_an_older_version_goes_on_to_the_very_bits(root, tmp_path, fo
     assert_same_run(tmp_path / "whole", tmp_path / "older")
 
 
+@pytest.fixture(scope="module")
+def stopped(root, tmp_path_factory):
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    stopped_after_a_step(plan_of(root, max_steps=3, max_grad_norm=3.0), out)
+    return out
+
+
 @pytest.mark.parametrize(
     ("forgotten", "added", "train", "said"),
     [
@@ -73,23 +81,24 @@ def test_a_state_of_an_older_version_goes_on_to_the_very_bits(root, tmp_path, fo
         ),
     ],
 )
-def test_what_differs_from_an_older_state_is_named(root, tmp_path, forgotten, added, train, said):
-    plan = plan_of(root, max_steps=3, **train)
-    stopped_after_a_step(replace(plan, train=replace(plan.train, max_grad_norm=3.0)), tmp_path)
-    change(tmp_path, forgotten, added)
+def test_what_differs_from_an_older_state_is_named(
+    root, stopped, tmp_path, forgotten, added, train, said
+):
+    out = shutil.copytree(stopped, tmp_path / "run")
+    change(out, forgotten, added)
 
     with pytest.raises(ConfigurationError, match=rf"\({said}\)"):
-        plan.run(tmp_path, resume=True, device="cpu")
+        plan_of(root, max_steps=3, **train).run(out, resume=True, device="cpu")
 
 
-@pytest.mark.parametrize("extend", [False, True])
-def test_a_state_that_does_not_say_its_warm_ups_is_refused(root, tmp_path, extend):
-    plan = plan_of(root, max_steps=3)
-    stopped_after_a_step(plan, tmp_path)
-    change(tmp_path, ("opening_steps",))
+def test_a_state_that_does_not_say_its_warm_ups_is_refused(root, stopped, tmp_path):
+    out = shutil.copytree(stopped, tmp_path / "run")
+    change(out, ("opening_steps",))
 
-    with pytest.raises(ConfigurationError, match="of an older version, which did not say how long"):
-        plan.run(tmp_path, resume=True, extend=extend, device="cpu")
+    plan, said = plan_of(root, max_steps=3, max_grad_norm=3.0), "older version, which did not say"
+    for extend in (False, True):
+        with pytest.raises(ConfigurationError, match=f"{said} how long"):
+            plan.run(out, resume=True, extend=extend, device="cpu")
 
 
 @dataclass(frozen=True)

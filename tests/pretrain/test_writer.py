@@ -257,7 +257,8 @@ def test_a_monitor_that_takes_long_is_mentioned(
     monkeypatch.setattr(train, "_MONITOR_SHARE", share)
     root = class_folders(place / "classes", 2)
     words = ("monitor.knn_epochs=9", f"monitor.root={root}", "monitor.neighbours=2")
-    assert main(pretraining(place / "photos", "run", *words)) == 0
+    run = pretraining(place / "photos", "run", *words, "train.max_steps=2")
+    assert main(run) == 0
 
     lines = [line for line in capsys.readouterr().err.splitlines() if "the monitor took" in line]
     assert len(lines) == mentions

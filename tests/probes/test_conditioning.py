@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
@@ -114,6 +115,12 @@ def embedded(encoder, folder):
     return model, model.embed(((pixels - mean) / std)[None].double())
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures without axes, whose text takes more time than all that they show."""
+    monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"picture"))
+
+
 def tiny(config=TINY, seed=0, name="tiny"):
     return encoder_from_model(build_vit(config, seed=seed), name=name)
 
@@ -159,11 +166,12 @@ def test_spectra_are_those_of_the_matrices_of_the_encoder_itself(photographs, tm
     assert np.load(pictures / FILES[2]).shape == (3, 3)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_input_of_the_cka_matrix_is_the_patch_embedding_whatever_blocks_are_asked(place):
     words = ["probe", "--task", "conditioning", "--checkpoint", "encoder.safetensors"]
     words += ["--dataset", "folder", "--data-root", "photos"]
     for out, layers in (("all", "all"), ("last", "1")):
-        more = ["--layer", layers, "--out", out, "probe.image_size=32"]
+        more = ["--layer", layers, "--out", out, "probe.image_size=32", "probe.num_images=1"]
         assert main([*words, *more]) == 0
 
     (every,), (last,) = (list(Path(out).rglob("*-cka.npy")) for out in ("all", "last"))
@@ -196,6 +204,7 @@ def test_a_silent_attention_is_infinite_in_records_and_tables(photographs, tmp_p
     assert table.best_layer("silent") is None
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_table_shows_the_ends_of_an_interval_that_is_not_symmetric(photographs, tmp_path):
     (record, *_) = probe(photographs, tmp_path, tiny(), layers=(0,))
 
@@ -214,6 +223,7 @@ def test_a_table_shows_the_ends_of_an_interval_that_is_not_symmetric(photographs
     assert shown(12.0, (11.0, 13.0), unit="%")[1] == "12.0 ± 1.0"
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("is_torchs", [True, False])
 def test_a_pre_norm_block_of_ones_own_is_taken_apart(photographs, tmp_path, is_torchs):
     module, said = own(), []
@@ -265,6 +275,7 @@ def test_constant_tokens_are_said_and_nothing_else_breaks(photographs, tmp_path)
         assert nan <= {"norm_over_dominant"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_checkpoint_is_like_itself_and_less_like_another(photographs, tmp_path):
     paths = [tmp_path / name / "last.safetensors" for name in ("one", "other")]
     for seed, path in enumerate(paths):
@@ -286,15 +297,17 @@ def test_a_checkpoint_is_like_itself_and_less_like_another(photographs, tmp_path
     assert same[0].key() != other[0].key()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_weights_before_training_are_those_of_the_seed(photographs, tmp_path):
     model = build_vit(TINY, seed=0)
-    fresh = probe(photographs, tmp_path, encoder_from_model(model, name="a"))
+    small = {"layers": (0,), "num_images": 1}
+    fresh = probe(photographs, tmp_path, encoder_from_model(model, name="a"), **small)
     with torch.no_grad():
         model.get_parameter("blocks.0.attn.qkv.weight").mul_(7)
     trained = encoder_from_model(model, name="a")
 
-    changed = probe(photographs, tmp_path, trained)
-    again = probe(photographs, tmp_path, trained, at_initialisation=True)
+    changed = probe(photographs, tmp_path, trained, **small)
+    again = probe(photographs, tmp_path, trained, at_initialisation=True, **small)
 
     assert [r.value for r in again] == [r.value for r in fresh]
     assert changed[0].value != fresh[0].value

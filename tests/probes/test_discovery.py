@@ -169,7 +169,7 @@ def test_with_a_rank_for_each_box_it_is_cocos_own(seed):
     assert 5 < theirs[0] < 95
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_ap_coco_is_cocos_own_in_the_order_of_files(seed):
     images = random_images(seed, images=40)
     results = [result(found.tolist(), true.tolist()) for found, true in images if len(found)]

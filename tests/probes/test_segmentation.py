@@ -147,29 +147,33 @@ def test_scores_equal_an_independent_confusion_matrix_over_all_scored_images(tmp
     assert list(scores[-1].details["iou_by_class"].values()) == pytest.approx(iou)
 
 
-def test_two_runs_with_the_same_seed_agree_and_with_another_do_not(tmp_path):
-    one, same, other = (
-        score_values(quick_probe().run(probe_context(tmp_path, seed=seed))) for seed in (0, 0, 1)
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    """The scores of the default seed and norm."""
+    return list(quick_probe().run(probe_context(tmp_path_factory.mktemp("usual"))))
+
+
+def test_two_runs_with_the_same_seed_agree_and_with_another_do_not(usual, tmp_path):
+    same, other = (
+        score_values(quick_probe().run(probe_context(tmp_path, seed=seed))) for seed in (0, 1)
     )
-    assert one == same != other
+    assert score_values(usual) == same != other
 
 
-def test_layers_do_not_depend_on_the_layers_asked_for_beside_them(tmp_path):
-    together = score_values(quick_probe().run(probe_context(tmp_path)))
+def test_layers_do_not_depend_on_the_layers_asked_for_beside_them(usual, tmp_path):
     alone = score_values(quick_probe().run(probe_context(tmp_path, layers=(1,))))
     for cell, value in alone.items():
-        assert together[cell] == pytest.approx(value, abs=1e-4)
+        assert score_values(usual)[cell] == pytest.approx(value, abs=1e-4)
 
 
-def test_the_norm_is_applied_before_the_heads(tmp_path):
-    found = {
-        norm: next(iter(quick_probe(norm=norm).run(probe_context(tmp_path)))).details[
-            "miou_by_rate"
-        ]
-        for norm in ("none", "final", "standardize")
-    }
-    assert found["none"] != found["standardize"]
-    assert found["none"] != found["final"]
+def test_the_norm_is_applied_before_the_heads(usual, tmp_path):
+    none, final = (
+        next(iter(quick_probe(norm=norm).run(probe_context(tmp_path)))).details["miou_by_rate"]
+        for norm in ("none", "final")
+    )
+    # By default each channel is standardized.
+    assert none != usual[0].details["miou_by_rate"]
+    assert none != final
 
 
 @pytest.mark.slow
