@@ -122,7 +122,7 @@ def test_fault_82_other_xml_and_other_words_are_no_annotation(tmp_path, old, new
     path.write_text(text.replace(old, new))
 
     with pytest.raises(DataError, match=r"t0\.xml"):
-        list(Voc(tmp_path, exclude_difficult=True).discovery())
+        Voc(tmp_path, exclude_difficult=True).discovery()[0]
     path.write_text(text.replace("<bndbox>", "<difficult> 1 </difficult><bndbox>"))
     assert "t0" not in Voc(tmp_path, exclude_difficult=True).discovery().ids
 
@@ -158,7 +158,7 @@ def test_fault_82_instances_of_coco_that_are_none_are_named(tmp_path, text, chan
     coco(tmp_path / "COCO", text, **changed)
 
     with pytest.raises(DataError, match=r"instances_train2014\.json") as raised:
-        list(Coco20k(tmp_path / "COCO").discovery())
+        Coco20k(tmp_path / "COCO").discovery()[0]
 
     if changed.keys() & {"iscrowd", "image_id"}:
         assert "object 7: expected" in str(raised.value)

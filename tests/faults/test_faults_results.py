@@ -155,7 +155,7 @@ LINES = {
 
 
 def test_fault_50_damaged_lines_of_what_was_found_are_dropped_and_computed_again(again):
-    def found() -> dict[int, tuple[float | None, dict]]:
+    def found() -> dict[int, object]:
         return {r.layer: (r.value, r.details) for r in records() if r.task == "tokencut"}
 
     before = found()
