@@ -95,7 +95,7 @@ def test_fault_44_a_record_of_a_later_version_is_read_and_not_computed_again(pla
     assert [(record.value, record.version) for record in records()] == [(before.value, "99.0")]
 
 
-@pytest.mark.parametrize("change", [{}, {"seed": 1}, {"layer": 0}, {"value": 99.0}])
+@pytest.mark.parametrize("change", [{}, {"seed": 1}, {"value": 99.0}])
 def test_fault_44_a_copy_beside_a_record_counts_for_nothing(place, capsys, change):
     assert main(probing("pca", "folder", place / "photos")) == 0
     before = records()
