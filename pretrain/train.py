@@ -34,7 +34,7 @@ from pretrain.objectives.objective import Generating, Learner, Measuring, Object
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.resources import Needs, fitted_batch, kept_bytes, training_flops
+from pretrain.resources import Needs, fitted_batch, flops_and_kept_bytes, kept_bytes
 from pretrain.schedules import warmup_steps
 from pretrain.signals import StopRequest, stop_requests
 from pretrain.step import Trainer, deterministic
@@ -284,14 +284,14 @@ class Pretraining:
             return view.new_empty((images * len(view), *view.shape[1:]), device="meta")
 
         two, three = ([repeated(view, number) for view in one] for number in (2, 3))
-        kept = kept_bytes(learner, two, 0)
+        flops, kept = flops_and_kept_bytes(learner, two, 0)
         image_bytes = kept_bytes(learner, three, 0) - kept
         # Of prototypes the forward pass keeps the gradient, of other weights what is there anyway.
         weights = sum(weight.nbytes for weight in learner.student.parameters())
         whole = sum(tensor.nbytes for tensor in (*learner.parameters(), *learner.buffers()))
         holds = _SOAP_HOLDS if isinstance(self.optimizer, Soap) else _ADAMW_HOLDS
         saved = whole + holds * weights
-        return Needs(training_flops(learner, two, 0) / 2, image_bytes, 2 * saved + weights)
+        return Needs(flops / 2, image_bytes, 2 * saved + weights)
 
 
 class Run:

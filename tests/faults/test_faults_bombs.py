@@ -137,16 +137,16 @@ def test_fault_65_values_of_images_that_inflate_to_gigabytes_are_left_out(place,
     assert peak_mib(read) < 60
 
 
-@pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"iCCP", b"eXIf"])
-def test_fault_65_a_picture_with_a_bomb_beside_its_pixels_takes_little_memory(place, kind):
-    head = {b"iTXt": b"a\0\1\0\0\0", b"eXIf": b""}.get(kind, b"a\0\0")
-    bomb = head + zlib.compress(bytes(128 * MEBIBYTE), 9)
+def test_fault_65_a_picture_with_a_bomb_beside_its_pixels_takes_little_memory(place):
+    bomb = zlib.compress(bytes(128 * MEBIBYTE), 9)
+    heads = {b"zTXt": b"a\0\0", b"iTXt": b"a\0\1\0\0\0", b"iCCP": b"a\0\0", b"eXIf": b""}
     after = 8 + 25
     path = place / "a.png"
-    path.write_bytes(PNG[:after] + png_chunk(kind, bomb) * 3 + PNG[after:])
 
     def read() -> None:
         with suppress(DataError):
             assert read_image(path).shape == (32, 40, 3)
 
-    assert peak_mib(read) < 60
+    for kind, head in heads.items():
+        path.write_bytes(PNG[:after] + png_chunk(kind, head + bomb) * 3 + PNG[after:])
+        assert peak_mib(read) < 60, kind

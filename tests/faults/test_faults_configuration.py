@@ -15,7 +15,7 @@ from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import component_class, compose_config
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import load_encoder
-from tests.support.faults import fails, pretraining
+from tests.support.faults import fails
 
 PCA = ["probe", "--task", "pca", "--checkpoint", "encoder.safetensors", "--dataset", "folder"]
 PCA += ["--data-root", "photos"]
@@ -97,13 +97,11 @@ def test_fault_69_only_dataclasses_of_this_suite_are_built(address):
         component_class(address, "probe._target_")
 
 
-def test_fault_69_a_run_that_names_foreign_code_is_only_compared(place, capsys):
-    words = pretraining(place / "photos", "run")
-    assert main(words) == 0
+def test_fault_69_a_run_that_names_foreign_code_is_only_compared(place, begun):
     kept = place / "run/config.yaml"
     kept.write_text(f"_target_: pathlib.Path.touch\nself: {place}/left\n{kept.read_text()}")
 
-    assert main([*words, "--resume"]) == 0
+    assert main([*begun, "--resume"]) == 0
     assert load_encoder("run").depth
     assert not (place / "left").exists()
 

@@ -185,6 +185,8 @@ ENCODER = {
     "std": (0.5, 0.4, 0.3),
     "dtype": torch.bfloat16,
 }
+# Of these three the same function says who the encoder is as of features.
+SHORT = {name: ENCODER[name] for name in ("weights", "mean")}
 CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
     "log of discovery": (
         discovery_log,
@@ -222,7 +224,7 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
     "heads": (
         after_heads("heads"),
         {
-            **ENCODER,
+            **SHORT,
             "train_stamp": "beef",
             "train_prefix": "other",
             "sources": Change({"probe.layers_mode": "last4"}),
@@ -237,7 +239,7 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
     "counts": (
         after_heads("counts"),
         {
-            **ENCODER,
+            **SHORT,
             "train_stamp": "beef",
             "val_stamp": "beef",
             "val_prefix": "other",
@@ -254,7 +256,7 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
     "images passed": (
         passed_images,
         {
-            **ENCODER,
+            **SHORT,
             "train_stamp": "beef",
             "drawn": Change({"seed": 1}, {"probe.train_images": 2}),
             "probe.image_size": 24,

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -59,14 +60,12 @@ def test_fault_16_a_malicious_pickle_is_refused_and_never_runs(place, capsys, ur
     assert (place / "mark").exists()
 
 
-def test_fault_16_a_malicious_training_state_never_runs(place, capsys):
-    run = pretraining(place / "photos", "run")
-    assert main([*run, "train.max_minutes=0.0"]) == 0
+def test_fault_16_a_malicious_training_state_never_runs(place, capsys, begun):
     state = place / "run/state.pt"
     pickled_mark(state, place / "mark", zipped=True)
     state.with_name("state.pt.sha256").write_text(f"{sha256_of(state)}  state.pt\n")
 
-    said = fails(capsys, [*run, "--resume"], 4)
+    said = fails(capsys, [*begun, "--resume"], 4)
 
     assert "state.pt is not a training state" in said
     assert not (place / "mark").exists()
@@ -125,18 +124,19 @@ def test_fault_18_a_cut_pth_is_refused(place, capsys, uri, where):
     assert "again" in said
 
 
-@pytest.mark.parametrize("where", CUTS.values(), ids=CUTS)
-def test_fault_18_a_run_whose_state_was_cut_goes_on_from_the_one_before(place, where):
-    run = pretraining(place / "photos", "run", "train.checkpoint_minutes=0.0")
-    assert main([*run, "train.max_minutes=0.0"]) == 0
-    assert main([*run, "train.max_minutes=0.0", "--resume"]) == 0
+def test_fault_18_a_run_whose_state_was_cut_goes_on_from_the_one_before(place):
+    step = ["train.max_steps=3", "train.max_minutes=0.0"]
+    run = pretraining(place / "photos", "run", *step)
+    assert main(run) == main([*run, "--resume"]) == 0
+    assert main(pretraining(place / "photos", "whole", *step[:1])) == 0
+    whole = sha256_of(place / "whole/last.safetensors")
     assert (place / "run/state.previous.pt").is_file()
-    cut(place / "run/state.pt", where)
 
-    assert main([*run, "--resume"]) == 0
-    assert main(pretraining(place / "photos", "whole")) == 0
-
-    assert sha256_of(place / "run/last.safetensors") == sha256_of(place / "whole/last.safetensors")
+    for name, where in CUTS.items():
+        shutil.copytree(place / "run", place / name)
+        cut(place / name / "state.pt", where)
+        assert main([*pretraining(place / "photos", name, *step[:1]), "--resume"]) == 0
+        assert sha256_of(place / name / "last.safetensors") == whole, name
 
 
 @pytest.mark.parametrize("where", CUTS.values(), ids=CUTS)
@@ -163,8 +163,10 @@ def test_fault_19_a_huge_header_is_refused_in_little_memory(place, capsys, claim
     assert peak() < 40
 
 
-@pytest.mark.parametrize("share", [0.02, 0.5, 0.999])
-@pytest.mark.parametrize("name", ["encoder.safetensors", "dino.pth"])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [*(("encoder.safetensors", share) for share in (0.02, 0.5, 0.999)), ("dino.pth", 0.5)],
+)
 def test_fault_20_a_flipped_bit_of_the_weights_is_found(place, capsys, name, share):
     path = place / name
     if name == "dino.pth":
@@ -244,12 +246,14 @@ def spoilt_encoder(path: Path, number: float, block: int = 1) -> None:
     save_encoder(path, model, {})
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    "task",
+    ("task", "number"),
     [
-        *("pca", "geometry", "correspondence", "tokencut", "discovery", "segmentation"),
-        *("retrieval", "knn", "classification", "clustering"),
+        ("pca", math.inf),
+        ("segmentation", math.inf),
+        *((task, math.nan) for task in ("pca", "geometry", "correspondence", "tokencut")),
+        *((task, math.nan) for task in ("discovery", "segmentation", "retrieval", "knn")),
+        *((task, math.nan) for task in ("classification", "clustering")),
     ],
 )
 def test_fault_24_features_that_are_not_finite_stop_with_layer_and_image(
@@ -265,8 +269,9 @@ def test_fault_24_features_that_are_not_finite_stop_with_layer_and_image(
     # Which image passes first is drawn for geometry.
     first = {"tokencut": "t0", "discovery": "t0", "geometry": ".jpg"}.get(task, first)
     assert first in said
-    # The block before it is sound.
-    assert main(probing(task, dataset, root, "--layer", "0")) == 0
+    if number == math.inf:
+        # The block before it is sound.
+        assert main(probing(task, dataset, root, "--layer", "0")) == 0
 
 
 def constant_encoder(path: Path) -> None:

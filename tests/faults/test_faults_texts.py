@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.results import ResultStore
 from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.published import published_table
 from tests.support.faults import DINO_LIKE, encoder_file, fails
@@ -27,10 +28,14 @@ POLICY = (
 )
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> ResultStore:
+    return hostile_store(tmp_path_factory.mktemp("hostile"))
+
+
 @pytest.mark.parametrize("style", CHECKS)
 @pytest.mark.parametrize("command", ["depth", "pivot", "oracle", "paper", "compare", "blocks"])
-def test_fault_67_no_text_of_a_record_acts_in_a_table(tmp_path, capsys, command, style):
-    hostile_store(tmp_path)
+def test_fault_67_no_text_of_a_record_acts_in_a_table(kept, capsys, command, style):
     encoders = (hostile(checkpoint_sha256=digits).encoder_id for digits in (SKIP, SKIPLESS))
     name, other = (f"{HOSTILE} {encoder[:6]}" for encoder in encoders)
     row = published_table("mnist").rows[0]
@@ -42,7 +47,7 @@ def test_fault_67_no_text_of_a_record_acts_in_a_table(tmp_path, capsys, command,
         "compare": ["compare", name, other],
         "blocks": ["compare", name],
     }[command]
-    code = main([*words, "--out", str(tmp_path), "--format", style])
+    code = main([*words, "--out", str(kept.root), "--format", style])
 
     out, err = capsys.readouterr()
     assert code == 0, err
@@ -62,6 +67,12 @@ def test_fault_67_no_text_of_a_record_acts_in_a_report(tmp_path, capsys):
     assert len(pages) == 4
     for page in pages:
         check_page(page.read_text())
+        policies = [
+            given["content"]
+            for tag, given in Elements(page.read_text()).elements
+            if tag == "meta" and given.get("http-equiv") == "Content-Security-Policy"
+        ]
+        assert policies == [POLICY]
     script = (tmp_path / "report/records.js").read_text()
     assert script.isascii()
     assert script.count("\n") == 1
@@ -71,24 +82,10 @@ def test_fault_67_no_text_of_a_record_acts_in_a_report(tmp_path, capsys):
     assert all(word.isprintable() for word in texts if isinstance(word, str))
 
 
-def test_fault_67_the_policy_of_every_page_lets_nothing_in(tmp_path):
-    store = hostile_store(tmp_path)
-    main(["report", "--out", str(store.root)])
-
-    for page in (tmp_path / "report").glob("*.html"):
-        policies = [
-            given["content"]
-            for tag, given in Elements(page.read_text()).elements
-            if tag == "meta" and given.get("http-equiv") == "Content-Security-Policy"
-        ]
-        assert policies == [POLICY]
-
-
-def test_fault_67_no_text_of_a_record_acts_in_a_figure_or_a_document(tmp_path, capsys):
-    hostile_store(tmp_path)
+def test_fault_67_no_text_of_a_record_acts_in_a_figure_or_a_document(kept, tmp_path, capsys):
     figure = tmp_path / "curves.svg"
 
-    main(["table", "--out", str(tmp_path), "--format", "markdown", "--figure", str(figure)])
+    main(["table", "--out", str(kept.root), "--format", "markdown", "--figure", str(figure)])
 
     printed, said = capsys.readouterr()
     CHECKS["markdown"](printed)
