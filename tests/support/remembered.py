@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pretrain import step as steps
 from pretrain import train
 
 OF_EVERY_MODULE = vars(nn.Module()).keys()
@@ -23,11 +24,11 @@ def shape(learner: nn.Module) -> str:
     return f"{modules} {sizes}"
 
 
-def remembered(count: Callable[..., float]) -> Callable[..., float]:
-    found: dict[Any, float] = {}
+def remembered(count: Callable[..., Any]) -> Callable[..., Any]:
+    found: dict[Any, Any] = {}
 
     @wraps(count)
-    def once(learner: nn.Module, views: list[Tensor], step: int) -> float:
+    def once(learner: nn.Module, views: list[Tensor], step: int) -> Any:
         sizes = tuple((view.shape, view.dtype) for view in views)
         is_exact = torch.are_deterministic_algorithms_enabled()
         key = (shape(learner), sizes, step, is_exact)
@@ -41,4 +42,5 @@ def remembered(count: Callable[..., float]) -> Callable[..., float]:
 def remember_needs() -> None:
     """For this process and those that it forks."""
     train.kept_bytes = remembered(train.kept_bytes)
-    train.training_flops = remembered(train.training_flops)
+    train.flops_and_kept_bytes = remembered(train.flops_and_kept_bytes)
+    steps.training_flops = remembered(steps.training_flops)
