@@ -121,7 +121,7 @@ def test_random_timm_weights_say_so_and_are_always_the_same():
     assert (one.native_size, one.num_prefix_tokens, one.mean) == ((224, 224), 1, (0.5, 0.5, 0.5))
 
 
-@pytest.mark.parametrize("head", [(), ("head.weight", "head.bias"), ("head.mlp.0.weight",)])
+@pytest.mark.parametrize("head", [(), ("head.weight", "head.bias", "head.mlp.0.weight")])
 def test_timm_takes_a_weights_file_with_or_without_head(tmp_path, head):
     path = tmp_path / "mine.pth"
     weights = build_vit(ViTConfig(dim=192, num_heads=3), seed=4).state_dict()
