@@ -52,8 +52,9 @@ def test_sizes_of_presets_become_multiples_of_the_patch(place, capsys):
     assert not any(job["pending"] for job in planned(capsys, words))
 
 
-@pytest.mark.parametrize("door", ["probe", "sweep"])
-@pytest.mark.parametrize("task", ["all", "pca,retrieval", "conditioning"])
+@pytest.mark.parametrize(
+    ("door", "task"), [("probe", "all"), ("sweep", "pca,retrieval"), ("probe", "conditioning")]
+)
 def test_typed_sizes_that_do_not_fit_run_nothing(place, capsys, door, task):
     more = ["--dry-run"] if door == "sweep" else []
     words = [door, *probed(task, "probe.image_size=100", *more)[1:]]

@@ -22,10 +22,11 @@ from torch import nn
 import ssl_bench
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, UnfitEncoder
+from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import TimmConfig, build_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
 from tests.support import own_module
-from tests.support.faults import fails, picture, unchecked_types
+from tests.support.faults import exit_code, fails, fork, picture, unchecked_types
 
 ROOT = Path(__file__).parents[2]
 FEW: dict[str, Any] = {"image_size": 32, "dataset.num_train": 6, "dataset.num_val": 4}
@@ -119,7 +120,7 @@ def test_python_and_the_command_line_leave_the_same_record(tmp_path, monkeypatch
 def test_all_tasks_that_fit_a_folder_are_asked_in_one_call(tmp_path, capsys):
     photos = tmp_path / "photos"
     photos.mkdir()
-    for number in range(4):
+    for number in range(2):
         picture(number, 48, 64).save(photos / f"{number}.png")
 
     asked: dict[str, Any] = {"task": "all", "dataset": "folder", "data_root": photos}
@@ -197,7 +198,8 @@ class Plain(own_module.Own):
 def test_blocks_that_give_a_tuple_are_as_well_conditioned_as_their_tokens(tmp_path):
     tupled, plain = own_module.own(), Plain()
     plain.load_state_dict(tupled.state_dict())
-    asked: dict[str, Any] = {"task": "conditioning", "protocol": "jacobian_exact", "num_images": 2}
+    asked: dict[str, Any] = {"task": "conditioning", "protocol": "jacobian_exact", "num_images": 1}
+    asked |= {"layer": "1", "dataset.num_train": 1, "dataset.num_val": 1}
 
     found = [
         {
@@ -322,7 +324,9 @@ def features(folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "npz"])
-def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, capsys, form):
+def test_features_on_disk_are_those_of_python_and_written_anew_when_damaged(
+    tmp_path, monkeypatch, capsys, form
+):
     pandas = pytest.importorskip("pandas")
     monkeypatch.chdir(tmp_path)
     photographs(tmp_path / "photos", 5)
@@ -348,6 +352,14 @@ def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, capsys, for
             value = expected[layer][facet].numpy()
             np.testing.assert_allclose(held[f"block{layer:02}.{facet}"], value, atol=1e-5)
 
+    whole = file.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"\0" * len(whole)):
+        file.write_bytes(damaged)
+        assert main(features(tmp_path / "out", "--format", form)) == 0
+        assert len(file.read_bytes()) == len(whole)
+    (tmp_path / "out/about.json").write_text("[]")
+    assert main(features(tmp_path / "out", "--format", form)) == 2
+
 
 def test_a_photograph_is_turned_as_its_camera_says(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (24, 40, 3), dtype=np.uint8)
@@ -366,22 +378,18 @@ def test_features_go_on_after_a_kill(tmp_path, monkeypatch):
     photographs(tmp_path / "photos", 12)
     monkeypatch.setattr("ssl_bench.cli.features._MOST_IMAGES", 2)
     assert main(features(tmp_path / "whole")) == 0
-    code = (
-        "import sys, time, ssl_bench.cli.features as features, ssl_bench.features as extraction\n"
-        "features._MOST_IMAGES = 2\n"
-        "call = extraction.FeatureExtractor.__call__\n"
-        "extraction.FeatureExtractor.__call__ = lambda *a: (time.sleep(0.3), call(*a))[1]\n"
-        "from ssl_bench.cli.__main__ import main\n"
-        f"sys.exit(main({features(tmp_path / 'killed')!r}))"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+
+    def slowly() -> int:
+        call = FeatureExtractor.__call__
+        monkeypatch.setattr(FeatureExtractor, "__call__", lambda *a: (time.sleep(0.3), call(*a))[1])
+        return main(features(tmp_path / "killed"))
+
+    child = fork(slowly)
     while len(list((tmp_path / "killed").glob("all-*"))) < 2:
-        assert process.poll() is None
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    os.kill(child, signal.SIGKILL)
+    assert exit_code(child) == -signal.SIGKILL
     kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "killed").glob("all-*")}
     assert 2 <= len(kept) < 6
 
@@ -416,23 +424,6 @@ def test_features_take_the_keys_of_data_as_probes_do(tmp_path, monkeypatch, caps
         assert main(features(tmp_path / "none", word)) == 2
     assert not (tmp_path / "none").exists()
     assert "expects" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("form", ["safetensors", "npz"])
-def test_damaged_files_of_features_are_written_anew(tmp_path, monkeypatch, form):
-    monkeypatch.chdir(tmp_path)
-    photographs(tmp_path / "photos", 2)
-    command = features(tmp_path / "out", "--format", form)
-    assert main(command) == 0
-    (path,) = (tmp_path / "out").glob("all-*")
-    whole = path.read_bytes()
-
-    for damaged in (b"", whole[: len(whole) // 2], b"\0" * len(whole)):
-        path.write_bytes(damaged)
-        assert main(command) == 0
-        assert len(path.read_bytes()) == len(whole)
-    (tmp_path / "out/about.json").write_text("[]")
-    assert main(command) == 2
 
 
 def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsys):

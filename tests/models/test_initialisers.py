@@ -184,8 +184,8 @@ def test_one_part_of_mimetic_attention_is_that_of_both_and_all_else_is_default(p
     assert len(drawn[:, 0, 0].unique()) == 4
 
 
-PLAIN = ViTConfig(image_size=16, dim=400, depth=2, num_heads=4)
-ISOTROPIC = ConvNeXtConfig(image_size=16, dim=400, depth=2)
+PLAIN = ViTConfig(image_size=16, dim=200, depth=2, num_heads=4)
+ISOTROPIC = ConvNeXtConfig(image_size=16, dim=200, depth=2)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_random_timm_weights_say_so_and_are_always_the_same():
     assert (one.native_size, one.num_prefix_tokens, one.mean) == ((224, 224), 1, (0.5, 0.5, 0.5))
 
 
-@pytest.mark.parametrize("head", [(), ("head.weight", "head.bias"), ("head.mlp.0.weight",)])
+@pytest.mark.parametrize("head", [(), ("head.weight", "head.bias", "head.mlp.0.weight")])
 def test_timm_takes_a_weights_file_with_or_without_head(tmp_path, head):
     path = tmp_path / "mine.pth"
     weights = build_vit(ViTConfig(dim=192, num_heads=3), seed=4).state_dict()
@@ -134,6 +134,8 @@ def test_timm_takes_a_weights_file_with_or_without_head(tmp_path, head):
     assert all(torch.equal(loaded[name], ours[name]) for name in ours)
     assert (encoder.name, encoder.sha256) == ("vit_tiny_patch16_224@mine", sha256_of(path))
     assert (encoder.loaded_keys, encoder.total_keys) == (len(weights), len(weights) + len(extra))
+    # How the weights would have been drawn is part of who it is, though none are.
+    assert encoder.architecture == load_encoder("timm:vit_tiny_patch16_224").architecture
 
 
 def test_timm_refuses_a_file_that_lacks_weights(tmp_path):

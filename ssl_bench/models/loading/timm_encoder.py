@@ -204,9 +204,15 @@ def _with_weights(
     # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
     # missing keys without a word.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
+    # Nor draws it what the file replaces, half of the seconds of a large one; who it is says
+    # how it is drawn, and stays.
+    undrawn = "weight_init" in signature(type(plan).__init__).parameters
+    drawing = {"weight_init": "skip"} if undrawn else {}
     try:
         with torch.random.fork_rng(devices=[]):
-            model = _create(name, path, arguments, overlay, pretrained=True)
+            model = _create(name, path, arguments | drawing, overlay, pretrained=True)
+        if (mode := getattr(plan, "weight_init_mode", None)) is not None:
+            model.weight_init_mode = mode
     except CheckpointError as error:
         shapes = {ours: value for ours, value in plan.state_dict().items() if ours in weights}
         wrong = {o: value for o, value in shapes.items() if weights[o].shape != value.shape}
