@@ -16,7 +16,7 @@ PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data
 QUICK = {
     "knn": "--dataset toy_objects probe.neighbours=[4] dataset.num_train=8 dataset.num_val=2",
     "pca": "--dataset folder --data-root photos probe.panels=1",
-    "retrieval": "--dataset toy probe.memory_patches=20 dataset.num_train=2 dataset.num_val=1",
+    "retrieval": "--dataset toy probe.memory_patches=60 dataset.num_train=2 dataset.num_val=1",
 }
 
 
