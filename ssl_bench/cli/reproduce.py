@@ -327,12 +327,13 @@ def _run_step(
     own = [f"experiment={run.name}"]
     # Of all tables of its paper, so that one run serves them all.
     kept = {
-        epoch
+        split_address(address)[1]
         for other in published_tables()
-        for name, epoch in map(split_address, filter(is_run, other.runs.values()))
-        if other.paper == table.paper and name == run.name and epoch is not None
+        if other.paper == table.paper
+        for address in other.runs.values()
+        if address.startswith(f"{run.name}@")
     }
-    kept = {epoch for epoch in kept if _reaches(asked, epoch)}
+    kept = {epoch for epoch in kept if epoch is not None and _reaches(asked, epoch)}
     if kept and "train.keep_epochs" not in said:
         own.append(f"train.keep_epochs=[{','.join(map(str, sorted(kept)))}]")
     if "train.max_steps" in said:

@@ -68,9 +68,12 @@ def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
         _check_choice(root, group, key, value)
     groups = [f"{group}={value}" for group, _, value in named if _is_choice(group)]
     config = deepcopy(_defaults(config_folder(), root, tuple(groups)))
+    known = flattened(config)
     for group, key, value in named:
         if not _is_choice(group):
-            _set(config, key, value)
+            _set(config, key, value, known)
+            # Any other value leaves the keys as they are.
+            known = flattened(config) if isinstance(value, Mapping) else known
     return config
 
 
@@ -183,6 +186,11 @@ def _is_choice(key: str) -> bool:
     return key in _groups(config_folder())
 
 
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
 def _parsed(override: str) -> tuple[str, Any]:
     """Key and value of an override, in Hydra's grammar without what sweeps over values."""
     key, equals, text = override.partition("=")
@@ -196,7 +204,7 @@ def _parsed(override: str) -> tuple[str, Any]:
             'write the value itself, as the shell does for "$NAME"'
         )
     try:
-        parsed = OverridesParser.create().parse_override(f"key={text}")
+        parsed = _parser().parse_override(f"key={text}")
         if not parsed.is_sweep_override():
             return key, parsed.value()
     # Also a number of thousands of digits, or lists in a thousand lists.
@@ -230,8 +238,7 @@ def _check_choice(root: str, group: str, key: str, value: Any) -> None:
     store(group=group, name=value, node={TARGET: f"{point.module}.{point.attr}"})
 
 
-def _set(config: DictConfig, key: str, value: Any) -> None:
-    known = flattened(config)
+def _set(config: DictConfig, key: str, value: Any, known: Mapping[str, Any]) -> None:
     parents = {name.rsplit(".", depth)[0] for name in known for depth in range(name.count(".") + 1)}
     if key not in parents:
         raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, keys(config))}")

@@ -34,6 +34,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 PROBE = ["probe", "--task", "pca", "--dataset", "folder", "--data-root", "photos"]
+SMALL = ["probe.image_size=40", "probe.panels=1"]
 
 
 def test_help_imports_nothing_heavy():
@@ -49,7 +50,7 @@ def test_help_imports_nothing_heavy():
 
 def test_an_encoder_of_this_suite_is_probed_without_timm(workplace):
     code = (
-        f"import sys, ssl_bench.cli.__main__ as cli; cli.main({[*PROBE, 'probe.image_size=40']});"
+        f"import sys, ssl_bench.cli.__main__ as cli; cli.main({[*PROBE, *SMALL]});"
         "print([m for m in ('timm', 'torchvision') if m in sys.modules])"
     )
 
@@ -98,11 +99,11 @@ def test_the_newest_checkpoint_is_taken_and_said(workplace, capsys):
 
 
 def test_finished_cells_are_skipped_until_overwrite(workplace, capsys):
-    assert main([*PROBE, "--layer", "0"]) == 0
+    assert main([*PROBE, *SMALL, "--layer", "0"]) == 0
     first = ResultStore(workplace / "results").records()
     capsys.readouterr()
 
-    assert main([*PROBE, "--layer", "0,1"]) == 0
+    assert main([*PROBE, *SMALL, "--layer", "0,1"]) == 0
     said = capsys.readouterr().err
     assert "1 of 2 scores finished before, skipped" in said
     # Both, for the overview that shows both.
@@ -110,8 +111,14 @@ def test_finished_cells_are_skipped_until_overwrite(workplace, capsys):
     again = ResultStore(workplace / "results").records()
     assert first[0] in again
 
-    assert main([*PROBE, "--layer", "0", "--overwrite"]) == 0
+    assert main([*PROBE, *SMALL, "--layer", "0", "--overwrite"]) == 0
     assert "skipped" not in capsys.readouterr().err
+
+    # A broken image loses none of them.
+    (workplace / "photos" / "1.png").write_bytes(b"<html>404</html>")
+    assert main([*PROBE, *SMALL, "--layer", "2", "--on-bad-image", "fail"]) == 3
+    assert "1.png" in capsys.readouterr().err
+    assert len(ResultStore(workplace / "results").records()) == 2
 
 
 def test_objects_are_looked_for_in_a_plain_folder_and_found_once(workplace, capsys):
@@ -136,34 +143,7 @@ def test_debug_shows_the_traceback(workplace):
         main([*PROBE, "--layer", "9", "--debug"])
 
 
-def test_a_broken_image_loses_no_finished_cell(workplace, capsys):
-    assert main([*PROBE, "--layer", "0"]) == 0
-    (workplace / "photos" / "1.png").write_bytes(b"<html>404</html>")
-
-    assert main([*PROBE, "--layer", "1", "--on-bad-image", "fail"]) == 3
-
-    assert "1.png" in capsys.readouterr().err
-    assert len(ResultStore(workplace / "results").records()) == 1
-
-
-def test_records_are_plain_json_with_every_promised_field(workplace):
-    assert main([*PROBE, "--layer", "0"]) == 0
-    (path,) = (workplace / "results" / "records").rglob("*.json")
-
-    record = json.loads(path.read_text())
-
-    promised = (
-        "task dataset split layer depth facet protocol metric value ci95 num_images model "
-        "checkpoint_sha256 dataset_fingerprint seed settings version git_commit torch device "
-        "seconds created changed"
-    )
-    assert set(promised.split()) <= set(record)
-    assert record["created"].endswith("+00:00")
-    assert record["changed"] == {}
-    assert len(record["checkpoint_sha256"]) == 64
-
-
-def test_json_is_all_that_stdout_gets_and_holds_the_records(workplace, capsys):
+def test_json_is_all_that_stdout_gets_and_holds_the_records_beside_pictures(workplace, capsys):
     assert main([*PROBE, "--layer", "0,2", "--json"]) == 0
 
     out, err = capsys.readouterr()
@@ -172,6 +152,20 @@ def test_json_is_all_that_stdout_gets_and_holds_the_records(workplace, capsys):
     by_layer = {record["layer"]: record for record in (json.loads(p.read_text()) for p in kept)}
     assert found == [by_layer[0], by_layer[2]]
     assert "records and pictures in results" in err
+    promised = (
+        "task dataset split layer depth facet protocol metric value ci95 num_images model "
+        "checkpoint_sha256 dataset_fingerprint seed settings version git_commit torch device "
+        "seconds created changed"
+    )
+    assert set(promised.split()) <= set(found[0])
+    assert found[0]["created"].endswith("+00:00")
+    assert found[0]["changed"] == {}
+    assert len(found[0]["checkpoint_sha256"]) == 64
+    # Every block beside the photograph.
+    pictures = {p.relative_to(workplace).as_posix() for p in workplace.rglob("results/**/*.png")}
+    names = {Path(p).parent.name for p in pictures}
+    assert {"block00", "block02"} <= names
+    assert any(p.endswith("blocks-0_2.png") for p in pictures)
 
 
 def test_differences_of_data_are_json_too(workplace, capsys):
@@ -188,15 +182,6 @@ def test_differences_of_data_are_json_too(workplace, capsys):
     assert found == {
         "manifest": "list", "changed": ["0.png"], "missing": ["1.png"], "added": ["new.png"],
     }  # fmt: skip
-
-
-def test_pictures_show_every_block_beside_the_photograph(workplace):
-    assert main([*PROBE, "--layer", "0,2"]) == 0
-
-    pictures = {p.relative_to(workplace).as_posix() for p in workplace.rglob("results/**/*.png")}
-    names = {Path(p).parent.name for p in pictures}
-    assert {"block00", "block02"} <= names
-    assert any(p.endswith("blocks-0_2.png") for p in pictures)
 
 
 @pytest.mark.slow

@@ -39,12 +39,7 @@ def test_doctor_says_what_is_here(capsys, tmp_path, monkeypatch):
     assert "toy" in found["datasets"][0].split(", ")
     assert "BROKEN" not in found
     assert not list(tmp_path.iterdir())
-
-
-def test_the_lines_are_those_of_the_json(capsys):
-    found = findings(capsys)
     assert main(["doctor"]) == 0
-
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == sum(map(len, found.values()))
     assert f"{'torch':<12} {torch.__version__}" in lines
@@ -97,13 +92,10 @@ def test_datasets_are_found_with_their_roles_and_sizes(capsys, tmp_path):
         "segmentation (4 train, 3 val)",
         f"class_folders in {tmp_path}/b: classification (6 train, 6 val), images (6 train)",
     ]
-
-
-def test_a_folder_without_any_dataset_says_so(capsys, tmp_path):
-    (line,) = findings(capsys, "--data-root", str(tmp_path))["data"]
-
+    (tmp_path / "empty").mkdir()
+    (line,) = findings(capsys, "--data-root", str(tmp_path / "empty"))["data"]
     assert line.startswith("none of ade20k, ")
-    assert line.endswith(f"in {tmp_path}; see docs/data.md")
+    assert line.endswith(f"in {tmp_path / 'empty'}; see docs/data.md")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")

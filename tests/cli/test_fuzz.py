@@ -4,10 +4,14 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support import command_fuzzing, fuzzing
+from tests.support.faults import exit_code, fork, unchecked_types
 from tests.support.fuzzing import INTERESTING, KINDS, mutated
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,26 +32,43 @@ def said(program: str, *words: object) -> str:
     return run.stdout
 
 
-def outcome(kinds: str, count: int) -> dict[str, int]:
-    """Inputs by kind."""
-    ends = re.findall(r"^(\w+) (\{.*\})", said("fuzzing", kinds, count), re.MULTILINE)
+def said_at_once(file: Path, program: Callable[[], int]) -> str:
+    """The same of a few inputs, in a process that has imported everything already."""
+
+    def work() -> int:
+        with unchecked_types():
+            return program()
+
+    code = exit_code(fork(work, stderr=file))
+    text = file.read_text(errors="replace")
+    assert code == 0, text[-8000:]
+    return text
+
+
+def inputs_by_kind(text: str) -> dict[str, int]:
+    ends = re.findall(r"^(\w+) (\{.*\})", text, re.MULTILINE)
     return {name: sum(map(int, re.findall(r": (\d+)", counts))) for name, counts in ends}
 
 
-def commands_ended(seed: int, count: int) -> int:
+def commands_ended(text: str) -> int:
     """How many commands were drawn and run."""
-    last = said("command_fuzzing", seed, count).splitlines()[-1]
-    return sum(map(int, re.findall(r"': (\d+)", last)))
+    return sum(map(int, re.findall(r"': (\d+)", text.splitlines()[-1])))
 
 
-def test_a_few_commands_drawn_at_random_end_as_documented():
-    assert commands_ended(seed=0, count=3) == 3
+def test_a_few_commands_drawn_at_random_end_as_documented(tmp_path):
+    text = said_at_once(tmp_path / "said", partial(command_fuzzing.main, seed=0, count=3))
+    assert commands_ended(text) == 3
+
+
+def test_a_few_damaged_inputs_of_every_kind_end_well(tmp_path):
+    text = said_at_once(tmp_path / "said", partial(fuzzing.main, [*KINDS], count=5))
+    assert inputs_by_kind(text) == dict.fromkeys(KINDS, 5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_hundreds_of_commands_drawn_at_random_end_as_documented(seed):
-    assert commands_ended(seed, 250) == 250
+    assert commands_ended(said("command_fuzzing", seed, 250)) == 250
 
 
 def test_mutations_are_repeatable_and_seldom_harmless():
@@ -64,8 +85,4 @@ def test_mutations_are_repeatable_and_seldom_harmless():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_hundreds_of_damaged_inputs_end_in_an_answer_or_an_error_of_our_own(kind):
-    assert outcome(kind, COUNT) == {kind: COUNT}
-
-
-def test_a_few_damaged_inputs_of_every_kind_end_well():
-    assert outcome(",".join(KINDS), 5) == dict.fromkeys(KINDS, 5)
+    assert inputs_by_kind(said("fuzzing", kind, COUNT)) == {kind: COUNT}

@@ -30,17 +30,6 @@ def test_what_is_found_out_about_an_encoder_is_no_key(capsys):
     assert not [key for key in listed(capsys, "probe.pca") if "own" in key]
 
 
-@pytest.mark.parametrize("task", choices("probe"))
-def test_the_keys_of_a_probe_are_its_own_and_those_of_all(capsys, task):
-    found = listed(capsys, f"probe.{task}")
-
-    composed = set(keys(compose_config("probing", [f"probe={task}"])))
-    named = {f"probe.{part.name}" for part in (config_folder() / "probe").glob(f"{task}/*")}
-    assert set(found) == {one for one in composed | named if not one.startswith("dataset.")}
-    assert found["seed"].split(None, 1)[1].startswith("a whole number in [0, 4294967295]: ")
-    assert "or null: at most" in found["data.limit"]
-
-
 def test_a_choice_by_name_decides_which_keys_there_are(capsys):
     assert (
         "probe.training.epochs=25 "
@@ -98,3 +87,11 @@ def test_every_key_says_what_it_means_in_a_sentence(capsys, target):
     assert "255 bytes" not in "".join(found.values())
     if "data.root" in found:
         assert " a path or null: " in found["data.root"]
+    if target.startswith("probe."):
+        # Those of the probe and those of all.
+        composed = set(keys(compose_config("probing", [target.replace(".", "=", 1)])))
+        files = (config_folder() / "probe").glob(f"{target.removeprefix('probe.')}/*")
+        named = {f"probe.{part.name}" for part in files}
+        assert set(found) == {one for one in composed | named if not one.startswith("dataset.")}
+        assert found["seed"].split(None, 1)[1].startswith("a whole number in [0, 4294967295]: ")
+        assert "or null: at most" in found["data.limit"]

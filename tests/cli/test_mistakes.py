@@ -121,21 +121,18 @@ def test_a_typical_mistake_gets_one_line_with_its_mend(place, capsys, words, men
     assert not list(place.rglob("*.json"))
 
 
-def test_tasks_that_nothing_fits_are_named_where_all_were_asked_for(place, capsys):
-    words = PCA.replace("probe --task pca", "sweep --task all").split()
-
-    assert main([*words, "--dry-run"]) == 0
-
-    (line,) = [one for one in capsys.readouterr().err.splitlines() if "left out: " in one]
-    assert "folder has no class labels for classification and clustering and knn" in line
-    assert "folder has no masks for retrieval and segmentation" in line
+@pytest.fixture
+def mixer(place) -> list[str]:
+    """Words of a probe of an encoder without attention."""
+    config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
+    save_encoder(place / "mixer.safetensors", build_encoder(config, seed=0), {})
+    return ["probe", "--checkpoint", "mixer.safetensors", "--layer", "0", "--dataset"]
 
 
-def test_a_plan_leaves_out_what_a_run_leaves_out_before_it_begins(place, capsys):
-    mixer = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
-    save_encoder(place / "mixer.safetensors", build_encoder(mixer, seed=0), {})
-    words = ["probe", "--checkpoint", "mixer.safetensors", "--dataset", "folder"]
-    words += ["--data-root", "photos", "--layer", "0", "--task"]
+def test_a_plan_leaves_out_what_a_run_leaves_out_before_it_begins(place, capsys, mixer):
+    for number in (1, 2, 3):
+        (place / f"photos/{number}.jpg").unlink()
+    words = [*mixer, "folder", "--data-root", "photos", "--task"]
 
     for more in (["--dry-run"], []):
         assert main([*words, "all", *more]) == 0
@@ -143,6 +140,8 @@ def test_a_plan_leaves_out_what_a_run_leaves_out_before_it_begins(place, capsys)
         (line,) = [one for one in said.splitlines() if "left out: conditioning on folder" in one]
         assert "take --task pca or correspondence" in line
         assert "conditioning on folder all" not in said
+        assert "folder has no class labels for classification and clustering and knn" in said
+        assert "folder has no masks for retrieval and segmentation" in said
 
     for more in (["--dry-run"], []):
         assert main([*words, "conditioning", *more]) == 2
@@ -170,20 +169,20 @@ def test_a_module_that_cannot_be_taken_apart_leaves_nothing_pending(place, capsy
     (place / "odd.py").write_text(POST_NORM)
     words = ["probe", "--task", "conditioning", "--checkpoint", "odd.py:Model", "--dataset"]
     words += ["folder", "--data-root", "photos", "probe.num_images=1", "probe.image_size=32"]
+    words += ["--layer", "1"]
     assert main(words) == 0
     assert "no number for attention_matrix" in capsys.readouterr().err
 
     assert main([*words, "--dry-run"]) == 0
 
-    assert "45 finished, 0 pending" in capsys.readouterr().out
+    assert "15 finished, 0 pending" in capsys.readouterr().out
 
 
-def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command(place, capsys):
-    mixer = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
-    save_encoder(place / "mixer.safetensors", build_encoder(mixer, seed=0), {})
+def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command(
+    place, capsys, mixer
+):
     class_folders(place / "classes")
-    words = ["probe", "--checkpoint", "mixer.safetensors", "--layer", "0", "--dataset"]
-    words += ["class_folders", "--data-root", "classes", "--limit", "6", "--task"]
+    words = [*mixer, "class_folders", "--data-root", "classes", "--limit", "2", "--task"]
 
     assert main([*words, "all"]) == 0
     said = capsys.readouterr().err
@@ -191,7 +190,7 @@ def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command
     assert "take probe.facet=patch_mean" in capsys.readouterr().err
 
     left = " ".join(line for line in said.splitlines() if "left out: " in line)
-    assert "class_folders-limit6 has no masks for retrieval and segmentation" in left
+    assert "class_folders-limit2 has no masks for retrieval and segmentation" in left
     scored = {record.task for record in ResultStore(place / "results").records()}
     assert scored == {"correspondence", "pca"}
     # Each of the others is named.

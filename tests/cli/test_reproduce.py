@@ -29,6 +29,7 @@ from tests.support.faults import records as recorded
 from tests.support.runs import log_rows
 from tests.support.without_torch import said_without_torch
 
+PARSER = build_parser()
 TWO_ARMS = ["--row", "skip, adamw", "--row", "skipless, adamw"]
 SMALL = (
     "model.image_size=16", "model.patch_size=8", "model.dim=24", "model.num_heads=2",
@@ -132,7 +133,7 @@ def test_every_command_of_every_table_is_one_that_the_parser_takes(table):
     plan = plan_of(full_name(table))
 
     for step in plan.steps:
-        options, overrides = build_parser().parse_known_args(list(step.words))
+        options, overrides = PARSER.parse_known_args(list(step.words))
         assert options.command in ("pretrain", "probe")
         assert all("=" in word for word in overrides)
     assert set(plan.checkpoints) | set(plan.without) == set(table.rows)

@@ -55,7 +55,7 @@ def test_flags_are_short_for_keys_of_runs(place, capsys):
 
 
 def test_a_dry_run_shows_pending_cells_and_writes_nothing(place, capsys):
-    words = [*PROBE, "--task", "pca", "--layer", "0,1", "probe.image_size=32"]
+    words = [*PROBE, "--task", "pca", "--layer", "0,1", "probe.image_size=32", "probe.panels=1"]
     assert main([*words, "--dry-run"]) == 0
     assert "1 job, 2 scores: 0 finished, 2 pending" in capsys.readouterr().out
     assert not (place / "results").exists()

@@ -214,8 +214,7 @@ def prepare() -> None:
     ResultStore(Path("results")).save(RECORD)
 
 
-def main() -> int:
-    seed, count = int(sys.argv[1]), int(sys.argv[2])
+def main(seed: int, count: int) -> int:
     draw, ends, bad = Draw(random.Random(seed)), Counter(), 0
     start, scratch = time.monotonic(), tempfile.mkdtemp()
     # Deep enough that "../.." is still ours, and not all files of the machine.
@@ -241,4 +240,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -310,8 +310,7 @@ def fuzz(name: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
     return ends, reports
 
 
-def main() -> int:
-    names, count = sys.argv[1].split(","), int(sys.argv[2])
+def main(names: Sequence[str], count: int) -> int:
     confine(signal.SIGALRM, MEBIBYTES)
     failed = False
     for name in names:
@@ -329,4 +328,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1].split(","), int(sys.argv[2])))
