@@ -54,7 +54,7 @@ from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
 from ssl_bench.layers import layers_of, numbered_layers, resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder, load_encoder
 from ssl_bench.models.encoder import ASSUMED
-from ssl_bench.models.loading.addresses import expand, kept_epoch, with_baselines
+from ssl_bench.models.loading.addresses import OWN, expand, kept_epoch, with_baselines
 from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.models.loading.layouts import DINO
 from ssl_bench.models.loading.load import stated_identity
@@ -597,6 +597,8 @@ def asked_encoders(options: argparse.Namespace) -> list[str]:
     uris = expand(options.checkpoint or [newest_checkpoint(Path("runs"))])
     if not options.baselines:
         return uris
+    if own := ", ".join(filter(OWN.fullmatch, uris)):
+        say(f"without random weights of {own}: name a function of the file that draws them too")
     return with_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
 
 

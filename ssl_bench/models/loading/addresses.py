@@ -14,6 +14,8 @@ RANDOM, COLOURS = "random", "colours"
 DEMO, NAMES = "demo", ("skip", "skipless")
 """Encoders that come with this suite: `demo:NAME`."""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".onnx")
+OWN = re.compile(r"(.+\.py):(\w+)", re.DOTALL)
+"""`FILE.py:NAME`, a module of one's own."""
 _KEPT = re.compile(r"epoch(\d{4,9})\.safetensors")
 
 
@@ -96,8 +98,11 @@ def is_baseline(uri: str) -> bool:
 
 
 def with_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
-    """The same encoders, each before it was trained, and colours in patches of their sizes."""
-    trained = [uri for uri in uris if not is_baseline(uri)]
+    """The same encoders, each before it was trained, and colours in patches of their sizes.
+
+    How modules of one's own begin is not known: `FILE.py:NAME` has no other before it.
+    """
+    trained = [uri for uri in uris if not is_baseline(uri) and not OWN.fullmatch(uri)]
     drawn = [f"{RANDOM}:{uri}" for uri in trained]
     colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]
     return list(dict.fromkeys([*uris, *drawn, *colours]))

@@ -16,7 +16,15 @@ from torch import nn
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.encoder import Contents, Encoder, EncoderIdentity
-from ssl_bench.models.loading.addresses import COLOURS, LAST, RANDOM, WEIGHTS, file_of, name_of
+from ssl_bench.models.loading.addresses import (
+    COLOURS,
+    LAST,
+    OWN,
+    RANDOM,
+    WEIGHTS,
+    file_of,
+    name_of,
+)
 from ssl_bench.models.loading.baselines import colour_patches, random_encoder
 from ssl_bench.models.loading.checkpoint import is_ours, load_own_encoder, stated_encoder
 from ssl_bench.models.loading.foreign import load_foreign
@@ -53,13 +61,13 @@ def load_encoder(uri: str) -> Encoder:
     """
     if uri.startswith("mean="):
         return _with_stated_colours(uri)
-    if own := re.fullmatch(r"(.+\.py):(\w+)", uri):
-        return _from_own_file(uri, own[1], own[2])
     scheme, colon, rest = uri.partition(":")
+    if scheme == RANDOM and colon:
+        return random_encoder(load_encoder(rest), uri)
+    if own := OWN.fullmatch(uri):
+        return _from_own_file(uri, own[1], own[2])
     if not colon:
         return _from_path(uri)
-    if scheme == RANDOM:
-        return random_encoder(load_encoder(rest), uri)
     if scheme == COLOURS:
         return colour_patches(uri)
     if scheme == "timm":
