@@ -183,7 +183,7 @@ def _as_latex(sheet: Sheet) -> str:
         for row in sheet.rows
     ]
     lines = [
-        *(f"% {printable(line)}" for line in sheet.notes),
+        *(f"% {printable(line)}" for line in (sheet.title, *sheet.notes)),
         r"\begin{tabular}{l" + "r" * (len(sheet.head) - 1) + "}",
         r"\toprule",
         " & ".join(map(latex, sheet.head)) + r" \\",
@@ -191,7 +191,6 @@ def _as_latex(sheet: Sheet) -> str:
         *(row + r" \\" for row in body),
         r"\bottomrule",
         r"\end{tabular}",
-        f"% {printable(sheet.title)}",
     ]
     return "\n".join(lines) + "\n"
 

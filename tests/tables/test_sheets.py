@@ -17,6 +17,7 @@ SHEET = Sheet(
 
 def test_latex_is_escaped_and_set_with_booktabs():
     assert set_sheet(SHEET, "latex").splitlines() == [
+        "% a title",
         "% one",
         "% two",
         r"\begin{tabular}{lrr}",
@@ -27,7 +28,6 @@ def test_latex_is_escaped_and_set_with_booktabs():
         r"{[}x] & \underline{7.0} &  \\",
         r"\bottomrule",
         r"\end{tabular}",
-        "% a title",
     ]
 
 
