@@ -11,8 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import BytecodeCache, Environment, PackageLoader, StrictUndefined
-from jinja2.bccache import Bucket
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.report.comparing import scored_by_panel
@@ -55,24 +54,6 @@ _SHOWN = {
 """Fields of a record and what the pages call them."""
 
 
-class _Compiled(BytecodeCache):
-    """Templates that an earlier report of this process has compiled, which takes .1 s."""
-
-    def __init__(self) -> None:
-        self._buckets: dict[str, Bucket] = {}
-
-    def load_bytecode(self, bucket: Bucket) -> None:
-        kept = self._buckets.get(bucket.key)
-        if kept is not None and kept.checksum == bucket.checksum:
-            bucket.code = kept.code
-
-    def dump_bytecode(self, bucket: Bucket) -> None:
-        self._buckets[bucket.key] = bucket
-
-
-_COMPILED = _Compiled()
-
-
 def write_report(report: Report, folder: Path) -> None:
     """Write all pages and copy the pictures; an older report is replaced when all is done.
 
@@ -82,7 +63,6 @@ def write_report(report: Report, folder: Path) -> None:
     """
     environment = Environment(
         loader=PackageLoader("ssl_bench.report"),
-        bytecode_cache=_COMPILED,
         autoescape=True,
         undefined=StrictUndefined,
         finalize=in_page,
