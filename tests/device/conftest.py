@@ -1,10 +1,14 @@
-"""Where the walks begin: an encoder in a folder of its own, and data of every role."""
+"""Where the walks begin: an encoder in a folder of its own, and data of every role.
 
+Without checks of types, as with a real GPU: on the CPU they check all of the same protocols.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.faults import data_of_every_role, encoder_file
+from tests.support.faults import data_of_every_role, encoder_file, unchecked_types
 
 
 @pytest.fixture(scope="session")
@@ -13,7 +17,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "encoder.safetensors")
-    return tmp_path
+    with unchecked_types():
+        yield tmp_path

@@ -47,7 +47,7 @@ WALKS = {
     "segmentation, normed": ("segmentation", "voc2012", *SEGMENTATION, "probe.norm=final"),
     "conditioning, lanczos": (
         "conditioning", "folder", "probe.protocol=jacobian_lanczos", "probe.num_images=1",
-        "probe.num_steps=8",
+        "probe.image_size=32", "probe.num_steps=4",
     ),
     "tokencut": ("tokencut", "voc2012", "probe.facet=[key,token,mlp_hidden]"),
     "tokencut, weighted": ("tokencut", "voc2012", "probe.weighted=true", "probe.centred=true"),
@@ -63,7 +63,7 @@ WALKS = {
     "pca, foreground": (
         "pca", "folder", "probe.image_size=32", "probe.background=first_component",
     ),
-    "conditioning": ("conditioning", "folder"),
+    "conditioning": ("conditioning", "folder", "probe.image_size=32", "probe.num_images=2"),
     "geometry": ("geometry", "folder", "probe.views=2", "probe.facet=[cls,patch_mean,mlp_out]"),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,patch_mean]"),
     "clustering": ("clustering", "class_folders", "probe.clusters_per_class=[1,2]"),

@@ -96,11 +96,11 @@ class _Steps:
 
 
 def training_step(**model: Any) -> Counts:
-    """Of DINO with AdamW, four blocks."""
+    """Of DINO with AdamW, two blocks."""
     config = ViTConfig(
-        **{"image_size": 32, "patch_size": 8, "dim": 24, "depth": 4, "num_heads": 2, **model}
+        **{"image_size": 32, "patch_size": 8, "dim": 24, "depth": 2, "num_heads": 2, **model}
     )
-    return counts_of(_Steps(config, AdamW()).take, 1, 3)
+    return counts_of(_Steps(config, AdamW()).take, 1, 2)
 
 
 def soap_step() -> Counts:
@@ -121,7 +121,7 @@ def step_of_a_run(folder: Path, objective: str) -> Counts:
         with patch.dict(resources._SIDE, cuda=64), redirect_stderr(io.StringIO()):
             assert main([*words, *more]) == 0
 
-    return counts_of(work, 4, 8)
+    return counts_of(work, 2, 4)
 
 
 def _encoder(config: ViTConfig = _TINY) -> Any:
@@ -311,7 +311,7 @@ UNITS: dict[str, tuple[Callable[[Path], Counts], int, int]] = {
     "k-NN and classification, batch": (image_vectors_batch, 1, 0),
     "PCA, image": (pca_image, 1, 0),
 }
-"""A training step is of four blocks, which pass three times; a run has two; all else is of twelve
+"""A training step and a run are of two blocks, which pass three times; all else is of twelve
 blocks, a batch of three images."""
 
 

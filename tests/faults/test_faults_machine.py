@@ -218,15 +218,15 @@ def test_fault_41_without_gpu_and_display_everything_runs_and_doctor_says_so(pla
     bare = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "MPLBACKEND")}
     environment = bare | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
 
-    def command(*words: str) -> str:
-        run = subprocess.run(
-            [sys.executable, "-m", "ssl_bench", *words],
-            env=environment, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return run.stdout
-
-    assert "gpu          none; everything runs on the CPU" in command("doctor")
     voc(place)
-    command(*probing("retrieval", "voc2012", place))
-    command("table", "--figure", "curves.png")
+    commands = [["doctor"], probing("retrieval", "voc2012", place)]
+    commands += [["table", "--figure", "curves.png"]]
+    typed = f"from ssl_bench.cli.__main__ import main; print(*map(main, {commands}))"
+
+    run = subprocess.run(
+        [sys.executable, "-c", typed], env=environment, capture_output=True, text=True, check=True
+    )
+
+    assert run.stdout.splitlines()[-1] == "0 0 0"
+    assert "gpu          none; everything runs on the CPU" in run.stdout
     assert (place / "curves.png").stat().st_size > 1000

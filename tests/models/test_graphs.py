@@ -31,11 +31,9 @@ ENCODERS = {
             "osa_qr": dict(attention="osa_qr", qkv_bias=False),
             "osa_newton_schulz": dict(attention="osa_newton_schulz", qkv_bias=False),
             "graying svd": dict(graying="svd"),
-            "graying dct": dict(graying="dct"),
-            "skipless": SKIPLESS,
+            "graying dct, skipless": dict(graying="dct", **SKIPLESS),
             "skipless without norm": dict(norm="none", **SKIPLESS),
-            "drop path": dict(drop_path=0.5, depth=2),
-            "registers": dict(num_registers=2),
+            "drop path, registers": dict(drop_path=0.5, depth=2, num_registers=2),
         }.items()
     },
     "conv mixer": lambda: build_encoder(MIXER, seed=0),
@@ -43,8 +41,8 @@ ENCODERS = {
 }
 for name, make in ENCODERS.items():
     torch._dynamo.reset()
-    # Of another size than the positions, which are resized then.
-    for size in (16, 24):
+    # Of another size than the positions, which are resized then: the same for all.
+    for size in (16, 24) if name in ("softmax", "graying svd", "conv mixer") else (24,):
         found = torch._dynamo.explain(make())(torch.randn(2, 3, size, size))
         print(f"{name}, {size} pixels: {found.graph_count} {found.graph_break_count}")
 
@@ -69,5 +67,5 @@ def test_no_encoder_breaks_its_graph():
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 27
+    assert len(lines) == 16
     assert [line for line in lines if not line.endswith(": 1 0")] == []

@@ -3,9 +3,8 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from pretrain.lock import held
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.files import sha256_of
-from tests.support.faults import exit_code, fails, fork, pretraining
+from tests.support.faults import exit_code, fails, fork, pretraining, unchecked_types
 from tests.support.runs import log_rows
 
 LONG = "train.max_steps=100000"
@@ -83,12 +82,12 @@ def test_fault_58_a_folder_in_use_is_refused_with_its_holder_and_left_alone(plac
 @pytest.mark.slow
 def test_fault_58_of_two_commands_started_together_one_trains(place):
     commands = [pretraining(place / "photos", "run", f"train.seed={seed}") for seed in (1, 2)]
-    started = [
-        subprocess.Popen([sys.executable, "-m", "ssl_bench", *words], stderr=subprocess.DEVNULL)
-        for words in commands
-    ]
 
-    codes = [process.wait() for process in started]
+    def begun(words: list[str]) -> int:
+        return fork(lambda: main(words), stderr=Path("said"))
+
+    with unchecked_types():
+        codes = [exit_code(child) for child in [begun(words) for words in commands]]
 
     assert sorted(codes) == [0, 2]
     assert f"seed: {1 + codes.index(0)}" in Path("run/config.yaml").read_text()
@@ -111,8 +110,9 @@ def contend(together, rounds: int, wins) -> None:
 def test_fault_58_of_many_processes_that_start_at_once_exactly_one_holds(place, last):
     rounds, count = 25, 6
     if last == "dead":
+        dead_holder(Path("dead"))
         for number in range(rounds):
-            dead_holder(Path(f"run{number}"))
+            shutil.copytree("dead", f"run{number}")
     wins, together = FORK.Array("i", rounds), FORK.Barrier(count)
 
     children = [FORK.Process(target=contend, args=(together, rounds, wins)) for _ in range(count)]

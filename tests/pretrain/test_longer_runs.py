@@ -20,7 +20,7 @@ from ssl_bench.models.loading.addresses import expand
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import read_digests, sha256_of
 from tests.pretrain.plans import album, plan_of, state_of, stopped_after_a_step
-from tests.support.faults import PRETRAIN
+from tests.support.faults import PRETRAIN, unchecked_types
 from tests.support.runs import assert_same_run, end_after_parts, log_rows
 
 # Thirteen pictures, two a step.
@@ -124,38 +124,34 @@ def test_a_run_begun_anew_leaves_none_of_the_older_ones(kept, root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_longer_run_goes_on_where_the_shorter_ended(root, tmp_path):
+@unchecked_types()
+def test_a_longer_run_goes_on_where_the_shorter_ended_and_resumes_to_the_bit(root, tmp_path):
+    out, other = tmp_path / "one", tmp_path / "other"
     short, long = plan(root, epochs=1), plan(root, epochs=2, keep_epochs=[2])
-    short.run(tmp_path, device="cpu")
+    short.run(out, device="cpu")
     with pytest.raises(ConfigurationError, match=r"train\.epochs: 1 -> 2.*longer with --extend"):
-        long.run(tmp_path, resume=True, device="cpu")
+        long.run(out, resume=True, device="cpu")
+    shutil.copytree(out, other)
 
-    long.run(tmp_path, extend=True, device="cpu")
+    long.run(out, extend=True, device="cpu")
 
-    rows = log_rows(tmp_path)
+    rows = log_rows(out)
     assert [row["step"] for row in rows] == list(range(1, 2 * STEPS_PER_EPOCH + 1))
     # From there on the schedules are those of a run that was planned so from the start.
     long.run(tmp_path / "whole", device="cpu")
     planned = [row["lr"] for row in log_rows(tmp_path / "whole")]
     assert [row["lr"] for row in rows[STEPS_PER_EPOCH:]] == planned[STEPS_PER_EPOCH:]
     assert [row["lr"] for row in rows[:STEPS_PER_EPOCH]] != planned[:STEPS_PER_EPOCH]
-    assert (tmp_path / "epoch0002.safetensors").is_file()
-    config = yaml.safe_load((tmp_path / CONFIG).read_text())
+    assert (out / "epoch0002.safetensors").is_file()
+    config = yaml.safe_load((out / CONFIG).read_text())
     assert config["train"]["epochs"] == 2
     assert config["extensions"] == [{"step": 6, "from_steps": 6, "to_steps": 12}]
 
-
-@pytest.mark.slow
-def test_an_extended_run_resumes_to_the_bit(root, tmp_path):
-    for out in (tmp_path / "one", tmp_path / "other"):
-        plan(root, epochs=1).run(out, device="cpu")
-    long = plan(root, epochs=2)
-    long.run(tmp_path / "one", extend=True, device="cpu")
     stopped = replace(long, train=replace(long.train, max_minutes=0.0))
-    stopped.run(tmp_path / "other", extend=True, device="cpu")
-    assert state_of(tmp_path / "other")["step"] == STEPS_PER_EPOCH + 1
-    long.run(tmp_path / "other", resume=True, device="cpu")
-    assert_same_run(tmp_path / "one", tmp_path / "other")
+    stopped.run(other, extend=True, device="cpu")
+    assert state_of(other)["step"] == STEPS_PER_EPOCH + 1
+    long.run(other, resume=True, device="cpu")
+    assert_same_run(out, other)
 
 
 def test_an_extension_has_to_be_longer_and_changes_nothing_else(root, tmp_path):

@@ -18,6 +18,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, EncoderConfig, ViTConfig, load_encoder
 from tests.pretrain import plans
 from tests.pretrain.plans import CPU, album, plan_of, state_of
+from tests.support.faults import unchecked_types
 from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
 TINY = replace(plans.TINY, patch_size=4)
@@ -270,6 +271,7 @@ def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(root, tm
 
 
 @pytest.mark.slow
+@unchecked_types()
 def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path):
     # One block, because compiling takes a while for each.
     model = replace(TINY, num_registers=1, depth=1)

@@ -25,11 +25,12 @@ from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Cosine
 from pretrain.step import Trainer, deterministic
+from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, Preempted
 from ssl_bench.models import load_encoder
 from tests.pretrain.plans import TINY, album, plan_of, state_of
-from tests.support.faults import fails, photo_folder, pretraining
+from tests.support.faults import fails, photo_folder, pretraining, unchecked_types
 from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_rows
 
 
@@ -37,6 +38,15 @@ from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_r
 def root(tmp_path_factory) -> Path:
     """Thirteen pictures in two folders: six steps of two an epoch, one picture left."""
     return album(tmp_path_factory.mktemp("album"))
+
+
+@pytest.fixture(scope="module")
+def of_four(root, tmp_path_factory) -> tuple[Pretraining, Path]:
+    """A run of four images a step, and its folder."""
+    plan, out = plan_of(root, batch_size=4), tmp_path_factory.mktemp("four")
+    with unchecked_types():
+        plan.run(out, device="cpu")
+    return plan, out
 
 
 def do_at(monkeypatch, call, action):
@@ -141,14 +151,14 @@ def test_time_that_is_up_saves_and_says_so(root, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_accumulated_parts_learn_what_the_whole_batch_does(root, tmp_path):
-    plan = plan_of(root, batch_size=4)
-    plan.run(tmp_path / "whole", device="cpu")
+@unchecked_types()
+def test_accumulated_parts_learn_what_the_whole_batch_does(of_four, tmp_path):
+    plan, one = of_four
     parts = replace(plan, train=replace(plan.train, accumulation=2))
 
-    parts.run(tmp_path / "parts", device="cpu")
+    parts.run(tmp_path, device="cpu")
 
-    whole, parts = (state_of(tmp_path / name)["learner"] for name in ("whole", "parts"))
+    whole, parts = (state_of(out)["learner"] for out in (one, tmp_path))
     for name, value in whole.items():
         torch.testing.assert_close(parts[name], value, atol=1e-4, rtol=1e-3, msg=name)
 
@@ -230,10 +240,8 @@ def test_the_yaml_files_say_what_the_dataclasses_default_to(objective):
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does(root, tmp_path):
-    plan = plan_of(root, batch_size=4)
-    plan.run(tmp_path / "one", device="cpu")
-    config = tmp_path / "one" / "config.yaml"
+def test_two_processes_learn_what_one_does(of_four, tmp_path):
+    alone, together = of_four[1], tmp_path / "two"
     script = (
         "import sys, pathlib, hydra.utils, omegaconf, torch; torch.set_num_threads(1);"
         "plan = omegaconf.OmegaConf.load(sys.argv[1]);"
@@ -243,19 +251,21 @@ def test_two_processes_learn_what_one_does(root, tmp_path):
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
-    arguments = [str(tmp_path / "script.py"), str(config), str(tmp_path / "two")]
+    arguments = [str(tmp_path / "script.py"), str(alone / "config.yaml"), str(together)]
     subprocess.run([*command, *arguments], check=True, cwd=Path(__file__).parents[2])
 
-    one, two = (state_of(tmp_path / name)["learner"] for name in ("one", "two"))
+    one, two = (state_of(out)["learner"] for out in (alone, together))
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=1e-4, rtol=1e-3, msg=name)
-    losses = [[row["loss"] for row in log_rows(tmp_path / name)] for name in ("one", "two")]
+    losses = [[row["loss"] for row in log_rows(out)] for out in (alone, together)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+# Checks would be compiled too, into ten times as many graphs; one block, as each takes a while.
 @pytest.mark.slow
+@unchecked_types()
 def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path):
-    plan = plan_of(root, max_steps=3)
+    plan = plan_of(root, max_steps=3, model=replace(TINY, depth=1))
     plan.run(tmp_path / "eager", device="cpu")
     compiled = replace(plan, train=replace(plan.train, compile=True))
 

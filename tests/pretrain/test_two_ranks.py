@@ -30,9 +30,14 @@ EXPECTED = {
     "states": (5, "No space left on device", AT - 1),
 }
 FIRST = ("disk", "taken", "states")
-BOTH = [name for name in EXPECTED if name not in FIRST]
+# Signals of one meaning: one for each process.
+ONCE = ("SIGHUP:1", "SIGUSR1:0")
+BOTH = [n for n in EXPECTED if n not in FIRST and not any(one.startswith(n) for one in ONCE)]
 # Only the first process writes the log and looks at the folder.
 CASES = [*(f"{name}:{rank}" for name in BOTH for rank in range(2)), *(f"{n}:0" for n in FIRST)]
+CASES += ONCE
+SLOW = ("slow disk:0", "slow monitor:0", "slower monitor:0")
+SKIPPED = ("skipped:0", "skipped:1")
 
 
 def ends(place: Path, cases: list[str]) -> dict[str, Any]:
@@ -60,37 +65,41 @@ def codes_of(fault: str, code: int) -> list[int]:
     return [130 if name == "SIGINT" and number == int(rank) else code for number in range(2)]
 
 
-# One test, because its processes are started once for all faults.
-@pytest.mark.slow
-def test_both_processes_end_together_saved_and_with_one_line(tmp_path):
-    found = ends(tmp_path, CASES)
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
 
+
+@pytest.fixture(scope="module")
+def found(place) -> dict[str, Any]:
+    """How each fault ended; what takes long begins together."""
+    return ends(place, [*SLOW, *SKIPPED, *CASES])
+
+
+@pytest.mark.slow
+def test_both_processes_end_together_saved_and_with_one_line(place, found):
     for fault in CASES:
         code, said, step = EXPECTED[fault.split(":")[0]]
         lines = lines_of(found[fault])
         assert found[fault]["codes"] == codes_of(fault, code), (fault, found[fault])
         assert len(lines) == 1, (fault, lines)
         assert (said if fault != "SIGINT:0" else "interrupted") in lines[0], fault
-        assert saved_step(tmp_path, fault) == step, fault
+        assert saved_step(place, fault) == step, fault
 
 
 @pytest.mark.slow
-def test_fault_89_what_one_process_cannot_read_the_first_says_and_keeps(tmp_path):
-    found = ends(tmp_path, ["skipped:0", "skipped:1"])
-
-    for fault in ("skipped:0", "skipped:1"):
+def test_fault_89_what_one_process_cannot_read_the_first_says_and_keeps(place, found):
+    for fault in SKIPPED:
         assert found[fault]["codes"] == [0, 0], found
         assert "left out as unreadable: 3.jpg; 1 of 4 images" in found[fault]["said"][0]
         assert found[fault]["said"][1] == ""
-        folder = tmp_path / fault.replace(":", "-")
+        folder = place / fault.replace(":", "-")
         assert load_state(folder, torch.device("cpu"))[0]["left_out"] == [3]
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_a_disk_and_for_a_monitor_as_long_as_the_option_says(tmp_path):
-    found = ends(tmp_path, ["slow disk:0", "slow monitor:0", "slower monitor:0"])
-
+def test_nobody_waits_for_a_disk_and_for_a_monitor_as_long_as_the_option_says(place, found):
     assert found["slow disk:0"]["codes"] == [0, 0], found
     assert found["slow monitor:0"]["codes"] == [0, 0], found
     assert 0 not in found["slower monitor:0"]["codes"], found
-    assert saved_step(tmp_path, "slow disk:0") == 8
+    assert saved_step(place, "slow disk:0") == 8

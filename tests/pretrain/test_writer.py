@@ -29,6 +29,7 @@ from tests.support.faults import (
     fails,
     fork,
     pretraining,
+    unchecked_types,
 )
 from tests.support.runs import flat, log_rows
 
@@ -150,6 +151,7 @@ def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monk
 
 
 @pytest.mark.slow
+@unchecked_types()
 def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_state_before(place):
     run = pretraining(place / "photos", "run", EVERY_EPOCH)
     usual = checkpoints._write

@@ -210,6 +210,8 @@ def promises(features: torch.Tensor, grid: PatchGrid) -> dict[str, bool]:
     return kept
 
 
+# Threads of BLAS make a matrix of this size several times as slow.
+@threadpool_limits.wrap(1, user_api="blas")
 def keeps_its_promises(images, *, at_least: int) -> None:
     """On all blocks and facets of encoders with and without skip connections."""
     found = []
@@ -241,9 +243,9 @@ def test_every_graph_of_a_photograph_keeps_the_promises():
 
 
 @pytest.mark.slow
-def test_every_graph_of_four_photographs_keeps_the_promises():
-    names = ("coffee", "astronaut", "chelsea", "rocket")
-    keeps_its_promises([getattr(skimage.data, name)() for name in names], at_least=70)
+def test_every_graph_of_three_more_photographs_keeps_the_promises():
+    names = ("coffee", "astronaut", "rocket")
+    keeps_its_promises([getattr(skimage.data, name)() for name in names], at_least=53)
 
 
 @pytest.mark.data

@@ -1,7 +1,8 @@
 """Runs of two processes, one of which meets a fault; prints how both ended, as JSON.
 
 `python -m tests.support.two_ranks PHOTOS OUT FAULT:RANK...` imports once and forks two processes
-for each fault. In a process of its own, since what has computed gradients must not be forked.
+for each fault, of three faults at a time. In a process of its own, since what has computed
+gradients must not be forked.
 """
 
 import contextlib
@@ -19,19 +20,20 @@ from typing import Any
 import torch
 import torch._dynamo
 
-import pretrain.train  # noqa: F401 - once, before the processes are forked
-from pretrain import checkpoints
+from pretrain import checkpoints, step, train
 from pretrain.batches import Batches
 from pretrain.logging import Journal
 from pretrain.monitor import Observer
 from pretrain.objectives.dino import DinoLearner
 from ssl_bench.cli import __main__ as cli
+from ssl_bench.composition.compose import compose_config
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import DataError, MachineError, UnreadableImage
 
 AT = 3  # the step, from 0, in which it happens
 SECONDS = 90
+AT_ONCE = 3
 # Longer than processes have time to wait for each other, where they are told so.
 PAUSE = 16.0
 MONITOR = ("monitor.knn_epochs=9", "monitor.neighbours=2")
@@ -188,8 +190,8 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
         os._exit(code)
 
 
-def ended(fault: str, photos: Path, out: Path) -> dict[str, Any]:
-    """Exit codes and lines of both processes."""
+def begun(fault: str, photos: Path, out: Path) -> list[int]:
+    """Both processes."""
     if fault.startswith("taken"):
         out.mkdir()
         (out / "config.yaml").write_text("{}")
@@ -201,6 +203,11 @@ def ended(fault: str, photos: Path, out: Path) -> dict[str, Any]:
         if not (pid := os.fork()):
             rank(number, port, fault, photos, out)
         pids.append(pid)
+    return pids
+
+
+def ended(pids: list[int], out: Path) -> dict[str, Any]:
+    """Exit codes and lines of both processes."""
     end = time.monotonic() + SECONDS
     codes = [exit_code(pid, end) for pid in pids]
     return {"codes": codes, "said": [Path(f"{out}.{n}").read_text() for n in range(2)]}
@@ -218,13 +225,24 @@ def exit_code(pid: int, end: float) -> int | None:
     return None
 
 
-def main() -> None:
+def prepare() -> None:
+    """What all processes have in common, before they are forked."""
     torch.set_num_threads(1)
+    compose_config("pretraining", [])
+    # Counting what a step needs takes as long as the run, and no fault hangs on it.
+    train.kept_bytes = lambda *_: 2000
+    train.flops_and_kept_bytes = lambda *_: (1e6, 1000)
+    step.training_flops = lambda *_: 1e6
+
+
+def main() -> None:
     photos, out = map(Path, sys.argv[1:3])
-    found = {}
-    for fault in sys.argv[3:]:
-        folder = out / fault.replace(":", "-")
-        found[fault] = ended(fault, photos, folder)
+    faults, found = sys.argv[3:], {}
+    prepare()
+    for first in range(0, len(faults), AT_ONCE):
+        folders = {f: out / f.replace(":", "-") for f in faults[first : first + AT_ONCE]}
+        pids = {fault: begun(fault, photos, folder) for fault, folder in folders.items()}
+        found |= {fault: ended(pids[fault], folder) for fault, folder in folders.items()}
     print(json.dumps(found))
 
 
