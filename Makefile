@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# A file to a process, so that what its tests share is made once; in the order of conftest.py.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A file to a process, so that what its tests share is made once; in the order of conftest.py. Each
+# computes with one thread: two that take all cores wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test test-all test-device gpu-report coverage lint check-evidence wheel-check constraints audit clean
 
