@@ -170,6 +170,8 @@ def cut_down(words: Sequence[str], place: Path) -> list[str]:
         found = [*found[:place_of], *found[place_of + 2 :]]
     if found[0] in ("probe", "sweep"):
         if "--jobs" in found and "--task" not in found:
+            # Each job starts a process.
+            found = ["runs/skip*" if word == "runs/*" else word for word in found]
             found += ["--task", "pca"]
         changes = _changes(found, PROBING, _probing(found))
         return [*_without_slurm(found), *(f"{key}={value}" for key, value in changes)]

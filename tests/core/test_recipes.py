@@ -159,13 +159,11 @@ def photographs(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("supervised_imagenet_skip_adamw", ["model.depth=1"]),
         # SOAP's first step decomposes a matrix of the size of every side that it preconditions.
         (
             "supervised_imagenet_skipless_soap",
             ["model.depth=1", "optimizer.max_precond_dim=1024"],
         ),
-        ("dino_imagenet_skipless_adamw", ["model.depth=1"]),
         ("dino_imagenet_skip_soap", ["model.depth=1", "objective.hidden_dim=512"]),
         ("deit_imagenet_vit_b", ["model.depth=1", "train.repeats=2"]),
     ],
