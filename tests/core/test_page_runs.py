@@ -18,6 +18,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.reproduce import tables_of
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import compose_config, has_key, with_root
+from ssl_bench.data.layouts.toy import Painter, Scene
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, build_vit, save_encoder
 from tests.support.faults import mask, photo_folder, picture, save_mask, unchecked_types, voc
@@ -54,7 +55,23 @@ FIRST = [
 
 
 @pytest.fixture(scope="module")
-def furnished(tmp_path_factory) -> Path:
+def few_scenes() -> Iterator[None]:
+    """The first eight toy scenes of a split, over and over, drawn once."""
+    draw, drawn = Painter.scene, {}
+
+    def scene(painter: Painter, index: int) -> Scene:
+        asked = painter.split, painter.seed, index % 8
+        if asked not in drawn:
+            drawn[asked] = draw(painter, index % 8)
+        return drawn[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Painter, "scene", scene)
+        yield
+
+
+@pytest.fixture(scope="module")
+def furnished(few_scenes, tmp_path_factory) -> Path:
     """What the pages' commands are run in, with the records of two encoders."""
     place = tmp_path_factory.mktemp("furnished")
     furnish(place)
