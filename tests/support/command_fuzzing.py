@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,9 +21,11 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
+from ssl_bench import sweep
 from ssl_bench.cli import __main__ as cli
 from ssl_bench.cli.parser import WITH_OVERRIDES, build_parser
 from ssl_bench.composition.choices import choices
@@ -158,17 +161,20 @@ class Draw:
 
 @contextlib.contextmanager
 def stopped_before_computing(*, through: bool) -> Iterator[None]:
-    """Raise where a network is called, unless it shall go through."""
+    """Raise where a network or a process of a sweep is called, unless it shall go through."""
     call = torch.nn.Module.__call__
 
     def refuse(*_: object, **__: object) -> None:
         raise _Computing
 
     torch.nn.Module.__call__ = call if through else refuse
+    # Its own processes would compute until they are done.
+    processes = subprocess if through else SimpleNamespace(**vars(subprocess) | {"Popen": refuse})
+    sweep.subprocess = processes  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        torch.nn.Module.__call__ = call
+        torch.nn.Module.__call__, sweep.subprocess = call, subprocess
 
 
 def ended(line: list[str], *, through: bool) -> tuple[str, str]:
