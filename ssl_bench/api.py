@@ -306,7 +306,10 @@ def _as_encoder(
     home = next((p.device for p in given.parameters()), torch.device("cpu"))
     try:
         encoder = Encoder.from_module(given)
-        say("ImageNet's mean and deviation are assumed; Encoder.from_module(..., mean=, std=)")
+        say(
+            "ImageNet's mean and deviation are assumed; Encoder.from_module(module, mean=..., "
+            "std=...) takes others"
+        )
         yield encoder, choose_device(device or str(home))
     finally:
         given.to(home)

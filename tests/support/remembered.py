@@ -1,4 +1,4 @@
-"""What a step needs, counted once for all runs of one shape; it was two thirds of a short run."""
+"""What a step needs, counted once for all runs of one shape; else most of a short run's time."""
 
 from collections.abc import Callable
 from functools import wraps
