@@ -37,8 +37,7 @@ from ssl_bench.models import identify_encoder
 from ssl_bench.models.encoder import Colours
 from ssl_bench.neighbours import knn_ranks
 from ssl_bench.results import SUPERVISED, TRAINED_ON, CellKey, ResultStore, TrainingImages
-from ssl_bench.results.provenance import provenance
-from ssl_bench.system.device import in_float64
+from ssl_bench.system.device import in_float64, provenance
 from ssl_bench.system.launch import usable_cores
 from ssl_bench.system.paths import expanded, real
 

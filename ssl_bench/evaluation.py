@@ -41,10 +41,10 @@ from ssl_bench.intervals import holds
 from ssl_bench.layers import AskedFacets, Facet, asked_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id, stride_of
-from ssl_bench.results.provenance import provenance
 from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, TrainingImages
 from ssl_bench.results.store import first_few
 from ssl_bench.system import naming
+from ssl_bench.system.device import provenance
 from ssl_bench.system.files import mark_as_written
 from ssl_bench.system.progress import show_progress
 

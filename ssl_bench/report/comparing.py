@@ -21,7 +21,7 @@ from ssl_bench.system.files import read_within
 from ssl_bench.system.naming import file_name, pictures_folder
 from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.comparison import Difference, best_blocks, block_by_block
-from ssl_bench.tables.entry import Entry
+from ssl_bench.tables.entries import Entry
 
 MOST_PAIRED = 6
 """With more checkpoints than that, pairs must be asked for."""

@@ -8,10 +8,14 @@ from ssl_bench.errors import DataError
 from ssl_bench.report.drawing import Chart, Curve, draw
 from ssl_bench.report.model import MOST_DRAWN, Panel, said_baselines, spot_of
 from ssl_bench.results import Record
-from ssl_bench.tables.depth import DepthTable, Row
-from ssl_bench.tables.entry import Entry
-from ssl_bench.tables.epochs import epoch_table, followed_runs, require_one_encoder_an_epoch
-from ssl_bench.tables.series import chosen_metric, metric_with_unit
+from ssl_bench.tables.depth import (
+    DepthTable,
+    Row,
+    epoch_table,
+    followed_runs,
+    require_one_encoder_an_epoch,
+)
+from ssl_bench.tables.entries import Entry, chosen_metric, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
 NUM_SHADES = 12

@@ -13,12 +13,14 @@ from ssl_bench.layers import INNER_FACETS
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.drawing import Spot
 from ssl_bench.results import Record
-from ssl_bench.tables.entry import Entry, mean_entries
-from ssl_bench.tables.notes import baselines, footnote
-from ssl_bench.tables.series import (
+from ssl_bench.tables.entries import (
+    Entry,
+    baselines,
     chosen_metric,
     comparable_groups,
     differing_settings,
+    footnote,
+    mean_entries,
     metric_with_unit,
     said_training,
 )

@@ -16,7 +16,7 @@ from ssl_bench.report.model import panels_of
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.scores import mean_iou, of_constant_class, pixel_accuracy
 from ssl_bench.tables.depth import depth_tables
-from ssl_bench.tables.notes import baseline_note
+from ssl_bench.tables.entries import baseline_note
 from ssl_bench.tables.sheets import render_tables
 from tests.support.coloured_classes import coloured_classes
 from tests.support.faults import probing, records, voc
