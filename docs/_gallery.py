@@ -6,8 +6,7 @@ python docs/_gallery.py
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.model import Panel, by_task, headline_panels, panels_of
+from ssl_bench.report.model import Panel, by_task, checkpoints_of, headline_panels, panels_of
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.report.checkpoints import Checkpoint
-from ssl_bench.report.model import Line, Panel
+from ssl_bench.report.model import Checkpoint, Line, Panel
 from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.results.contributions import ImageCurve, Scored, stored_curve
 from ssl_bench.scores import mean_iou

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
-from ssl_bench.report.checkpoints import Checkpoint, checkpoints_of
 from ssl_bench.report.comparing import (
     Extremes,
     Pair,
@@ -25,10 +24,12 @@ from ssl_bench.report.courses import (
 from ssl_bench.report.drawing import Curve, Spot, draw
 from ssl_bench.report.model import (
     PANEL_FIELDS,
+    Checkpoint,
     Line,
     Panel,
     by_place,
     by_task,
+    checkpoints_of,
     headline_metric,
     panels_of,
     said_reasons,

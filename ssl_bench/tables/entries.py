@@ -49,7 +49,8 @@ def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
         place = id(record.settings)
         if place not in texts:
             texts[place] = settings_text(record)
-        groups[_comparable(record, texts[place])].append(record)
+        names = (record.task, record.dataset, record.split, record.metric, record.protocol)
+        groups[*names, record.facet, record.dataset_fingerprint, texts[place]].append(record)
     return [group for _, group in sorted(groups.items())]
 
 
@@ -101,11 +102,6 @@ def said_training(record: Record) -> str:
 def metric_with_unit(record: Record) -> str:
     """Such as "corloc (%)"."""
     return f"{record.metric} ({record.unit})" if record.unit else record.metric
-
-
-def _comparable(record: Record, settings: str) -> tuple[str, ...]:
-    names = (record.task, record.dataset, record.split, record.metric, record.protocol)
-    return (*names, record.facet, record.dataset_fingerprint, settings)
 
 
 def model_names(records: Sequence[Record]) -> dict[str, str]:

@@ -10,9 +10,8 @@ from probes.tokencut.log import ImageResult
 from probes.tokencut.probe import centre_box, corloc_score
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
-from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.drawing import draw
-from ssl_bench.report.model import panels_of
+from ssl_bench.report.model import checkpoints_of, panels_of
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.scores import mean_iou, of_constant_class, pixel_accuracy
 from ssl_bench.tables.depth import depth_tables

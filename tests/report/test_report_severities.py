@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.courses import corrupted_scores
-from ssl_bench.report.model import panels_of
+from ssl_bench.report.model import checkpoints_of, panels_of
 from ssl_bench.report.pages import build_report, index_page
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import EVIL, Elements

@@ -10,7 +10,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.model import checkpoints_of
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
