@@ -38,6 +38,11 @@ class SeverityTable:
     footnote: str
 
     @property
+    def record(self) -> Record:
+        """One of those behind the values."""
+        return next(iter(self.entries.values())).records[0]
+
+    @property
     def layers(self) -> tuple[int, ...]:
         return tuple(sorted({layer for layer, _ in self.entries}))
 
