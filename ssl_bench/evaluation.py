@@ -27,10 +27,10 @@ import torch
 from ssl_bench.composition.compose import changed_settings, usual_values
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.corruptions import as_settings, corruption_of
-from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import (
     ReadableDataset,
     counts_and_first,
+    shared_files,
     summary,
 )
 from ssl_bench.data.samples import Dataset, ImageSet

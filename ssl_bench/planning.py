@@ -31,12 +31,12 @@ from ssl_bench.composition.compose import (
 )
 from ssl_bench.composition.fields import shown
 from ssl_bench.data.corruptions import asked_corruptions
-from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import (
     Looked,
     OnBadImage,
     ReadableDataset,
     as_readable,
+    shared_files,
     with_a_way_out,
 )
 from ssl_bench.data.roles import OFFERED

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.fingerprints import ReadOptions, dataset_read_as, read_as
@@ -22,11 +21,9 @@ from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.data.samples import ImageSet
 from tests.support.faults import (
-    VAL,
     class_folders,
     coco20k,
     fails,
-    mask,
     paired_folders,
     photo_folder,
     picture,
@@ -124,28 +121,6 @@ def test_fault_54_bytes_that_change_at_the_same_size_and_time_are_noticed(tmp_pa
     assert before[0] == before[1] != opened(root).fingerprint()
 
 
-def test_fault_54_a_repainted_mask_gives_a_number_of_its_own(place, capsys):
-    base = voc(place)
-    masks = [base / f"SegmentationClass/{image_id}.png" for image_id in VAL]
-    # Without compression, so that another picture has the same size.
-    for path in masks:
-        Image.fromarray(mask()).save(path, "BMP")
-    settle()
-    assert main(probing("segmentation", "voc2012", place)) == 0
-    first = {record.value for record in records() if record.metric == "miou_oracle"}
-
-    for path in masks:
-        content = path.read_bytes()
-        repaint(path, content[-300:], b"\0" * 150 + b"\x08" * 150)
-    capsys.readouterr()
-    assert main(probing("segmentation", "voc2012", place)) == 0
-
-    assert "finished before" not in capsys.readouterr().err
-    values = {record.value for record in records() if record.metric == "miou_oracle"}
-    assert first < values
-    assert len(values) == 2
-
-
 def test_fault_54_a_run_does_not_go_on_with_repainted_images(place, capsys):
     root = place / "photos"
     run = pretraining(root, "run", "train.max_minutes=0.0")
@@ -183,16 +158,6 @@ def test_a_change_that_concerns_other_images_is_none(tmp_path):
     repaint(root / JSON, b"seen", b"SEEN")
 
     assert Coco20k(root).discovery().fingerprint() == first
-
-
-def test_only_the_files_of_the_split_are_read_and_each_once(tmp_path, files_read):
-    root = voc(tmp_path).parents[1]
-    settle()
-
-    for _ in range(2):
-        Voc(root).val().fingerprint()
-
-    assert sorted(files_read) == sorted(f"{i}{suffix}" for i in VAL for suffix in (".jpg", ".png"))
 
 
 def test_names_that_look_like_two_are_one(tmp_path):

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ssl_bench.data import published
+from ssl_bench.data import roles
 from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.data.published import name_of_images
+from ssl_bench.data.roles import name_of_images
 from tests.support.faults import voc
 
 IMAGES = {"train": ["a", "b", "c"], "val": ["d", "e"]}
@@ -49,7 +49,6 @@ def folders(root: Path, name: str) -> Ade20k | CocoStuff | ImageMaskFolders:
     [
         ({"train": range(1464), "val": range(1464, 2913), "discovery": range(11540)}, "voc2012"),
         ({"train": range(1464)}, "voc2012"),
-        ({}, "voc2012"),
         ({"train": range(1463), "val": range(2000, 3449)}, "voc2012-2912"),
         ({"train": range(36), "val": range(36, 62), "discovery": range(62)}, "voc2012-62"),
         ({"train": range(1464), "discovery": range(11541)}, "voc2012-11541"),
@@ -77,12 +76,6 @@ def test_folders_of_other_counts_are_named_by_their_images(tmp_path, monkeypatch
     for images in (dataset.train(), dataset.val(), dataset.images()):
         assert images.name == f"{name}-{TOGETHER}"
     counts = {role: len(ids) for role, ids in IMAGES.items()}
-    monkeypatch.setattr(published, "PUBLISHED", {name: counts})
+    monkeypatch.setattr(roles, "PUBLISHED", {name: counts})
     fresh = replace(dataset)
     assert fresh.val().name == fresh.images().name == name
-
-
-def test_real_photographs_in_published_layouts_go_by_their_number(photos):
-    assert Voc(photos).val().name == "voc2012-62"
-    assert Ade20k(photos).val().name == "ade20k-34"
-    assert CocoStuff(photos / "COCO").images().name == "coco_stuff-66"

@@ -148,7 +148,6 @@ def test_fault_82_other_xml_and_other_words_are_no_annotation(tmp_path, old, new
         ("", {"image_id": "1"}),
         ("", {"image_id": True}),
         ("", {"id": True}),
-        ("", {"category_id": "1"}),
         ("", {"width": 80}),
         ("", {"width": "40"}),
     ],

@@ -11,13 +11,10 @@ import numpy as np
 from jaxtyping import Float64
 
 from ssl_bench.composition.fields import Place
-from ssl_bench.data.files.boxes import checked_boxes, numbers
-from ssl_bench.data.files.digests import Part
-from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet
+from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet, checked_boxes, numbers
+from ssl_bench.data.files.fingerprints import Part
 from ssl_bench.data.files.images import read_image
-from ssl_bench.data.locations import find_root
-from ssl_bench.data.published import name_of_images
-from ssl_bench.data.roles import Layout
+from ssl_bench.data.roles import Layout, find_root, name_of_images
 from ssl_bench.data.samples import Pair, Sample
 from ssl_bench.data.splits import Split, absent_split, read_lines
 from ssl_bench.errors import DataError
