@@ -228,11 +228,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def require_space(size: int, folder: Path) -> None:
-    """Find out before hours of work whether so many bytes fit below a folder.
-
-    Raises:
-        MachineError: they do not.
-    """
+    """Refuse before hours of work what does not fit below a folder, in bytes."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     if size > free:
@@ -326,10 +322,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _checked(dataset: Dataset, role: str, published: int | None) -> dict[str, Any]:
     """Open a split, count it, and decode a random sample of it, always the same one.
 
-    Returns:
-        `role` (train, val, discovery, or images where there is nothing else), `split` as it is
-        called on disk, the number of `images` (0 where it cannot be opened) and of those
-        `published` (None if nobody says), how many were `read`, and `problems`, one line each.
+    Images are 0 where it cannot be opened, and None published where nobody says how many.
     """
     told = {"role": role, "split": "", "images": 0, "published": published, "read": 0}
     try:
@@ -386,14 +379,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def write_manifest(root: Path, manifest: Path) -> int:
-    """List the sha256 of every file below a folder; hidden files and the list itself are left out.
+    """List the sha256 of every file below a folder, and count them.
 
-    Returns:
-        How many files were listed.
-
-    Raises:
-        DataError: there is no such folder, no file in it, or a file cannot be read.
-        MachineError: the list cannot be written.
+    Hidden files and the list itself are left out.
     """
     names = _files(root, manifest)
     if not names:
@@ -407,11 +395,7 @@ def write_manifest(root: Path, manifest: Path) -> int:
 
 
 def read_manifest(manifest: Path) -> Mapping[str, str]:
-    """Path to sha256.
-
-    Raises:
-        DataError: it cannot be read, or a line is not `DIGEST  PATH`.
-    """
+    """Path to sha256, of lines `DIGEST  PATH`."""
     try:
         lines = read_regular(manifest).decode(errors="surrogateescape").split("\n")
     except OSError as error:

@@ -101,11 +101,7 @@ def name_of_images(name: str, found: Mapping[str, Collection[str]]) -> str:
 
 
 def require_own_name(name: str) -> None:
-    """Refuse a name that stands for published images, of images that nobody can count.
-
-    Raises:
-        ConfigurationError: the name is one of these.
-    """
+    """Refuse a name that stands for published images, of images that nobody can count."""
     if name in PUBLISHED:
         raise ConfigurationError(
             f"dataset.name expects a name of your own for your images, got {name!r}, which stands "
@@ -141,11 +137,7 @@ def find_root(
 
 
 def given_folder(root: str | Path) -> Path:
-    """The path of a dataset as it was typed.
-
-    Raises:
-        DataError: it is that of an archive.
-    """
+    """The path of a dataset as it was typed, unless it is that of an archive."""
     path = expanded(root)
     if path.name.lower().endswith(_ARCHIVES) and not path.is_dir():
         command = "unzip" if path.suffix.lower() == ".zip" else "tar -xf"
@@ -154,11 +146,7 @@ def given_folder(root: str | Path) -> Path:
 
 
 def first_folder(candidates: Sequence[Path]) -> Path:
-    """The first of several usual places that exists.
-
-    Raises:
-        DataError: none does.
-    """
+    """The first of several usual places that exists; one has to."""
     for folder in candidates:
         if folder.is_dir():
             return folder

@@ -76,11 +76,7 @@ def read_list(path: Path) -> list[str]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 text.
-
-    Raises:
-        DataError: it cannot be read, or is no text.
-    """
+    """The lines of a UTF-8 text; a `DataError` where it cannot be read or is none."""
     try:
         return read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -36,11 +36,7 @@ SHARED: Mapping[str, Any] = {
 
 
 def shared_values(config: DictConfig) -> dict[str, Any]:
-    """What the keys of `SHARED` hold that are composed; a command on data alone has only those.
-
-    Raises:
-        ConfigurationError: one of them takes no such value.
-    """
+    """What the keys of `SHARED` hold that are composed; a command on data alone has only those."""
     values = {key: value_of(config, key) for key in SHARED if key.split(".")[0] in config}
     for key, value in values.items():
         require(key, SHARED[key], value)
@@ -50,12 +46,7 @@ def shared_values(config: DictConfig) -> dict[str, Any]:
 def as_asked(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
     """A dataset, its files read in one of several ways, perhaps a part of it, perhaps corrupted.
 
-    Args:
-        dataset: As its adapter gives it.
-        values: Those that `shared_values` found.
-
-    Raises:
-        ConfigurationError: there is no such corruption.
+    The values are those that `shared_values` found.
     """
     found: Dataset = dataset_read_as(
         dataset, ReadOptions(values["data.fingerprint"], values["data.bits"])
@@ -102,7 +93,7 @@ def _unread(images: ImageSet) -> ImageSet:
 
 def limited_dataset(dataset: Dataset, limit: int) -> DatasetView:
     """A dataset with at most `limit` images in each split, under a name of its own."""
-    name = _limited_name(dataset.name, limit)
+    name = f"{dataset.name}-limit{limit}"
     return DatasetView(dataset, lambda _, images: limited(images, limit), name)
 
 
@@ -113,7 +104,7 @@ def limited(images: ImageSet, limit: int) -> ImageSet:
     """
     count = min(limit, len(images))
     kept = [index * len(images) // count for index in range(count)]
-    return some_of(images, _limited_name(images.name, limit), kept)
+    return some_of(images, f"{images.name}-limit{limit}", kept)
 
 
 def sampled(ids: Sequence[str], count: int) -> tuple[str, ...]:
@@ -127,7 +118,3 @@ def sampled_numbers(ids: Sequence[str], count: int) -> list[int]:
     """Where in a set the ids of `sampled` stand."""
     chosen = set(sampled(ids, count))
     return [number for number, image_id in enumerate(ids) if image_id in chosen]
-
-
-def _limited_name(name: str, limit: int) -> str:
-    return f"{name}-limit{limit}"

@@ -101,9 +101,7 @@ def test_fault_54_two_processes_at_once_find_the_same_and_leave_a_whole_cache(tm
             (tmp_path / name).write_text(ImageFolder(root).images().fingerprint()) and None
         )
 
-    children = [fork(work(name)) for name in "ab"]
-    assert [exit_code(child) for child in children] == [0, 0]
-
+    assert [exit_code(child) for child in [fork(work(name)) for name in "ab"]] == [0, 0]
     found = {(tmp_path / name).read_text() for name in "ab"}
     assert found == {ImageFolder(root).images().fingerprint()}
     assert not files_read

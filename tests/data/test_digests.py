@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from pretrain.checkpoints import load_state, save_state
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models import build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.system.files import read_digests, sha256_of
@@ -56,24 +55,3 @@ def test_while_weights_are_replaced_both_are_stated(tmp_path, monkeypatch):
 
     assert len(read_digests(path.with_name("last.safetensors.sha256"))) == 2
     assert load_encoder(str(path)).sha256 == before
-
-
-@pytest.mark.parametrize("renames", [0, 1])
-def test_a_kill_between_the_renames_of_a_state_loses_nothing(tmp_path, monkeypatch, renames):
-    for step in (1, 2):
-        save_state(tmp_path, {"step": step, "learner": {}})
-    whole = type(tmp_path).replace
-    done = []
-
-    def killed(self, target):
-        if self.name.startswith("state."):
-            if len(done) == renames:
-                raise KeyboardInterrupt
-            done.append(target)
-        return whole(self, target)
-
-    monkeypatch.setattr(type(tmp_path), "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        save_state(tmp_path, {"step": 3, "learner": {}})
-
-    assert load_state(tmp_path, CPU)[0]["step"] == 3

@@ -79,15 +79,9 @@ def at(path: str, old: bytes | None = None, new: bytes = b"") -> Callable[[Path]
 
 CASES: dict[str, tuple[Callable[[Path], Path], Opener, Callable[[Path], None]]] = {
     "picture": (photo_folder, lambda r: ImageFolder(r).images(), at("2.jpg")),
-    "VOC image": (voc_set, lambda r: Voc(r).val(), at(f"{YEAR}/JPEGImages/v1.jpg")),
-    "VOC mask": (voc_set, lambda r: Voc(r).val(), at(f"{YEAR}/SegmentationClass/v1.png")),
     "VOC boxes": (
         *(voc_set, lambda r: Voc(r).discovery()),
         at(f"{YEAR}/Annotations/v1.xml", b"<xmin>9<", b"<xmin>8<"),
-    ),
-    "COCO image": (
-        *(coco_set, lambda r: Coco20k(r).discovery()),
-        at("images/train2014/COCO_train2014_000000000007.jpg"),
     ),
     "COCO boxes": (
         *(coco_set, lambda r: Coco20k(r).discovery()),

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64, Int16, Integer, UInt8, UInt64
 
-from ssl_bench.data.files.fingerprints import Known, Part, ReadOptions, extended, identities
+from ssl_bench.data.files.fingerprints import Part, ReadOptions, extended, identities
 from ssl_bench.data.files.images import file_orientation, read_image, read_indices
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
@@ -84,11 +84,7 @@ class LabelMap:
     def apply(
         self, stored: Integer[np.ndarray, "height width"], path: Path
     ) -> UInt8[np.ndarray, "height width"]:
-        """Turn stored numbers into classes; `path` is the file to name in an error.
-
-        Raises:
-            DataError: a number that has no class.
-        """
+        """Turn stored numbers into classes; `DataError` names the file and one that has none."""
         if stored.dtype != np.uint8 and not ((stored >= 0) & (stored < 256)).all():
             raise self._stranger(int(stored[(stored < 0) | (stored > 255)][0]), path)
         classes = self._table[stored]
@@ -157,11 +153,7 @@ class Boxes:
 
 
 def numbers(value: object, count: int) -> list[float]:
-    """So many numbers of JSON, all finite; texts, booleans and null are none.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """So many numbers of JSON, all finite; a `ValueError` for texts, booleans, null and others."""
     if not (
         isinstance(value, (list, tuple))
         and len(value) == count
@@ -250,7 +242,7 @@ class FileSet:
         return replace(self, options=options)
 
     def some(self, name: str, kept: Sequence[int]) -> "FileSet":
-        """The images of these indices, under another name."""
+        """The images of these indices, called so."""
         return replace(self, name=name, ids=tuple(self.ids[index] for index in kept))
 
     def identified(self, parts: Iterable[Part], total: int) -> closing[Generator[str, None, None]]:
@@ -266,11 +258,7 @@ class FileSet:
         )
 
     def require_ids(self, what: str) -> None:
-        """There are ids, each of them once.
-
-        Raises:
-            DataError: it is not so.
-        """
+        """Refuse no ids, and one that comes twice."""
         if not self.ids:
             raise DataError(f"{self.source} gives no {what} for the split {self.split}")
         if len(set(self.ids)) < len(self.ids):
@@ -278,11 +266,7 @@ class FileSet:
             raise DataError(f"{self.source} names {one} twice; make its lines unique")
 
     def require_files(self, files: "Files | Boxes", ids: Sequence[str], what: str) -> None:
-        """The file of every id is there; nothing is opened.
-
-        Raises:
-            DataError: some are missing.
-        """
+        """Refuse ids without a file; nothing is opened."""
         if missing := files.missing(ids):
             folder = files.folder if isinstance(files, Files) else self.source
             raise DataError(
@@ -335,15 +319,15 @@ class FileImageSet(FileSet):
         Raises:
             DataError: a file cannot be read.
         """
-        return self._known.fingerprint
+        return self._known[0]
 
     def marks(self) -> UInt64[np.ndarray, " images"]:
         """Of each image a number, another one where what its file holds is."""
-        return self._known.marks
+        return self._known[1]
 
     def entries(self) -> list[str]:
         """What each image is known by, with its mask or boxes, whatever else is in the set."""
-        return [f"{entry:016x}" for entry in self._known.entries.tolist()]
+        return [f"{entry:016x}" for entry in self._known[2].tolist()]
 
     def path(self, index: int) -> Path:
         """The file of an image."""
@@ -355,7 +339,7 @@ class FileImageSet(FileSet):
         return tuple(kind.path(self.ids[index]) for kind in kinds if kind)
 
     @cached_property
-    def _known(self) -> Known:
+    def _known(self) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
         # Files that are known by their times alone are not opened to look how they are turned.
         turned = self.upright and self.options.fingerprint == "content"
         in_a_row = len(self.files(0)) if self.ids else 1
@@ -378,10 +362,10 @@ class FileImageSet(FileSet):
         # What the numbers in masks stand for; nothing for pictures alone.
         meaning = [self.masks.meaning(), self.class_names] if self.masks else []
         with self.identified(parts(), (in_a_row + turned) * len(self)) as found:
-            known = self.options.known_by(meaning, rows(found))
+            fingerprint, marks, entries = self.options.known_by(meaning, rows(found))
         if self.upright and not turned:
-            return known._replace(fingerprint=extended(known.fingerprint, ["upright"]))
-        return known
+            fingerprint = extended(fingerprint, ["upright"])
+        return fingerprint, marks, entries
 
     def checked(self) -> "FileImageSet":
         """This set, once every file behind it is known to be there; nothing is decoded.

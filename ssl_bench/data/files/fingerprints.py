@@ -74,18 +74,6 @@ def shortened(fingerprint: str) -> str:
     return fingerprint[: len(mark) + 6]
 
 
-class Known(NamedTuple):
-    """By what the images of a split are known again: all together, and each of them.
-
-    Attributes:
-        entries: Of each image and what belongs to it a number that no other image changes.
-    """
-
-    fingerprint: str
-    marks: UInt64[np.ndarray, " images"]
-    entries: UInt64[np.ndarray, " images"]
-
-
 @dataclass(frozen=True)
 class ReadOptions:
     """How files are read, as `data.fingerprint` and `data.bits` say.
@@ -105,8 +93,14 @@ class ReadOptions:
         # With 16 all that can be read without it is read as without it.
         return found if self.bits in (None, 16) else extended(found, ["bits", self.bits])
 
-    def known_by(self, first: Sequence[object], rows: Iterable[tuple[str, ...]]) -> Known:
-        """What a set is known by: a first row, and one for each image: id, file, what else."""
+    def known_by(
+        self, first: Sequence[object], rows: Iterable[tuple[str, ...]]
+    ) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
+        """By what a set is known again, of a first row and one for each image: id, file, what else.
+
+        Returns:
+            Its fingerprint; of each file a number, and of each image with all that belongs to it.
+        """
         marks: list[int] = []
         entries: list[int] = []
         seen = None if self.bits == 16 else self.bits
@@ -119,7 +113,7 @@ class ReadOptions:
                 yield row
 
         found = self.fingerprint_of(noted())
-        return Known(found, np.array(marks, np.uint64), np.array(entries, np.uint64))
+        return found, np.array(marks, np.uint64), np.array(entries, np.uint64)
 
 
 def read_as(images: ImageSet, options: ReadOptions) -> ImageSet:
@@ -171,14 +165,8 @@ def identities(
 ) -> Generator[str, None, None]:
     """Of each part its sha256, or, where these are trusted, size and time of its file.
 
-    Closing the iterator, or an interrupt, keeps what has been read so far.
-
-    Args:
-        parts: What is read.
-        kind: Whether it is read at all.
-        title: What messages call all of it.
-        folder: Most of it lies there; what is remembered of it is kept together.
-        total: Number of parts.
+    Most of them lie in one folder; what is remembered of it is kept together. Closing the
+    iterator, or an interrupt, keeps what has been read so far.
 
     Raises:
         DataError: a file cannot be read, or changes meanwhile.
@@ -209,11 +197,7 @@ def identities(
 
 
 def digest_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file.
-
-    Raises:
-        DataError: as `identities`.
-    """
+    """Hexadecimal sha256 of a file; errors are those of `identities`."""
     return next(identities([Part(path)], "content", title=path.name, folder=path, total=1))
 
 

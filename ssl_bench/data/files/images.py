@@ -80,11 +80,7 @@ def read_image(
 
 
 def file_orientation(path: Path) -> bytes:
-    """How the pixels of a file are to be turned, as EXIF's digit.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """How the pixels of a file are to be turned, as EXIF's digit."""
     return b"%d" % _orientation_of(_bytes_of(path))
 
 
@@ -106,11 +102,7 @@ def _orientation_of(data: bytes) -> int:
 def decode_image(
     data: bytes, name: str | Path, bits: int | None = None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Decode a photograph as `read_image` does; `name` is what messages call it.
-
-    Raises:
-        DataError: as `read_image`.
-    """
+    """Decode a photograph as `read_image` does; `name` is what messages call it."""
     pixels = _decode_usual_jpeg(data, name)
     if pixels is not None:
         return pixels
@@ -118,11 +110,7 @@ def decode_image(
 
 
 def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
-    """Read a mask that has a colour for each class.
-
-    Raises:
-        DataError: as `read_image`, and for one that was not saved without loss.
-    """
+    """Read a mask that has a colour for each class, refused where it was saved with loss."""
     image, data = _decode_mask(path)
     return _as_rgb(image, data, path, None)
 

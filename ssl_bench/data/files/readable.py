@@ -113,12 +113,6 @@ class ReadableDataset(DatasetView):
         return gone
 
     def _readable(self, role: str, images: ImageSet) -> ImageSet:
-        """The images that can be read.
-
-        Raises:
-            DataError: there is none, or one is faulty in another way.
-            UnreadableImage: one cannot be read, and all are asked for.
-        """
         faults = faults_of(images, self._looked.faults)
         if self._fails:
             require_readable(images, faults)
@@ -147,11 +141,7 @@ def as_readable(
 
 
 def require_readable(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> None:
-    """Refuse a set of which an image cannot be read.
-
-    Raises:
-        UnreadableImage: one cannot; the others like it are counted.
-    """
+    """Raise `UnreadableImage` if one cannot be read, with a count of the others like it."""
     broken = [fault for fault in faults if fault is not None]
     if broken:
         count = f"{len(broken)} of {len(images)} images of {_title(images)} cannot be read"

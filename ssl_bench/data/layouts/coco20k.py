@@ -222,11 +222,7 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
 
 
 def _whole(value: object, what: str) -> int:
-    """An integer of JSON, which `1.0`, `true` and `"1"` are not.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """An integer of JSON, which `1.0`, `true` and `"1"` are not."""
     if type(value) is not int or abs(value) >= 2**63:
         raise ValueError(f"expected a whole number as {what}, got {value!r}")
     return value

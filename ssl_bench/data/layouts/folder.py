@@ -42,11 +42,7 @@ class ImageFolder(Layout):
         return self.images()
 
     def images(self) -> FileImageSet:
-        """All pictures; an id is the path below `root`.
-
-        Raises:
-            DataError: there is no such folder, or no picture in it.
-        """
+        """All pictures, of which there has to be one; an id is the path below `root`."""
         if self.root is None:
             raise DataError("a folder of images is needed: --data-root DIR")
         root = given_folder(self.root)

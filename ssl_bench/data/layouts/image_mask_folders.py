@@ -36,11 +36,7 @@ class PairedFolders(Layout):
             require_disjoint(self.train_split, self.val_split)
 
     def train(self) -> FileImageSet:
-        """Images with masks to fit to.
-
-        Raises:
-            DataError: an image has no mask, a mask has no image, or there is none at all.
-        """
+        """Images with masks to fit to; an image or a mask without the other is an error."""
         return self._segmentation(self.train_split)
 
     def val(self) -> FileImageSet:
@@ -94,11 +90,7 @@ class PairedFolders(Layout):
 
 
 def split_folder(parent: Path, split: str) -> Path:
-    """The folder of a split.
-
-    Raises:
-        DataError: there is none; those that are there are named, and what to type.
-    """
+    """The folder of a split; where there is none, an error with those that are there."""
     name = Split.parse(split).name
     if not (parent / name).is_dir():
         present = [folder.name for folder in parent.glob("*") if folder.is_dir()]

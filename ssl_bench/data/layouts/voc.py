@@ -96,11 +96,7 @@ def _corners(one: ElementTree.Element, count: int) -> list[float]:
 
 
 def _number(text: str) -> float:
-    """The decimal number that a text is: no `nan`, no `1_7`.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The decimal number that a text is; `nan` and `1_7` are none."""
     if not _DECIMAL.fullmatch(text):
         raise ValueError(f"expected a number of pixels, got {text!r}")
     return float(text)
