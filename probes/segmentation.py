@@ -58,7 +58,7 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.files.images import voc_colours
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.views import sampled, sampled_numbers
+from ssl_bench.data.splits import sampled, sampled_numbers
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning

@@ -34,7 +34,7 @@ from ssl_bench.data.files.readable import (
     summary,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.data.views import OpenedOnce
+from ssl_bench.data.splits import OpenedOnce
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import holds

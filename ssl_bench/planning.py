@@ -41,7 +41,7 @@ from ssl_bench.data.files.readable import (
 )
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
-from ssl_bench.data.views import DType, ListedOnce, OpenedOnce, as_asked, shared_values
+from ssl_bench.data.splits import DType, ListedOnce, OpenedOnce, as_asked, shared_values
 from ssl_bench.errors import (
     BrokenFile,
     CheckpointError,

@@ -22,6 +22,7 @@ from ssl_bench.data.layouts.coco_stuff import read_classes
 from ssl_bench.data.layouts.voc import CLASS_NAMES
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.sources import SOURCES, Download, Source
+from ssl_bench.data.splits import shared_values
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
 from ssl_bench.network import download, part_of
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
@@ -130,7 +131,6 @@ def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> tuple[
     """The dataset of a configuration, not opened, and how it asks for the files to be read."""
     # Here, because Hydra takes longer than all that `data list` says.
     from ssl_bench.composition.compose import build, compose_config, with_root
-    from ssl_bench.data.views import shared_values
 
     config = compose_config("data", with_root([f"dataset={name}", *overrides], root))
     return build(config.dataset), ReadOptions(bits=shared_values(config)["data.bits"])

@@ -8,7 +8,7 @@ from PIL import Image
 from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.data.views import limited_dataset
+from ssl_bench.data.splits import limited_dataset
 from ssl_bench.errors import ConfigurationError, DataError
 
 

@@ -7,7 +7,7 @@ from pretrain.options import DataOptions
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.files.readable import RemainingImages
-from ssl_bench.data.views import limited, limited_dataset
+from ssl_bench.data.splits import limited, limited_dataset
 from ssl_bench.results import ResultStore
 from tests.support.faults import class_folders, photo_folder
 

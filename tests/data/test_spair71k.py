@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.data.layouts.spair71k import Spair71k
-from ssl_bench.data.views import limited_dataset
+from ssl_bench.data.splits import limited_dataset
 from ssl_bench.errors import DataError
 from tests.support.spair import PAIRS, SOURCE_SIZE, TARGET_SIZE, spair, write_annotation
 
