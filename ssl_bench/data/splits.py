@@ -23,11 +23,12 @@ from ssl_bench.system.files import read_regular
 
 DType = Literal["float32", "float16", "bfloat16"]
 """As torch names them."""
+Limit = Count | None
 SHARED: Mapping[str, Any] = {
     "data.root": Place,
     "data.fingerprint": FingerprintKind,
     "data.bits": Bits,
-    "data.limit": Count | None,
+    "data.limit": Limit,
     "data.allow_overlap": bool,
     CORRUPT: str | None,
     "seed": Seed,

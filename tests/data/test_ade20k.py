@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ssl_bench.data import roles
 from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.errors import DataError
 
@@ -49,11 +50,15 @@ def test_names_come_from_the_table_of_the_download(root):
     assert Ade20k(root).val().class_names[::149] == ("thing 1", "thing 150")
 
 
-def test_the_root_may_be_the_folder_above_and_splits_shares(root):
+def test_the_root_may_be_the_folder_above_and_splits_shares(root, monkeypatch):
     dataset = Ade20k(str(root.parent), "training:0-50%", "training:50-100%")
 
     assert (dataset.train().ids, dataset.val().ids) == (("a",), ("b",))
     assert dataset.images()[0].mask is None
+    # The same two ids in both splits, as many as nobody published.
+    assert dataset.train().name == dataset.images().name == "ade20k-2"
+    monkeypatch.setattr(roles, "PUBLISHED", {"ade20k": {"train": 2, "val": 2}})
+    assert Ade20k(root).val().name == "ade20k"
     with pytest.raises(DataError, match="no split test, but training, validation"):
         Ade20k(root, val_split="test").val()
 

@@ -48,7 +48,7 @@ def test_ids_are_made_contiguous_over_the_gaps(root):
     images = train(root).train()
 
     # By hand: 12 has one gap (11) before it, 91 and 181 have all eleven.
-    assert images.ids == ("000000000001", "000000000002")
+    assert (images.name, images.ids) == ("coco_stuff-4", ("000000000001", "000000000002"))
     assert mask_of(images[0]).tolist() == [[0, 10, 11], [255, 80, 170]]
 
 

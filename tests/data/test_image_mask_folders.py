@@ -89,7 +89,7 @@ def test_camvid_has_masks_in_folders_that_end_in_annot(tmp_path):
         save(tmp_path, f"{split}annot/0001TP_006690.png", [[0, 10, 11], [3, 3, 3]])
     dataset = from_config("camvid", tmp_path)
 
-    assert dataset.train().ids == ("0001TP_006690",)
+    assert (dataset.train().name, dataset.train().ids) == ("camvid-1", ("0001TP_006690",))
     assert mask_of(dataset) == [[0, 10, 255], [3, 3, 3]]
     assert len(from_config("camvid", tmp_path, val_split="test").val()) == 1
 
