@@ -19,7 +19,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.data.layouts.toy import Painter
 from ssl_bench.data.sources import SOURCES, Download
-from tests.support.faults import picture, voc
+from tests.support.faults import fails, picture, voc
 
 
 def packed(root: Path, kind: str = "tar") -> bytes:
@@ -100,6 +100,21 @@ def test_one_dataset_is_shown_with_tree_files_and_classes(capsys):
     assert all(part in said for part in ("1,464 images", digest, "tvmonitor", "Annotations"))
     assert main(["data", "list", "voc2021"]) == 2
     assert "did you mean voc2012" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("list toy a=1", "takes no 'a=1'"),
+        ("download", "name a dataset: voc2012"),
+        ("download cityscapes", "has no free address: register at"),
+        ("download voc2012", "needs --data-root DIR"),
+        ("check toy --data-root x", "is generated and takes no --data-root"),
+        ("verify", "needs the folder of a dataset"),
+    ],
+)
+def test_what_a_command_lacks_or_does_not_take_is_said(capsys, words, said):
+    assert said in fails(capsys, ["data", *words.split()], 2)
 
 
 @pytest.mark.parametrize("kind", ["tar", "zip"])

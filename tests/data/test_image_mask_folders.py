@@ -189,11 +189,9 @@ def test_an_absent_split_is_named_with_those_that_are_there(cityscapes):
     [
         ({"numbers": [1, 1]}, "2 different numbers"),
         ({"numbers": [0, 255]}, "none of dataset.ignored"),
-        ({"numbers": [0, 1, 2]}, "must be 2 different numbers"),
         ({"numbers": [0, 300]}, r"must lie in 0\.\.255"),
         ({"colours": [ROAD]}, "2 different colours, one a class .* got 1"),
         ({"colours": [ROAD, SKY], "ignored_colours": [SKY]}, "2 different colours"),
-        ({"colours": [ROAD, SKY], "reduce_zero": True}, "exclude each other"),
         ({"numbers": [1, 2], "reduce_zero": True}, "exclude each other"),
     ],
 )
