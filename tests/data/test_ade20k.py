@@ -57,8 +57,10 @@ def test_the_root_may_be_the_folder_above_and_splits_shares(root, monkeypatch):
     assert dataset.images()[0].mask is None
     # The same two ids in both splits, as many as nobody published.
     assert dataset.train().name == dataset.images().name == "ade20k-2"
-    monkeypatch.setattr(roles, "PUBLISHED", {"ade20k": {"train": 2, "val": 2}})
-    assert Ade20k(root).val().name == "ade20k"
+    for role, name in (("val", "ade20k"), ("train", "ade20k-2"), ("val", "ade20k-2")):
+        counts = {"train": 2, "val": 2, role: 2 if name == "ade20k" else 1}
+        monkeypatch.setattr(roles, "PUBLISHED", {"ade20k": counts})
+        assert Ade20k(root).val().name == name
     with pytest.raises(DataError, match="no split test, but training, validation"):
         Ade20k(root, val_split="test").val()
 
