@@ -305,16 +305,10 @@ class Clustering(Probe):
         }
         for metric in self.metrics(times):
             baseline = baselines[metric].as_details() if metric in baselines else {}
-            yield Score(
-                layer=cell[0],
-                facet=cell[1],
-                metric=metric_name(metric, times),
-                value=float(SCORES[metric](met)),
-                ci95=intervals.get(metric),
-                num_images=num_images,
-                details={**details, **counted, **baseline},
-                unit="" if metric == "ari" else "%",
-            )
+            name, value = metric_name(metric, times), float(SCORES[metric](met))
+            ci95, unit = intervals.get(metric), "" if metric == "ari" else "%"
+            more = {**details, **counted, **baseline}
+            yield Score(*cell, name, value, ci95, num_images, more, unit=unit)
 
 
 def metric_name(metric: str, times: int) -> str:

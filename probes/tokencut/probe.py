@@ -26,7 +26,7 @@ from probes.features.stream import batches, checked, read_ahead
 from probes.pictures import sheet
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover, lost, maskcut
 from probes.tokencut.eigensolver import map_graphs
-from probes.tokencut.log import Cell, DiscoveryLog, ImageResult, cell_name, pack_mask, unpack_mask
+from probes.tokencut.log import Cell, DiscoveryLog, ImageResult, cell_name, pack_mask
 from probes.tokencut.pictures import (
     draw_sheets,
     mask_path,
@@ -48,7 +48,6 @@ from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.results import Baseline, encoder_id
 from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
-from ssl_bench.system.escaping import printable
 from ssl_bench.system.files import write_atomically
 
 TOKENS_A_BATCH = 8192
@@ -215,7 +214,6 @@ class TokenCut(Cut, Probe):
                 seen=self.seen,
             )
         self._say_degenerate(context, list(results.values()))
-        self._say_padding(context, results)
         if self.truth == "none":
             side = self.settings().get("max_side")
             shrunk = f" (of larger images at {side} pixels, see probe.max_side)" if side else ""
@@ -284,14 +282,7 @@ class TokenCut(Cut, Probe):
         def found_in_each() -> Iterator[tuple[Sample, dict[str, list[Discovery]]]]:
             """Images of one shape pass the encoder together."""
             samples = read_ahead(images, pending, self.seen, workers=_DECODERS)
-            largest = TOKENS_A_BATCH
             for batch in same_shape(samples, shape, size):
-                if (patches := math.prod(shape(batch[0])[:2])) > largest:
-                    largest = patches
-                    context.say(
-                        f"{self.task}: {batch[0].image_id} has {patches:,} patches, whose "
-                        "graph takes minutes; probe.max_side=640 makes large images smaller"
-                    )
                 yield from zip(batch, find_in_batch(self, extractor, batch), strict=True)
 
         for sample, found in context.progress(found_in_each(), self.method, len(pending)):
@@ -332,29 +323,6 @@ class TokenCut(Cut, Probe):
             f"an image lie above {threshold}, every patch is linked with every other and the box "
             f"is arbitrary{helps}"
         )
-
-    def _say_padding(self, context: ProbeContext, results: Mapping[str, ImageResult]) -> None:
-        """Say whose objects lie in padding alone, which are those of small images, what helps."""
-        patch, cells = context.encoder.patch_size, itertools.product(context.layers, self.facets)
-        names = [cell_name(*cell) for cell in cells]
-        padding = [
-            image_id
-            for image_id, result in results.items()
-            if any(
-                PatchGrid(*result.size, patch).is_padding(
-                    unpack_mask(result.cells[name]["mask"], result.grids.get(name, result.grid))
-                )
-                for name in names
-            )
-        ]
-        if padding:
-            first = ", ".join(printable(image_id) for image_id in padding[:3])
-            more = f" and {len(padding) - 3:,} more" if len(padding) > 3 else ""
-            context.say(
-                f"{self.task}: the object of {first}{more} lies in what fills the image up to "
-                f"patches of {patch} pixels and counts as degenerate; probe.longer_side=224 "
-                "enlarges small images, probe.mask_padding=true leaves such patches out"
-            )
 
 
 def find_in_batch(
@@ -460,22 +428,15 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
                 found[group] = {"num_images": len(some), "corloc": corloc(some)}
         return found
 
-    return Score(
-        layer=layer,
-        facet=facet,
-        metric="corloc",
-        value=corloc(hits),
-        ci95=Share(hits).ci95(),
-        num_images=len(hits),
-        details={
-            **flags([result.cells[name] for result in results]),
-            **centre_baseline(corloc(np.array(centred))),
-            "images_without_boxes": len(results) - len(scored),
-            "by_object_size": by_group(_SIZES, lambda result: result.largest_box),
-            "by_num_objects": by_group(_COUNTS, lambda result: result.num_boxes or 0),
-        },
-        per_image=hits,
-    )
+    details = {
+        **flags([result.cells[name] for result in results]),
+        **centre_baseline(corloc(np.array(centred))),
+        "images_without_boxes": len(results) - len(scored),
+        "by_object_size": by_group(_SIZES, lambda result: result.largest_box),
+        "by_num_objects": by_group(_COUNTS, lambda result: result.num_boxes or 0),
+    }
+    value, ci95 = corloc(hits), Share(hits).ci95()
+    return Score(layer, facet, "corloc", value, ci95, len(hits), details, per_image=hits)
 
 
 def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> Iterator[Score]:
@@ -484,35 +445,21 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
     counts = np.array([cell["object"] for cell in cells], np.int64)
     centred = np.array([result.centre for result in results], np.int64)
     for metric, score in OBJECT_SCORES.items():
-        estimate = mean_estimate(score(counts))
-        yield Score(
-            layer=layer,
-            facet=facet,
-            metric=metric,
-            value=estimate.value,
-            ci95=estimate.ci95(),
-            num_images=len(counts),
-            details={
-                **flags(cells),
-                **centre_baseline(float(score(centred).mean())),
-                "images_without_object": int((counts[:, 2] == 0).sum()),
-            },
-            per_image=counts,
-        )
+        found = mean_estimate(score(counts))
+        details = {
+            **flags(cells),
+            **centre_baseline(float(score(centred).mean())),
+            "images_without_object": int((counts[:, 2] == 0).sum()),
+        }
+        cell = (layer, facet, metric)
+        yield Score(*cell, found.value, found.ci95(), len(counts), details, per_image=counts)
 
 
 def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
     """Percent of the images whose graph says nothing, for those that nothing is known of."""
     flagged = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
-    return Score(
-        layer=layer,
-        facet=facet,
-        metric="degenerate",
-        value=100 * float(flagged.mean()),
-        ci95=Share(flagged).ci95(),
-        num_images=len(flagged),
-        per_image=flagged,
-    )
+    value, ci95 = 100 * float(flagged.mean()), Share(flagged).ci95()
+    return Score(layer, facet, "degenerate", value, ci95, len(flagged), per_image=flagged)
 
 
 def flags(cells: Sequence[Cell]) -> dict[str, float]:

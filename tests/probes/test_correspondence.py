@@ -107,10 +107,12 @@ def test_a_block_whose_patches_are_all_alike_is_marked(photographs, tmp_path):
         encoder.module.get_parameter("blocks.2.mlp.fc2.weight").zero_()
         encoder.module.get_parameter("blocks.2.mlp.fc2.bias").fill_(1)
 
-    records = run(photographs, ResultStore(tmp_path / "out"), encoder=encoder)
+    # A size is rounded to whole patches.
+    records = run(photographs, ResultStore(tmp_path / "out"), encoder=encoder, image_size=45)
 
     marks = {record.layer: record.details["degenerate_percent"] for record in records}
     assert marks == {0: 0.0, 2: 100.0}
+    assert {record.details["view_size"] for record in records} == {48}
 
 
 def test_pairs_are_averaged_by_pair_by_point_and_by_category(tmp_path):
@@ -145,12 +147,6 @@ def test_the_same_object_in_two_sizes_is_found_and_what_can_be_reached_is_said(t
     # corners of patches; (5.5, 11.5) is 4 from the middle (5, 7.5) of its patch, and a bit;
     # (25.5, 38.5) is 1 from (25, 37.5); (17.5, 19.5) is 3.9 from (15, 22.5).
     assert near[0].details["reachable"] == pytest.approx((0 + 50 + 100) / 3)
-
-
-def test_sizes_are_rounded_to_whole_patches(photographs, tmp_path):
-    records = run(photographs, ResultStore(tmp_path / "out"), image_size=45, num_points=5)
-
-    assert {record.details["view_size"] for record in records} == {48}
 
 
 def composed(*overrides: str) -> Correspondence:
