@@ -221,16 +221,12 @@ class Passes:
 
     Attributes:
         roles: Images that positions are fitted to, that choose the penalty, and that are scored.
-        paired: Whose pairs make uniformity.
-        viewed: That are also looked at in random views.
         kept: The views of the images so far, until the scores are known; named after all that
             they depend on.
-        moments: By block and facet, of what stands for the images.
         compared: By block and facet the vectors of the images whose pairs are compared.
         per_image: By block and metric a number for each image; NaN where nobody knows.
         positions: By block the share of the spread of positions that is read from the patches of
             each image that was held out; none where there are too few to hold any out.
-        fits: By block what reads them.
     """
 
     def __init__(self, probe: Geometry, context: ProbeContext, images: ImageSet) -> None:

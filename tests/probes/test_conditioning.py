@@ -343,7 +343,8 @@ def test_mean_logarithms_are_those_of_the_tokens_of_the_encoder_itself(
         expected = sum(pair[column] for pair in logs[: layer + 1]) / (layer + 1)
         assert found(records, layer, facet, MEAN_LOG).value == pytest.approx(expected, rel=1e-5)
     # Of blocks from the first on that cannot be taken apart there is none.
-    encoder.module.blocks[1] = nn.Sequential(encoder.module.blocks[1])
+    block = encoder.module.get_submodule("blocks.1")
+    encoder.module.set_submodule("blocks.1", nn.Sequential(block))
     again = probe(photographs, tmp_path / "again", encoder, layers=asked, protocol="mean_log")
     assert {r.layer for r in again if math.isnan(r.value)} == {2}
     # A picture that is promised and not drawn would leave the cells pending for ever.

@@ -13,6 +13,7 @@ from ssl_bench.data.samples import Dataset
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.contributions import Scored, stored_curve
+from tests.support.colours import Counter
 from tests.support.faults import unchecked_types
 from tests.support.photographs import evaluated
 from tests.support.spair import spair
@@ -147,6 +148,22 @@ def test_the_same_object_in_two_sizes_is_found_and_what_can_be_reached_is_said(t
     # corners of patches; (5.5, 11.5) is 4 from the middle (5, 7.5) of its patch, and a bit;
     # (25.5, 38.5) is 1 from (25, 37.5); (17.5, 19.5) is 3.9 from (15, 22.5).
     assert near[0].details["reachable"] == pytest.approx((0 + 50 + 100) / 3)
+
+
+def test_an_image_of_several_pairs_passes_once_while_it_is_remembered(tmp_path):
+    spair(tmp_path)
+    values, images = [], []
+    for gib in (8.0, 0.0):
+        encoder, store = tiny(), ResultStore(tmp_path / str(gib))
+        counter = Counter(encoder)
+        options = {"protocol": "spair", "batch_size": 1, "memory_gib": gib}
+        records = run(Spair71k(tmp_path), store, encoder=encoder, **options)
+        values.append([record.value for record in records])
+        images.append(counter.images)
+
+    assert values[0] == values[1]
+    # Two of three pairs have one picture in common.
+    assert images == [5, 6]
 
 
 def composed(*overrides: str) -> Correspondence:

@@ -12,7 +12,6 @@ from PIL import Image
 from probes.correspondence import (
     GAP,
     SIDE,
-    EncodedViews,
     ViewPair,
     best_cells,
     by_category,
@@ -30,9 +29,6 @@ from probes.correspondence import (
 )
 from probes.pictures import MARGIN
 from ssl_bench.data.samples import Sample
-from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import build_vit, encoder_from_model
-from tests.support.faults import TINY
 
 KINDS = ("homography", "crop", "flip")
 SQUARE = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
@@ -223,37 +219,3 @@ def test_a_line_is_green_where_a_point_is_right_and_red_elsewhere(tmp_path):
     # The ring around the true place, four pixels wide on either side, on nothing else.
     ring = views[round(0.75 * SIDE) - 6 : round(0.75 * SIDE) + 7, middle + GAP // 2 + SIDE // 2]
     assert (ring[:, 1] > 100).any()
-
-
-def views(*keys: str) -> dict[str, torch.Tensor]:
-    return {
-        key: torch.full((3, 32, 32), 10 * ord(key) % 251, dtype=torch.uint8).random_(
-            0, 255, generator=torch.Generator().manual_seed(ord(key))
-        )
-        for key in keys
-    }
-
-
-def test_a_view_passes_once_while_it_is_remembered():
-    def extractor(passed: list[int]) -> FeatureExtractor:
-        encoder = encoder_from_model(build_vit(TINY, seed=0), name="tiny")
-        encoder.module.register_forward_pre_hook(lambda _, given: passed.append(len(given[0])))
-        return FeatureExtractor(encoder, layers=(0, 1), facets=("token", "key"))
-
-    passes: tuple[list[int], list[int]] = [], []
-    each = 2 * 2 * 16 * 12 * 4
-    known, forgetful = (
-        EncodedViews(extractor(passed), most)
-        for passed, most in zip(passes, (2 * each, 0), strict=True)
-    )
-
-    for keys in ("ab", "a", "c", "a", "b"):
-        one, other = known.features(views(*keys)), forgetful.features(views(*keys))
-        assert one.keys() == other.keys() == set(keys)
-        for key in keys:
-            assert one[key].keys() == {(n, f) for n in (0, 1) for f in ("token", "key")}
-            for cell in one[key]:
-                assert torch.allclose(one[key][cell], other[key][cell], atol=1e-5)
-
-    # a and b pass; a is known; c takes the room of b, which was not asked for as lately; b again.
-    assert [sum(passed) for passed in passes] == [4, 6]

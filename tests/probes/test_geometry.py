@@ -204,6 +204,19 @@ def test_tables_say_why_a_score_is_no_number_or_has_no_interval(place, capsys):
         assert ("interval" in shown) == (what == "interval")
 
 
+def test_registers_lie_between_cls_and_the_patches():
+    model, outputs = vit(num_registers=2), []
+    model.blocks[1].register_forward_hook(lambda _m, _i, output: outputs.append(output))
+    encoder, facets = encoder_from_model(model, name="tiny"), ["token", "cls", "registers"]
+
+    found = FeatureExtractor(encoder, layers=[1], facets=facets)(torch.rand(1, 3, 32, 32))[1]
+
+    assert torch.equal(found["registers"], outputs[0][:, 1:3])
+    assert torch.equal(found["token"].flatten(1, 2), outputs[0][:, 3:])
+    with pytest.raises(UnfitEncoder, match="no registers; ask for facet=token"):
+        FeatureExtractor(encoder_from_model(vit(), name="x"), layers=[1], facets=["registers"])
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_or_two_images_give_what_they_can(tmp_path, count):
     said = []

@@ -333,17 +333,6 @@ def test_when_too_many_pixels_wait_for_their_shape_the_largest_group_goes_first(
     assert names(9, 59) == ["acdf", "be"]
 
 
-@pytest.mark.parametrize("method", ["tokencut", "lost", "maskcut"])
-def test_panels_are_drawn_for_the_same_images_of_all_blocks(tmp_path, method):
-    pictures = Pictures({"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]})
-
-    list(TokenCut(method=method, panels=2).run(context(tmp_path, pictures)))
-
-    drawn = {str(path.relative_to(path.parents[1])) for path in tmp_path.glob("*/*/*.png")}
-    blocks = "block00_key", "block02_key"
-    assert drawn == {f"{block}/{name}.png" for block in blocks for name in "bc"}
-
-
 def test_a_contact_sheet_is_drawn_from_the_log_alone(tmp_path):
     encoder, calls = tiny_encoder(), []
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [found_box("c", 2).box.tolist()]}
