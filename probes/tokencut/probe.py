@@ -26,7 +26,7 @@ from probes.features.stream import batches, checked, read_ahead
 from probes.pictures import sheet
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover, lost, maskcut
 from probes.tokencut.eigensolver import map_graphs
-from probes.tokencut.log import Cell, DiscoveryLog, ImageResult, cell_name, pack_mask
+from probes.tokencut.log import Cell, DiscoveryLog, ImageResult, cell_name, pack_mask, unpack_mask
 from probes.tokencut.pictures import (
     draw_sheets,
     mask_path,
@@ -48,6 +48,7 @@ from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.results import Baseline, encoder_id
 from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
+from ssl_bench.system.escaping import printable
 from ssl_bench.system.files import write_atomically
 
 TOKENS_A_BATCH = 8192
@@ -214,6 +215,7 @@ class TokenCut(Cut, Probe):
                 seen=self.seen,
             )
         self._say_degenerate(context, list(results.values()))
+        self._say_padding(context, results)
         if self.truth == "none":
             side = self.settings().get("max_side")
             shrunk = f" (of larger images at {side} pixels, see probe.max_side)" if side else ""
@@ -282,7 +284,14 @@ class TokenCut(Cut, Probe):
         def found_in_each() -> Iterator[tuple[Sample, dict[str, list[Discovery]]]]:
             """Images of one shape pass the encoder together."""
             samples = read_ahead(images, pending, self.seen, workers=_DECODERS)
+            largest = TOKENS_A_BATCH
             for batch in same_shape(samples, shape, size):
+                if (patches := math.prod(shape(batch[0])[:2])) > largest:
+                    largest = patches
+                    context.say(
+                        f"{self.task}: {batch[0].image_id} has {patches:,} patches, whose "
+                        "graph takes minutes; probe.max_side=640 makes large images smaller"
+                    )
                 yield from zip(batch, find_in_batch(self, extractor, batch), strict=True)
 
         for sample, found in context.progress(found_in_each(), self.method, len(pending)):
@@ -323,6 +332,29 @@ class TokenCut(Cut, Probe):
             f"an image lie above {threshold}, every patch is linked with every other and the box "
             f"is arbitrary{helps}"
         )
+
+    def _say_padding(self, context: ProbeContext, results: Mapping[str, ImageResult]) -> None:
+        """Say whose objects lie in padding alone, which are those of small images, what helps."""
+        patch, cells = context.encoder.patch_size, itertools.product(context.layers, self.facets)
+        names = [cell_name(*cell) for cell in cells]
+        padding = [
+            image_id
+            for image_id, result in results.items()
+            if any(
+                PatchGrid(*result.size, patch).is_padding(
+                    unpack_mask(result.cells[name]["mask"], result.grids.get(name, result.grid))
+                )
+                for name in names
+            )
+        ]
+        if padding:
+            first = ", ".join(printable(image_id) for image_id in padding[:3])
+            more = f" and {len(padding) - 3:,} more" if len(padding) > 3 else ""
+            context.say(
+                f"{self.task}: the object of {first}{more} lies in what fills the image up to "
+                f"patches of {patch} pixels and counts as degenerate; probe.longer_side=224 "
+                "enlarges small images, probe.mask_padding=true leaves such patches out"
+            )
 
 
 def find_in_batch(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from skimage.filters import threshold_otsu
 
 from probes.tokencut.cuts import Cut, PatchGrid, discover, lost, maskcut, otsu_threshold
 from ssl_bench.cli.__main__ import main
-from tests.support.faults import encoder_file, records
+from tests.support.faults import encoder_file, photo_folder, records
 
 GRID = PatchGrid(96, 128, 8)
 OBJECT = (slice(4, 8), slice(5, 11))
@@ -100,6 +101,17 @@ def test_degenerate_blocks_are_explained_with_what_helps(linked, capsys, method)
     assert by_protocol["adaptive"].settings["tau"] == "otsu"
     assert by_protocol["adaptive"].details["degenerate_percent"] < 50
     assert "probe.protocol" not in capsys.readouterr().err
+
+
+def test_photographs_without_boxes_are_explained_too(linked, capsys, monkeypatch):
+    monkeypatch.setattr("probes.tokencut.probe.TOKENS_A_BATCH", 9)
+    words = ["probe", "--task", "tokencut", "--checkpoint", str(linked), "--layer", "0"]
+    words += ["--dataset", "folder", "--data-root", str(photo_folder(Path("photos")))]
+    assert main([*words, "probe.facet=token"]) == 0
+
+    said = capsys.readouterr().err
+    assert "tokencut: degenerate graphs for token of block 0 (100 %): where" in said
+    assert "patches, whose graph takes minutes; probe.max_side=640 makes large images" in said
 
 
 def test_all_tasks_cut_in_both_protocols(linked, capsys):

@@ -172,8 +172,8 @@ def test_an_image_is_searched_once_whatever_ends_a_run(tmp_path):
     assert searched() == (scores, [last])
     assert searched() == (scores, [])
     # Further blocks are added, other settings and weights kept apart.
-    for changes in ({"layers": [1]}, {"tau": 0.1}, {"seed": 1}):
-        assert searched(**changes)[1] == ["a", "b", "c"]
+    for _, read in (searched([1]), searched(tau=0.1), searched(seed=1)):
+        assert read == ["a", "b", "c"]
     assert searched([0, 1])[1] == []
     assert len(list(tmp_path.glob("*/images_*.jsonl"))) == 3
 
