@@ -8,7 +8,7 @@ from probes.classification import LinearClassification
 from probes.clustering.probe import Clustering
 from probes.conditioning.probe import Conditioning
 from probes.correspondence import Correspondence
-from probes.geometry.probe import Geometry
+from probes.geometry import Geometry
 from probes.knn import KNN
 from probes.pca import PCA
 from probes.retrieval import Retrieval
