@@ -147,9 +147,10 @@ def test_a_checkpoint_that_names_no_kind_is_a_vision_transformer(tmp_path):
 
 
 def test_a_kind_of_a_later_version_is_refused_in_one_line(tmp_path, monkeypatch):
+    path, model = tmp_path / "later.safetensors", build_encoder(TINY, seed=0)
     with monkeypatch.context() as later:
         later.setattr(ConvMixerConfig, "kind", "mamba")
-        path = saved(tmp_path / "later.safetensors")
+        save_encoder(path, model, {})
 
     for load in (load_encoder, identify_encoder):
         with pytest.raises(CheckpointError, match=r"expected vit or conv_mixer.*'mamba'") as raised:

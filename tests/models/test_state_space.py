@@ -19,15 +19,13 @@ from ssl_bench.models import (
     save_encoder,
 )
 from ssl_bench.models.loading.checkpoint import load_checkpoint
-from ssl_bench.models.state_space.model import (
+from ssl_bench.models.state_space import (
     Mamba1Mixer,
     Mamba2Mixer,
     Mixer,
     StateSpaceBlock,
-    convolved,
-)
-from ssl_bench.models.state_space.scan import (
     channel_mixing,
+    convolved,
     head_mixing,
     scan_channels,
     scan_heads,

@@ -30,14 +30,9 @@ from ssl_bench.models import (
     load_encoder,
     save_encoder,
 )
-from ssl_bench.models.graying import (
-    TokenGraying,
-    gray_by_dct,
-    gray_by_svd,
-    gray_windows,
-    gray_with_class,
-)
+from ssl_bench.models.graying import TokenGraying, gray_by_dct, gray_by_svd
 from ssl_bench.models.loading.timm_encoder import timm_encoder
+from ssl_bench.models.timm_model import gray_windows, gray_with_class
 from ssl_bench.results import Record, ResultStore
 
 SWIN = TimmConfig(

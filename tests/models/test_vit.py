@@ -9,8 +9,7 @@ from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import OrthogonalAttention, VisionTransformer, ViTConfig, build_vit
 from ssl_bench.models.encoder import configured
-from ssl_bench.models.positions import resize_positions, sinusoidal_positions
-from ssl_bench.models.vit import Attention, Block
+from ssl_bench.models.vit import Attention, Block, resize_positions, sinusoidal_positions
 from tests.support.faults import unchecked_types
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=48, depth=3, num_heads=3)

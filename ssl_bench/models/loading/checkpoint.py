@@ -19,9 +19,10 @@ from ssl_bench.models.encoder import (
     Encoder,
     EncoderIdentity,
     configured,
+    empty_encoder,
+    encoder_from_model,
     require_images,
 )
-from ssl_bench.models.kinds import EncoderModule, empty_encoder, encoder_from_model
 from ssl_bench.models.loading.addresses import name_of
 from ssl_bench.models.loading.weights import (
     check_readable,
@@ -33,7 +34,7 @@ from ssl_bench.models.loading.weights import (
     usable,
     verified_sha256,
 )
-from ssl_bench.models.timm_config import TimmConfig
+from ssl_bench.models.vit import EncoderModule
 from ssl_bench.system.escaping import shell_words
 from ssl_bench.system.files import read_digests, write_atomically, write_text_atomically
 
@@ -55,9 +56,9 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
     ours = {"format": _FORMAT, "version": _VERSION, "config": json.dumps(model.config.to_dict())}
     if model.config.kind != _UNNAMED_KIND:
         ours["kind"] = model.config.kind
-    if isinstance(model.config, TimmConfig):
+    if (shape := model.config.shape) is not None:
         # So that nobody has to ask timm, and torch, which blocks there are.
-        ours["strides"] = json.dumps(model.config.shape.strides)
+        ours["strides"] = json.dumps(shape.strides)
     content = _serialised(model.state_dict(), {**metadata, **ours})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
     sidecar = sidecar_of(path)

@@ -11,25 +11,30 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models.config import ViTConfig
-from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Contents, Encoder
-from ssl_bench.models.kinds import encoder_from_model
+from ssl_bench.models.encoder import (
+    ASSUMED,
+    IMAGENET_COLOURS,
+    Colours,
+    Contents,
+    Encoder,
+    encoder_from_model,
+)
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
     TRANSFORMERS,
+    Backbone,
     Description,
     Layout,
+    backbone_weights,
     dinov3_architecture,
+    reasons,
     recognised,
     refuse_strangers,
     renamed,
 )
-from ssl_bench.models.loading.onnx_file import read_onnx
 from ssl_bench.models.loading.weights import (
-    Backbone,
-    backbone_weights,
     load_weights,
     read_weights,
-    reasons,
     unreplaced,
     verified_sha256,
 )
@@ -60,6 +65,8 @@ def load_foreign(
     with unreplaced(path):
         digest = verified_sha256(path)
         if path.suffix == ".onnx":
+            from ssl_bench.models.loading.onnx_file import read_onnx
+
             content, described = read_onnx(path)
         else:
             content = read_weights(path)

@@ -37,10 +37,8 @@ from ssl_bench.models.encoder import (
 )
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
-from ssl_bench.models.loading.layouts import dinov3_architecture
+from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
 from ssl_bench.models.loading.weights import (
-    Backbone,
-    backbone_weights,
     colour_of,
     read_weights,
     shape_text,
