@@ -106,13 +106,6 @@ def test_card_configuration_and_log_lie_beside_and_name_no_place(runs, tmp_path,
     assert [json.loads(line)["step"] for line in log.splitlines()] == [0, 20, 31, 40, 49]
 
 
-def test_an_installed_package_looks_inside_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "PACKAGE", tmp_path / "package")
-    assert loading.demo_folder() == tmp_path / "results" / "demo"
-    (tmp_path / "package" / "demo").mkdir(parents=True)
-    assert loading.demo_folder() == tmp_path / "package" / "demo"
-
-
 def test_those_that_come_with_this_suite_are_those_of_the_ledger():
     """What lies in results/demo is what the queue wrote last."""
     known = {name: run for name in NAMES if (run := Ledger(LEDGER).runs.get(demo_of(name)))}

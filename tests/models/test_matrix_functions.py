@@ -130,7 +130,7 @@ def _values_and_gradients(
 
 @pytest.mark.parametrize("shape", [(20, 12), (12, 20), (12, 12), (65, 40)])
 @pytest.mark.parametrize("decades", [0.5, 3, 5])
-@pytest.mark.parametrize("exponent", [0.5, 0.7, 0.95])
+@pytest.mark.parametrize("exponent", [0.5, 0.95, 1.0])
 def test_raised_singular_values_are_those_of_the_decomposition(shape, decades, exponent):
     x = with_values(torch.logspace(1, 1 - decades, min(shape)).double(), *shape).float()
     weights = drawn(*x.shape, seed=3)
@@ -184,9 +184,3 @@ def test_raising_spoils_no_image_but_that_which_is_not_finite():
     result = raised(x, 0.7)
     assert not result[0].isfinite().any()
     assert torch.equal(result[1], expected)
-
-
-def test_an_exponent_of_one_raises_nothing():
-    x = drawn(2, 7, 5).float()
-    assert torch.equal(raised(x, 1.0), x)
-    torch.testing.assert_close(raised(x, 0.999999), x, rtol=0, atol=1e-5)

@@ -7,9 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pretrain.description import describe, differences
-from pretrain.objectives.supervised import Supervised
-from pretrain.resources import training_flops
-from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.models import ViTConfig, build_vit
@@ -281,14 +278,6 @@ def test_xavier_weights_are_uniform_with_the_bound_of_their_sides():
     for matrix, bound in [(m, square) for m in matrices] + [(first, long), (second, long)]:
         assert 0.99 * bound < matrix.abs().max() <= bound
         assert matrix.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.05)
-
-
-@pytest.mark.parametrize("kind", ["osa_qr", "osa_newton_schulz"])
-def test_the_flops_of_a_training_step_can_be_counted(kind):
-    config = ViTConfig(**{**TINY.to_dict(), "attention": kind})
-    learner = Supervised().build(config, Timeline(1, 1), seed=0, class_names=("a", "b"))
-    views = torch.randn(2, 3, 32, 32), torch.tensor([0, 1]), torch.tensor(1.0)
-    assert training_flops(learner, views, 0) > 0
 
 
 def test_the_rows_of_the_mnist_table_differ_in_the_model_alone():

@@ -50,13 +50,11 @@ class Description:
     Attributes:
         image_size: Height and width in pixels of its positions; None where it says nothing.
         position_margin: See `ssl_bench.models.vit.resize_positions`.
-        input_size: Height and width of the only images that an exported graph takes.
     """
 
     num_heads: int
     norm_eps: float
     image_size: tuple[int, int] | None = None
-    input_size: tuple[int, int] | None = None
     position_margin: float = DINO_MARGIN
 
 
@@ -281,17 +279,22 @@ def _fitting(names: Sequence[str], pattern: str) -> str | None:
     return next((name for name in names if re.fullmatch(pattern, name)), None)
 
 
-def renamed(layout: Layout, weights: Mapping[str, Tensor], path: object) -> dict[str, Tensor]:
-    """The tensors under our names; those without a rename keep theirs."""
+def renamed(
+    layout: Layout, weights: Mapping[str, Tensor], path: object
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors that a layout uses, under our names, and why others are left out."""
+    dropped = reasons(weights, layout.ignored)
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
+        if name in dropped:
+            continue
         fitting = (rename for rename in layout.renames if re.fullmatch(rename[0], name))
         pattern, replacement = next(fitting, (r"$^", ""))
         ours = re.sub(pattern, replacement, name)
         if ours in found:
             raise CheckpointError(f"{path} holds {ours} twice, the second time as {name}")
         found[ours] = value
-    return found
+    return found, dropped
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ is held against the file.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -93,14 +92,6 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
     """
     name = str(config["architecture"]).partition(".")[0]
     _check_name(name)
-    arguments = _mapping(config, "model_args", path)
-    # Such as checkpoint_path, which would put other weights in place of these.
-    strange = [name for name in signature(timm.create_model).parameters if name in arguments]
-    if strange:
-        raise CheckpointError(
-            f"config.json beside {path} has {', '.join(strange)} among model_args, expected the "
-            "architecture's arguments alone; take it out"
-        )
     return _from_file(uri, name, path, label=label, config=config)
 
 
@@ -383,31 +374,21 @@ def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
 def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -> None:
     """Every number of the model is one of the file, under timm's name or another."""
     own = model.state_dict()
-    changed = {
-        ours: _bits(value)
+    made = {
+        ours: value
         for ours, value in own.items()
-        if ours not in weights
-        or weights[ours].shape != value.shape
-        or not torch.equal(_bits(weights[ours]), _bits(value))
-    }
-    renamed: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for theirs, value in weights.items() if changed else ():
-        renamed[_key(_bits(value))].append(theirs)
-    left = {
-        ours: bits
-        for ours, bits in changed.items()
-        if not any(
-            theirs != ours and torch.equal(_bits(weights[theirs]), bits)
-            for theirs in renamed[_key(bits)]
+        if ours in weights
+        and (
+            weights[ours].shape != value.shape
+            or not torch.equal(_bits(weights[ours]), _bits(value))
         )
     }
-    made = {ours: own[ours] for ours in left if ours in weights}
-    if len(made) < len(left):
-        # Layers that are joined or cut under other names, and biases that are 0 here.
+    if renamed := own.keys() - weights.keys():
+        # Some are joined or cut under other names, and there are biases that are 0 here.
         numbers = np.concatenate([np.zeros(1, np.int32), *map(_bits, weights.values())])
         # Once for all layers: a ViT-S has 22 million and some hundred layers.
         numbers.sort()
-        made |= {ours: own[ours] for ours, bits in left.items() if not _are_of(numbers, bits)}
+        made |= {ours: own[ours] for ours in renamed if not _are_of(numbers, _bits(own[ours]))}
     if made:
         raise CheckpointError(_mismatch(path, name, weights, made))
 
@@ -439,7 +420,3 @@ def _are_of(numbers: Int[np.ndarray, " numbers"], bits: Int[Tensor, " some"]) ->
     asked = np.sort(bits.numpy())
     places = np.searchsorted(numbers, asked).clip(max=len(numbers) - 1)
     return bool((numbers[places] == asked).all())
-
-
-def _key(bits: Int[Tensor, " numbers"]) -> tuple[int, ...]:
-    return (len(bits), *bits[:1].tolist(), *bits[-1:].tolist())
