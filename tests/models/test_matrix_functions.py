@@ -145,17 +145,6 @@ def test_raised_singular_values_are_those_of_the_decomposition(shape, decades, e
     torch.testing.assert_close(found[1], found[3], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("values", [(3, 1, 1, 1), (3, 2, 2, 0.01, 0.01), (3, 1, 1 + 1e-12, 0.5)])
-def test_gradients_of_repeated_values_are_those_of_the_decomposition(values):
-    x = with_values(torch.tensor(values, dtype=torch.float64), 7, 9)
-    x, weights = x[:, : len(values)].contiguous(), drawn(2, len(values), 9, seed=3)
-    gradients = []
-    for function in (raised, gray_by_svd):
-        given = x.clone().requires_grad_()
-        gradients += torch.autograd.grad((function(given, 0.6) * weights).sum(), given)
-    torch.testing.assert_close(*gradients, rtol=0, atol=3e-5 * gradients[1].abs().max().item())
-
-
 @pytest.mark.parametrize("factor", [0.0, 1e-30, 1.0, 1e15])
 @pytest.mark.parametrize("case", ["full rank", "the same tokens", "one entry", "one token"])
 def test_raising_singular_matrices_gives_finite_values_and_gradients(case, factor):

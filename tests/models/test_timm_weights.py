@@ -86,9 +86,8 @@ def test_fault_79_a_tensor_of_another_shape_is_named(tmp_path, capsys, name, cha
 @pytest.mark.parametrize(
     ("key", "shape"),
     [
-        *(("pos_embed", shape) for shape in [(), (197, 192), (1, 0, 192)]),
-        *(("patch_embed.proj.weight", shape) for shape in [(5,), (192, 3, 16, 8), (192, 768)]),
-        ("blocks.3.attn.qkv.bias", ()),
+        *(("pos_embed", shape) for shape in [(), (1, 0, 192)]),
+        *(("patch_embed.proj.weight", shape) for shape in [(5,), (192, 3, 16, 8)]),
     ],
 )
 def test_fault_79_any_other_shape_names_the_tensor(tmp_path, key, shape):

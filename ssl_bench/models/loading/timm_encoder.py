@@ -190,6 +190,9 @@ def _with_weights(
     if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
         # Else timm would take positions of equally many patches for those of another grid.
         overlay["input_size"] = (3, *size)
+    shapes = {ours: value for ours, value in plan.state_dict().items() if ours in weights}
+    if wrong := {o: value for o, value in shapes.items() if weights[o].shape != value.shape}:
+        raise CheckpointError(_mismatch(path, name, weights, wrong))
     # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
     # missing keys without a word.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
@@ -197,16 +200,10 @@ def _with_weights(
     # how it is drawn, and stays.
     undrawn = "weight_init" in signature(type(plan).__init__).parameters
     drawing = {"weight_init": "skip"} if undrawn else {}
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model = _create(name, path, arguments | drawing, overlay, pretrained=True)
-        if (mode := getattr(plan, "weight_init_mode", None)) is not None:
-            model.weight_init_mode = mode
-    except CheckpointError as error:
-        shapes = {ours: value for ours, value in plan.state_dict().items() if ours in weights}
-        wrong = {o: value for o, value in shapes.items() if weights[o].shape != value.shape}
-        said = _mismatch(path, name, weights, wrong) if wrong else str(error)
-        raise CheckpointError(said) from error
+    with torch.random.fork_rng(devices=[]):
+        model = _create(name, path, arguments | drawing, overlay, pretrained=True)
+    if (mode := getattr(plan, "weight_init_mode", None)) is not None:
+        model.weight_init_mode = mode
     _require_weights(model, weights, path, name)
     return model, note
 
@@ -377,11 +374,7 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
     made = {
         ours: value
         for ours, value in own.items()
-        if ours in weights
-        and (
-            weights[ours].shape != value.shape
-            or not torch.equal(_bits(weights[ours]), _bits(value))
-        )
+        if ours in weights and not torch.equal(_bits(weights[ours]), _bits(value))
     }
     if renamed := own.keys() - weights.keys():
         # Some are joined or cut under other names, and there are biases that are 0 here.
