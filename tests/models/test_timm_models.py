@@ -226,6 +226,18 @@ def test_sizes_come_from_the_name_where_they_are_left_open():
     assert atto.shape.strides[::4] == (4, 16, 16)
 
 
+@pytest.mark.parametrize("config", [SWIN, CAIT, VIT])
+def test_mimetic_values_and_projections_multiply_to_nearly_minus_the_identity(config):
+    options = {"alpha2": 0.0, "beta2": 1.0}
+    model = build_encoder(replace(config, init="mimetic", init_options=options), seed=0)
+
+    block = model.blocks[-1]
+    dim = config.dim
+    value = block.get_parameter("attn.qkv.weight")[2 * dim :]
+    product = block.get_parameter("attn.proj.weight") @ value
+    torch.testing.assert_close(product, -torch.eye(dim), rtol=0, atol=1e-5)
+
+
 GRAYED = {
     "map": replace(SWIN, graying="dct"),
     "window": replace(SWIN, graying="dct", graying_scope="window"),

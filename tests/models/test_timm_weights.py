@@ -96,6 +96,16 @@ def test_fault_79_any_other_shape_names_the_tensor(tmp_path, key, shape):
     assert f"{key} is " in said
 
 
+def test_fault_79_numbers_that_timm_would_change_on_the_way_are_refused(tmp_path, monkeypatch):
+    load = timm.models.VisionTransformer.load_state_dict
+
+    def changed(model: Any, weights: dict[str, Tensor], *given: Any, **more: Any) -> Any:
+        return load(model, weights | {"norm.bias": weights["norm.bias"] + 1}, *given, **more)
+
+    monkeypatch.setattr(timm.models.VisionTransformer, "load_state_dict", changed)
+    assert "norm.bias is " in message_of(f"timm:{NAME}@{saved(tmp_path / 'w.pth', weights_of())}")
+
+
 # 7 x 28 patches are as many as the 14 x 14 of the name.
 @pytest.mark.parametrize("grid", [(7, 28), (3, 5)])
 @pytest.mark.parametrize("place", ["model_args", "pretrained_cfg"])
