@@ -27,14 +27,14 @@ import torch
 from ssl_bench.composition.compose import changed_settings, usual_values
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.corruptions import as_settings, corruption_of
-from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import (
     ReadableDataset,
     counts_and_first,
+    shared_files,
     summary,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.data.views import OpenedOnce
+from ssl_bench.data.splits import OpenedOnce
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import holds
