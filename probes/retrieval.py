@@ -16,8 +16,7 @@ from probes.features.stream import batches, checked, extract, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage
 from probes.heads.losses import label_histograms
-from probes.heads.scored_images import Squashed
-from probes.heads.scores import ImageCounts, mask_score
+from probes.heads.scored_images import ImageCounts, Squashed, mask_score
 from ssl_bench.composition.compose import guesses_of
 from ssl_bench.composition.fields import (
     Count,
@@ -188,7 +187,7 @@ def labelled_patches(training_pass: TrainingPass, patch: int) -> Int64[Tensor, "
     def look(some: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
         found[list(some)] = is_labelled(labels, patch)
 
-    training_pass.read_labels(look)
+    training_pass.fill(look)
     return found.flatten().nonzero()[:, 0]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.features.disk import FeatureFile, FeatureWriter
+from probes.features.tiers import FeatureFile, FeatureWriter
 from probes.segmentation import SegmentationRun
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError

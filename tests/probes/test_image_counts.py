@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.heads.scores import ImageCounts, mask_score
+from probes.heads.scored_images import ImageCounts, mask_score
 from ssl_bench.metrics import class_counts
 from ssl_bench.scores import iou_per_class, mean_iou, pixel_accuracy
 
