@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from io import BufferedReader
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal
+from typing import IO, Any, Literal
 from zlib import crc32
 
 import numpy as np
@@ -125,7 +124,7 @@ class FeatureFile:
     header: Mapping[str, Any]
     shape: tuple[int, ...]
 
-    def open(self) -> "FeatureReader | None":
+    def open(self) -> "OpenFeatures | None":
         """The features if they were written completely, else None.
 
         Raises:
@@ -143,10 +142,10 @@ class FeatureFile:
         checksums = np.frombuffer(tail, _CHECKSUM, min(prod(self.shape[:2]), len(tail) // 4))
         if len(tail) != expected or tail != self._tail(checksums):
             raise DamagedFeatures(f"{self.path} is not as it was written")
-        return FeatureReader(self, file, checksums.reshape(self.shape[:2]))
+        return OpenFeatures(self, file, checksums.reshape(self.shape[:2]))
 
     @contextmanager
-    def writing(self) -> Iterator["FeatureWriter"]:
+    def writing(self) -> Iterator["OpenFeatures"]:
         """Takes features; the file has its name once the block ends without an error.
 
         Raises:
@@ -156,7 +155,7 @@ class FeatureFile:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_orphans(self.folder)
             with unfinished(self.path) as file:
-                writer = FeatureWriter(self, file, np.zeros(self.shape[:2], _CHECKSUM))
+                writer = OpenFeatures(self, file, np.zeros(self.shape[:2], _CHECKSUM))
                 _allocate(file, self._data_bytes() + len(self._tail(writer.checksums)))
                 yield writer
                 file.seek(self._data_bytes())
@@ -190,11 +189,15 @@ class FeatureFile:
 
 
 @dataclass(frozen=True)
-class FeatureWriter:
-    """Checksums are of what is given, not of what the disk made of it."""
+class OpenFeatures:
+    """A file that is written or read.
+
+    Checksums are of what is given, not of what the disk made of it. What is compared with them is a
+    copy in memory: mapped pages could be other ones when they are used.
+    """
 
     format: FeatureFile
-    file: BinaryIO
+    file: Any
     checksums: UInt32[np.ndarray, "layers entries"]
 
     def put(
@@ -210,30 +213,20 @@ class FeatureWriter:
             self.file.seek(self.format.place(layer, entry))
             self.file.write(values)
 
-
-@dataclass(frozen=True)
-class FeatureReader:
-    """Copies into memory what is then compared: mapped pages could be other ones when used."""
-
-    format: FeatureFile
-    file: BufferedReader
-    checksums: UInt32[np.ndarray, "layers entries"]
-
     def read(self, layer: int, entry: int, into: Float16[np.ndarray, "rows cols dim"]) -> None:
         """Fill an array with an entry of the layer of that index.
 
         Raises:
             DamagedFeatures: the file gives other bytes than were written.
         """
+        path = self.format.path
         try:
             self.file.seek(self.format.place(layer, entry))
             count = self.file.readinto(into.data)
         except OSError as error:
-            raise DamagedFeatures(
-                f"{self.format.path} cannot be read ({error.strerror})"
-            ) from error
+            raise DamagedFeatures(f"{path} cannot be read ({error.strerror})") from error
         if count != into.nbytes or crc32(into.data) != self.checksums[layer, entry]:
-            raise DamagedFeatures(f"{self.format.path} gives other features than were written")
+            raise DamagedFeatures(f"{path} gives other features than were written")
 
 
 def _allocate(file: IO[bytes], size: int) -> None:
@@ -350,7 +343,7 @@ class FeaturesOnDisk:
     compute: Callable[[], object]
     say: Callable[[str], None]
     passes: int
-    _reader: FeatureReader | None = field(default=None, init=False, repr=False)
+    _reader: OpenFeatures | None = field(default=None, init=False, repr=False)
 
     tier = "disk"
 

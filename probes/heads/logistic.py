@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from jaxtyping import Bool, Float64, Int64
@@ -17,7 +18,6 @@ from probes.heads.sgd import (
     RunningStatistics,
     TrainedHeads,
     joined,
-    layers_of,
 )
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import in_float64
@@ -42,7 +42,7 @@ def fit(
 ) -> TrainedHeads:
     """Fit one head for each source and C of what is asked for; nothing is random in it."""
     start = time.monotonic()
-    read = features.of_layers(layers_of(sources), heads.device)
+    read = features.of_layers([*chain(*sources)], heads.device)
     batches = entries.split(asked.batch_size)
     # From one pass: scale of the channels, and how many patches of each batch count.
     found, counted = RunningStatistics.none(heads.device), []
@@ -167,7 +167,11 @@ def minimise(
             if have_fallen:
                 break
             length = torch.where(fell, length, length / 2)
-        pairs = [*pairs, _pair(values - before[0], gradient - before[2])][-memory:]
+        step, change = values - before[0], gradient - before[2]
+        curvature = _dot(step, change)
+        says = curvature > 1e-12 * _dot(step, step)
+        weight = torch.where(says, 1 / curvature.where(says, 1.0), 0.0)
+        pairs = [*pairs, (step, change, weight)][-memory:]
         iteration += 1
     return Minimum(values, converged, stalled & ~converged, iteration)
 
@@ -191,12 +195,6 @@ def _direction(gradient: _Values, pairs: Sequence[_Pair]) -> _Values:
     for (step, change, weight), share in zip(pairs, reversed(shares), strict=True):
         direction += (share - weight * _dot(change, direction))[:, None] * step
     return -direction
-
-
-def _pair(step: _Values, change: _Values) -> _Pair:
-    curvature = _dot(step, change)
-    says = curvature > 1e-12 * _dot(step, step)
-    return step, change, torch.where(says, 1 / curvature.where(says, 1.0), 0.0)
 
 
 def _dot(one: _Values, other: _Values) -> _Each:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -431,7 +432,7 @@ class StepTraining(Training):
             if kept and kept.is_due():
                 kept.write({**state, "seconds": time.monotonic() - start})
 
-        read = features.of_layers(layers_of(sources), heads.device)
+        read = features.of_layers([*chain(*sources)], heads.device)
         in_order, done = entries.split(self.batch_size), state.get("batches", 0)
         found = RunningStatistics.none(heads.device)
         if done:
@@ -544,11 +545,6 @@ class TrainedHeads:
         weight, bias = self.weight[index], self.bias[index]
         values = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
         return values.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
-
-
-def layers_of(sources: Sequence[LayerGroup]) -> list[int]:
-    """Those of all sources, one source after the other."""
-    return [layer for source in sources for layer in source]
 
 
 def joined(
