@@ -281,7 +281,8 @@ def test_a_run_in_pieces_is_the_run_without_workers_and_says_what_it_takes(tmp_p
     assert said.endswith("GiB of shared memory, batches in 2 pieces")
 
 
-def test_a_picture_that_breaks_a_later_piece_is_named_and_all_is_saved(tmp_path):
+@pytest.mark.parametrize("workers", [FEW, {}], ids=["two workers", "none"])
+def test_a_picture_that_breaks_a_later_piece_is_named_and_all_is_saved(tmp_path, workers):
     root = photo_folder(tmp_path / "photos", 5)
     # The last of its epoch's first batch, which two workers cut in two pieces.
     (_, index, _) = batches(ALBUM[:5]).keys(0)[-1]
@@ -289,6 +290,9 @@ def test_a_picture_that_breaks_a_later_piece_is_named_and_all_is_saved(tmp_path)
     path.write_bytes(path.read_bytes()[:200])
 
     with pytest.raises(DataError, match=path.name):
-        plan_of(root, **THREE, **FEW).run(tmp_path / "run", device="cpu")
+        plan_of(root, **THREE, **workers).run(tmp_path / "run", device="cpu")
 
     assert state_of(tmp_path / "run")["step"] == 0
+    skipping = plan_of(root, data={"on_bad_image": "skip"}, **THREE, **workers)
+    skipping.run(tmp_path / "skipping", device="cpu")
+    assert state_of(tmp_path / "skipping")["left_out"] == [index]

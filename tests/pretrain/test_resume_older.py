@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pretrain.checkpoints import save_state
+from pretrain.optimizers.recipes import Soap
 from ssl_bench.errors import ConfigurationError
 from tests.pretrain.plans import TINY, album, plan_of, state_of, stopped_after_a_step
 from tests.support.runs import assert_same_run
@@ -81,6 +82,8 @@ def stopped(root, tmp_path_factory):
             {"max_grad_norm": 1.0},
             "train.max_grad_norm: 3.0 -> 1.0",
         ),
+        # Another class, whose defaults say nothing of the former one.
+        ((), {}, {"optimizer": Soap(lr=0.05)}, "optimizer._target_: .*AdamW -> .*Soap.*"),
     ],
 )
 def test_what_differs_from_an_older_state_is_named(

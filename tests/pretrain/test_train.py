@@ -358,3 +358,10 @@ def test_a_run_is_deterministic_from_its_first_step_and_refuses_what_cannot_be(
     assert seen == [(True, ":4096:8")] * 2
     assert not torch.are_deterministic_algorithms_enabled()
     assert said.startswith("ssl-bench: train.deterministic=true: upsample_bicubic2d")
+
+    def misfit(*_):
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(Trainer, "take_step", misfit)
+    with pytest.raises(RuntimeError, match="shapes"):
+        plan_of(tmp_path / "photos", deterministic=True).run(tmp_path / "other", device="cpu")
