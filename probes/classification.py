@@ -59,7 +59,6 @@ from ssl_bench.composition.fields import (
     Threads,
     shown,
 )
-from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
@@ -67,6 +66,7 @@ from ssl_bench.features import central_square
 from ssl_bench.layers import INNER_FACETS, AskedFacets
 from ssl_bench.metrics import LabelledFeatures, class_rank
 from ssl_bench.system.device import sent
+from ssl_bench.system.paths import cache_folder
 
 ATTENTIVE_FACET = "patch_attentive"
 """As records have it: the patches after the final norm, pooled where a head learned to look."""

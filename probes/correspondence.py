@@ -38,7 +38,7 @@ from ssl_bench.composition.fields import (
     require_some,
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.views import sampled
+from ssl_bench.data.splits import sampled
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, central_square

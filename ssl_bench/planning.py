@@ -31,17 +31,17 @@ from ssl_bench.composition.compose import (
 )
 from ssl_bench.composition.fields import shown
 from ssl_bench.data.corruptions import asked_corruptions
-from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import (
     Looked,
     OnBadImage,
     ReadableDataset,
     as_readable,
+    shared_files,
     with_a_way_out,
 )
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
-from ssl_bench.data.views import DType, ListedOnce, OpenedOnce, as_asked, shared_values
+from ssl_bench.data.splits import DType, ListedOnce, OpenedOnce, as_asked, shared_values
 from ssl_bench.errors import (
     BrokenFile,
     CheckpointError,

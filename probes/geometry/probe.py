@@ -40,7 +40,6 @@ from ssl_bench.composition.fields import (
     Threads,
     Within,
 )
-from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
@@ -49,6 +48,7 @@ from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
 from ssl_bench.results import encoder_id
 from ssl_bench.system.device import sent
+from ssl_bench.system.paths import cache_folder
 from ssl_bench.system.progress import in_words
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")

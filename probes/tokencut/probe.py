@@ -40,7 +40,7 @@ from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels
 from ssl_bench.data.files.fingerprints import entries_of
 from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
-from ssl_bench.data.views import sampled
+from ssl_bench.data.splits import sampled
 from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.results.provenance import device_name
 from ssl_bench.system import device as module
-from ssl_bench.system.device import choose_device, free_memory
+from ssl_bench.system.device import choose_device, device_name, free_memory
 from ssl_bench.system.launch import let_threads_sleep
 from tests.support.places import one_of
 from tests.support.without_torch import REPOSITORY
