@@ -5,11 +5,14 @@ they have cut in shared memory. Every worker has a few pieces of a batch in work
 more is being read. A piece is as large as that lets it be: a whole part of a batch, or less.
 """
 
+import signal
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from multiprocessing import active_children
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +21,10 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pretrain.signals import deaths_of_workers_wait, leave_signals_to_the_parent
 from ssl_bench.data.files.readable import with_a_way_out
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import DataError, MachineError, UnreadableImage
+from ssl_bench.system.endings import STOPPING
 from ssl_bench.system.launch import processes_here
 from ssl_bench.system.memory import free_shared_memory
 
@@ -268,3 +271,38 @@ def arriving(
             if worker not in before:
                 worker.kill()
                 worker.join()
+
+
+@contextmanager
+def deaths_of_workers_wait() -> Iterator[None]:
+    """Keep a data worker's death from raising wherever the main thread is, mid-step included.
+
+    torch's own handler does so once a loader has workers. Without it the loader looks whether
+    its workers live while it waits for them, every five seconds, and raises there.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not hasattr(signal, "SIGCHLD"):
+        yield
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def leave_signals_to_the_parent(worker: int) -> None:
+    """Keep a data worker alive when the whole process group is asked to stop.
+
+    Only the first SIGTERM is passed over: with a second one the parent ends a worker that hangs.
+    """
+    del worker
+    for name in (*STOPPING, "SIGINT"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _obey_the_next)
+
+
+def _obey_the_next(number: int, frame: FrameType | None) -> None:
+    del frame
+    signal.signal(number, signal.SIG_DFL)

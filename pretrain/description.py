@@ -55,17 +55,15 @@ def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
     those of another class than the component's, stay as they are. What an encoder's fields were
     once called has today's names.
     """
-    whole = {"_target_": _target(component), **older}
-    if whole["_target_"] != _target(component):
+    whole = dict(older)
+    if whole.get("_target_") != _target(component):
         return whole
     for item in fields(component):
         value, default = getattr(component, item.name), default_of(item)
         if item.name not in whole and default is not MISSING:
             whole[item.name] = describe(default)
-        inner = whole.get(item.name)
-        if is_dataclass(value) and isinstance(inner, Mapping):
-            kind = {"_target_": _target(default)} if is_dataclass(default) else {}
-            whole[item.name] = in_full({**kind, **inner}, value)
+        if is_dataclass(value) and isinstance(whole.get(item.name), Mapping):
+            whole[item.name] = in_full(whole[item.name], value)
     if not isinstance(component, EncoderConfig):
         return whole
     values = {key: value for key, value in whole.items() if key != "_target_"}

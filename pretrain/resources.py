@@ -52,7 +52,7 @@ def flops_and_kept_bytes(learner: nn.Module, views: Any, step: int) -> tuple[flo
     backward: Any = torch.ops.aten.convolution_backward
     formula = {backward: _convolution_backward}
     with FlopCounterMode(display=False, custom_mapping=formula) as counter:
-        loss, kept = _loss_and_kept_bytes(learner, views, step)
+        loss, kept = _hollow_loss(learner, views, step)
         loss.backward()
     return float(counter.get_total_flops()), kept
 
@@ -62,19 +62,26 @@ def kept_bytes(learner: nn.Module, views: Any, step: int) -> int:
 
     In float32, without what `torch.compile` spares.
     """
-    return _loss_and_kept_bytes(learner, views, step)[1]
+    return _hollow_loss(learner, views, step)[1]
 
 
-def _loss_and_kept_bytes(learner: nn.Module, views: Any, step: int) -> tuple[Tensor, int]:
-    kept: dict[int, Tensor] = {}
+def _hollow_loss(learner: nn.Module, views: Any, step: int) -> tuple[Tensor, int]:
+    """Loss of a copy without values, and the bytes that are kept for its backward pass."""
+    tensors = chain(learner.parameters(), learner.buffers())
+    hollow: Any = copy.deepcopy(learner, memo={id(tensor): _hollow(tensor) for tensor in tensors})
+    views, kept = tree_map_only(Tensor, _hollow, views), dict[int, Tensor]()
 
     def keep(tensor: Tensor) -> Tensor:
         # Views of one storage are in memory once.
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor), _ResizedShapes():
-        loss = _hollow_loss(learner, views, step)
+    with (
+        saved_tensors_hooks(keep, lambda tensor: tensor),
+        _ResizedShapes(),
+        torch.random.fork_rng(devices=[]),
+    ):
+        loss = hollow.loss(hollow.student, views, step)[0]
     return loss, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -88,13 +95,6 @@ class _ResizedShapes(TorchDispatchMode):
             images, size = args[:2]
             return images.new_empty((*images.shape[:2], *size))
         return func(*args, **(kwargs or {}))
-
-
-def _hollow_loss(learner: nn.Module, views: Any, step: int) -> Tensor:
-    tensors = chain(learner.parameters(), learner.buffers())
-    hollow: Any = copy.deepcopy(learner, memo={id(tensor): _hollow(tensor) for tensor in tensors})
-    with torch.random.fork_rng(devices=[]):
-        return hollow.loss(hollow.student, tree_map_only(Tensor, _hollow, views), step)[0]
 
 
 def _convolution_backward(

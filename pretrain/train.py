@@ -6,15 +6,17 @@ something is saved, logged or stopped, and what is left. What a step computes: `
 
 import hashlib
 import os
+import signal
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -36,7 +38,6 @@ from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.resources import Needs, fitted_batch, flops_and_kept_bytes, kept_bytes
 from pretrain.schedules import warmup_steps
-from pretrain.signals import StopRequest, stop_requests
 from pretrain.step import Trainer, deterministic
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.files.fingerprints import marks_of
@@ -46,6 +47,7 @@ from ssl_bench.evaluation import trained_on
 from ssl_bench.models import EncoderConfig, EncoderModule, StateSpaceConfig, ViTConfig
 from ssl_bench.models.loading.checkpoint import colours_metadata
 from ssl_bench.system.device import choose_device
+from ssl_bench.system.endings import STOPPING, handled
 from ssl_bench.system.files import write_text_atomically
 from ssl_bench.system.progress import size_in_words
 
@@ -294,6 +296,55 @@ class Pretraining:
         return Needs(flops / 2, image_bytes, 2 * saved + weights)
 
 
+class StopRequest:
+    """Which signal came, if any; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._stops_at_once = False
+
+    @property
+    def is_interrupt(self) -> bool:
+        return self.received is signal.SIGINT
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.is_interrupt and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+        if self._stops_at_once:
+            self._stop()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Stop in the middle of what is done here: it has nothing to save.
+
+        Raises:
+            KeyboardInterrupt: at a SIGINT.
+            Preempted: at another signal.
+        """
+        if self.received is not None:
+            self._stop()
+        self._stops_at_once = True
+        try:
+            yield
+        finally:
+            self._stops_at_once = False
+
+    def _stop(self) -> NoReturn:
+        if self.is_interrupt:
+            raise KeyboardInterrupt
+        raise Preempted("asked to stop before the first step; start it again")
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Collect signals that ask to stop instead of dying of them."""
+    request = StopRequest()
+    with handled((*STOPPING, "SIGINT"), request.receive):
+        yield request
+
+
 class Run:
     """A pretraining on its way: the loop, and what it reads and writes."""
 
@@ -375,15 +426,9 @@ class Run:
             ConfigurationError: it is of a run with another configuration, or has learned from
                 images that are others now.
         """
-        # Older states say nothing of the files, nor of options that came later.
-        older = {_FILES: self.description[_FILES], **state["configuration"]}
+        older = state["configuration"]
         if self.plan.init_from is not None:
             self.description[SHA256] = sha256_at_resume(self.plan.init_from, older)
-        if _WARMUPS not in older:
-            raise ConfigurationError(
-                f"{path} is of an older version, which did not say how long its warm-ups are; "
-                "start anew in another folder"
-            )
         before = in_full(older, self.plan)
         # Epochs that are kept may be of the longer run alone.
         lengths = {name: before["train"][name] for name in ("epochs", "max_steps")}
@@ -394,9 +439,8 @@ class Run:
         if extend:
             changed = [change for change in changed if change not in longer]
         if [change.startswith(f"{_FILES}:") for change in changed] == [True]:
-            # States of older versions do not say it, and nothing equals that.
-            learned = partial(self._learned, state["step"], state.get(_UNLEARNED, ()))
-            if self.ranks.from_first(learned) == state.get(_LEARNED):
+            learned = partial(self._learned, state["step"], state[_UNLEARNED])
+            if self.ranks.from_first(learned) == state[_LEARNED]:
                 changed = []
                 news = "images that this run has not learned from are others than before"
                 self._news.append(news)
@@ -410,7 +454,7 @@ class Run:
 
         def unreadable_now() -> set[int]:
             found = set[int]()
-            for index in state.get(_LEFT_OUT, ()):
+            for index in state[_LEFT_OUT]:
                 try:
                     self.images[index]
                 except DataError:
@@ -418,8 +462,8 @@ class Run:
             return found
 
         unreadable = self.ranks.from_first(unreadable_now)
-        self.left_out, self._unlearned = unreadable, unreadable & {*state.get(_UNLEARNED, ())}
-        self.extensions = state.get("extensions", [])
+        self.left_out, self._unlearned = unreadable, unreadable & {*state[_UNLEARNED]}
+        self.extensions = state["extensions"]
         news = f"going on after step {state['step']} of {new}"
         # What was stopped after it had been extended is submitted again by the same words.
         if extend and (longer or not self.extensions):
@@ -569,8 +613,9 @@ class Run:
             self._fault = error
         is_late = time.monotonic() - self.clock.saved >= 60 * plan.train.checkpoint_minutes
         saves = is_late or timeline.ends(plan.train.checkpoint_epochs, self.step)
+        wants_to_stop = self.request.received is not None or self._time_is_up()
         # What could not be measured must not cost the row of a step that was taken.
-        report.note(row, values, stop=self._wants_to_stop(), save=saves)
+        report.note(row, values, stop=wants_to_stop, save=saves)
         try:
             report.settle()
             if self.saver is not None:
@@ -602,9 +647,6 @@ class Run:
             # The time it took is not that of the next step.
             self.clock.begin()
         return measures
-
-    def _wants_to_stop(self) -> bool:
-        return self.request.received is not None or self._time_is_up()
 
     def _time_is_up(self) -> bool:
         minutes = self.plan.train.max_minutes

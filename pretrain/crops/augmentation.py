@@ -67,7 +67,8 @@ def apply_looks(
         jitter(images, looks.jitter, looks.order, looks.factors)
         change(images, looks.grey, lambda chosen, _: greyscale(chosen).expand_as(chosen))
     change(images, looks.blur_sigma > 0, lambda chosen, rows: blur(chosen, looks.blur_sigma[rows]))
-    change(images, looks.solarize, lambda chosen, _: solarize(chosen, solarize_threshold))
+    threshold = solarize_threshold
+    change(images, looks.solarize, lambda x, _: torch.where(x >= threshold, 1 - x, x))
     return normalise(images, colours)
 
 
@@ -221,11 +222,6 @@ def _blur_matrix(sigma: Float[Tensor, " views"], size: int) -> Float[Tensor, "vi
     scaled = distances / sigma[:, None, None, None]
     weights = torch.exp(-0.5 * scaled.square()).sum(dim=1)
     return weights / weights.sum(dim=2, keepdim=True)
-
-
-def solarize(images: Images, threshold: float) -> Images:
-    """Invert every value from the threshold on."""
-    return torch.where(images >= threshold, 1 - images, images)
 
 
 def _beside(images: Images, values: Tensor) -> Tensor:

@@ -85,7 +85,9 @@ class PlainCrop(ViewMaker):
         self, image: UInt8[np.ndarray, "height width 3"], generator: np.random.Generator, size: int
     ) -> UInt8[Tensor, "3 {size} {size}"]:
         """A random part of one image, resized to a square, bicubic, and mirrored or not."""
-        (box,) = draw_boxes(generator, image.shape[:2], np.array([self.scale]), self.aspect_ratio)
+        sizes, scales = np.array([image.shape[:2]]), np.array([self.scale])
+        numbers = generator.random((1, 1, BOX_NUMBERS))
+        box = place_boxes(numbers, sizes, scales, self.aspect_ratio)[0, 0]
         pixels = crop(as_tensor(image), box, size)
         return pixels.flip(-1) if generator.random() < self.flip_probability else pixels
 
@@ -147,17 +149,6 @@ def place_boxes(
         corner = (height - box_height) // 2, (width - box_width) // 2
         boxes[view, image] = (*corner, box_height, box_width)
     return boxes
-
-
-def draw_boxes(
-    generator: np.random.Generator,
-    image_size: tuple[int, int],
-    scales: Float64[np.ndarray, "views 2"],
-    aspect_ratio: Sequence[float],
-) -> Int64[np.ndarray, "views 4"]:
-    """The (top, left, height, width) of a crop for every view of one image; see `place_boxes`."""
-    numbers = generator.random((len(scales), 1, BOX_NUMBERS))
-    return place_boxes(numbers, np.array([image_size]), scales, aspect_ratio)[:, 0]
 
 
 def crop(

@@ -287,7 +287,7 @@ class SingleCrop(ViewMaker):
             jitter(images, torch.ones(len(images), dtype=torch.bool), groups.order, groups.factors)
         normalise(images, colours)
         if self.cutout:
-            grey_out(images, groups.hidden)
+            images.masked_fill_(_inside(images, groups.hidden), 0.0)
         erase(images, groups.erased, groups.noise_seed)
         mix(images, groups.mixture)
         own_share = torch.full((), groups.mixture.own_share, device=device)
@@ -332,11 +332,6 @@ def draw_rectangle(generator: np.random.Generator, size: int, probability: float
                 top, left = generator.integers(0, (size - height + 1, size - width + 1))
                 return np.array([top, top + height, left, left + width])
     return np.zeros(4, np.int64)
-
-
-def grey_out(images: Images, edges: Int64[Tensor, "views 4"]) -> Images:
-    """Give a rectangle of every normalised image the mean colour, in place."""
-    return images.masked_fill_(_inside(images, edges), 0.0)
 
 
 def erase(images: Images, edges: Int64[Tensor, "views 4"], seed: int) -> Images:

@@ -33,10 +33,3 @@ def test_all_that_is_fetched_costs_one_wait():
     assert [tensor.tolist() for tensor in here[:4]] == [[0, n, 2 * n] for n in range(4)]
     assert not any(tensor.is_cuda for tensor in here)
     assert found.waits.total() == (1 if is_simulated() else 0)
-
-
-def test_on_the_cpu_nothing_is_copied():
-    values = torch.ones(2)
-
-    assert sent(values, torch.device("cpu")) is values
-    assert fetched([values])[0] is values

@@ -18,10 +18,8 @@ from torch.utils.data import DataLoader
 import pretrain.batches
 from pretrain.batches import (
     Batches,
-    Workers,
     arriving,
     epoch_order,
-    in_memory,
     plan_workers,
     sample_generator,
 )
@@ -156,30 +154,6 @@ def test_every_repeat_is_cut_anew_and_the_first_as_without_repeats():
     assert sample_generator(3, 5, 2, 0).random() == of_then != sample_generator(3, 5, 2, 1).random()
 
 
-class Album:
-    """An image set whose third picture is broken."""
-
-    name, split, class_names, ids = "album", "train", (), ("a", "b", "c")
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index):
-        if index == 2:
-            raise DataError("c.jpg is cut short; replace it")
-        return ALBUM[index]
-
-    def fingerprint(self):
-        return "0"
-
-
-def test_images_in_memory_are_those_on_disk_and_a_broken_one_is_named():
-    with pytest.raises(DataError, match=r"c\.jpg"):
-        in_memory(Album())
-    assert isinstance(batches(Album(), 3)[0], DataError)
-    assert np.array_equal(in_memory(ALBUM)[1].image, ALBUM[1].image)
-
-
 @pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("pieces", [2, 4, 11])
 @pytest.mark.parametrize("name", MAKERS)
@@ -219,7 +193,13 @@ def test_the_default_run_stays_below_two_gib():
 
 @pytest.mark.parametrize(
     ("free", "count", "free_bytes"),
-    [(None, 16, None), (4 * GIB, 16, None), (GIB, 16, GIB), (10 * 2**20, 3, 10 * 2**20)],
+    [
+        (None, 16, None),
+        (4 * GIB, 16, None),
+        (GIB, 16, GIB),
+        (10 * 2**20, 3, 10 * 2**20),
+        (2**20, 0, 2**20),
+    ],
 )
 def test_no_more_than_half_of_what_is_free_is_taken(monkeypatch, free, count, free_bytes):
     monkeypatch.setattr(pretrain.batches, "free_shared_memory", lambda: free)
@@ -227,15 +207,9 @@ def test_no_more_than_half_of_what_is_free_is_taken(monkeypatch, free, count, fr
     plan = plan_workers(of_dino(), 16, 2.0)
 
     assert (plan.count, plan.free_bytes) == (count, free_bytes)
-    assert 0 < plan.shared_bytes <= min(2 * GIB, (free or 4 * GIB) // 2)
+    assert (plan.shared_bytes > 0) == (count > 0)
+    assert plan.shared_bytes <= min(2 * GIB, (free or 4 * GIB) // 2)
     assert ("/dev/shm has" in str(plan)) == (free_bytes is not None)
-
-
-def test_where_nothing_can_be_shared_the_process_reads_itself(monkeypatch):
-    monkeypatch.setattr(pretrain.batches, "free_shared_memory", lambda: 2**20)
-
-    assert plan_workers(of_dino(), 16, 2.0) == Workers(asked=16, free_bytes=2**20)
-    assert plan_workers(of_dino(), 0, 2.0) == Workers()
 
 
 def test_processes_of_a_machine_share_what_there_is(monkeypatch):
@@ -307,7 +281,8 @@ def test_a_run_in_pieces_is_the_run_without_workers_and_says_what_it_takes(tmp_p
     assert said.endswith("GiB of shared memory, batches in 2 pieces")
 
 
-def test_a_picture_that_breaks_a_later_piece_is_named_and_all_is_saved(tmp_path):
+@pytest.mark.parametrize("workers", [FEW, {}], ids=["two workers", "none"])
+def test_a_picture_that_breaks_a_later_piece_is_named_and_all_is_saved(tmp_path, workers):
     root = photo_folder(tmp_path / "photos", 5)
     # The last of its epoch's first batch, which two workers cut in two pieces.
     (_, index, _) = batches(ALBUM[:5]).keys(0)[-1]
@@ -315,6 +290,9 @@ def test_a_picture_that_breaks_a_later_piece_is_named_and_all_is_saved(tmp_path)
     path.write_bytes(path.read_bytes()[:200])
 
     with pytest.raises(DataError, match=path.name):
-        plan_of(root, **THREE, **FEW).run(tmp_path / "run", device="cpu")
+        plan_of(root, **THREE, **workers).run(tmp_path / "run", device="cpu")
 
     assert state_of(tmp_path / "run")["step"] == 0
+    skipping = plan_of(root, data={"on_bad_image": "skip"}, **THREE, **workers)
+    skipping.run(tmp_path / "skipping", device="cpu")
+    assert state_of(tmp_path / "skipping")["left_out"] == [index]

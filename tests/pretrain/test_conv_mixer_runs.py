@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from pretrain.checkpoints import ENCODER
 from pretrain.crops.single import SingleCrop
@@ -14,7 +13,6 @@ from pretrain.objectives.dino import Dino
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap, parameter_groups
 from pretrain.options import TrainOptions
-from pretrain.resources import training_flops
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from pretrain.train import Pretraining
@@ -42,37 +40,6 @@ def test_norms_are_never_decayed_and_frozen_filters_never_trained():
     assert {"blocks.0.norm1.weight", "patch_norm.bias", "blocks.2.depthwise.bias"} <= {
         names[id(p)] for p in exempt["params"]
     }
-
-
-class Plain(nn.Module):
-    """A convolution and the sum of what it gives."""
-
-    def __init__(self, groups: int) -> None:
-        super().__init__()
-        self.student = nn.Conv2d(6, 6, 3, padding=1, groups=groups)
-
-    def loss(self, network, views, step):
-        del step
-        return network(views[0]).sum(), {}
-
-
-@pytest.mark.parametrize("groups", [1, 6])
-def test_the_products_of_grouped_convolutions_are_counted(groups):
-    # Filters of 3 x 3 and 6 / groups channels, at 2 x 20 positions, for 6 channels.
-    once = 2 * (9 * 6 // groups) * (2 * 20) * 6
-    values = torch.zeros(2, 6, 5, 4)
-    assert training_flops(Plain(groups), [values], 0) == 2 * once
-    assert training_flops(Plain(groups), [values.requires_grad_()], 0) == 3 * once
-
-
-def test_counting_a_step_leaves_batch_statistics_alone():
-    learner = Supervised().build(TINY, Timeline(10, 5), seed=1, class_names=("a", "b"))
-    before = {name: value.clone() for name, value in learner.state_dict().items()}
-
-    views = [torch.randn(2, 3, 16, 16), torch.tensor([0, 1]), torch.tensor(1.0)]
-    assert training_flops(learner, views, 0) > 0
-
-    assert all(torch.equal(v, before[name]) for name, v in learner.state_dict().items())
 
 
 def test_a_teacher_of_running_averages_is_refused_in_one_line():

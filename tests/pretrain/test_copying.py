@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pretrain.batches import sample_generator
 from pretrain.copying.objective import (
     STRINGS_AN_EPOCH,
     Copying,
@@ -140,16 +139,6 @@ def test_a_run_folder_without_records_says_what_was_copied(tmp_path, capsys):
         assert f"{folder} is a run of Copying and holds no records: step 2, loss " in said
         assert f"letters_5 {letters:.4g}, strings_5 {strings:.4g}; " in said
         assert said.endswith(f"is in {folder / 'log.jsonl'}; no probe takes its model\n")
-
-
-def test_every_string_of_every_epoch_is_another():
-    maker = StringMaker(length=20, letters=4)
-    drawn = [
-        maker.cut([GeneratedStrings()[index]], [sample_generator(0, epoch, index)], ())
-        for epoch in range(2)
-        for index in range(8)
-    ]
-    assert len(torch.cat(drawn).unique(dim=0)) == 16
 
 
 def test_a_dry_run_speaks_of_strings(tmp_path):

@@ -12,7 +12,6 @@ from pretrain.fine_tuning import init_from
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap
-from pretrain.options import TrainOptions
 from pretrain.train import Pretraining
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import (
@@ -25,7 +24,7 @@ from ssl_bench.models import (
 from ssl_bench.system.files import sha256_of
 from tests.pretrain import plans
 from tests.pretrain.plans import SMALL_DINO, album, state_of, stopped_after_a_step
-from tests.support.faults import DINO_LIKE, fails, pretraining
+from tests.support.faults import fails, pretraining
 from tests.support.runs import log_rows
 
 TINY = replace(plans.TINY, num_registers=1)
@@ -129,17 +128,6 @@ def test_scaled_positions_are_where_trained_ones_begin_and_fixed_ones_keep_their
         init_from(str(start), [plain])
 
 
-def test_a_file_in_the_layout_of_others_is_a_start_too(tmp_path):
-    model = build_vit(DINO_LIKE, seed=5)
-    torch.save({"teacher": model.state_dict()}, tmp_path / "dino.pth")
-    encoder = build_vit(replace(DINO_LIKE, init="skipless"), seed=0)
-
-    digest = init_from(str(tmp_path / "dino.pth"), [encoder])
-
-    assert digest == sha256_of(tmp_path / "dino.pth")
-    assert_equal_weights(model.state_dict(), encoder.state_dict())
-
-
 def test_another_architecture_is_refused_in_one_line_that_says_what_to_type(tmp_path):
     start = saved(tmp_path / "start.safetensors")
     other = replace(TINY, depth=3, skip_attention=False)
@@ -240,9 +228,3 @@ def test_a_run_with_falling_rates_decays_by_them_and_goes_on_to_the_same_bits(
         rate = pytest.approx(last["lr"] * 0.5 ** (3 - layer))
         assert (decayed["lr"], exempt["lr"]) == (rate, rate)
         assert (decayed["weight_decay"], exempt["weight_decay"]) == (last["weight_decay"], 0)
-
-
-@pytest.mark.parametrize("factor", [0.0, 1.1])
-def test_a_factor_outside_its_range_is_refused(factor):
-    with pytest.raises(ConfigurationError, match="layer_decay expects a number in"):
-        TrainOptions(layer_decay=factor)

@@ -92,15 +92,6 @@ def test_training_and_monitor_see_the_same_scale(root, tmp_path, monkeypatch):
         assert found - {(0.0, 0.0)} == {(0.0, 1.0)}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"std": [1.0, 1.0, 0.0]}, {"std": [1.0, 1.0]}, {"mean": [0.0, 0.0, 128.0]}],
-)
-def test_what_is_no_mean_or_deviation_of_three_channels_is_refused(options):
-    with pytest.raises(ConfigurationError, match=r"data\.(mean|std) expects .* 3 of them"):
-        DataOptions(**options)
-
-
 @pytest.mark.parametrize("stated", ["[0.5, 0.5]", "0.5", "grey", '["a", "b", "c"]'])
 def test_a_checkpoint_that_states_something_else_is_refused_by_name(tmp_path, stated):
     path = tmp_path / "encoder.safetensors"

@@ -16,7 +16,7 @@ from pretrain.lock import held
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.files import sha256_of
-from tests.support.faults import exit_code, fails, fork, pretraining, unchecked_types
+from tests.support.faults import exit_code, fails, fork, pretraining
 from tests.support.runs import log_rows
 
 LONG = "train.max_steps=100000"
@@ -79,21 +79,6 @@ def test_fault_58_a_folder_in_use_is_refused_with_its_holder_and_left_alone(plac
     assert [row["step"] for row in log_rows("run")] == list(range(1, len(log_rows("run")) + 1))
 
 
-@pytest.mark.slow
-def test_fault_58_of_two_commands_started_together_one_trains(place):
-    commands = [pretraining(place / "photos", "run", f"train.seed={seed}") for seed in (1, 2)]
-
-    def begun(words: list[str]) -> int:
-        return fork(lambda: main(words), stderr=Path("said"))
-
-    with unchecked_types():
-        codes = [exit_code(child) for child in [begun(words) for words in commands]]
-
-    assert sorted(codes) == [0, 2]
-    assert f"seed: {1 + codes.index(0)}" in Path("run/config.yaml").read_text()
-    assert len(log_rows("run")) == 6
-
-
 def contend(together, rounds: int, wins) -> None:
     for number in range(rounds):
         together.wait()
@@ -147,14 +132,6 @@ def test_fault_58_workers_that_outlive_a_killed_run_do_not_hold_its_folder(place
     assert time.monotonic() - start < 1
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
-
-
-def test_a_second_holder_in_the_same_process_is_refused(tmp_path):
-    ours = pytest.raises(ConfigurationError, match=f"process {os.getpid()} on")
-    with held(tmp_path), ours, held(tmp_path):
-        pass
-    with held(tmp_path):
-        pass
 
 
 def test_a_number_that_another_process_has_got_since_is_not_the_holder(tmp_path):

@@ -27,12 +27,15 @@ def test_a_run_goes_on_whose_log_holds_other_things_than_rows(place):
     assert [row["step"] for row in log_rows("run")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_every_number_of_a_row_is_a_point_of_a_curve_and_repeated_steps_are_shown_once(tmp_path):
+def test_every_number_of_a_row_is_a_point_of_a_curve_and_repeated_steps_are_shown_once(
+    tmp_path, runs
+):
     package = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(package).EventAccumulator(str(tmp_path / "board"))
     for last_step, losses in ((0, [0.5, float("nan"), 2.5, 3.5]), (2, [0.25, 0.125])):
         board = Board(tmp_path / "board", last_step=last_step)
-        journal = Journal(tmp_path / "log.jsonl", last_step=last_step, curves=[board])
+        sent = WandbRun("skips", tmp_path / "wandb", {}, last_step=last_step)
+        journal = Journal(tmp_path / "log.jsonl", last_step=last_step, curves=[board, sent])
         for step, loss in enumerate(losses, start=last_step + 1):
             journal.write({"step": step, "epoch": step // 4, "loss": loss})
         journal.close()
@@ -46,6 +49,7 @@ def test_every_number_of_a_row_is_a_point_of_a_curve_and_repeated_steps_are_show
         "epoch": [(1, 0.0), (2, 0.0), (3, 0.0), (4, 1.0)],
         "loss": [(1, 0.5), (3, 0.25), (4, 0.125)],
     }
+    assert runs[0].rows[:2] == [{"step": 1, "epoch": 0, "loss": 0.5}, {"step": 2, "epoch": 0}]
 
 
 def test_a_run_is_written_for_tensorboard_where_one_says_so(place):
@@ -75,29 +79,16 @@ def runs(monkeypatch) -> list[SimpleNamespace]:
     return begun
 
 
-def write_rows(folder, losses, *, last_step):
-    curves = WandbRun("skips", folder / "wandb", {"seed": 0}, last_step=last_step)
-    journal = Journal(folder / "log.jsonl", last_step=last_step, curves=[curves])
-    for step, loss in enumerate(losses, start=last_step + 1):
-        journal.write({"step": step, "loss": loss})
-    journal.close()
+def test_a_pretraining_sends_what_its_log_says_to_one_run_until_it_begins_anew(place, runs):
+    words = pretraining(place / "photos", "run", "train.max_steps=2", "train.wandb=skips")
+    assert main([*words, "train.max_minutes=0.0"]) == 0
+    assert main([*words, "--resume"]) == 0
+    assert main([*words, "--overwrite"]) == 0
 
-
-def test_a_resumed_run_is_the_same_and_one_begun_anew_is_another(tmp_path, runs):
-    write_rows(tmp_path, [0.5], last_step=0)
-    write_rows(tmp_path, [0.25, float("nan")], last_step=1)
-    write_rows(tmp_path, [0.5], last_step=0)
-
-    assert runs[1].rows == [{"step": 2, "loss": 0.25}, {"step": 3}]
-    first, resumed, anew = (run.id for run in runs)
-    assert first == resumed != anew
-    assert {run.resume for run in runs} == {"allow"}
-
-
-def test_a_pretraining_sends_what_its_log_says(place, runs):
-    assert main(pretraining(place / "photos", "run", "train.max_steps=2", "train.wandb=skips")) == 0
-
-    (run,) = runs
+    first, resumed, run = runs
+    assert first.id == resumed.id != run.id
+    assert {one.resume for one in runs} == {"allow"}
+    assert [row["step"] for row in (*first.rows, *resumed.rows)] == [1, 2]
     assert run.dir == f"run/{WANDB}"
     assert [row["loss"] for row in run.rows] == [row["loss"] for row in log_rows(place / "run")]
     assert [row["step"] for row in run.rows] == [1, 2]

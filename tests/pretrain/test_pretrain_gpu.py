@@ -50,6 +50,7 @@ class Steps:
         return torch.stack([self.take(step)["loss"] for step in steps]).cpu()
 
 
+@real
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recipe", [AdamW(), Soap()], ids=["adamw", "soap"])
 def test_no_step_waits_for_the_device(recipe, compiled):

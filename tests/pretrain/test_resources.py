@@ -1,5 +1,6 @@
 """What a step needs, counted without doing it, and the batch that fits where none was typed."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 from pretrain import logging, resources
 from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino
+from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import TrainOptions
 from pretrain.resources import Needs, fitted_batch, product_rate, training_flops
@@ -18,7 +20,7 @@ from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
-from ssl_bench.models import ViTConfig
+from ssl_bench.models import ConvMixerConfig, ViTConfig
 from tests.pretrain.plans import CPU, SMALL_DINO, TINY, state_of
 from tests.support.faults import (
     PRETRAIN,
@@ -151,35 +153,51 @@ def test_a_long_run_says_early_what_takes_less(place, monkeypatch, capsys):
     assert [line.endswith(" left") for line in said if line.startswith("step ")] == [True] * 5
 
 
-class Line(nn.Module):
-    """One product of (batch, 5) and (5, 7), and a random number as mixtures of images draw it."""
+class Summed(nn.Module):
+    """The sum of what a layer gives, times a random number as mixtures of images draw it."""
 
-    def __init__(self) -> None:
+    def __init__(self, student: nn.Module) -> None:
         super().__init__()
-        self.student = nn.Linear(5, 7, bias=False)
+        self.student = student
 
     def loss(self, network, views, step):
         del step
         return network(views[0]).sum() * torch.rand(()).to(views[0].device), {}
 
 
-def test_a_product_counts_twice_its_multiplications_and_once_more_for_the_weights():
-    # The input needs no gradient: one product forwards, one backwards.
-    assert training_flops(Line(), [torch.zeros(3, 5)], 0) == 2 * (2 * 3 * 5 * 7)
+@pytest.mark.parametrize(
+    ("layer", "shape", "products"),
+    [
+        (nn.Linear(5, 7, bias=False), (3, 5), 3 * 5 * 7),
+        # Filters of 3 x 3 and 6 / groups channels, at 2 x 20 positions, for 6 channels.
+        (nn.Conv2d(6, 6, 3, padding=1), (2, 6, 5, 4), 9 * 6 * (2 * 20) * 6),
+        (nn.Conv2d(6, 6, 3, padding=1, groups=6), (2, 6, 5, 4), 9 * (2 * 20) * 6),
+    ],
+)
+def test_a_product_counts_twice_its_multiplications_and_once_more_for_each_gradient(
+    layer, shape, products
+):
+    values = torch.zeros(shape)
+    assert training_flops(Summed(layer), [values], 0) == 2 * (2 * products)
+    assert training_flops(Summed(layer), [values.requires_grad_()], 0) == 3 * (2 * products)
 
 
-def test_counting_leaves_random_numbers_and_the_learner_alone():
-    learner, line = SMALL_DINO.build(TINY, Timeline(10, 10), seed=0), Line()
-    state, weights = torch.get_rng_state(), [p.clone() for p in learner.parameters()]
+@pytest.mark.parametrize("kind", ["dino", "batch statistics"])
+def test_counting_leaves_random_numbers_and_the_learner_alone(kind):
+    if kind == "dino":
+        learner = SMALL_DINO.build(TINY, Timeline(10, 10), seed=0)
+        views = [torch.zeros(4, 3, 16, 16), torch.zeros(4, 3, 8, 8)]
+    else:
+        model = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size=3)
+        learner = Supervised().build(model, Timeline(10, 5), seed=1, class_names=("a", "b"))
+        views = [torch.randn(2, 3, 16, 16), torch.tensor([0, 1]), torch.tensor(1.0)]
+    state, before = torch.get_rng_state(), copy.deepcopy(learner.state_dict())
 
-    flops = training_flops(learner, [torch.zeros(4, 3, 16, 16), torch.zeros(4, 3, 8, 8)], 0)
-    training_flops(line, [torch.zeros(3, 5)], 0)
+    assert training_flops(learner, views, 0) > 0
 
-    assert flops > 0
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in learner.parameters())
-    assert all(map(torch.equal, weights, learner.parameters()))
-    assert not learner._teacher_means
+    assert all(torch.equal(v, before[name]) for name, v in learner.state_dict().items())
 
 
 def test_utilisation_is_the_share_of_the_measured_rate_over_all_parts():

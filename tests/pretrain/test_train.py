@@ -17,6 +17,7 @@ import yaml
 from pretrain import logging
 from pretrain.checkpoints import LOG
 from pretrain.crops.multi import MultiCrop
+from pretrain.crops.single import SingleCrop
 from pretrain.monitor import Monitor
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.objectives.mae import Mae
@@ -24,12 +25,12 @@ from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Cosine
-from pretrain.step import Trainer, deterministic
+from pretrain.step import Trainer
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, Preempted
 from ssl_bench.models import load_encoder
-from tests.pretrain.plans import TINY, album, plan_of, state_of
+from tests.pretrain.plans import SMALL_DINO, TINY, album, plan_of, state_of
 from tests.support.faults import fails, photo_folder, pretraining, unchecked_types
 from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_rows
 
@@ -263,9 +264,12 @@ def test_two_processes_learn_what_one_does(of_four, tmp_path):
 
 # Checks would be compiled too, into ten times as many graphs; one block, as each takes a while.
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "objective", [SMALL_DINO, Mae(decoder_dim=12, decoder_depth=1, decoder_heads=3)]
+)
 @unchecked_types()
-def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path):
-    plan = plan_of(root, max_steps=3, model=replace(TINY, depth=1))
+def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path, objective):
+    plan = plan_of(root, max_steps=3, model=replace(TINY, depth=1), objective=objective)
     plan.run(tmp_path / "eager", device="cpu")
     compiled = replace(plan, train=replace(plan.train, compile=True))
 
@@ -273,6 +277,39 @@ def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path):
 
     losses = [[row["loss"] for row in log_rows(tmp_path / n)] for n in ("eager", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (MultiCrop, {"global_scale": (0.5, 0.4)}, "least <= largest"),
+        (MultiCrop, {"blur_probability": (1.0, 0.5)}, "3 of them"),
+        (MultiCrop, {"num_locals": -1}, "num_locals expects a whole number"),
+        (SingleCrop, {"scale": (0.5, 0.4)}, r"crops\.scale"),
+        (SingleCrop, {"num_ops": -1}, r"crops\.num_ops"),
+        (SingleCrop, {"magnitude": 11}, r"crops\.magnitude"),
+        (SingleCrop, {"color_jitter": -0.1}, r"crops\.color_jitter"),
+        (SingleCrop, {"erasing_probability": 1.1}, r"crops\.erasing_probability"),
+        (Dino, {"momentum": 1.5}, r"objective\.momentum expects a number in \[0, 1\]"),
+        (Dino, {"out_dim": 0}, r"objective\.out_dim"),
+        (Mae, {"mask_ratio": 1.0}, r"mask_ratio expects a number in \(0, 1\), got 1\.0"),
+        (Mae, {"decoder_depth": 0}, r"decoder_depth expects a whole number .*, got 0"),
+        (Mae, {"decoder_dim": 18}, r"a multiple of 4 and of .*heads = 8, got 18"),
+        (Monitor, {"knn_epochs": 0}, r"monitor\.knn_epochs expects a whole number"),
+        (Monitor, {"temperature": 0.0}, r"monitor\.temperature"),
+        (Monitor, {"crop_share": 0.0}, r"monitor\.crop_share"),
+        (Monitor, {"results": "results"}, r"monitor\.results=DIR needs monitor\.accuracy"),
+        (TrainOptions, {"layer_decay": 0.0}, "layer_decay expects a number in"),
+        (TrainOptions, {"layer_decay": 1.1}, "layer_decay expects a number in"),
+        (TrainOptions, {"epochs": 3, "keep_epochs": [2, 5]}, r"epochs up to .*=3, got 5"),
+        (DataOptions, {"std": [1.0, 1.0, 0.0]}, r"data\.std expects .* 3 of them"),
+        (DataOptions, {"std": [1.0, 1.0]}, r"data\.std expects .* 3 of them"),
+        (DataOptions, {"mean": [0.0, 0.0, 128.0]}, r"data\.mean expects .* 3 of them"),
+    ],
+)
+def test_options_without_meaning_are_refused_by_name(kind, options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        kind(**options)
 
 
 def test_labels_need_a_folder_of_classes():
@@ -300,23 +337,6 @@ NO_FORM = (
 )
 
 
-def test_what_cublas_and_torch_need_is_set_as_long_as_the_run_lasts(monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    with deterministic(False):
-        assert not torch.are_deterministic_algorithms_enabled()
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    with deterministic(True):
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    with pytest.raises(RuntimeError, match="shapes"), deterministic(True):
-        raise RuntimeError("shapes do not fit")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    with deterministic(True):
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
 def test_a_run_is_deterministic_from_its_first_step_and_refuses_what_cannot_be(
     tmp_path, capsys, monkeypatch
 ):
@@ -324,7 +344,8 @@ def test_a_run_is_deterministic_from_its_first_step_and_refuses_what_cannot_be(
     seen, usual = [], Trainer.take_step
 
     def step(self, number, parts):
-        seen.append(torch.are_deterministic_algorithms_enabled())
+        is_on = torch.are_deterministic_algorithms_enabled()
+        seen.append((is_on, os.environ["CUBLAS_WORKSPACE_CONFIG"]))
         if number == 1:
             raise RuntimeError(NO_FORM)
         return usual(self, number, parts)
@@ -334,5 +355,13 @@ def test_a_run_is_deterministic_from_its_first_step_and_refuses_what_cannot_be(
 
     said = fails(capsys, [*run, "train.deterministic=true"], 2)
 
-    assert seen == [True, True]
+    assert seen == [(True, ":4096:8")] * 2
+    assert not torch.are_deterministic_algorithms_enabled()
     assert said.startswith("ssl-bench: train.deterministic=true: upsample_bicubic2d")
+
+    def misfit(*_):
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(Trainer, "take_step", misfit)
+    with pytest.raises(RuntimeError, match="shapes"):
+        plan_of(tmp_path / "photos", deterministic=True).run(tmp_path / "other", device="cpu")

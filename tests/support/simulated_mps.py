@@ -14,9 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from tests.support.simulated_cuda.asking import Asking
-from tests.support.simulated_cuda.ledger import KIND
-from tests.support.simulated_cuda.operators import Operators
+from tests.support.simulated_cuda.device import KIND, Asking, Operators
 from tests.support.simulated_cuda.simulation import Generator, grouping, loading, running
 
 

@@ -2,19 +2,18 @@
 
 `python -m pytest -p tests.support.simulated_cuda.plugin -m gpu` runs tests on it.
 
-Every tensor is a CPU tensor whose storage says where it is supposed to lie (`ledger`). Two modes
+Every tensor is a CPU tensor whose storage says where it is supposed to lie. Two modes
 keep up the appearance: one of torch's functions, through which `device`, `to`, `numpy` and all
-that makes tensors answer as a device would (`asking`), and one of its operators, forwards and
-backwards, which refuses mixed devices and what has no kernel (`operators`), and counts in a
-`Ledger` by file and line what makes the host wait and what is copied. `simulation` answers for
-`torch.cuda` and has the lists of CUDA's autocast.
+that makes tensors answer as a device would, and one of its operators, forwards and backwards,
+which refuses mixed devices and what has no kernel, and counts waits and copies by file and line.
+`simulation` answers for `torch.cuda` and has the lists of CUDA's autocast.
 
 Not seen: the device's own rounding (TF32, atomic additions), speed, memory, races, what cuBLAS,
 cuSOLVER and NCCL refuse, compiled code (`Module.compile` is counted and runs nothing), several
 devices (a tensor has no index).
 """
 
-from tests.support.simulated_cuda.ledger import LEDGER
+from tests.support.simulated_cuda.device import LEDGER
 from tests.support.simulated_cuda.simulation import is_simulated
 
 __all__ = ["LEDGER", "is_simulated"]

@@ -16,16 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.crops import augmentation
-from tests.support.simulated_cuda.asking import CURRENT, Asking
-from tests.support.simulated_cuda.ledger import (
+from tests.support.simulated_cuda.device import (
+    CURRENT,
     KIND,
     LEDGER,
+    Asking,
+    Operators,
     Place,
     names_device,
     put,
     tensors_in,
 )
-from tests.support.simulated_cuda.operators import Operators
 
 NAME = "simulated CUDA device"
 MEMORY_BYTES = 80 * 2**30
@@ -73,10 +74,6 @@ def _set_device(device: Any) -> None:
     CURRENT[0] = device if isinstance(device, int) else torch.device(device).index or 0
 
 
-def _set_sync_debug_mode(mode: int | str) -> None:
-    LEDGER.forbids_waits = mode in (2, "error")
-
-
 CUDA: dict[str, Any] = {
     "is_available": lambda *_, **__: True,
     "is_initialized": lambda *_, **__: True,
@@ -91,13 +88,12 @@ CUDA: dict[str, Any] = {
     "get_device_capability": lambda *_: (9, 0),
     "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
     "synchronize": lambda *_: LEDGER.wait("torch.cuda.synchronize"),
-    "set_sync_debug_mode": _set_sync_debug_mode,
     "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
     "current_stream": lambda *_: Stream(),
     "Event": CudaEvent,
     **dict.fromkeys(
         ("init", "_lazy_init", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all",
-         "set_rng_state", "reset_peak_memory_stats"), lambda *_, **__: None,
+         "set_rng_state", "reset_peak_memory_stats", "set_sync_debug_mode"), lambda *_, **__: None,
     ),
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda *_: 0),
 }  # fmt: skip
