@@ -44,7 +44,7 @@ from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id
 from ssl_bench.results.provenance import provenance
 from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, TrainingImages
 from ssl_bench.results.store import first_few
-from ssl_bench.system import naming
+from ssl_bench.system import paths
 from ssl_bench.system.files import mark_as_written
 from ssl_bench.system.progress import show_progress
 
@@ -431,9 +431,9 @@ def pictures_folder(
     store: ResultStore, task: str, images: ImageSet, encoder: Encoder | EncoderIdentity
 ) -> Path:
     """Where the pictures of these images by an encoder are."""
-    beginning = naming.encoder_folder(encoder.name, encoder_id(encoder.identity()))
-    folder = naming.pictures_folder(beginning, images.fingerprint())
-    return store.root / "pictures" / task / naming.file_name(images.name) / folder
+    beginning = paths.encoder_folder(encoder.name, encoder_id(encoder.identity()))
+    folder = paths.pictures_folder(beginning, images.fingerprint())
+    return store.root / "pictures" / task / paths.file_name(images.name) / folder
 
 
 @dataclass(frozen=True)

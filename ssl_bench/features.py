@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.layers import FACETS, INNER_FACETS, REGISTERS, Facet, submodule_of
 from ssl_bench.models import Encoder
-from ssl_bench.system.autocast import autocast
-from ssl_bench.system.device import fetched, sent
+from ssl_bench.system.device import autocast, fetched, sent
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
 

@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import constants as hub
 from packaging.requirements import Requirement
 
+from ssl_bench import __version__
 from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.data.samples import Dataset, ImageSet
@@ -23,7 +24,6 @@ from ssl_bench.results.provenance import source_commit
 from ssl_bench.system.escaping import json_text, one_line, printable_lines
 from ssl_bench.system.launch import usable_cores
 from ssl_bench.system.paths import real
-from ssl_bench.version import __version__
 
 PACKAGES = (
     ("torch", "torch"),

@@ -36,9 +36,8 @@ from ssl_bench.composition.choices import (
     nearest,
 )
 from ssl_bench.composition.fields import described, require, shown, takes_one_as_list
-from ssl_bench.errors import BrokenFile, ConfigurationError
+from ssl_bench.errors import PACKAGES, BrokenFile, ConfigurationError, broken_file
 from ssl_bench.system.escaping import plain_json
-from ssl_bench.system.imports import PACKAGES, broken_file
 
 TARGET = "_target_"
 _SETTING = re.compile(r"\$([a-z_]+)")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
-from ssl_bench.system.naming import encoder_folder, in_order
+from ssl_bench.system.paths import encoder_folder, in_order
 from ssl_bench.tables.series import model_names
 
 NUM_COLOURS = 8

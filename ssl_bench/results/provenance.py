@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ssl_bench import __version__
 from ssl_bench.system.paths import PACKAGE
-from ssl_bench.version import __version__
 
 
 def provenance(device: torch.device, seconds: float) -> dict[str, Any]:

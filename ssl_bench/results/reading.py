@@ -21,7 +21,7 @@ from ssl_bench.results.record import (
 )
 from ssl_bench.system.escaping import is_file_name
 from ssl_bench.system.files import read_within
-from ssl_bench.system.naming import file_name
+from ssl_bench.system.paths import file_name
 
 OUTDATED = "of an earlier kind, which says too little of encoder and training images to count"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import Record
-from ssl_bench.system.naming import in_order
+from ssl_bench.system.paths import in_order
 from ssl_bench.tables.entry import Entry, mean_entries
 from ssl_bench.tables.notes import dagger_note, footnote
 from ssl_bench.tables.series import comparable_groups, differences, model_names, series_json, title

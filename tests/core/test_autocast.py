@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssl_bench.models import ViTConfig, build_vit
-from ssl_bench.system import autocast as system
-from ssl_bench.system.autocast import RoundedProducts, autocast, computed_in
+from ssl_bench.system.device import RoundedProducts, autocast, computed_in
 
 CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
 

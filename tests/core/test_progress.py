@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.system import bars, progress
+from ssl_bench.system import progress
 from ssl_bench.system.progress import in_words, say, show_progress
 from tests.support.faults import encoder_file, exit_code, fork, photo_folder, probing
 from tests.support.places import one_of
@@ -171,7 +171,7 @@ def test_a_process_that_is_killed_while_it_writes_keeps_no_other_from_writing():
     ready, held = os.pipe()
 
     def hold_the_lock() -> None:
-        with bars.Bar.external_write_mode(file=sys.stderr):
+        with progress.bar_class().external_write_mode(file=sys.stderr):
             os.write(held, b"1")
             time.sleep(60)
 
@@ -186,7 +186,7 @@ def test_a_process_forked_while_a_thread_writes_can_write():
     inside, done = threading.Event(), threading.Event()
 
     def write() -> None:
-        with bars.Bar.external_write_mode(file=sys.stderr):
+        with progress.bar_class().external_write_mode(file=sys.stderr):
             inside.set()
             done.wait()
 
