@@ -466,10 +466,6 @@ def find_pending(
     for key in keys:
         with_images = probe.keeps_images and key.metric not in probe.metrics_of_sets
         record = _finished(key, store, keeps_images=with_images)
-        if record is None and not encoder.any_size and key.settings.get("image_size", 0) is None:
-            # Records of earlier versions tell the only size from none, where somebody typed it.
-            typed = replace(key, settings={**key.settings, "image_size": encoder.native_size[0]})
-            record = _finished(typed, store, keeps_images=with_images)
         if record is not None:
             finished[key] = record
     cells = frozenset(key for key in keys if key not in finished)

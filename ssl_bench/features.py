@@ -342,12 +342,7 @@ class FeatureExtractor:
 
 
 def _require_asked(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> None:
-    """Refuse what cannot be asked of an encoder before any image passes it.
-
-    Raises:
-        ConfigurationError: no layer or facet, or one that there is not.
-        UnfitEncoder: a token that the encoder lacks, or a norm that does not fit a layer.
-    """
+    """Refuse what cannot be asked of an encoder before any image passes it."""
     outside = [layer for layer in layers if not 0 <= layer < encoder.depth]
     if outside or not layers:
         raise ConfigurationError(

@@ -168,12 +168,7 @@ def asked_layers(asked: str) -> set[int] | None:
 
 
 def _of_layers(records: Sequence[Record], asked: str) -> list[Record]:
-    """Records of some blocks; -1 is the last one of each encoder.
-
-    Raises:
-        ConfigurationError: not whole numbers.
-        DataError: no record is of any of them.
-    """
+    """Records of some blocks; -1 is the last one of each encoder."""
     layers = asked_layers(asked)
     if layers is None:
         return list(records)

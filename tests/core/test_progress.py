@@ -47,23 +47,6 @@ def on_a_terminal(work: Callable[[], object]) -> str:
     return written.decode()
 
 
-def crawl() -> None:
-    for _ in show_progress(range(40), "crawling"):
-        time.sleep(0.01)
-
-
-def test_a_terminal_shows_how_far_how_fast_and_how_long_still():
-    shown = on_a_terminal(crawl)
-
-    # Such as: crawling:  50%|#####     | 20/40 [00:00<00:00, 98.32it/s]
-    bars = re.findall(
-        r"crawling: +(\d+)%\|[^\r]*?\| \d+/40 \[\d+:\d+<\d+:\d+, +[\d.]+it/s\]", shown
-    )
-    assert bars
-    assert all(0 < int(share) <= 100 for share in bars)
-    assert "\r" in shown
-
-
 def load_then_crawl() -> None:
     for number in show_progress(range(100), "loading"):
         time.sleep(0.01 if number else 1.0)
@@ -76,12 +59,6 @@ def test_a_terminal_shows_the_time_left_by_the_usual_item():
     late = [60 * int(minutes) + int(seconds) for done, minutes, seconds in left if int(done) > 3]
     assert late
     assert max(late) <= 3
-
-
-def test_without_a_terminal_nothing_is_written_of_what_is_quick(capfd):
-    crawl()
-
-    assert capfd.readouterr() == ("", "")
 
 
 def test_a_log_gets_a_line_now_and_then_with_the_time_that_is_left(capsys, monkeypatch):
