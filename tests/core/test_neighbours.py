@@ -111,6 +111,7 @@ def test_a_faiss_without_gpu_is_refused_for_tensors_of_a_gpu(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(is_simulated(), reason="faiss's kernels need a real device")
 def test_faiss_on_a_gpu_gives_what_the_product_gives():
+    pytest.importorskip("faiss")
     memory, queries = unit_vectors(20_000).cuda(), unit_vectors(200, seed=1).cuda()
 
     values, index = nearest_vectors(queries, memory, 20, engine="faiss")
