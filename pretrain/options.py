@@ -29,7 +29,7 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.data.views import limited
+from ssl_bench.data.splits import limited
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
 from ssl_bench.system.launch import processes_here, usable_cores

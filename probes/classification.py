@@ -35,12 +35,12 @@ from probes.features.stream import batches, read_ahead
 from probes.features.tiers import FeaturesInMemory, Room, TrainingPass, half_features
 from probes.features.views import CentralSquare
 from probes.heads.attentive import AttentivePooling, TrainedAttentiveHeads
-from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import LabelLoss
 from probes.heads.sgd import (
     SGD,
     HeadOptimizer,
     Heads,
+    LogisticRegression,
     Schedule,
     StepTraining,
     TrainedHeads,
@@ -59,7 +59,6 @@ from ssl_bench.composition.fields import (
     Threads,
     shown,
 )
-from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
@@ -67,6 +66,7 @@ from ssl_bench.features import central_square
 from ssl_bench.layers import INNER_FACETS, AskedFacets
 from ssl_bench.metrics import LabelledFeatures, class_rank
 from ssl_bench.system.device import sent
+from ssl_bench.system.paths import cache_folder
 
 ATTENTIVE_FACET = "patch_attentive"
 """As records have it: the patches after the final norm, pooled where a head learned to look."""
@@ -103,12 +103,7 @@ class Momentum(StepTraining):
     batch_size: Count = 1024
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "optimizer": "sgd",
-            "learning_rates": floats(self.learning_rates),
-            "epochs": self.epochs,
-            "batch_size": self.batch_size,
-        }
+        return {"optimizer": "sgd", **super().settings()}
 
     def steps(self) -> tuple[HeadOptimizer, Schedule]:
         return SGD(weight_decay=0.0), Schedule("cosine", warmup=0.0)
@@ -117,10 +112,6 @@ class Momentum(StepTraining):
 @dataclass(frozen=True)
 class FixedPooling:
     """What `probe.facet` says, the same for all heads; `probe.training` fits these."""
-
-    def settings(self) -> dict[str, Any]:
-        """Nothing that the facet and the training do not say."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -377,7 +368,7 @@ class LinearClassification(Probe):
         self, training_pass: TrainingPass, images: ImageSet
     ) -> Iterator[Float[Tensor, "layers images rows cols dim"]]:
         """Of the scored images, which pass the encoder once."""
-        extractor, size, first = training_pass.extractor, training_pass.image_size, 0
+        extractor, size, left = training_pass.extractor, training_pass.image_size, iter(images.ids)
 
         def prepared(sample: Sample) -> UInt8[Tensor, "3 size size"]:
             return central_square(sample.image, size, share=self.crop_share)
@@ -385,8 +376,7 @@ class LinearClassification(Probe):
         squares = read_ahead(images, range(len(images)), prepared, workers=self.num_workers)
         shown = training_pass.context.progress(squares, f"{images.split} images", len(images))
         for batch in batches(shown, self.encoder_batch_size):
-            ids = images.ids[first : first + len(batch)]
-            first += len(batch)
+            ids = list(itertools.islice(left, len(batch)))
             pixels = sent(torch.stack(batch), extractor.device).float() / 255
             yield torch.stack(half_features(extractor, pixels, ids))
 
@@ -468,10 +458,7 @@ class Portions:
         }
 
     def require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
-        """Refuse images to fit to that are of one class.
-
-        Args:
-            labels: Of all `indices`.
+        """Refuse images to fit to that are of one class; `labels` are of all `indices`.
 
         Raises:
             DataError: they are.
@@ -490,7 +477,6 @@ class Portions:
 def _linear_ranks(
     heads: TrainedHeads, index: int, images: LabelledFeatures, device: torch.device
 ) -> Int64[Tensor, "values images"]:
-    """By the heads of one source."""
     at_once, found = max(1, _LOGITS // heads.bias[index].numel()), []
     rows = zip(images.features.split(at_once), images.labels.split(at_once), strict=True)
     for features, labels in rows:
@@ -504,7 +490,6 @@ def _attentive_ranks(
     batches: Iterable[Float[Tensor, "layers some rows cols dim"]],
     labels: Int64[Tensor, " images"],
 ) -> Int64[Tensor, "layers values images"]:
-    """By the heads of all layers, batch by batch."""
     found, first = [], 0
     for blocks in batches:
         true = labels[first : first + blocks.shape[1]].to(blocks.device)
@@ -552,10 +537,12 @@ def choice_scores(
         missing: How many classes no training image has.
         shared: Details that are the same for all sources.
     """
+    by_rate = (100 * (ranks == 0).double().mean(1)).tolist()
+    chosen = None if held_out is None else (100 * (held_out == 0).double().mean(1)).tolist()
     details: dict[str, Any] = {
         f"{hyperparameter}s": list(values),
-        "top1_by_rate": _top1(ranks),
-        "top1_by_rate_held_out": None if held_out is None else _top1(held_out),
+        "top1_by_rate": by_rate,
+        "top1_by_rate_held_out": chosen,
         "num_classes": num_classes,
         "constant_features": constant == 1,
         "constant_channels_percent": round(100 * constant, 1),
@@ -570,8 +557,8 @@ def choice_scores(
         wary.append(f"{missing} of {num_classes} classes have no training image")
     if constant == 1:
         wary.append("degenerate: all training images have the same features")
-    choices = [] if held_out is None else [("holdout", _best(held_out))]
-    for choice, best in (*choices, ("oracle", _best(ranks))):
+    choices = [] if chosen is None else [("holdout", chosen.index(max(chosen)))]
+    for choice, best in (*choices, ("oracle", by_rate.index(max(by_rate)))):
         warnings = list(wary)
         if len(values) > 1 and best in (0, len(values) - 1):
             edge = f"the chosen {name} {values[best]:g} is at the edge of its grid"
@@ -586,12 +573,3 @@ def choice_scores(
                 num_classes=num_classes,
                 details={**details, hyperparameter: values[best], "warnings": warnings},
             )
-
-
-def _best(ranks: Int64[Tensor, "values images"]) -> int:
-    right = (ranks == 0).sum(1).tolist()
-    return right.index(max(right))
-
-
-def _top1(ranks: Int64[Tensor, "values images"]) -> list[float]:
-    return (100 * (ranks == 0).double().mean(1)).tolist()

@@ -38,7 +38,7 @@ from ssl_bench.composition.fields import (
     require_some,
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.views import sampled
+from ssl_bench.data.splits import sampled
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, central_square
@@ -280,22 +280,13 @@ class Correspondence(Probe):
                 **Baseline("same place", blind).as_details(),
             }
             if means:
-                details |= {
-                    "by_category": means,
-                    "of_categories": float(np.mean([*means.values()])),
-                }
+                of_categories = float(np.mean([*means.values()]))
+                details |= {"by_category": means, "of_categories": of_categories}
             if self.prediction == "cell":
                 details["reachable"] = float(np.mean(100.0 * reachable[:, number] / points))
-            yield Score(
-                layer=layer,
-                facet=facet,
-                metric=self.metrics[number],
-                value=estimate.value,
-                ci95=estimate.ci95(),
-                num_images=len(images),
-                details=details,
-                per_image=np.stack([of_cell, points], 1),
-            )
+            cell, value = (layer, facet, self.metrics[number]), estimate.value
+            kept = np.stack([of_cell, points], 1)
+            yield Score(*cell, value, estimate.ci95(), len(images), details, per_image=kept)
 
 
 def by_category(ids: Sequence[str]) -> list[int]:
@@ -330,18 +321,15 @@ class ViewPair:
     reference: float
     category: str | None = None
 
-    def errors(self, predicted: Points) -> Float64[np.ndarray, " _points"]:
-        """How far places, relative to the second view's side, lie from the true ones.
-
-        In units of the reference.
-        """
-        return np.linalg.norm((predicted - self.truth) * self.units, axis=1) / self.reference
-
     def right(
         self, predicted: Points, alphas: Sequence[float]
     ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
-        """Which places are near enough, one row an alpha; one at that distance is."""
-        return self.errors(predicted) <= np.array(alphas, np.float64)[:, None]
+        """Which places, relative to the second view's side, are near enough, one row an alpha.
+
+        One at that very distance is.
+        """
+        errors = np.linalg.norm((predicted - self.truth) * self.units, axis=1) / self.reference
+        return errors <= np.array(alphas, np.float64)[:, None]
 
 
 def warped_pair(

@@ -106,25 +106,12 @@ def scores_of_block(
         more = centre_baseline(float(score(part(centred).sum(0))))
         if metric != "ar100":
             more["if_equally_sure"] = float(score(in_one_rank(those).sum(0)))
-        yield Score(
-            layer=layer,
-            facet=facet,
-            metric=metric,
-            value=estimate.value,
-            ci95=estimate.ci95(),
-            num_images=len(judged),
-            details={**details, **more},
-            per_image=those.astype(np.uint16),
-        )
-    yield Score(
-        layer=layer,
-        facet=facet,
-        metric="ap_coco",
-        value=coco_average_precision(counts),
-        ci95=None,
-        num_images=len(judged),
-        details={**details, **centre_baseline(coco_average_precision(centred))},
-    )
+        value, ci95, kept = estimate.value, estimate.ci95(), those.astype(np.uint16)
+        more = {**details, **more}
+        yield Score(layer, facet, metric, value, ci95, len(judged), more, per_image=kept)
+    details |= centre_baseline(coco_average_precision(centred))
+    value = coco_average_precision(counts)
+    yield Score(layer, facet, "ap_coco", value, None, len(judged), details)
 
 
 def in_one_rank(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:

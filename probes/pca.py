@@ -22,7 +22,7 @@ from probes.features.views import resized_photograph
 from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.views import sampled, sampled_numbers
+from ssl_bench.data.splits import sampled, sampled_numbers
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import mean_estimate
@@ -155,10 +155,9 @@ class PCA(Probe):
         samples = [images[number] for number in drawn]
         given = None
         if self.align_to is not None:
-            given = load_reference(
-                reference_folder(self.align_to, context.artifacts, self._own_kind)
-            )
-            context.say(f"pca: colours aligned with {given[0]}")
+            folder = reference_folder(self.align_to, context.artifacts, self._own_kind)
+            source, given = load_reference(folder, [sample.image_id for sample in samples])
+            context.say(f"pca: colours aligned with {source}")
         # The last block of the kind of the asked ones, so that colours hang on no other command.
         encoder = context.encoder
         kinds = [layers for _, layers in encoder.stages(range(encoder.depth))]
@@ -445,7 +444,7 @@ def _draw(
     context: ProbeContext,
     blocks: Mapping[int, _Fitted],
     samples: Sequence[Sample],
-    given: tuple[str, dict[str, Map]] | None,
+    given: list[Map] | None,
 ) -> None:
     """A tile for each asked block and image, an overview of all of them, and the reference."""
     folder, ids = context.artifacts / probe.kind, [sample.image_id for sample in samples]
@@ -454,7 +453,7 @@ def _draw(
     for i in range(len(samples)):
         varying = [layer for layer, block in blocks.items() if not block.fit(i).is_constant]
         own.append(blocks[max(varying or blocks)].maps[i])
-    reference = own if given is None else maps_of(*given, ids)
+    reference = own if given is None else given
     alone = probe.protocol == "image"
 
     def all_aligned(maps: list[Map]) -> list[Map]:
@@ -520,12 +519,26 @@ def save_reference(folder: Path, source: str, maps: Mapping[str, Map]) -> None:
     write_atomically(folder / FILE, lambda file: np.savez_compressed(file, **arrays))
 
 
-def maps_of(source: str, maps: Mapping[str, Map], images: Sequence[str]) -> list[Map]:
-    """Of some images the maps of a checkpoint that others are aligned with.
+def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]:
+    """Name of the checkpoint, and its maps of some images, that `save_reference` wrote.
 
     Raises:
-        DataError: there is none of one of them.
+        DataError: the file is missing or damaged, or there is no map of one of the images.
     """
+    path = folder / FILE
+    try:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
+            source = str(arrays["source"])
+            maps = {
+                str(image): torch.from_numpy(arrays[f"map{i}"]).double()
+                for i, image in enumerate(arrays["images"])
+            }
+    # A damaged file makes the readers of zip and npy fail in any way.
+    except Exception as error:
+        pass_on_memory(error)
+        raise DataError(
+            f"cannot read {path}; probe the checkpoint to align with first, with --overwrite"
+        ) from error
     missing = [image for image in images if image not in maps]
     if missing:
         raise DataError(
@@ -533,29 +546,7 @@ def maps_of(source: str, maps: Mapping[str, Map], images: Sequence[str]) -> list
             f"{', ...' if len(missing) > 3 else ''}; probe that checkpoint on the same images "
             "first, with at least as many --pictures"
         )
-    return [maps[image] for image in images]
-
-
-def load_reference(folder: Path) -> tuple[str, dict[str, Map]]:
-    """Name of the checkpoint, and its maps by image, that `save_reference` wrote.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
-    path = folder / FILE
-    try:
-        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
-            maps = {
-                str(image): torch.from_numpy(arrays[f"map{i}"]).double()
-                for i, image in enumerate(arrays["images"])
-            }
-            return str(arrays["source"]), maps
-    # A damaged file makes the readers of zip and npy fail in any way.
-    except Exception as error:
-        pass_on_memory(error)
-        raise DataError(
-            f"cannot read {path}; probe the checkpoint to align with first, with --overwrite"
-        ) from error
+    return source, [maps[image] for image in images]
 
 
 def reference_folder(align_to: str, own: Path, kind: str) -> Path:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Float16, Int64, UInt8
+from jaxtyping import Float, Float16, Int64, UInt8
 from torch import Tensor
 
 from probes.features.image import is_constant
@@ -16,8 +16,7 @@ from probes.features.stream import batches, checked, extract, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage
 from probes.heads.losses import label_histograms
-from probes.heads.scored_images import Squashed
-from probes.heads.scores import ImageCounts, mask_score
+from probes.heads.scored_images import ImageCounts, Squashed, mask_score
 from ssl_bench.composition.compose import guesses_of
 from ssl_bench.composition.fields import (
     Count,
@@ -186,17 +185,11 @@ def labelled_patches(training_pass: TrainingPass, patch: int) -> Int64[Tensor, "
     found = torch.empty(entries, side, side, dtype=torch.bool)
 
     def look(some: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
-        found[list(some)] = is_labelled(labels, patch)
+        labelled = (labels != IGNORED).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
+        found[list(some)] = labelled.any(4).any(2)
 
-    training_pass.read_labels(look)
+    training_pass.fill(look)
     return found.flatten().nonzero()[:, 0]
-
-
-def is_labelled(
-    labels: UInt8[Tensor, "some height width"], patch: int
-) -> Bool[Tensor, "some rows cols"]:
-    labelled = (labels != IGNORED).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
-    return labelled.any(4).any(2)
 
 
 def chosen_patches(
@@ -234,7 +227,13 @@ def remembered(
     width = extractor.width(training_pass.facet)
     features = torch.empty(len(layers), len(chosen), width, dtype=torch.float16)
     shares = torch.empty(len(chosen), classes)
-    by_batch = list(_by_batch(chosen, patches, training_pass.batch_size))
+    # Entries that pass the encoder together, and which patches of theirs are remembered.
+    every, counts = (chosen // patches).unique_consecutive(return_counts=True)
+    by_entry, size = (chosen % patches).split(counts.tolist()), training_pass.batch_size
+    by_batch = []
+    for first in range(0, len(every), size):
+        within = [n * patches + some for n, some in enumerate(by_entry[first : first + size])]
+        by_batch.append((every[first : first + size], torch.cat(within)))
     read = training_pass.stream(layers, [entries for entries, _ in by_batch], extractor.device)
     shown = training_pass.context.progress(read, "remembered images", len(by_batch))
     start = 0
@@ -248,18 +247,6 @@ def remembered(
         features[:, here], counts = fetched(found)
         shares[here] = counts / counts.sum(1, keepdim=True)
     return features, shares
-
-
-def _by_batch(
-    chosen: Int64[Tensor, " memory"], patches: int, batch_size: int
-) -> Iterator[tuple[Int64[Tensor, " entries"], Int64[Tensor, " some"]]]:
-    """Entries that pass the encoder together, and which patches of theirs are remembered."""
-    entries, counts = (chosen // patches).unique_consecutive(return_counts=True)
-    by_entry = (chosen % patches).split(counts.tolist())
-    for first in range(0, len(entries), batch_size):
-        some = by_entry[first : first + batch_size]
-        within = [patch + number * patches for number, patch in enumerate(some)]
-        yield entries[first : first + batch_size], torch.cat(within)
 
 
 def patch_votes(

@@ -7,14 +7,13 @@ held-out images, scored images, scores, pictures.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float, Float64, Int64, UInt8
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -29,19 +28,24 @@ from probes.features.split import (
 from probes.features.stream import KeptState, batches, checked, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
-from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
-from probes.heads.scored_images import ScoredImage, SlidingWindows, Squashed
-from probes.heads.scores import ImageCounts, best_value, mask_score, plain
+from probes.heads.scored_images import (
+    ImageCounts,
+    ScoredImage,
+    SlidingWindows,
+    Squashed,
+    mask_score,
+    plain,
+)
 from probes.heads.sgd import (
     SGD,
     HeadAdamW,
     HeadOptimizer,
     Heads,
+    LogisticRegression,
     Schedule,
     StepTraining,
     TrainedHeads,
-    floats,
 )
 from probes.pictures import sheet, titled
 from ssl_bench.composition.compose import guesses_of
@@ -56,10 +60,9 @@ from ssl_bench.composition.fields import (
     ShareBelowOne,
     Threads,
 )
-from ssl_bench.data.labels import voc_colours
-from ssl_bench.data.locations import cache_folder
+from ssl_bench.data.files.images import voc_colours
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.views import sampled, sampled_numbers
+from ssl_bench.data.splits import sampled, sampled_numbers
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
@@ -68,7 +71,7 @@ from ssl_bench.metrics import class_counts
 from ssl_bench.scores import IGNORED, mean_iou
 from ssl_bench.system.device import sent
 from ssl_bench.system.files import remove_orphans, write_text_atomically
-from ssl_bench.system.paths import image_name
+from ssl_bench.system.paths import cache_folder, image_name
 
 HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 _OF_CAPI = (1e-6, 3.727594e-5, 1.389495e-3, 5.179475e-2, 1.930698, 71.96857, 2682.696, 1e5)
@@ -94,9 +97,6 @@ class Steps(StepTraining):
     schedule: Literal["cosine", "linear", "constant", "drop"] = "cosine"
     warmup: ShareBelowOne = 0.05
     weight_decay: PositiveOrZero = 1e-4
-
-    def settings(self) -> dict[str, Any]:
-        return asdict(self) | {"learning_rates": floats(self.learning_rates)}
 
     def steps(self) -> tuple[HeadOptimizer, Schedule]:
         optimizer = {"adamw": HeadAdamW, "sgd": SGD}[self.optimizer]
@@ -371,8 +371,7 @@ class SegmentationRun:
                 one = batch.features[:, number : number + 1]
                 image = self.prepare(self.training_pass.images[self.split.indices[next(left)]])
                 blocks = dict(zip(features.layers, one, strict=True))
-                predicted = self._predict(heads, blocks, image)
-                total = total + self._count_one(predicted, image.mask)
+                total = total + self._predict(heads, blocks, image)[1]
         return total.cpu().numpy()
 
     def score(
@@ -386,21 +385,18 @@ class SegmentationRun:
         The scored images stream once through encoder and heads; what a killed run had counted
         passes no more.
         """
-        images, kept = self.val_images, self._kept_counts()
-        counts = self.no_counts(heads)
+        images, kept, shape = self.val_images, self._kept_counts(), heads.bias.shape
+        counts = ImageCounts(*shape)
         if kept.found:
             counts.extend(kept.found)
         self.count(heads, self._scored(range(len(images))[len(counts) :]), counts, kept)
-        if not counts.has_labels:
+        if not counts.total[:, :, 2].any():
             raise DataError(f"{images.name} {images.split} has no labelled pixel")
         # Once more, since a killed run may have counted them long ago.
         indices = sampled_numbers(images.ids, self.probe.panels)
-        drawn = self.count(heads, self._scored(indices), self.no_counts(heads)) if indices else []
+        drawn = self.count(heads, self._scored(indices), ImageCounts(*shape)) if indices else []
         chosen = [None] * len(self.sources) if held_out is None else held_out
-        found = [
-            self._scores(heads, index, counts, chosen[index], details)
-            for index in range(len(self.sources))
-        ]
+        found = [self._scores(heads, n, counts, one, details) for n, one in enumerate(chosen)]
         return found, drawn
 
     def prepare(self, sample: Sample) -> ScoredImage:
@@ -412,11 +408,6 @@ class SegmentationRun:
         workers = self.probe.num_workers
         items = read_ahead(self.val_images, indices, self.prepare, workers=workers)
         return self.context.progress(items, "scored images", len(indices))
-
-    def no_counts(self, heads: TrainedHeads) -> ImageCounts:
-        """Counts of no image yet."""
-        sources, values = heads.bias.shape[:2]
-        return ImageCounts(sources, values, self.heads.classes)
 
     def count(
         self,
@@ -438,8 +429,8 @@ class SegmentationRun:
             for image in batch:
                 some = slice(first, first := first + len(image.windows))
                 blocks = {layer: features[some] for layer, features in by_layer.items()}
-                predicted = self._predict(heads, blocks, image)
-                parts.append(self._count_one(predicted, image.mask))
+                predicted, counted = self._predict(heads, blocks, image)
+                parts.append(counted)
                 drawn += [predicted] if kept is None else []
             parts, *drawn = checked(extractor, sums, ids, [torch.stack(parts), *drawn])
             counts.add(parts)
@@ -453,25 +444,19 @@ class SegmentationRun:
         heads: TrainedHeads,
         features: Mapping[int, Float[Tensor, "windows rows cols dim"]],
         image: ScoredImage,
-    ) -> UInt8[Tensor, "sources values height width"]:
-        """Classes of every pixel of one image by the heads of all sources."""
-        predicted = []
+    ) -> tuple[
+        UInt8[Tensor, "sources values height width"], Int64[Tensor, "sources values 3 classes"]
+    ]:
+        """Classes of every pixel of one image by all heads; right, predicted and true by class."""
+        found = []
         for index, source in enumerate(heads.sources):
             windows = torch.cat([features[layer].float() for layer in source], -1)
             logits = torch.stack([heads.logits(index, one) for one in windows])
             # Here the logits of patches become classes of pixels.
-            predicted.append(self.probe.inference.predict(logits, image))
-        return torch.stack(predicted)
-
-    def _count_one(
-        self,
-        predicted: UInt8[Tensor, "sources values height width"],
-        mask: UInt8[Tensor, "height width"],
-    ) -> Int64[Tensor, "sources values 3 classes"]:
-        """Right, predicted and true pixels by class, for the heads of all sources."""
-        target = sent(mask, predicted.device)
+            found.append(self.probe.inference.predict(logits, image))
+        predicted, target = torch.stack(found), sent(image.mask, found[0].device)
         counts = class_counts(predicted.flatten(0, 1), target, self.heads.classes)
-        return counts.unflatten(0, predicted.shape[:2])
+        return predicted, counts.unflatten(0, predicted.shape[:2])
 
     def _scores(
         self,
@@ -492,12 +477,14 @@ class SegmentationRun:
         width = self.training_pass.extractor.width(self.probe.scored_facet)
         # Share of the channels that are the same in all training patches.
         constant = heads.constant_channels[index] / width / len(source)
-        by_value = mean_iou(counts.total[index])
-        oracle = best_value(counts.total[index])
-        chosen = oracle if held_out is None else best_value(held_out)
-        ways = [] if held_out is None else [("miou_holdout", chosen)]
+        by_value, choosing = mean_iou(counts.total[index]), None
+        chosen, ways = _best(by_value), [("miou_oracle", _best(by_value))]
+        if held_out is not None:
+            choosing = mean_iou(held_out)
+            chosen = _best(choosing)
+            ways.insert(0, ("miou_holdout", chosen))
         scores = []
-        for metric, rate in [*ways, ("miou_oracle", oracle), ("pixel_accuracy", chosen)]:
+        for metric, rate in [*ways, ("pixel_accuracy", chosen)]:
             warnings = []
             if len(values) > 1 and rate in (0, len(values) - 1):
                 name = hyperparameter.replace("_", " ")
@@ -508,7 +495,7 @@ class SegmentationRun:
                 hyperparameter: values[rate],
                 f"{hyperparameter}s": list(values),
                 "miou_by_rate": plain(by_value),
-                "miou_by_rate_held_out": None if held_out is None else plain(mean_iou(held_out)),
+                "miou_by_rate_held_out": None if choosing is None else plain(choosing),
                 "constant_features": constant == 1,
                 "constant_channels_percent": round(100 * constant, 1),
                 "warnings": [*warnings, *few_images_warning(len(counts))],
@@ -538,6 +525,7 @@ class SegmentationRun:
         }
 
     def _draw(self, drawn: Sequence[Tensor], rates: Sequence[int]) -> None:
+        """The photograph, the truth and each source's classes laid over it, and a legend."""
         indices = sampled_numbers(self.val_images.ids, self.probe.panels)
         for index, predicted in zip(indices, drawn, strict=True):
             sample = self.val_images[index]
@@ -547,8 +535,11 @@ class SegmentationRun:
                 masks[title] = by_rate[rate]
             size = sample.image.shape[:2]
             full = {title: nearest_labels(mask, *size).numpy() for title, mask in masks.items()}
-            path = self.context.artifacts / self.probe._panel_name(sample.image_id)
-            draw_panel(sample.image, full, self.val_images.class_names, path)
+            tiles = [titled(sample.image, "photograph")]
+            tiles += [titled(overlaid(sample.image, mask), title) for title, mask in full.items()]
+            tiles.append(_legend(full.values(), self.val_images.class_names))
+            rows = [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]
+            sheet(rows, self.context.artifacts / self.probe._panel_name(sample.image_id))
 
     # Files that a killed run goes on from are named after all that their content depends on.
 
@@ -567,27 +558,15 @@ class SegmentationRun:
         return self._kept("counts", split, images, repr(self.probe.inference))
 
 
-def draw_panel(
-    image: UInt8[np.ndarray, "height width 3"],
-    masks: Mapping[str, UInt8[np.ndarray, "height width"]],
-    class_names: Sequence[str],
-    path: Path,
-) -> None:
-    """Save the photograph, each titled mask laid over it, and a legend of the classes that occur.
-
-    A mask holds the class of every pixel; where it holds 255 the photograph is left as it is.
-    """
-    tiles = [titled(image, "photograph")]
-    tiles += [titled(overlaid(image, mask), title) for title, mask in masks.items()]
-    tiles.append(_legend(masks.values(), class_names))
-    rows = [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]
-    sheet(rows, path)
+def _best(by_value: Float64[np.ndarray, " values"]) -> int:
+    """Index of the largest mean IoU; of equal ones the first."""
+    return int(np.nan_to_num(by_value, nan=-1.0).argmax())
 
 
 def overlaid(
     image: UInt8[np.ndarray, "height width 3"], mask: UInt8[np.ndarray, "height width"]
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Blend the colours of the classes into a photograph."""
+    """Blend the colours of the classes into a photograph, except where the mask holds 255."""
     blended = (0.4 * image + 0.6 * _COLOURS[mask]).astype(np.uint8)
     return np.where((mask == IGNORED)[..., None], image, blended)
 

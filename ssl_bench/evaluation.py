@@ -27,24 +27,24 @@ import torch
 from ssl_bench.composition.compose import changed_settings, usual_values
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.corruptions import as_settings, corruption_of
-from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import (
     ReadableDataset,
     counts_and_first,
+    shared_files,
     summary,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.data.views import OpenedOnce
+from ssl_bench.data.splits import OpenedOnce
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import holds
 from ssl_bench.layers import AskedFacets, Facet, asked_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id, stride_of
-from ssl_bench.results.provenance import provenance
 from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, TrainingImages
 from ssl_bench.results.store import first_few
 from ssl_bench.system import paths
+from ssl_bench.system.device import provenance
 from ssl_bench.system.files import mark_as_written
 from ssl_bench.system.progress import show_progress
 

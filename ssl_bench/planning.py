@@ -31,17 +31,17 @@ from ssl_bench.composition.compose import (
 )
 from ssl_bench.composition.fields import shown
 from ssl_bench.data.corruptions import asked_corruptions
-from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import (
     Looked,
     OnBadImage,
     ReadableDataset,
     as_readable,
+    shared_files,
     with_a_way_out,
 )
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
-from ssl_bench.data.views import DType, ListedOnce, OpenedOnce, as_asked, shared_values
+from ssl_bench.data.splits import DType, ListedOnce, OpenedOnce, as_asked, shared_values
 from ssl_bench.errors import (
     BrokenFile,
     CheckpointError,
@@ -54,10 +54,9 @@ from ssl_bench.errors import (
 from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
 from ssl_bench.layers import layers_of, numbered_layers, resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder, load_encoder
-from ssl_bench.models.encoder import ASSUMED
+from ssl_bench.models.encoder import ASSUMED, DINO_NAMES
 from ssl_bench.models.loading.addresses import OWN, expand, kept_epoch, with_baselines
 from ssl_bench.models.loading.checkpoint import read_metadata
-from ssl_bench.models.loading.layouts import DINO
 from ssl_bench.models.loading.load import stated_identity
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import remove_orphans, remove_orphans_below
@@ -632,7 +631,7 @@ def announced_encoder(uri: str) -> Encoder:
         say(encoder.contents.note)
     file = encoder.contents.file
     # The names of timm are those of DINO.
-    is_unnamed = encoder.contents.layout == DINO.name and file and "dino" not in file.name.lower()
+    is_unnamed = encoder.contents.layout == DINO_NAMES and file and "dino" not in file.name.lower()
     if encoder.colours_from == ASSUMED and is_unnamed:
         size, side = _SIZES_IN_TIMM.get((encoder.dim, encoder.depth)), encoder.native_size[0]
         other = f"mean=0.5,std=0.5:{file} takes it"

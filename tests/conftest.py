@@ -18,7 +18,7 @@ from tests.support import checked
 if torch.__version__ >= "2.15" and not torch.cuda.is_available():
     install_import_hook(["ssl_bench", "pretrain", "probes"], f"{checked.__name__}.checked")
 
-from ssl_bench.data.files import digests
+from ssl_bench.data.files import fingerprints
 from tests.support.faults import encoder_file, photo_folder
 from tests.support.remembered import remember_needs
 from tests.support.web import WebServer
@@ -96,7 +96,7 @@ def place(tmp_path, monkeypatch) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, which trusts files as soon as the clock of the files has moved on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(digests, "_RACY_NS", 0)
+    monkeypatch.setattr(fingerprints, "_RACY_NS", 0)
     return tmp_path / "cache/ssl-bench/digests"
 
 
@@ -104,8 +104,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of what is read, in place of what is remembered."""
     names: list[str] = []
-    whole = digests._read
-    monkeypatch.setattr(digests, "_read", lambda part: names.append(part.file.name) or whole(part))
+    whole = fingerprints._read
+
+    def read(part: fingerprints.Part) -> bytes:
+        names.append(part.file.name)
+        return whole(part)
+
+    monkeypatch.setattr(fingerprints, "_read", read)
     return names
 
 

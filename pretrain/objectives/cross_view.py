@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ssl_bench.models.precision import without_autocast
+from ssl_bench.models.graying import without_autocast
 
 # Prototypes whose logits are held at a time: few enough for the caches of a processor, enough to
 # hide the launches on a GPU.

@@ -147,13 +147,8 @@ class Clustering(Probe):
 
     def _scores_of_images(self, context: ProbeContext, images: ImageSet) -> Iterator[Score]:
         classes = len(images.class_names)
-        asked = max(self.numbers) * classes
-        if asked > len(images):
-            raise ConfigurationError(
-                f"probe.clusters_per_class must give at most the {len(images)} clusters that "
-                f"images of {images.name} {images.split} can make, got {asked}; ask for fewer, or "
-                "for more images"
-            )
+        what = f"images of {images.name} {images.split}"
+        self._require_at_most(len(images), classes, what, "images")
         image_pass = ImagePass(self, context, self.batch_size)
         at_once = image_pass.layers_at_once(len(images), self.memory_gib)
         for layers in batches(sorted(context.layers), at_once):
@@ -174,13 +169,8 @@ class Clustering(Probe):
         train, classes = context.dataset.train(), len(val.class_names)
         side = self._size(context) // context.encoder.patch_size
         chosen = drawn_patches(len(train) * side**2, self.fit_patches, context.seed)
-        asked = max(self.numbers) * classes
-        if asked > len(chosen):
-            raise ConfigurationError(
-                f"probe.clusters_per_class must give at most the {len(chosen)} clusters that "
-                f"patches of {train.name} {train.split} can make, got {asked}; ask for fewer, or "
-                "for more images or a larger probe.fit_patches"
-            )
+        what = f"patches of {train.name} {train.split}"
+        self._require_at_most(len(chosen), classes, what, "images or a larger probe.fit_patches")
         every = context.extractor(sorted(context.layers), *self.facets)
         width = sum(map(every.width, self.facets))
         at_once = max(1, int(self.memory_gib * 2**30 / (2 * width * len(chosen))))
@@ -214,6 +204,14 @@ class Clustering(Probe):
                     intervals = patch_intervals(met, by_image)
                     told = details[cell] | more
                     yield from self._scores(cell, times, met, intervals, len(val), told)
+
+    def _require_at_most(self, most: int, classes: int, what: str, more: str) -> None:
+        asked = max(self.numbers) * classes
+        if asked > most:
+            raise ConfigurationError(
+                f"probe.clusters_per_class must give at most the {most} clusters that {what} can "
+                f"make, got {asked}; ask for fewer, or for more {more}"
+            )
 
     def _size(self, context: ProbeContext) -> int:
         """Side in pixels of the squares that images are squashed to."""
@@ -305,16 +303,10 @@ class Clustering(Probe):
         }
         for metric in self.metrics(times):
             baseline = baselines[metric].as_details() if metric in baselines else {}
-            yield Score(
-                layer=cell[0],
-                facet=cell[1],
-                metric=metric_name(metric, times),
-                value=float(SCORES[metric](met)),
-                ci95=intervals.get(metric),
-                num_images=num_images,
-                details={**details, **counted, **baseline},
-                unit="" if metric == "ari" else "%",
-            )
+            name, value = metric_name(metric, times), float(SCORES[metric](met))
+            ci95, unit = intervals.get(metric), "" if metric == "ari" else "%"
+            more = {**details, **counted, **baseline}
+            yield Score(*cell, name, value, ci95, num_images, more, unit=unit)
 
 
 def metric_name(metric: str, times: int) -> str:

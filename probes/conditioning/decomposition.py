@@ -110,23 +110,23 @@ def decompose_block(
         skip_mlp=getattr(whole, "skip_mlp", True),
         heads=_heads(attention, scales[0], num_heads),
     )
+    if not _gives(parts, entered, left):
+        return None
+    normed = parts.norm1(parts.graying(entered))
+    if parts.heads is None or _gives(parts.heads.output, normed, parts.attention(normed)):
+        return parts
+    return replace(parts, heads=None)
+
+
+def _gives(function: Callable[[Tensor], Tensor], given: Tensor, expected: Tensor) -> bool:
     # A layer of another kind may fail in any way when it is called like this one.
     try:
-        agrees = _agree(parts(entered), left)
-    except Exception as error:
-        pass_on_memory(error)
-        return None
-    if not agrees:
-        return None
-    if parts.heads is None:
-        return parts
-    normed = parts.norm1(parts.graying(entered))
-    try:
-        explained = _agree(parts.heads.output(normed), parts.attention(normed))
-    except (RuntimeError, TypeError, ValueError) as error:
-        pass_on_memory(error)
-        explained = False
-    return parts if explained else replace(parts, heads=None)
+        error = (function(given) - expected).abs().max()
+    except Exception as failure:
+        pass_on_memory(failure)
+        return False
+    largest = torch.maximum(expected.abs().max(), error.new_tensor(1e-12))
+    return bool(error <= _TOLERANCE * largest)
 
 
 def _first(block: nn.Module, names: Sequence[str]) -> Any:
@@ -175,11 +175,6 @@ def _heads(layer: nn.Module, scale: nn.Module, num_heads: int) -> Heads | None:
         return scale(proj((weights @ values).transpose(0, 1).flatten(1)))
 
     return Heads(matrices, lambda tokens: split(tokens)[2], joined)
-
-
-def _agree(one: Tensor, other: Tensor) -> bool:
-    error = (one - other).abs().max()
-    return bool(error <= _TOLERANCE * torch.maximum(other.abs().max(), error.new_tensor(1e-12)))
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,7 @@ class ImagePass:
             for facet in self.probe.facets
         }
         labels = torch.empty(len(indices), dtype=torch.int64)
-        first = 0
-        size, share = self._size, self.probe.crop_share
+        first, size, share = 0, self._size, self.probe.crop_share
 
         def prepared(sample: Sample) -> tuple[UInt8[Tensor, "3 size size"], int]:
             assert sample.label is not None

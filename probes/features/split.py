@@ -62,11 +62,7 @@ def asked_patches(facet: str, norm: str) -> AskedFacets:
 
 
 def require_one_block_a_head(asked: AskedFacets | None, layers_mode: str) -> None:
-    """Refuse a block by name where heads see several.
-
-    Raises:
-        ConfigurationError: one is named.
-    """
+    """Refuse a block by name where heads see several, by a ConfigurationError."""
     if asked and asked.block is not None and layers_mode != "single":
         raise ConfigurationError(
             f"probe.facet must name every block with * for probe.layers_mode={layers_mode}, got "
@@ -109,14 +105,8 @@ class TrainingSplit:
 
     def entries(self, views: int) -> Int64[Tensor, " entries"]:
         """All views of the images that heads are fitted to, as entries of the feature cache."""
-        return torch.tensor(
-            [
-                position * views + view
-                for position in range(len(self.indices))
-                if position not in self.held_out
-                for view in range(views)
-            ]
-        )
+        fitted = [n for n in range(len(self.indices)) if n not in self.held_out]
+        return (torch.tensor(fitted)[:, None] * views + torch.arange(views)).flatten()
 
     def every_entry(self, views: int) -> Int64[Tensor, " entries"]:
         """All views of all images, held out or not."""
@@ -128,9 +118,8 @@ class TrainingSplit:
 
 def digest(ids: Sequence[str]) -> str:
     """Hexadecimal sha256 of ids, one a line."""
-    return sha256(
-        "".join(f"{image_id}\n" for image_id in ids).encode(errors="surrogateescape")
-    ).hexdigest()
+    lines = "".join(f"{image_id}\n" for image_id in ids)
+    return sha256(lines.encode(errors="surrogateescape")).hexdigest()
 
 
 def shots_of(asked: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -148,11 +137,7 @@ def shots_of(asked: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def require_one_way_to_draw(asked: int | Sequence[int] | None, train_images: int | None) -> None:
-    """Refuse shots of each class beside a number of images of all classes.
-
-    Raises:
-        ConfigurationError: both are asked for.
-    """
+    """Refuse shots of each class beside a number of images of all, by a ConfigurationError."""
     if shots_of(asked) and train_images is not None:
         raise ConfigurationError(
             f"probe.train_images must be null where probe.shots draws images of each class, got "
@@ -267,34 +252,24 @@ def over_draws(draws: Sequence[Sequence[Score]], count: int) -> Iterator[Score]:
         first, by_draw = scores[0], [score.value for score in scores]
         hits = np.stack([np.asarray(score.per_image) for score in scores], 1)  # images draws
         has_meaning = not math.isnan(first.value)
+        over_images = mean_estimate(100 * hits.mean(1)).ci95() if has_meaning else None
+        details = {"shots": count, "value_by_draw": by_draw, "ci95_over_images": over_images}
+        # What all draws say once, what they say differently by draw, warnings and time of all.
+        for name, value in first.details.items():
+            said = [score.details[name] for score in scores]
+            if name == "warnings":
+                details[name] = list(dict.fromkeys(line for lines in said for line in lines))
+            elif name == "train_seconds":
+                details[name] = round(sum(said), 3)
+            elif all(other == value for other in said):
+                details[name] = value
+            else:
+                details[f"{name}_by_draw"] = said
         yield replace(
             first,
             metric=shot_metric(first.metric, count),
             value=float(np.mean(by_draw)),
             ci95=mean_estimate(np.array(by_draw)).ci95() if has_meaning else None,
-            details={
-                "shots": count,
-                "value_by_draw": by_draw,
-                "ci95_over_images": (
-                    mean_estimate(100 * hits.mean(1)).ci95() if has_meaning else None
-                ),
-                **_details(scores),
-            },
+            details=details,
             per_image=hits,
         )
-
-
-def _details(scores: Sequence[Score]) -> dict[str, Any]:
-    """What all draws say once, what they say differently by draw, warnings and time of all."""
-    found: dict[str, Any] = {}
-    for name, value in scores[0].details.items():
-        by_draw = [score.details[name] for score in scores]
-        if name == "warnings":
-            found[name] = list(dict.fromkeys(line for lines in by_draw for line in lines))
-        elif name == "train_seconds":
-            found[name] = round(sum(by_draw), 3)
-        elif all(other == value for other in by_draw):
-            found[name] = value
-        else:
-            found[f"{name}_by_draw"] = by_draw
-    return found

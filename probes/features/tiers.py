@@ -2,24 +2,31 @@
 
 They are in the first of three tiers that has the room: memory, a file, or nowhere ("stream"). From
 each come the same numbers, float16, refused where they are not finite. In this order: what they may
-take, how a batch becomes features, the three tiers, and the pass over the training images.
+take, files of features and labels, how a batch becomes features, the three tiers, and the pass over
+the training images.
 """
 
+import errno
+import hashlib
+import json
+import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
+from zlib import crc32
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8
+from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8, UInt32
 from torch import Tensor
 
-from probes.features.disk import DamagedFeatures, FeatureFile, FeatureReader, label_file
 from probes.features.stream import ahead, batches, checked, extract, read_ahead
 from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
@@ -28,11 +35,13 @@ from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.system.device import free_memory, sent
+from ssl_bench.system.files import remove_orphans, unfinished
 from ssl_bench.system.memory import free_host_memory
 
 Tier = Literal["memory", "disk", "stream"]
 AskedTier = Literal["auto", "memory", "disk", "stream"]
 GIB = 2**30
+_CHECKSUM = np.dtype("<u4")
 # Batches that are read from a disk before they are asked for.
 _AHEAD = 2
 # Count up when the same image gives other cached values, or they lie in another order.
@@ -91,6 +100,162 @@ class Room:
             f"features: {features / GIB:.1f} GiB, tier {tier} (may take {memory} of memory, "
             f"{disk} of {self.folder})"
         )
+
+
+class DamagedFeatures(MachineError):
+    """A file does not hold the bytes that were written to it."""
+
+
+@dataclass(frozen=True)
+class FeatureFile:
+    """Features by layer and entry on disk, found again only by a run whose header is the same.
+
+    Values in float16 come first, then a CRC-32 of each entry of each layer, the header, and a
+    CRC-32 of these two. That is one file, so that whoever of several writers comes last leaves all
+    of his.
+
+    Attributes:
+        folder: Where it lies; safe to delete at any time.
+        header: Everything the values depend on, as plain JSON types.
+        shape: Layers, entries, rows, columns, width.
+    """
+
+    folder: Path
+    header: Mapping[str, Any]
+    shape: tuple[int, ...]
+
+    def open(self) -> "OpenFeatures | None":
+        """The features if they were written completely, else None.
+
+        Raises:
+            DamagedFeatures: the file has another size, header or checksums than were written.
+        """
+        expected = len(self._tail(np.zeros(self.shape[:2], _CHECKSUM)))
+        try:
+            file = self.path.open("rb")
+            file.seek(self._data_bytes())
+            tail = file.read(expected + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise DamagedFeatures(f"{self.path} cannot be read ({error.strerror})") from error
+        checksums = np.frombuffer(tail, _CHECKSUM, min(prod(self.shape[:2]), len(tail) // 4))
+        if len(tail) != expected or tail != self._tail(checksums):
+            raise DamagedFeatures(f"{self.path} is not as it was written")
+        return OpenFeatures(self, file, checksums.reshape(self.shape[:2]))
+
+    @contextmanager
+    def writing(self) -> Iterator["OpenFeatures"]:
+        """Takes features; the file has its name once the block ends without an error.
+
+        Raises:
+            MachineError: the disk lacks the room.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_orphans(self.folder)
+            with unfinished(self.path) as file:
+                writer = OpenFeatures(self, file, np.zeros(self.shape[:2], _CHECKSUM))
+                _allocate(file, self._data_bytes() + len(self._tail(writer.checksums)))
+                yield writer
+                file.seek(self._data_bytes())
+                file.write(self._tail(writer.checksums))
+        except MachineError:
+            raise
+        except OSError as error:
+            raise MachineError(
+                f"cannot keep {self._data_bytes() / 2**30:.1f} GiB of features in {self.folder} "
+                f"({error.strerror or error}); choose another folder with probe.cache=DIR, or take "
+                "probe.tier=stream"
+            ) from error
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{hashlib.sha256(self._header_bytes()).hexdigest()[:16]}.features"
+
+    def place(self, layer: int, entry: int) -> int:
+        """Of the first byte of a layer of an entry; all layers of one lie side by side."""
+        return 2 * prod(self.shape[2:]) * (entry * self.shape[0] + layer)
+
+    def _tail(self, checksums: UInt32[np.ndarray, "..."]) -> bytes:
+        content = checksums.tobytes() + self._header_bytes()
+        return content + np.array(crc32(content), _CHECKSUM).tobytes()
+
+    def _header_bytes(self) -> bytes:
+        return json.dumps({**self.header, "shape": self.shape}, indent=1, sort_keys=True).encode()
+
+    def _data_bytes(self) -> int:
+        return 2 * prod(self.shape)
+
+
+@dataclass(frozen=True)
+class OpenFeatures:
+    """A file that is written or read.
+
+    Checksums are of what is given, not of what the disk made of it. What is compared with them is a
+    copy in memory: mapped pages could be other ones when they are used.
+    """
+
+    format: FeatureFile
+    file: Any
+    checksums: UInt32[np.ndarray, "layers entries"]
+
+    def put(
+        self, layer: int, entries: Sequence[int], features: Float16[Tensor, "some rows cols dim"]
+    ) -> None:
+        """Keep some entries of the layer of that index.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        for entry, values in zip(entries, features.contiguous().numpy(), strict=True):
+            self.checksums[layer, entry] = crc32(values)
+            self.file.seek(self.format.place(layer, entry))
+            self.file.write(values)
+
+    def read(self, layer: int, entry: int, into: Float16[np.ndarray, "rows cols dim"]) -> None:
+        """Fill an array with an entry of the layer of that index.
+
+        Raises:
+            DamagedFeatures: the file gives other bytes than were written.
+        """
+        path = self.format.path
+        try:
+            self.file.seek(self.format.place(layer, entry))
+            count = self.file.readinto(into.data)
+        except OSError as error:
+            raise DamagedFeatures(f"{path} cannot be read ({error.strerror})") from error
+        if count != into.nbytes or crc32(into.data) != self.checksums[layer, entry]:
+            raise DamagedFeatures(f"{path} gives other features than were written")
+
+
+def _allocate(file: IO[bytes], size: int) -> None:
+    """Take the room on the disk now, so that a full one is not found after hours."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        # Where the file system cannot do so, writing itself tells.
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+
+
+def label_file(folder: Path, shape: tuple[int, int, int]) -> UInt8[Tensor, "entries height width"]:
+    """Labels of all entries, in a file without a name, gone when nobody has them any more.
+
+    Raises:
+        MachineError: the folder takes no file, or its disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Room that is missing later, behind mapped memory, would end the process.
+            _allocate(file, prod(shape))
+            return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=shape))
+    except OSError as error:
+        raise MachineError(
+            f"cannot keep labels in {folder} ({error.strerror or error}); choose another "
+            "folder with probe.cache=DIR"
+        ) from error
 
 
 def half_features(
@@ -178,7 +343,7 @@ class FeaturesOnDisk:
     compute: Callable[[], object]
     say: Callable[[str], None]
     passes: int
-    _reader: FeatureReader | None = field(default=None, init=False, repr=False)
+    _reader: OpenFeatures | None = field(default=None, init=False, repr=False)
 
     tier = "disk"
 
@@ -213,7 +378,7 @@ class FeaturesOnDisk:
         # Somebody deleted it.
         if self._reader is None:
             raise DamagedFeatures(f"{self.file.path} is gone")
-        found = torch.empty(len(indices), len(some), *self.file.entry_shape, dtype=torch.float16)
+        found = torch.empty(len(indices), len(some), *self.file.shape[2:], dtype=torch.float16)
         for number, entry in enumerate(some.tolist()):
             for place, index in enumerate(indices):
                 self._reader.read(index, entry, found[place, number].numpy())
@@ -320,7 +485,7 @@ class TrainingPass:
                 present[entry, of_entry.unique().long()] = True
 
         if tier == "stream":
-            self.read_labels(put_present)
+            self.fill(put_present)
             return StreamedFeatures(layers, present, self.stream)
         if tier == "memory":
             labels = torch.empty(entries, size, size, dtype=torch.uint8)
@@ -337,16 +502,16 @@ class TrainingPass:
             def put(index: int, some: Sequence[int], features: Half) -> None:
                 blocks[index, list(some)] = features
 
-            self._fill(put, put_labels)
+            self.fill(put_labels, put)
             return FeaturesInMemory(layers, blocks, labels, present)
 
         def write() -> None:
             with file.writing() as writer:
-                self._fill(writer.put, put_labels)
+                self.fill(put_labels, writer.put)
 
         is_kept = self._is_kept(file)
         if is_kept:
-            self.read_labels(put_labels)
+            self.fill(put_labels)
         else:
             write()
         say, passes = self.context.say, int(not is_kept)
@@ -369,36 +534,32 @@ class TrainingPass:
         the encoder beside it as far as the library's matrix products see to that, and those of
         torch on a CPU do.
 
-        Args:
-            layers: Of those of the extractor.
-            chosen: Their entries.
-            device: Where the batches go.
-
         Raises:
             CheckpointError: a feature is not finite in float16.
         """
         indices = [self.extractor.layers.index(layer) for layer in layers]
 
-        def prepared(entry: int) -> _Prepared:
+        def prepared(entry: int) -> list[_View]:
             position, view = divmod(entry, self.views.count)
             return self._prepared([view], self.images[self.indices[position]])
 
         entries = (entry for some in chosen for entry in some.tolist())
         found = ahead(prepared, entries, workers=self.workers, most=4 * self.workers)
         for some in chosen:
-            ids, images, labels = _of_view(list(islice(found, len(some))), 0)
+            ids, images, labels = _stacked(one for (one,) in islice(found, len(some)))
             halves = half_features(self.extractor, images, ids)
             features = torch.stack([halves[index] for index in indices])
             yield FeatureBatch(sent(features, device), sent(labels, device))
 
-    def read_labels(self, put: PutLabels) -> None:
-        """Give the labels of all entries, those of a batch's views one after the other."""
-        self._fill(None, put)
-
-    def _fill(
-        self, put: Callable[[int, Sequence[int], Half], None] | None, put_labels: PutLabels
+    def fill(
+        self,
+        put_labels: PutLabels,
+        put: Callable[[int, Sequence[int], Half], None] | None = None,
     ) -> None:
-        """Read all images; features are computed only where somebody takes them."""
+        """Read all images, and give labels and features of a batch's views one after the other.
+
+        Features, by the index of their layer, are computed only where somebody takes them.
+        """
         views, start = self.views.count, 0
         prepare = partial(self._prepared, range(views))
         images = read_ahead(self.images, self.indices, prepare, workers=self.workers)
@@ -406,20 +567,18 @@ class TrainingPass:
         for batch in batches(shown, self.batch_size):
             for number in range(views):
                 entries = range(start * views + number, (start + len(batch)) * views, views)
-                ids, pixels, labels = _of_view(batch, number)
+                ids, pixels, labels = _stacked(one[number] for one in batch)
                 put_labels(entries, labels)
                 if put is not None:
-                    for index, half in enumerate(
-                        half_features(self.extractor, pixels, ids, fetch=True)
-                    ):
+                    halves = half_features(self.extractor, pixels, ids, fetch=True)
+                    for index, half in enumerate(halves):
                         put(index, entries, half)
             start += len(batch)
 
-    def _prepared(self, views: Sequence[int], sample: Sample) -> "_Prepared":
-        seen = [self.views.view(sample, number, self.image_size) for number in views]
+    def _prepared(self, views: Sequence[int], sample: Sample) -> "list[_View]":
         size = self.label_size
-        labels = [nearest_labels(mask, size, size) for _, mask in seen]
-        return sample.image_id, [image for image, _ in seen], labels
+        seen = [self.views.view(sample, number, self.image_size) for number in views]
+        return [(sample.image_id, image, nearest_labels(mask, size, size)) for image, mask in seen]
 
     def header(self) -> dict[str, Any]:
         """Everything the features depend on."""
@@ -433,24 +592,18 @@ class TrainingPass:
             "transform": f"{self.views} at {self.image_size}, bilinear with antialias",
             "dataset": f"{self.images.name} {self.images.split}",
             "dataset_fingerprint": self.images.fingerprint(),
-            "ids_sha256": sha256(ids.encode(errors="surrogateescape")).hexdigest(),
+            "ids_sha256": hashlib.sha256(ids.encode(errors="surrogateescape")).hexdigest(),
         }
 
 
-# Id, and pixels and labels of some views of a training image.
-_Prepared = tuple[
-    str, list[Float[Tensor, "3 size size"]], list[UInt8[Tensor, "label_rows label_cols"]]
-]
+# Id, pixels and labels of a view of a training image.
+_View = tuple[str, Float[Tensor, "3 size size"], UInt8[Tensor, "label_rows label_cols"]]
 
 
-def _of_view(
-    batch: Sequence[_Prepared], number: int
+def _stacked(
+    views: Iterable[_View],
 ) -> tuple[
     list[str], Float[Tensor, "batch 3 size size"], UInt8[Tensor, "batch label_rows label_cols"]
 ]:
-    ids, images, labels = zip(*batch, strict=True)
-    return (
-        list(ids),
-        torch.stack([one[number] for one in images]),
-        torch.stack([one[number] for one in labels]),
-    )
+    ids, images, labels = zip(*views, strict=True)
+    return list(ids), torch.stack(images), torch.stack(labels)

@@ -5,8 +5,8 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -53,16 +53,24 @@ class AttentiveHeads:
 
     @classmethod
     def drawn(
-        cls, *, sources: int, values: int, queries: int, dim: int, classes: int, seed: int
+        cls,
+        *,
+        sources: int,
+        values: int,
+        queries: int,
+        dim: int,
+        classes: int,
+        seed: int,
+        device: torch.device | None = None,
     ) -> "AttentiveHeads":
-        """New heads on the CPU, drawn once for all: they differ by features and rate alone."""
+        """New heads, drawn once for all on the CPU: they differ by features and rate alone."""
         generator, width = torch.Generator().manual_seed(seed), 1 / math.sqrt(dim)
 
         def uniform(*shape: int) -> Tensor:
             return (2 * torch.rand(*shape, generator=generator) - 1) * width
 
         def everywhere(one: Tensor) -> Tensor:
-            return one.expand(sources, values, *one.shape).clone()
+            return one.to(device).expand(sources, values, *one.shape).clone()
 
         query = torch.randn(queries, dim, generator=generator) * _QUERY_DEVIATION
         parts = (query, uniform(dim, dim), uniform(classes, dim), uniform(classes))
@@ -71,10 +79,6 @@ class AttentiveHeads:
     @property
     def trained(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.query, self.value, self.weight, self.bias
-
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "AttentiveHeads":
-        """The same change of every tensor."""
-        return AttentiveHeads(*(change(getattr(self, item.name)) for item in fields(self)))
 
     def loss_and_gradients(
         self,
@@ -165,21 +169,11 @@ class AttentivePooling:
         require_some("probe.pool.learning_rates", self.learning_rates)
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "pool": "attentive",
-            "queries": self.queries,
-            "optimizer": "lars",
-            "learning_rates": floats(self.learning_rates),
-            "epochs": self.epochs,
-            "batch_size": self.batch_size,
-        }
+        own = asdict(self) | {"learning_rates": floats(self.learning_rates)}
+        return {"pool": "attentive", "optimizer": "lars", **own}
 
     def require_fitting(self, dim: int) -> None:
-        """Refuse an encoder of this many channels.
-
-        Raises:
-            ConfigurationError: the queries do not divide them.
-        """
+        """Refuse an encoder whose channels the queries do not divide, by a ConfigurationError."""
         if dim % self.queries:
             fitting = [count for count in range(1, dim + 1) if dim % count == 0]
             nearest = min(fitting, key=lambda count: abs(count - self.queries))
@@ -227,7 +221,8 @@ class AttentivePooling:
                     dim=blocks.shape[-1],
                     classes=classes,
                     seed=seed,
-                ).changed(lambda part: part.to(device))
+                    device=device,
+                )
             true = sent(labels[some], device)
             # Of all sources, one after the other, because of what a batch of one takes.
             found = [

@@ -263,15 +263,9 @@ class OpenBlocks:
         for start in range(0, len(self.count), at_once):
             some = slice(start, start + at_once)
             most = int(self.count[start])
-            yield OpenBlocks(
-                self.head[some],
-                self.row[some],
-                self.col[some],
-                self.margin[some],
-                self.count[some],
-                self.classes[:most, some],
-                self.corners[:, :most, some],
-            )
+            places = self.head[some], self.row[some], self.col[some]
+            classes, corners = self.classes[:most, some], self.corners[:, :most, some]
+            yield OpenBlocks(*places, self.margin[some], self.count[some], classes, corners)
 
 
 def _fill(

@@ -8,7 +8,8 @@ as the encoder gives them.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from probes.features.split import LayerGroup
 from probes.features.stream import KeptState
 from probes.features.tiers import FeatureBatch, TrainingFeatures
 from probes.heads.losses import PIECE_BYTES, PixelLoss, PixelTargets
-from ssl_bench.composition.fields import Count, Rate, check_fields, require_some
+from ssl_bench.composition.fields import Count, Positive, Rate, check_fields, require_some
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import float64_device, in_float64
 
@@ -406,6 +407,9 @@ class StepTraining(Training):
 
     hyperparameter = "learning_rate"
 
+    def settings(self) -> dict[str, Any]:
+        return {**asdict(self), "learning_rates": floats(self.learning_rates)}
+
     def steps(self) -> tuple[HeadOptimizer, Schedule]:
         """What moves the heads, and at which share of the rates."""
         raise NotImplementedError
@@ -428,7 +432,7 @@ class StepTraining(Training):
             if kept and kept.is_due():
                 kept.write({**state, "seconds": time.monotonic() - start})
 
-        read = features.of_layers(layers_of(sources), heads.device)
+        read = features.of_layers([*chain(*sources)], heads.device)
         in_order, done = entries.split(self.batch_size), state.get("batches", 0)
         found = RunningStatistics.none(heads.device)
         if done:
@@ -468,6 +472,51 @@ class StepTraining(Training):
 
 
 @dataclass(frozen=True)
+class LogisticRegression(Training):
+    """Logistic regressions, each fitted to its end by L-BFGS; values are C.
+
+    C multiplies the sum of the loss beside half the squared weights, of two classes half the
+    squared difference of theirs; the bias is free, as in scikit-learn. The result does not depend
+    on the size of the batches.
+
+    Attributes:
+        c_values: C of scikit-learn's: weight of the loss against the penalty. All are fitted;
+            which one counts is chosen afterwards.
+        gradient_tolerance: A head has converged where no entry of the mean loss's gradient exceeds
+            it.
+    """
+
+    c_values: Sequence[Positive]
+    max_iterations: Count = 1000
+    batch_size: Count = 16
+
+    gradient_tolerance: ClassVar[float] = 1e-6
+    hyperparameter = "c_value"
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "optimizer": "lbfgs",
+            "c_values": floats(self.c_values),
+            "max_iterations": self.max_iterations,
+        }
+
+    def train(
+        self,
+        heads: Heads,
+        features: TrainingFeatures,
+        sources: Sequence[LayerGroup],
+        entries: Int64[Tensor, " chosen"],
+        progress: Progress,
+        kept: KeptState | None = None,
+    ) -> "TrainedHeads":
+        """Fit one head for each source and C; nothing is random in it, and nothing is kept."""
+        del kept
+        from probes.heads.logistic import fit
+
+        return fit(self, heads, features, sources, entries, progress)
+
+
+@dataclass(frozen=True)
 class TrainedHeads:
     """Heads for features as they come out of the encoder.
 
@@ -496,11 +545,6 @@ class TrainedHeads:
         weight, bias = self.weight[index], self.bias[index]
         values = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
         return values.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
-
-
-def layers_of(sources: Sequence[LayerGroup]) -> list[int]:
-    """Those of all sources, one source after the other."""
-    return [layer for source in sources for layer in source]
 
 
 def joined(

@@ -358,13 +358,11 @@ def split_off_the_corners(vector: Float64[np.ndarray, "rows cols"]) -> Bipartiti
 
     The authors count the corners of the side above the mean, whichever sign the eigenvector has,
     and so find either of the two objects where the side of the peak has three corners. Here the
-    peak is positive, as in their paper, where the foreground holds it and is turned for its
-    corners alone. On the other side the seed is its own peak.
+    peak of a `FiedlerVector` is positive, as in their paper, where the foreground holds it and is
+    turned for its corners alone. On the other side the seed is its own peak.
     """
-    foreground, peak, tied = split_at_mean(vector)
-    signed = vector * np.sign(vector[peak])
-    above = signed > signed.mean()
+    above = vector > vector.mean()
     if above[[0, 0, -1, -1], [0, -1, 0, -1]].sum() < 3:
-        return foreground, peak, tied
-    seed = divmod(int(np.argmin(signed)), vector.shape[1])
-    return ~above, seed, signed <= (1 - TIE) * signed[seed]
+        return split_at_mean(vector)
+    seed = divmod(int(np.argmin(vector)), vector.shape[1])
+    return ~above, seed, vector <= (1 - TIE) * vector[seed]

@@ -14,7 +14,7 @@ from probes.pictures import heading, save_png, sheet, tile_size, titled
 from probes.tokencut.cuts import Discovery, PatchGrid
 from probes.tokencut.log import ImageResult, unpack_mask
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.data.views import sampled
+from ssl_bench.data.splits import sampled
 from ssl_bench.errors import DataError
 from ssl_bench.system.paths import image_name
 

@@ -40,7 +40,7 @@ from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels
 from ssl_bench.data.files.fingerprints import entries_of
 from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
-from ssl_bench.data.views import sampled
+from ssl_bench.data.splits import sampled
 from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
@@ -460,22 +460,15 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
                 found[group] = {"num_images": len(some), "corloc": corloc(some)}
         return found
 
-    return Score(
-        layer=layer,
-        facet=facet,
-        metric="corloc",
-        value=corloc(hits),
-        ci95=Share(hits).ci95(),
-        num_images=len(hits),
-        details={
-            **flags([result.cells[name] for result in results]),
-            **centre_baseline(corloc(np.array(centred))),
-            "images_without_boxes": len(results) - len(scored),
-            "by_object_size": by_group(_SIZES, lambda result: result.largest_box),
-            "by_num_objects": by_group(_COUNTS, lambda result: result.num_boxes or 0),
-        },
-        per_image=hits,
-    )
+    details = {
+        **flags([result.cells[name] for result in results]),
+        **centre_baseline(corloc(np.array(centred))),
+        "images_without_boxes": len(results) - len(scored),
+        "by_object_size": by_group(_SIZES, lambda result: result.largest_box),
+        "by_num_objects": by_group(_COUNTS, lambda result: result.num_boxes or 0),
+    }
+    value, ci95 = corloc(hits), Share(hits).ci95()
+    return Score(layer, facet, "corloc", value, ci95, len(hits), details, per_image=hits)
 
 
 def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> Iterator[Score]:
@@ -484,35 +477,21 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
     counts = np.array([cell["object"] for cell in cells], np.int64)
     centred = np.array([result.centre for result in results], np.int64)
     for metric, score in OBJECT_SCORES.items():
-        estimate = mean_estimate(score(counts))
-        yield Score(
-            layer=layer,
-            facet=facet,
-            metric=metric,
-            value=estimate.value,
-            ci95=estimate.ci95(),
-            num_images=len(counts),
-            details={
-                **flags(cells),
-                **centre_baseline(float(score(centred).mean())),
-                "images_without_object": int((counts[:, 2] == 0).sum()),
-            },
-            per_image=counts,
-        )
+        found = mean_estimate(score(counts))
+        details = {
+            **flags(cells),
+            **centre_baseline(float(score(centred).mean())),
+            "images_without_object": int((counts[:, 2] == 0).sum()),
+        }
+        cell = (layer, facet, metric)
+        yield Score(*cell, found.value, found.ci95(), len(counts), details, per_image=counts)
 
 
 def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
     """Percent of the images whose graph says nothing, for those that nothing is known of."""
     flagged = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
-    return Score(
-        layer=layer,
-        facet=facet,
-        metric="degenerate",
-        value=100 * float(flagged.mean()),
-        ci95=Share(flagged).ci95(),
-        num_images=len(flagged),
-        per_image=flagged,
-    )
+    value, ci95 = 100 * float(flagged.mean()), Share(flagged).ci95()
+    return Score(layer, facet, "degenerate", value, ci95, len(flagged), per_image=flagged)
 
 
 def flags(cells: Sequence[Cell]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from ssl_bench.tables.comparison import (
     comparisons,
     epoch_comparisons,
 )
-from ssl_bench.tables.epochs import by_run
+from ssl_bench.tables.depth import by_run
 
 Table = Comparison | EpochComparison
 _ASKED = ("task", "dataset", "split", "facet", "protocol", "seed")

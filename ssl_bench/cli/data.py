@@ -3,32 +3,42 @@
 import argparse
 import os
 import random
+import re
 import shutil
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ssl_bench.composition.choices import require_choice
 from ssl_bench.data.files.file_sets import first_of
-from ssl_bench.data.files.fingerprints import ReadOptions, dataset_read_as
-from ssl_bench.data.files.manifests import MANIFEST, check_manifest, write_manifest
+from ssl_bench.data.files.fingerprints import ReadOptions, dataset_read_as, in_threads
 from ssl_bench.data.files.readable import faults_of, require_readable
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.layouts.coco_stuff import read_classes
 from ssl_bench.data.layouts.voc import CLASS_NAMES
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.sources import SOURCES, Download, Source
+from ssl_bench.data.splits import shared_values
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
 from ssl_bench.network import download, part_of
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
-from ssl_bench.system.files import lock_when_free, write_text_atomically
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.files import (
+    lock_when_free,
+    read_regular,
+    sha256_of,
+    write_text_atomically,
+)
+from ssl_bench.system.paths import expanded, real
 from ssl_bench.system.progress import say, show_progress, size_in_words
 
+MANIFEST = "SHA256SUMS"
+# As `sha256sum` writes it: between them `*` marks what was read as binary; `find` puts `./` before
+# every name.
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 _MARKS = ".ssl-bench"
 _DONE = "{0.url} {0.digest}\n"
 _SAMPLE = 64
@@ -121,7 +131,6 @@ def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> tuple[
     """The dataset of a configuration, not opened, and how it asks for the files to be read."""
     # Here, because Hydra takes longer than all that `data list` says.
     from ssl_bench.composition.compose import build, compose_config, with_root
-    from ssl_bench.data.views import shared_values
 
     config = compose_config("data", with_root([f"dataset={name}", *overrides], root))
     return build(config.dataset), ReadOptions(bits=shared_values(config)["data.bits"])
@@ -219,11 +228,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def require_space(size: int, folder: Path) -> None:
-    """Find out before hours of work whether so many bytes fit below a folder.
-
-    Raises:
-        MachineError: they do not.
-    """
+    """Refuse before hours of work what does not fit below a folder, in bytes."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     if size > free:
@@ -317,10 +322,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _checked(dataset: Dataset, role: str, published: int | None) -> dict[str, Any]:
     """Open a split, count it, and decode a random sample of it, always the same one.
 
-    Returns:
-        `role` (train, val, discovery, or images where there is nothing else), `split` as it is
-        called on disk, the number of `images` (0 where it cannot be opened) and of those
-        `published` (None if nobody says), how many were `read`, and `problems`, one line each.
+    Images are 0 where it cannot be opened, and None published where nobody says how many.
     """
     told = {"role": role, "split": "", "images": 0, "published": published, "read": 0}
     try:
@@ -354,17 +356,80 @@ def _verify(options: argparse.Namespace) -> int:
         if options.json:
             print(json_text({"manifest": str(manifest), "listed": count}, indent=None))
         return 0
-    found = check_manifest(root, manifest)
+    expected, names = read_manifest(manifest), _files(root, manifest)
+    digests = _digests(root, [name for name in names if name in expected])
+    changed = [name for name, digest in digests if digest != expected[name]]
+    missing = sorted(expected.keys() - set(names))
+    added = [name for name in names if name not in expected]
     if options.json:
-        print(json_text({"manifest": str(manifest), **asdict(found)}))
-    for what, names in (("new, not in the list", found.added), ("missing", found.missing)):
-        if names:
-            say(f"{len(names)} {what}: {first_of(names)}")
-    if found.is_damage:
+        told = {"changed": changed, "missing": missing, "added": added}
+        print(json_text({"manifest": str(manifest), **told}))
+    for what, some in (("new, not in the list", added), ("missing", missing)):
+        if some:
+            say(f"{len(some)} {what}: {first_of(some)}")
+    # Files that came later are no damage.
+    if changed or missing:
         raise DataError(
-            f"{len(found.changed)} files below {root} differ from {manifest} and "
-            f"{len(found.missing)} are missing: {first_of([*found.changed, *found.missing])}; "
-            "fetch them again, or --update the list if that is on purpose"
+            f"{len(changed)} files below {root} differ from {manifest} and {len(missing)} are "
+            f"missing: {first_of([*changed, *missing])}; fetch them again, or --update the list "
+            "if that is on purpose"
         )
     say(f"all files below {root} are as {manifest} lists them")
     return 0
+
+
+def write_manifest(root: Path, manifest: Path) -> int:
+    """List the sha256 of every file below a folder, and count them.
+
+    Hidden files and the list itself are left out.
+    """
+    names = _files(root, manifest)
+    if not names:
+        raise DataError(f"{root} holds no file; name the folder of a dataset")
+    lines = []
+    for name, digest in _digests(root, names):
+        escaped = name.replace("\\", "\\\\").replace("\n", "\\n")
+        lines.append(f"{digest}  {escaped}\n")
+    write_text_atomically(manifest, "".join(lines))
+    return len(names)
+
+
+def read_manifest(manifest: Path) -> Mapping[str, str]:
+    """Path to sha256, of lines `DIGEST  PATH`."""
+    try:
+        lines = read_regular(manifest).decode(errors="surrogateescape").split("\n")
+    except OSError as error:
+        raise DataError(f"cannot read {manifest} ({error.strerror}); write it anew") from error
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        match = _LINE.fullmatch(line)
+        if match is None and line:
+            raise DataError(f"{manifest} line {number} is not `SHA256  PATH`; write it anew")
+        if match is not None:
+            name = re.sub(r"\\(.)", lambda one: "\n" if one[1] == "n" else one[1], match[2])
+            found[name] = match[1]
+    if not found:
+        raise DataError(f"{manifest} lists no file; write it anew")
+    return found
+
+
+def _files(root: Path, manifest: Path) -> list[str]:
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder; name the folder of a dataset")
+    own = real(manifest)
+    found = []
+    for folder, children, names in os.walk(root):
+        children[:] = [child for child in children if child[0] != "."]
+        paths = (Path(folder) / name for name in names if name[0] != ".")
+        found += [p.relative_to(root).as_posix() for p in paths if real(p) != own]
+    return sorted(found)
+
+
+def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
+    def digest(name: str) -> str:
+        try:
+            return sha256_of(root / name)
+        except OSError as error:
+            raise DataError(f"{root / name} cannot be read ({error.strerror})") from error
+
+    return in_threads(digest, show_progress(names, f"reading {root.name}"))

@@ -16,7 +16,7 @@ from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.composition.fields import Count, require
 from ssl_bench.data.files.readable import Looked, as_readable, counts_and_first, with_a_way_out
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.data.views import as_asked, shared_values
+from ssl_bench.data.splits import as_asked, shared_values
 from ssl_bench.errors import ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import left_out
 from ssl_bench.features import FeatureExtractor, squashed

@@ -31,7 +31,7 @@ from ssl_bench.composition.compose import (
 )
 from ssl_bench.composition.compose import keys as keys_of
 from ssl_bench.composition.fields import described
-from ssl_bench.data.views import SHARED
+from ssl_bench.data.splits import SHARED
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.planning import probing_config
 from ssl_bench.system.progress import say

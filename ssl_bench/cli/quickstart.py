@@ -8,8 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from ssl_bench.cli.parser import run
-from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.model import Panel, headline_panels, panels_of
+from ssl_bench.report.model import Panel, checkpoints_of, headline_panels, panels_of
 from ssl_bench.results import ResultStore
 from ssl_bench.system.escaping import aligned, shell_words
 from ssl_bench.system.progress import in_words, say

@@ -12,13 +12,13 @@ from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.layers import numbered_layers
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
-from ssl_bench.results.reading import MOST_BYTES
+from ssl_bench.results.record import MOST_BYTES
 from ssl_bench.results.store import first_few
 from ssl_bench.system.files import read_digests, read_within
 from ssl_bench.system.paths import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.series import chosen_metric, model_names
+from ssl_bench.tables.entries import chosen_metric, model_names
 from ssl_bench.tables.sheets import (
     FORMATS,
     Printable,

@@ -19,9 +19,8 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.store import PACKED
 from ssl_bench.system.progress import say
-from ssl_bench.tables.depth import DepthTable, depth_tables
+from ssl_bench.tables.depth import DepthTable, depth_tables, epoch_tables
 from ssl_bench.tables.drawing import draw_curves
-from ssl_bench.tables.epochs import epoch_tables
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.pivot import pivot_table

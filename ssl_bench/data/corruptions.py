@@ -69,11 +69,7 @@ class Corruption:
 
     @classmethod
     def of(cls, text: str) -> "Corruption":
-        """The one that a text like "snow:3" names.
-
-        Raises:
-            ConfigurationError: it names none, or several.
-        """
+        """The one that a text like "snow:3" names, which must not name several."""
         found = _of_part(text)
         if len(found) != 1:
             raise ConfigurationError(f"expected one corruption such as snow:3, got {shown(text)}")

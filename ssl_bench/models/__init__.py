@@ -4,17 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ssl_bench.models.config import ConvMixerConfig, ConvNeXtConfig, EncoderConfig, ViTConfig
-from ssl_bench.models.convolutional import ConvMixer
-from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder, EncoderIdentity
-from ssl_bench.models.kinds import build_encoder, encoder_from_model
+from ssl_bench.models.encoder import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Encoder,
+    EncoderIdentity,
+    build_encoder,
+    encoder_from_model,
+)
 from ssl_bench.models.loading.checkpoint import save_encoder
 from ssl_bench.models.loading.load import identify_encoder, load_encoder
-from ssl_bench.models.timm_config import TimmConfig
 from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
 if TYPE_CHECKING:
+    from ssl_bench.models.convolutional import ConvMixer
     from ssl_bench.models.orthogonal import OrthogonalAttention
-    from ssl_bench.models.state_space.model import StateSpaceConfig, StateSpaceModel
+    from ssl_bench.models.state_space import StateSpaceConfig, StateSpaceModel
+    from ssl_bench.models.timm_config import TimmConfig
 
 __all__ = [
     "IMAGENET_MEAN",
@@ -40,11 +46,13 @@ __all__ = [
     "save_encoder",
 ]
 
-# What stands apart from encoders of images is imported when it is asked for.
+# What an encoder of images as ours does without is imported when it is asked for.
 _APART = {
+    "ConvMixer": "convolutional",
     "OrthogonalAttention": "orthogonal",
-    "StateSpaceConfig": "state_space.model",
-    "StateSpaceModel": "state_space.model",
+    "StateSpaceConfig": "state_space",
+    "StateSpaceModel": "state_space",
+    "TimmConfig": "timm_config",
 }
 
 

@@ -51,6 +51,8 @@ class EncoderConfig:
     num_heads: int = 0
     num_prefix_tokens: int = 0
     num_registers: int = 0
+    # Of every block, where only timm knows them.
+    shape: Any = None
 
     def __post_init__(self) -> None:
         """Hold fields to their types; equal configurations become equal texts."""
@@ -273,7 +275,7 @@ _KINDS: Mapping[str, str] = {
     "conv_mixer": "config.ConvMixerConfig",
     "convnext": "config.ConvNeXtConfig",
     "timm": "timm_config.TimmConfig",
-    "state_space": "state_space.model.StateSpaceConfig",
+    "state_space": "state_space.StateSpaceConfig",
 }
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, UnfitEncoder
 from ssl_bench.models.config import EncoderConfig
+from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -22,6 +24,8 @@ Colours = tuple[tuple[float, float, float], tuple[float, float, float]]
 """Mean and deviation of training images, RGB in [0, 1]."""
 IMAGENET_COLOURS: Colours = (IMAGENET_MEAN, IMAGENET_STD)
 ASSUMED = "assumed, the file does not say"
+DINO_NAMES = "DINO, timm"
+"""Layout of files whose tensors are named as here."""
 NORM_EPS = 1e-6
 # They decide how the weights came about, not what is done with them.
 OF_TRAINING = frozenset(
@@ -36,6 +40,15 @@ _OF_MACHINE = frozenset({"training", "fused_attn"})
 _NORMS = ("norm", "layernorm", "ln_f", "ln_post", "final_norm", "norm_final", "post_layernorm")
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads")
 _USUAL_SIZE = 224
+# By kind: where its class is, and what makes one with initial weights. Imported when there is one,
+# for timm takes seconds, and what reads tokens is no part of the encoders.
+_KINDS: Mapping[str, tuple[str, str, str]] = {
+    "vit": ("vit", "VisionTransformer", "build_vit"),
+    "conv_mixer": ("convolutional", "ConvMixer", "build_convolutional"),
+    "convnext": ("convolutional", "ConvNeXt", "build_convolutional"),
+    "timm": ("timm_model", "TimmEncoder", "build_timm"),
+    "state_space": ("state_space", "StateSpaceModel", "build_state_space_model"),
+}
 
 
 @dataclass(frozen=True)
@@ -531,3 +544,67 @@ def require_images(config: EncoderConfig, address: str) -> None:
             f"expected an encoder of images, got {address}, a {version} that reads tokens; "
             "what it can is in the log of its run"
         )
+
+
+def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
+    """An encoder that `config` and `seed` alone decide; the global RNG is left alone."""
+    module, _, build = _KINDS[config.kind]
+    return getattr(import_module(f"ssl_bench.models.{module}"), build)(config, seed=seed)
+
+
+def empty_encoder(config: EncoderConfig) -> EncoderModule:
+    """An encoder whose weights are yet to be loaded."""
+    module, name, _ = _KINDS[config.kind]
+    return getattr(import_module(f"ssl_bench.models.{module}"), name)(config)
+
+
+def encoder_from_model(
+    model: EncoderModule,
+    *,
+    name: str,
+    uri: str = "memory",
+    sha256: str | None = None,
+    keys: tuple[int, int] = (0, 0),
+    contents: Contents | None = None,
+    colours: Colours = IMAGENET_COLOURS,
+    colours_from: str = "ssl-bench",
+) -> Encoder:
+    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file."""
+    config: EncoderConfig = model.config
+    require_images(config, uri)
+    shape = config.shape
+    # Norms of others may have another epsilon than those of this suite.
+    epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
+    (eps,) = epsilons if epsilons and shape is None else {NORM_EPS}
+    described = configured(config, norm_eps=eps, strides=shape.strides if shape else ())
+    native_size = (config.image_size, config.image_size)
+    if isinstance(model, VisionTransformer):
+        rows, cols = model.grid_size
+        native_size = (rows * config.patch_size, cols * config.patch_size)
+        if rows != cols:
+            described["grid_size"] = [rows, cols]
+        if model.position_margin != DINO_MARGIN:
+            described["position_margin"] = model.position_margin
+    return Encoder(
+        module=model.eval().requires_grad_(False),
+        name=name,
+        uri=uri,
+        sha256=sha256 or state_dict_sha256(model),
+        architecture=described,
+        patch_size=shape.strides[0] if shape else config.patch_size,
+        depth=config.depth,
+        dim=config.dim,
+        num_heads=config.num_heads,
+        num_prefix_tokens=config.num_prefix_tokens,
+        native_size=native_size,
+        loaded_keys=keys[0],
+        mean=colours[0],
+        std=colours[1],
+        colours_from=colours_from,
+        total_keys=keys[1],
+        num_registers=config.num_registers,
+        contents=contents or Contents(),
+        strides=shape.strides if shape else (),
+        widths=shape.widths if shape else (),
+        channels_last=shape is not None and shape.channels_last,
+    )

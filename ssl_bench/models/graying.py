@@ -6,22 +6,17 @@ it in front of somebody else's blocks and leave their weights alone.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ssl_bench.models.config import GrayingKind, check_layers
-from ssl_bench.models.precision import without_autocast
-from ssl_bench.models.timm_config import TimmConfig
+from ssl_bench.models.config import GrayingKind
 
 Tokens = Float[Tensor, "batch tokens dim"]
 Rows = Float[Tensor, "batch rows size"]
-Maps = Float[Tensor, "batch rows cols dim"]
 Matrix = Float[Tensor, "batch rows cols"]
 Square = Float[Tensor, "batch rank rank"]
 
@@ -32,6 +27,12 @@ _STEP = 1.3
 _LAST_POLE = 300.0
 # The largest eigenvalue is right to 2^-20 / e of itself however near the next one is.
 _SQUARINGS = 20
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Products keep the precision of their factors meanwhile."""
+    # Tensors without values, on which FLOPs are counted, have none.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 class TokenGraying(nn.Module):
@@ -310,59 +311,3 @@ def _poles(power: float, like: Square) -> tuple[Tensor, list[tuple[Tensor, Tenso
 def _geometric(rate: float) -> float:
     """1 + exp(-rate step) + exp(-2 rate step) + ..."""
     return -1 / math.expm1(-rate * _STEP)
-
-
-def gray_inputs(
-    config: TimmConfig, blocks: Sequence[nn.Module], class_blocks: Iterable[nn.Module]
-) -> None:
-    """Let the blocks of timm that a configuration names gray their tokens first."""
-    check_layers("graying_layers", config.graying_layers, len(blocks))
-    if config.graying == "none":
-        return
-    graying = TokenGraying(config.graying, config.graying_exponent)
-    gray = gray_windows if config.graying_scope == "window" else gray_images
-    layers = range(len(blocks)) if config.graying_layers is None else config.graying_layers
-    for layer in layers:
-        blocks[layer].register_forward_pre_hook(partial(gray, graying))
-    for block in class_blocks if config.graying_class_blocks else ():
-        block.register_forward_pre_hook(partial(gray_with_class, graying))
-
-
-def gray_images(
-    graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """All tokens of an image are one matrix; maps with channels last are rows of tokens."""
-    x, *others = inputs
-    if x.ndim == 3:
-        return graying(x), *others
-    return graying(x.flatten(1, 2)).unflatten(1, x.shape[1:3]), *others
-
-
-def gray_windows(
-    graying: TokenGraying, block: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """The tokens of each window of a block of timm's Swin are one matrix, moved as they are there.
-
-    Where windows do not divide the map, zeros fill up the last ones, as before its attention.
-    """
-    swin: Any = block
-    (x,) = inputs
-    (down, right), window = swin.shift_size, tuple(swin.window_size)
-    moved: Maps = torch.roll(x, shifts=(-down, -right), dims=(1, 2))
-    rows, cols = x.shape[1:3]
-    padded = F.pad(moved, (0, 0, 0, -cols % window[1], 0, -rows % window[0]))
-    # batch, windows down, rows, windows to the right, cols, dim
-    tiles = padded.unflatten(2, (-1, window[1])).unflatten(1, (-1, window[0])).transpose(2, 3)
-    gray = graying(tiles.flatten(0, 2).flatten(1, 2))
-    tiles = gray.unflatten(1, window).unflatten(0, tiles.shape[:3]).transpose(2, 3)
-    whole = tiles.flatten(3, 4).flatten(1, 2)[:, :rows, :cols]
-    return (torch.roll(whole, shifts=(down, right), dims=(1, 2)),)
-
-
-def gray_with_class(
-    graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """[CLS] and the patches that it looks at are one matrix, for CaiT's last blocks."""
-    x, cls_token = inputs
-    gray = graying(torch.cat([cls_token, x], dim=1))
-    return gray[:, cls_token.shape[1] :], gray[:, : cls_token.shape[1]]

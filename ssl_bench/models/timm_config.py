@@ -192,7 +192,7 @@ class TimmConfig(EncoderConfig):
         return found
 
     @property
-    def shape(self) -> "Shape":
+    def shape(self) -> "Shape":  # pyright: ignore[reportIncompatibleVariableOverride]
         """What only timm knows of the model: its blocks. Imports timm, which takes seconds."""
         from ssl_bench.models.timm_model import shape_of
 

@@ -1,8 +1,9 @@
 """Models of timm as encoders of this suite: all blocks in one row, whatever their stages."""
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import timm
@@ -17,8 +18,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.config import check_layers
 from ssl_bench.models.encoder import OF_TRAINING
-from ssl_bench.models.graying import gray_inputs
+from ssl_bench.models.graying import TokenGraying
 from ssl_bench.models.initialisers import (
     FILTER_INITIALISERS,
     INITIALISERS,
@@ -26,11 +28,11 @@ from ssl_bench.models.initialisers import (
     make_initialiser,
     set_block,
 )
-from ssl_bench.models.positions import resize_positions
 from ssl_bench.models.timm_config import TimmConfig
-from ssl_bench.models.vit import EncoderModule
+from ssl_bench.models.vit import EncoderModule, resize_positions
 
 Images = Float[Tensor, "batch 3 height width"]
+Maps = Float[Tensor, "batch rows cols dim"]
 STAGED = (SwinTransformer, PyramidVisionTransformerV2, ConvNeXt)
 TRAINED = (*STAGED, Cait, VisionTransformer)
 
@@ -243,3 +245,59 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
             f"{', '.join(kind.__name__ for kind in TRAINED)}; take another name"
         )
     return model
+
+
+def gray_inputs(
+    config: TimmConfig, blocks: Sequence[nn.Module], class_blocks: Iterable[nn.Module]
+) -> None:
+    """Let the blocks of timm that a configuration names gray their tokens first."""
+    check_layers("graying_layers", config.graying_layers, len(blocks))
+    if config.graying == "none":
+        return
+    graying = TokenGraying(config.graying, config.graying_exponent)
+    gray = gray_windows if config.graying_scope == "window" else gray_images
+    layers = range(len(blocks)) if config.graying_layers is None else config.graying_layers
+    for layer in layers:
+        blocks[layer].register_forward_pre_hook(partial(gray, graying))
+    for block in class_blocks if config.graying_class_blocks else ():
+        block.register_forward_pre_hook(partial(gray_with_class, graying))
+
+
+def gray_images(
+    graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """All tokens of an image are one matrix; maps with channels last are rows of tokens."""
+    x, *others = inputs
+    if x.ndim == 3:
+        return graying(x), *others
+    return graying(x.flatten(1, 2)).unflatten(1, x.shape[1:3]), *others
+
+
+def gray_windows(
+    graying: TokenGraying, block: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The tokens of each window of a block of timm's Swin are one matrix, moved as they are there.
+
+    Where windows do not divide the map, zeros fill up the last ones, as before its attention.
+    """
+    swin: Any = block
+    (x,) = inputs
+    (down, right), window = swin.shift_size, tuple(swin.window_size)
+    moved: Maps = torch.roll(x, shifts=(-down, -right), dims=(1, 2))
+    rows, cols = x.shape[1:3]
+    padded = F.pad(moved, (0, 0, 0, -cols % window[1], 0, -rows % window[0]))
+    # batch, windows down, rows, windows to the right, cols, dim
+    tiles = padded.unflatten(2, (-1, window[1])).unflatten(1, (-1, window[0])).transpose(2, 3)
+    gray = graying(tiles.flatten(0, 2).flatten(1, 2))
+    tiles = gray.unflatten(1, window).unflatten(0, tiles.shape[:3]).transpose(2, 3)
+    whole = tiles.flatten(3, 4).flatten(1, 2)[:, :rows, :cols]
+    return (torch.roll(whole, shifts=(down, right), dims=(1, 2)),)
+
+
+def gray_with_class(
+    graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """[CLS] and the patches that it looks at are one matrix, for CaiT's last blocks."""
+    x, cls_token = inputs
+    gray = graying(torch.cat([cls_token, x], dim=1))
+    return gray[:, cls_token.shape[1] :], gray[:, : cls_token.shape[1]]

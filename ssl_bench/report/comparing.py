@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.report.checkpoints import Checkpoint
-from ssl_bench.report.model import Line, Panel
+from ssl_bench.report.model import Checkpoint, Line, Panel
 from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.results.contributions import ImageCurve, Scored, stored_curve
 from ssl_bench.scores import mean_iou
@@ -21,7 +20,7 @@ from ssl_bench.system.files import read_within
 from ssl_bench.system.paths import file_name, pictures_folder
 from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.comparison import Difference, best_blocks, block_by_block
-from ssl_bench.tables.entry import Entry
+from ssl_bench.tables.entries import Entry
 
 MOST_PAIRED = 6
 """With more checkpoints than that, pairs must be asked for."""

@@ -8,10 +8,14 @@ from ssl_bench.errors import DataError
 from ssl_bench.report.drawing import Chart, Curve, draw
 from ssl_bench.report.model import MOST_DRAWN, Panel, said_baselines, spot_of
 from ssl_bench.results import Record
-from ssl_bench.tables.depth import DepthTable, Row
-from ssl_bench.tables.entry import Entry
-from ssl_bench.tables.epochs import epoch_table, followed_runs, require_one_encoder_an_epoch
-from ssl_bench.tables.series import chosen_metric, metric_with_unit
+from ssl_bench.tables.depth import (
+    DepthTable,
+    Row,
+    epoch_table,
+    followed_runs,
+    require_one_encoder_an_epoch,
+)
+from ssl_bench.tables.entries import Entry, chosen_metric, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
 NUM_SHADES = 12
@@ -114,41 +118,25 @@ def _panel_courses(panel: Panel) -> PanelCourses:
     return PanelCourses(panel, tuple(courses), tuple(ambiguous))
 
 
-@dataclass(frozen=True)
-class CorruptedScores:
-    """One encoder under one corruption.
+def corrupted_scores(records: Sequence[Record]) -> list[tuple[SeverityTable, Chart]]:
+    """Of each task that was asked about corrupted images the metric that stands for it.
 
-    Attributes:
-        number: From 0; names its place in the page.
+    Each is of one encoder under one corruption, drawn with a curve a block.
     """
-
-    number: int
-    table: SeverityTable
-
-    @property
-    def record(self) -> Record:
-        """One of those behind the values."""
-        return next(iter(self.table.entries.values())).records[0]
-
-    def chart(self) -> Chart:
-        """A curve a block."""
-        records = [one for entry in self.table.entries.values() for one in entry.records]
-        return draw(
-            Course(self.table.model, self.table.curves()).curves(),
-            unit=self.record.unit,
-            measured=metric_with_unit(self.record),
-            along="severity",
-            floors=said_baselines(records),
-        )
-
-
-def corrupted_scores(records: Sequence[Record]) -> tuple[CorruptedScores, ...]:
-    """Of each task that was asked about corrupted images the metric that stands for it."""
     some = [record for record in records if record.corrupted is not None]
     metrics = {
         task: chosen_metric([(one.metric, one.is_ranked) for one in some if one.task == task])
         for task in {record.task for record in some}
     }
     asked = [one for one in records if metrics.get(one.task) == one.metric]
-    tables = severity_tables(asked) if some else []
-    return tuple(CorruptedScores(number, table) for number, table in enumerate(tables))
+    found = []
+    for table in severity_tables(asked) if some else ():
+        chart = draw(
+            Course(table.model, table.curves()).curves(),
+            unit=table.record.unit,
+            measured=metric_with_unit(table.record),
+            along="severity",
+            floors=said_baselines([r for entry in table.entries.values() for r in entry.records]),
+        )
+        found.append((table, chart))
+    return found

@@ -9,10 +9,10 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.comparing import MOST_PAIRED, side_of
 from ssl_bench.report.drawing import Curve, RankChart, draw_ranks
 from ssl_bench.report.model import (
+    Checkpoint,
     Line,
     Panel,
     by_place,

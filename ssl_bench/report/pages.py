@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
-from ssl_bench.report.checkpoints import Checkpoint, checkpoints_of
 from ssl_bench.report.comparing import (
     Extremes,
     Pair,
@@ -17,18 +16,19 @@ from ssl_bench.report.comparing import (
     pairs_of,
 )
 from ssl_bench.report.courses import (
-    CorruptedScores,
     PanelCourses,
     corrupted_scores,
     followed_panels,
 )
-from ssl_bench.report.drawing import Curve, Spot, draw
+from ssl_bench.report.drawing import Chart, Curve, Spot, draw
 from ssl_bench.report.model import (
     PANEL_FIELDS,
+    Checkpoint,
     Line,
     Panel,
     by_place,
     by_task,
+    checkpoints_of,
     headline_metric,
     panels_of,
     said_reasons,
@@ -56,8 +56,9 @@ from ssl_bench.report.pictures import (
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.system.paths import image_digits, image_name
-from ssl_bench.tables.notes import footnote, sizes_note
+from ssl_bench.tables.entries import footnote, sizes_note
 from ssl_bench.tables.published import PublishedValue, published_beside
+from ssl_bench.tables.severities import SeverityTable
 
 MOST_UNFOLDED = 2
 """Of more panels on one split of a dataset only those of the headline metric stand open."""
@@ -84,7 +85,7 @@ class Report:
     panels: tuple[Panel, ...]
     pairs: tuple[Pair, ...]
     followed: tuple[PanelCourses, ...]
-    corrupted: tuple[CorruptedScores, ...]
+    corrupted: Sequence[tuple[SeverityTable, Chart]]
     galleries: Mapping[str, Sequence[Gallery]]
     pictures: PictureFiles
 

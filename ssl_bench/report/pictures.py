@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ssl_bench.report.checkpoints import Checkpoint
+from ssl_bench.report.model import Checkpoint
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.system.files import open_within, read_within

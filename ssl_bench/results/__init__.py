@@ -1,9 +1,9 @@
-"""Records: what they are and where they lie. Where they are from, in `provenance`, needs torch."""
+"""Records: what they are and where they lie."""
 
-from ssl_bench.results.reading import OUTDATED
 from ssl_bench.results.record import (
     CORRUPTED,
     ENCODER,
+    OUTDATED,
     SUPERVISED,
     TRAINED_ON,
     UNRANKED_METRICS,

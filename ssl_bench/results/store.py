@@ -19,14 +19,18 @@ import numpy as np
 import yaml
 
 from ssl_bench.errors import DataError
-from ssl_bench.results.reading import (
+from ssl_bench.results.record import (
+    ENCODER,
+    INFINITE,
     MOST_BYTES,
     OUTDATED,
+    CellKey,
+    PerImage,
+    Record,
     RecordReader,
     place_of,
     shortened,
 )
-from ssl_bench.results.record import ENCODER, INFINITE, CellKey, PerImage, Record
 from ssl_bench.system.escaping import plain_json
 from ssl_bench.system.files import (
     lock_when_free,

@@ -1,8 +1,12 @@
-"""The device that work is done on, tensors on their way to it and back, and its half precision."""
+"""The device of the work, tensors on their way there and back, half precision, provenance."""
 
 import os
+import platform
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,8 +15,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.system.launch import place_of_process
+from ssl_bench.system.paths import PACKAGE
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -179,3 +185,44 @@ def _rounded(factor: Tensor) -> Tensor:
     if not factor.is_floating_point() or factor.dtype == torch.float64:
         return factor
     return factor.to(torch.bfloat16).float()
+
+
+def provenance(device: torch.device, seconds: float) -> dict[str, Any]:
+    """The fields of a `Record` that say where it was made; `seconds` is how long it took."""
+    return {
+        "version": __version__,
+        "git_commit": source_commit(),
+        "torch": torch.__version__,
+        "device": device_name(device),
+        "seconds": round(seconds, 3),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The hardware and how it computes: "cuda: NVIDIA H200, TF32 off", "cpu: x86_64, 2 threads"."""
+    if device.type == "cuda":
+        tf32 = "on" if torch.backends.cudnn.allow_tf32 else "off"
+        return f"cuda: {torch.cuda.get_device_name(device)}, TF32 {tf32}"
+    return f"{device.type}: {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+@cache
+def source_commit() -> str | None:
+    """Commit of the checkout that runs, with "-dirty" for uncommitted changes; None for a wheel."""
+    source = PACKAGE.parent
+    if not (source / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        words = ["git", "-C", str(source), *arguments]
+        return subprocess.run(
+            words, capture_output=True, check=True, text=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("-dirty" if changed else "")

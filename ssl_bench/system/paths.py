@@ -8,7 +8,7 @@ import re
 from hashlib import sha256
 from pathlib import Path
 
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, MachineError
 
 LEGAL = "a path"
 _LEGAL_NAMES = "a path of names up to 255 bytes, of which ~ or ~USER may be the first"
@@ -49,6 +49,21 @@ def is_path(text: str | Path) -> bool:
 def real(path: Path) -> Path:
     """A path without links; unlike `Path.resolve`, also of a link that leads to itself."""
     return Path(os.path.realpath(path))
+
+
+def cache_folder(configured: str | Path | None) -> Path:
+    """The configured folder, else this program's own below the user's cache (XDG).
+
+    Raises:
+        MachineError: neither the environment nor the system names one.
+    """
+    if configured is not None:
+        return expanded(configured)
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (base if base.is_absolute() else Path.home() / ".cache") / "ssl-bench"
+    except RuntimeError as error:
+        raise MachineError(f"no folder for a cache ({error}); set XDG_CACHE_HOME=DIR") from error
 
 
 def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:

@@ -10,9 +10,8 @@ from ssl_bench.errors import DataError
 from ssl_bench.intervals import Estimate
 from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
 from ssl_bench.results.contributions import Scored, stored_curve
-from ssl_bench.tables.epochs import by_run, epoch_of, require_one_encoder_an_epoch
-from ssl_bench.tables.notes import sizes_note, trusted_note
-from ssl_bench.tables.series import comparable_groups, differences, title
+from ssl_bench.tables.depth import by_run, epoch_of, require_one_encoder_an_epoch
+from ssl_bench.tables.entries import comparable_groups, differences, sizes_note, title, trusted_note
 from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]
@@ -143,7 +142,7 @@ class Comparison:
         record: One of those that were compared; gives what they have in common.
         names: Heads of the two columns of values.
         encoders: A record of each that was compared, one or two.
-        differing: What sets it apart from others of the same title, see `series.differences`.
+        differing: What sets it apart from others of the same title, see `entries.differences`.
     """
 
     record: Record

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssl_bench.system.escaping import in_figure, printable
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.notes import baselines
+from ssl_bench.tables.entries import baselines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

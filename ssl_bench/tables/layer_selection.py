@@ -8,7 +8,7 @@ from typing import Any
 
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.contributions import FOLDS, stored_curve
-from ssl_bench.tables.entry import Entry, mean_entry, mean_of, mean_of_known, with_seeds_said
+from ssl_bench.tables.entries import Entry, mean_entry, mean_of, mean_of_known, with_seeds_said
 
 CHOICES = ("holdout", "oracle")
 CHOICE_NOTES = {

@@ -7,6 +7,7 @@ from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
 from ssl_bench.system.paths import in_order
+from ssl_bench.tables.entries import baseline_note, comparable_groups, dagger_note, provenance
 from ssl_bench.tables.layer_selection import (
     NO_IMAGES_NOTE,
     LayerSelection,
@@ -14,9 +15,7 @@ from ssl_bench.tables.layer_selection import (
     choose_block,
     columns_with_seeds_said,
 )
-from ssl_bench.tables.notes import baseline_note, dagger_note, provenance
 from ssl_bench.tables.published import PublishedColumn, PublishedTable, settings_of
-from ssl_bench.tables.series import comparable_groups
 from ssl_bench.tables.sheets import Cell, Sheet
 
 

@@ -7,6 +7,16 @@ from typing import Any
 
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.paths import in_order
+from ssl_bench.tables.entries import (
+    baseline_note,
+    comparable_groups,
+    dagger_note,
+    differing_settings,
+    metric_notes,
+    model_names,
+    provenance,
+    series_json,
+)
 from ssl_bench.tables.layer_selection import (
     NO_IMAGES_NOTE,
     LayerSelection,
@@ -14,8 +24,6 @@ from ssl_bench.tables.layer_selection import (
     choose_block,
     columns_with_seeds_said,
 )
-from ssl_bench.tables.notes import baseline_note, dagger_note, metric_notes, provenance
-from ssl_bench.tables.series import comparable_groups, differing_settings, model_names, series_json
 from ssl_bench.tables.sheets import Cell, Sheet
 
 

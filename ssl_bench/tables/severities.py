@@ -7,9 +7,16 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.results import CORRUPTED, Baseline, Record
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.entry import Entry, mean_entries
-from ssl_bench.tables.notes import footnote
-from ssl_bench.tables.series import comparable_groups, differences, model_names, series_json, title
+from ssl_bench.tables.entries import (
+    Entry,
+    comparable_groups,
+    differences,
+    footnote,
+    mean_entries,
+    model_names,
+    series_json,
+    title,
+)
 from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 CLEAN = 0
@@ -29,6 +36,11 @@ class SeverityTable:
     model: str
     entries: Mapping[tuple[int, int], Entry]
     footnote: str
+
+    @property
+    def record(self) -> Record:
+        """One of those behind the values."""
+        return next(iter(self.entries.values())).records[0]
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -22,6 +22,8 @@ from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.sheets import render_tables
 
 ROOT = Path(__file__).parents[2]
+LEDGER = "results/benchmarks/evidence-cpu.json"
+"""What the runs of the queue of evidence reached."""
 Make = Callable[[Path], str | bytes]
 """From the root of a checkout to what a file has to hold."""
 
@@ -40,7 +42,7 @@ def _by(module: str, name: str, function: str = "page") -> Make:
 
 
 def _evidence_figure(row: str, root: Path) -> bytes:
-    from tests.benchmarks.evidence.runs_page import draw
+    from tests.benchmarks.evidence.page import draw
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "curve.svg"
@@ -68,7 +70,7 @@ WHOLE: Mapping[str, Make] = {
     "results/tables/demo_probes.md": partial(_records, "results/demo_probes"),
     "results/tables/dino_photographs_probes.md": partial(_records, "results/dino_photographs"),
     "results/tables/evidence.md": _by("evidence.page", "evidence-cpu.json"),
-    "results/tables/evidence_runs.md": _by("evidence.runs_page", "evidence-cpu.json", "runs_page"),
+    "results/tables/evidence_runs.md": _by("evidence.page", "evidence-cpu.json", "runs_page"),
     "results/tables/parameter_jacobians.md": _by(
         "parameter_jacobians", "parameter_jacobians-cpu.json"
     ),
@@ -108,7 +110,7 @@ NOT_MADE = {
 
 def evidence_figures(root: Path) -> dict[str, Make]:
     """Pictures of the queue, of rows that have a finished run."""
-    from tests.benchmarks.evidence.runs_page import figure_name, figures
+    from tests.benchmarks.evidence.page import figure_name, figures
 
     rows = figures(_json(root, "evidence-cpu.json"))
     return {f"results/figures/{figure_name(row)}": partial(_evidence_figure, row) for row in rows}

@@ -1,7 +1,6 @@
 """A training step of DINO: the official structure, restated plainly, against ours, in one run.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.pretrain
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.pretrain --head-loss
     python -m tests.benchmarks.pretrain --device cuda --json pretrain.json
 
 On a GPU the full size is the default: ViT-S/16, 224 pixels, 2 + 8 crops, batch 256, 65,536
@@ -276,17 +275,6 @@ def print_steps(records: list[dict[str, Any]]) -> None:
         )
 
 
-def print_heads(records: list[dict[str, float]]) -> None:
-    print("| batch | plain MiB | ours MiB | less by | plain ms | ours ms | faster by |")
-    print("|---:|---:|---:|---:|---:|---:|---:|")
-    for row in records:
-        most, slow, least, fast = list(row.values())[1:]
-        print(
-            f"| {row['batch']} | {most:.0f} | {least:.0f} | {most / least:.1f} "
-            f"| {slow:.0f} | {fast:.0f} | {slow / fast:.2f} |"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -294,39 +282,27 @@ def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--turns", type=int, default=2, help=f"turns of {PERIOD} steps each")
-    parser.add_argument("--head-loss", action="store_true", help="head and loss alone")
     parser.add_argument("--json", type=Path, help="file for the records")
     options = parser.parse_args()
     device, is_large = torch.device(options.device), options.device == "cuda"
     print(provenance())
-    if options.head_loss:
-        print("Head and loss, 384 features, 2 + 8 views, 65536 prototypes")
-        records = []
-        for batch in (16, 64, 256) if is_large else (16, 64):
-            row: dict[str, float] = {"batch": batch}
-            for name, who in ((PLAIN, "plain"), (ADAMW, "ours")):
-                mebibytes, ms = measured_head(name, batch, device=device, out_dim=65_536)
-                row |= {f"{who}_mebibytes": mebibytes, f"{who}_ms": ms}
-            records.append(row)
-        print_heads(records)
-    else:
-        model, batch = ViTConfig(), 256
-        if not is_large:
-            model = ViTConfig(image_size=64, patch_size=8, dim=192, depth=4, num_heads=3)
-            batch = 16
-        objective = Dino(
-            out_dim=65_536 if is_large else 8_192,
-            # Bases of 2,048 directions would take a processor minutes.
-            hidden_dim=2_048 if is_large else 384,
-            # Every parameter takes part from the first step on.
-            freeze_last_layer_epochs=0.0,
-        )
-        print(
-            f"dim {model.dim}, depth {model.depth}, patch {model.patch_size}, {model.image_size} "
-            f"pixels, 2 + 8 crops, batch {batch}, {objective.out_dim} prototypes"
-        )
-        records = step_records(Setting(device, model, objective, batch), options.turns)
-        print_steps(records)
+    model, batch = ViTConfig(), 256
+    if not is_large:
+        model = ViTConfig(image_size=64, patch_size=8, dim=192, depth=4, num_heads=3)
+        batch = 16
+    objective = Dino(
+        out_dim=65_536 if is_large else 8_192,
+        # Bases of 2,048 directions would take a processor minutes.
+        hidden_dim=2_048 if is_large else 384,
+        # Every parameter takes part from the first step on.
+        freeze_last_layer_epochs=0.0,
+    )
+    print(
+        f"dim {model.dim}, depth {model.depth}, patch {model.patch_size}, {model.image_size} "
+        f"pixels, 2 + 8 crops, batch {batch}, {objective.out_dim} prototypes"
+    )
+    records = step_records(Setting(device, model, objective, batch), options.turns)
+    print_steps(records)
     if options.json:
         content = {"provenance": provenance(), "records": records}
         options.json.write_text(json.dumps(content, indent=1) + "\n")

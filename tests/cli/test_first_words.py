@@ -1,5 +1,7 @@
 """What a beginner types in the first hour, and what is said of it."""
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,17 @@ def test_one_facet_suits_all_tasks_that_have_one(place, capsys):
     for task in ("knn", "classification", "clustering"):
         words = f"probe --task {task} --dataset toy_objects --print-config"
         said(capsys, f"{words} probe.facet=attn_out")
+
+
+def test_keys_are_as_wide_as_the_terminal(place, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert main(["keys", "probe.knn"]) == 0
+
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("data.root=null  a path or null: ")
+    assert any(line.startswith("    ") for line in lines)

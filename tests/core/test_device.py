@@ -12,9 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.models import ViTConfig, build_vit
-from ssl_bench.results.provenance import device_name
 from ssl_bench.system import device as module
-from ssl_bench.system.device import RoundedProducts, autocast, choose_device, computed_in
+from ssl_bench.system.device import (
+    RoundedProducts,
+    autocast,
+    choose_device,
+    computed_in,
+    device_name,
+    free_memory,
+)
 from tests.support.places import one_of
 from tests.support.without_torch import REPOSITORY
 
@@ -202,3 +208,11 @@ def test_what_is_computed_in(processor, monkeypatch):
     assert computed_in(CPU, BFLOAT16) == (torch.float32 if without else BFLOAT16)
     assert computed_in(CPU, torch.float16) == torch.float16
     assert computed_in(torch.device("cuda"), BFLOAT16) == BFLOAT16
+
+
+def test_what_torch_keeps_for_reuse_counts_as_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25)
+
+    assert free_memory(torch.device("cuda")) == 10 + 35

@@ -9,8 +9,8 @@ from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import FACETS, resolve_layers
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model, load_encoder
-from ssl_bench.models.positions import resize_positions
 from ssl_bench.models.timm_model import TimmBackbone
+from ssl_bench.models.vit import resize_positions
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=48, depth=3, num_heads=3)
 ALL = (0, 1, 2)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ssl_bench.cli.data import read_manifest, write_manifest
 from ssl_bench.data.files.images import read_image, read_indices
-from ssl_bench.data.files.manifests import read_manifest, write_manifest
 from ssl_bench.data.layouts.coco20k import parse_boxes
 from ssl_bench.data.splits import read_lines
 from ssl_bench.errors import CheckpointError, DataError, MachineError

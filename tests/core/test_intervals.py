@@ -8,9 +8,11 @@ from scipy.special import expit
 from probes.conditioning.probe import draw
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import (
+    FEW_IMAGES,
     Bootstrap,
     Share,
     bootstrap_estimate,
+    few_images_warning,
     mean_estimate,
     mean_iou_estimate,
     pixel_accuracy_estimate,
@@ -206,3 +208,8 @@ def test_a_picture_draws_no_interval_that_its_record_leaves_out(tmp_path, monkey
     draw(scores, "", tmp_path / "a.png")
 
     assert drawn == [((0,), (0.4,), (0.6,))]
+
+
+def test_few_images_are_warned_of():
+    assert few_images_warning(FEW_IMAGES) == []
+    assert "fewer than 60 images" in few_images_warning(FEW_IMAGES - 1)[0]

@@ -43,7 +43,7 @@ def test_the_unpacked_wheel_finds_its_own_configuration_from_another_folder(unpa
         f"import sys; sys.path.insert(0, {str(unpacked)!r})\n"
         "from ssl_bench.composition.compose import build, compose_config, config_folder\n"
         "from ssl_bench.tables.published import published_tables\n"
-        "from ssl_bench.results.provenance import source_commit\n"
+        "from ssl_bench.system.device import source_commit\n"
         "build(compose_config('probing', ['probe=pca']).probe)\n"
         "assert published_tables()\n"
         "print(config_folder(), source_commit())"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ssl_bench.data import roles
 from ssl_bench.data.layouts.ade20k import Ade20k
-from ssl_bench.data.samples import Dataset
 from ssl_bench.errors import DataError
 
 
@@ -33,11 +33,12 @@ def test_numbers_are_shifted_once_and_zero_is_ignored(root):
     assert sample.mask.tolist() == [[255, 0, 1], [255, 149, 148]]
 
 
-def test_masks_that_were_shifted_before_are_refused(root):
-    shifted = np.array([[255, 0, 1], [255, 149, 148]], np.uint8)
+@pytest.mark.parametrize(("value", "kind"), [(255, np.uint8), (257, np.uint16)])
+def test_masks_that_were_shifted_before_are_refused(root, value, kind):
+    shifted = np.array([[value, 0, 1], [150, 149, 148]], kind)
     Image.fromarray(shifted).save(root / "annotations/training/a.png")
 
-    with pytest.raises(DataError, match=r"a\.png holds label 255, expected 0-150; .* shifted"):
+    with pytest.raises(DataError, match=rf"a\.png holds label {value}, expected 0-150; .* shifted"):
         Ade20k(root).train()[0]
 
 
@@ -49,21 +50,17 @@ def test_names_come_from_the_table_of_the_download(root):
     assert Ade20k(root).val().class_names[::149] == ("thing 1", "thing 150")
 
 
-def test_the_root_may_be_the_folder_above(root):
-    dataset = Ade20k(str(root.parent))
-
-    assert isinstance(dataset, Dataset)
-    assert dataset.train().ids == ("a", "b")
-    assert dataset.images()[0].mask is None
-
-
-def test_one_split_can_be_cut_in_two(root):
-    dataset = Ade20k(root, "training:0-50%", "training:50-100%")
+def test_the_root_may_be_the_folder_above_and_splits_shares(root, monkeypatch):
+    dataset = Ade20k(str(root.parent), "training:0-50%", "training:50-100%")
 
     assert (dataset.train().ids, dataset.val().ids) == (("a",), ("b",))
-
-
-def test_a_wrong_split_says_what_was_expected(root):
+    assert dataset.images()[0].mask is None
+    # The same two ids in both splits, as many as nobody published.
+    assert dataset.train().name == dataset.images().name == "ade20k-2"
+    for role, name in (("val", "ade20k"), ("train", "ade20k-2"), ("val", "ade20k-2")):
+        counts = {"train": 2, "val": 2, role: 2 if name == "ade20k" else 1}
+        monkeypatch.setattr(roles, "PUBLISHED", {"ade20k": counts})
+        assert Ade20k(root).val().name == name
     with pytest.raises(DataError, match="no split test, but training, validation"):
         Ade20k(root, val_split="test").val()
 

@@ -8,7 +8,7 @@ from PIL import Image
 from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.data.views import limited_dataset
+from ssl_bench.data.splits import limited_dataset
 from ssl_bench.errors import ConfigurationError, DataError
 
 
@@ -88,6 +88,9 @@ def test_a_useless_root_is_refused_when_it_is_used(tmp_path):
         ClassFolders(tmp_path).train()
     with pytest.raises(DataError, match="holds no class folders: expected train/CLASS"):
         ClassFolders(tmp_path / "train").train()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no picture"):
+        ImageFolder(tmp_path / "empty").images()
 
 
 def test_images_are_called_as_their_owner_calls_them(tmp_path):
@@ -112,7 +115,9 @@ def test_pictures_are_found_at_any_depth_in_the_order_of_their_paths(tmp_path):
 
     assert isinstance(dataset, Dataset)
     assert images.ids == ("a.bmp", "b/1.JPEG", "b/2.png", "c/d/e/3.webp")
-    assert images[3].image.shape == (2, 3, 3)
+    # Nothing is known of the objects in them.
+    sample = dataset.discovery()[3]
+    assert (sample.image.shape, sample.boxes) == ((2, 3, 3), None)
 
 
 def test_linked_folders_are_followed_and_circles_end(tmp_path):
@@ -134,12 +139,3 @@ def test_the_real_folders_give_every_photograph(photos):
     assert len(images) == 2900
     assert images[0].image.shape[2] == 3
     assert images[0].image_id.startswith("bsds500/")
-
-
-def test_nothing_is_known_of_the_objects_in_a_folder_and_an_empty_one_is_none(tmp_path):
-    put(tmp_path, "some/1.png")
-    (tmp_path / "empty").mkdir()
-
-    assert ImageFolder(tmp_path / "some").discovery()[0].boxes is None
-    with pytest.raises(DataError, match="holds no picture"):
-        ImageFolder(tmp_path / "empty").images()

@@ -2,16 +2,15 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from ssl_bench.data.layouts.coco_stuff import COARSE_NAMES, CocoStuff, read_classes
-from ssl_bench.data.samples import Dataset, Sample
-from ssl_bench.errors import ConfigurationError, DataError
-from tests.support.faults import unchecked_types
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import DataError
 
 NEVER = {11, 25, 28, 29, 44, 65, 67, 68, 70, 82, 90}
 
@@ -49,7 +48,7 @@ def test_ids_are_made_contiguous_over_the_gaps(root):
     images = train(root).train()
 
     # By hand: 12 has one gap (11) before it, 91 and 181 have all eleven.
-    assert images.ids == ("000000000001", "000000000002")
+    assert (images.name, images.ids) == ("coco_stuff-4", ("000000000001", "000000000002"))
     assert mask_of(images[0]).tolist() == [[0, 10, 11], [255, 80, 170]]
 
 
@@ -80,12 +79,10 @@ def test_names_follow_the_classes(root):
 
 
 def test_an_id_that_never_occurs_is_refused(root):
-    for number in sorted(NEVER):
-        write(root, "train2017", "000000000001", [[number]], "stuffthingmaps")
-        with pytest.raises(
-            DataError, match=rf"1\.png holds label {number}, expected 0-10, 12-24, "
-        ):
-            train(root).train()[0]
+    write(root, "train2017", "000000000001", [[11]], "stuffthingmaps")
+
+    with pytest.raises(DataError, match=r"1\.png holds label 11, expected 0-10, 12-24, "):
+        train(root).train()[0]
 
 
 @pytest.mark.parametrize(
@@ -102,19 +99,11 @@ def test_remapped_files_are_not_remapped_again(tmp_path, classes, expected):
     assert mask_of(images[0]).tolist() == expected
 
 
-def test_maps_below_annotations_and_images_beside_them_are_found(root):
+def test_a_missing_val2017_says_what_to_type(root):
+    # Maps below annotations and images beside them are found too.
     (root / "annotations").mkdir()
     (root / "stuffthingmaps").rename(root / "annotations/stuffthingmaps")
     (root / "images/train2017").rename(root / "train2017")
-
-    dataset = train(root)
-
-    assert isinstance(dataset, Dataset)
-    assert len(dataset.train()) == 2
-    assert len(dataset.images()) == 2
-
-
-def test_a_missing_val2017_says_what_to_type(root):
     with pytest.raises(DataError) as caught:
         CocoStuff(root).val()
 
@@ -123,11 +112,6 @@ def test_a_missing_val2017_says_what_to_type(root):
     first, second = (word.partition("=")[2] for word in advice.split())
     dataset = CocoStuff(root, first, second)
     assert (len(dataset.train()), len(dataset.val())) == (3, 1)
-
-
-def test_another_number_of_classes_is_a_configuration_error():
-    with unchecked_types(), pytest.raises(ConfigurationError, match="171 or 27, got 172"):
-        CocoStuff("/nowhere", classes=cast(Any, 172))
 
 
 @pytest.mark.data

@@ -89,7 +89,7 @@ def test_camvid_has_masks_in_folders_that_end_in_annot(tmp_path):
         save(tmp_path, f"{split}annot/0001TP_006690.png", [[0, 10, 11], [3, 3, 3]])
     dataset = from_config("camvid", tmp_path)
 
-    assert dataset.train().ids == ("0001TP_006690",)
+    assert (dataset.train().name, dataset.train().ids) == ("camvid-1", ("0001TP_006690",))
     assert mask_of(dataset) == [[0, 10, 255], [3, 3, 3]]
     assert len(from_config("camvid", tmp_path, val_split="test").val()) == 1
 
@@ -134,14 +134,6 @@ def test_images_and_masks_may_lie_beside_each_other(tmp_path):
         ImageMaskFolders(tmp_path, **together, mask_suffix=".png", **NAMED)
 
 
-def test_classes_may_begin_at_one(folders):
-    save(folders, "masks/val/c.png", [[0, 1, 2], [2, 255, 0]])
-
-    found = mask_of(ImageMaskFolders(folders, reduce_zero=True, **NAMED))
-
-    assert found == [[255, 0, 1], [1, 255, 255]]
-
-
 def test_colours_become_classes_and_others_are_named(folders):
     colours: dict[str, Any] = {"colours": [ROAD, SKY], "ignored_colours": [VOID], **NAMED}
     save(folders, "masks/val/c.png", [[ROAD, SKY, VOID], [SKY, SKY, ROAD]])
@@ -155,10 +147,13 @@ def test_colours_become_classes_and_others_are_named(folders):
         mask_of(dataset)
 
 
-def test_class_names_may_stand_in_a_file(folders):
+def test_class_names_may_stand_in_a_file_and_classes_begin_at_one(folders):
     (folders / "classes.txt").write_text("road\n sky \n\n")
+    save(folders, "masks/val/c.png", [[0, 1, 2], [2, 255, 0]])
+    dataset = ImageMaskFolders(folders, reduce_zero=True)
 
-    assert ImageMaskFolders(folders).val().class_names == ("road", "sky")
+    assert dataset.val().class_names == ("road", "sky")
+    assert mask_of(dataset) == [[255, 0, 1], [1, 255, 255]]
     (folders / "classes.txt").unlink()
     with pytest.raises(
         DataError, match=r"dataset.class_names=\[road,sky\], or one a line in .*txt"
@@ -194,11 +189,9 @@ def test_an_absent_split_is_named_with_those_that_are_there(cityscapes):
     [
         ({"numbers": [1, 1]}, "2 different numbers"),
         ({"numbers": [0, 255]}, "none of dataset.ignored"),
-        ({"numbers": [0, 1, 2]}, "must be 2 different numbers"),
         ({"numbers": [0, 300]}, r"must lie in 0\.\.255"),
         ({"colours": [ROAD]}, "2 different colours, one a class .* got 1"),
         ({"colours": [ROAD, SKY], "ignored_colours": [SKY]}, "2 different colours"),
-        ({"colours": [ROAD, SKY], "reduce_zero": True}, "exclude each other"),
         ({"numbers": [1, 2], "reduce_zero": True}, "exclude each other"),
     ],
 )
@@ -232,8 +225,7 @@ def test_masks_of_one_object_have_both_roles_where_there_are_two_splits(folders)
     both = ImageMaskFolders(folders, one_object=True, numbers=[0, 1])
 
     assert both.supports == {"saliency", "segmentation", "images"}
-    assert both.val().class_names == ("background", "object")
-    assert (len(both.train()), len(both.val())) == (2, 1)
+    assert (both.val().class_names, len(both.train())) == (("background", "object"), 2)
     halves = {"train_split": "all:0-50%", "val_split": "all:50-100%"}
     assert "segmentation" in from_config("ecssd", folders, **halves).supports
     with pytest.raises(ConfigurationError, match="share images"):

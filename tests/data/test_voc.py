@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ssl_bench.data.files.images import voc_colours
 from ssl_bench.data.layouts.voc import CLASS_NAMES, Voc
-from ssl_bench.data.samples import Dataset, Sample
+from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from tests.support.faults import save_mask
 
@@ -86,15 +87,14 @@ def test_trainaug_takes_the_other_masks_and_val_keeps_the_original_ones(devkit):
     assert mask_of(dataset.val()[0]).tolist() == MASK
 
 
-@pytest.mark.parametrize("below", ["", "VOCdevkit", "VOCdevkit/VOC2012"])
-def test_the_root_may_be_any_of_three_folders(devkit, below):
-    dataset = Voc(str(devkit / below))
-
-    assert isinstance(dataset, Dataset)
-    assert dataset.val().ids == ("b",)
+def test_the_palette_is_that_of_voc():
+    # As published: aeroplane, tvmonitor, and the rim.
+    assert voc_colours()[[1, 20, 255]].tolist() == [[128, 0, 0], [0, 64, 128], [224, 224, 192]]
 
 
-def test_another_year_is_another_dataset(devkit):
+def test_the_root_may_be_any_of_three_folders_of_the_year(devkit):
+    for below in ("", "VOCdevkit", "VOCdevkit/VOC2012"):
+        assert Voc(str(devkit / below)).val().ids == ("b",)
     (devkit / "VOCdevkit/VOC2012").rename(devkit / "VOCdevkit/VOC2007")
 
     images = Voc(devkit, year=2007).discovery()

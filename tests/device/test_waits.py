@@ -25,6 +25,7 @@ from pretrain.step import Trainer
 from probes.features.image import ImagePass
 from probes.features.stream import KeptState
 from probes.heads.logistic import minimise
+from probes.heads.scored_images import ImageCounts
 from probes.knn import KNN
 from probes.pca import PCA, features_of
 from probes.retrieval import Retrieval
@@ -177,7 +178,7 @@ def scored_segmentation(folder: Path, scoring: str) -> Counts:
     def work(number: int) -> None:
         images = ColourDataset(num_val=number * _BATCH).val()
         items = [run.prepare(images[i]) for i in range(len(images))]
-        run.count(heads, items, run.no_counts(heads), kept)
+        run.count(heads, items, ImageCounts(*heads.bias.shape), kept)
 
     return counts_of(work, 1, 3)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.features.disk import FeatureFile, FeatureWriter
+from probes.features.tiers import FeatureFile, OpenFeatures
 from probes.segmentation import SegmentationRun
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
@@ -118,8 +118,8 @@ def test_fault_56_features_that_change_between_two_readings_are_never_used(tmp_p
 
 
 def test_fault_56_a_disk_that_gives_back_other_bytes_right_away_is_an_error(tmp_path, monkeypatch):
-    put = FeatureWriter.put
-    monkeypatch.setattr(FeatureWriter, "put", lambda *args: (put(*args), args[0].checksums.fill(1)))
+    put = OpenFeatures.put
+    monkeypatch.setattr(OpenFeatures, "put", lambda *args: (put(*args), args[0].checksums.fill(1)))
 
     with pytest.raises(MachineError, match=r"right after they were written; choose another"):
         list(quick_probe(**SMALL, cache=str(tmp_path)).run(probe_context(tmp_path)))

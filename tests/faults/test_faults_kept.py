@@ -1,7 +1,6 @@
 """Row 88 of the catalogue of faults: what is kept is found again by nobody who asks for other."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from probes.knn import KNN
 from probes.segmentation import SegmentationRun
 from probes.tokencut.probe import TokenCut
-from ssl_bench.data.layouts.coco20k import read_boxes
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import Evaluation, ProbeContext
@@ -165,19 +163,6 @@ def toy_scenes(folder: Path, facts: Facts) -> str:
     return Toy(cache=folder, **asked).kept(kind, lambda _: None).name
 
 
-def coco_boxes(folder: Path, facts: Facts) -> str:
-    image = {"id": 1, "file_name": "1.jpg", "height": 9, "width": 9}
-    box = {"id": 1, "image_id": 1, "category_id": 1, "iscrowd": 0, "area": 4.0, "segmentation": []}
-    boxes = [{**box, "bbox": facts.get("bbox", [1, 1, 2, 2])}]
-    file = folder / "instances.json"
-    kinds = [{"id": 1, "name": "cat"}]
-    file.write_text(json.dumps({"images": [image], "annotations": boxes, "categories": kinds}))
-    os.utime(file, (1, 1))
-    read_boxes(file, folder / "boxes")
-    (path,) = (folder / "boxes").iterdir()
-    return path.name
-
-
 ENCODER = {
     "weights": 1,
     "architecture": {"kind": "another use of these weights"},
@@ -288,7 +273,6 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
             "ssl_bench.data.layouts.toy.VERSION": 99,
         },
     ),
-    "boxes of COCO": (coco_boxes, {"bbox": [1, 1, 2, 3]}),
 }
 
 

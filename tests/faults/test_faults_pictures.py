@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from probes.conditioning import scores
 from probes.tokencut.log import DiscoveryLog
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
@@ -147,20 +146,6 @@ def test_fault_60_a_picture_of_all_blocks_is_never_left_with_some_of_them(
     assert main(asking(task, place)) == 0
 
     assert pictures("results").items() >= pictures(str(wholly_probed(task))).items()
-
-
-@pytest.mark.slow
-@unchecked_types()
-def test_fault_60_jacobians_are_not_computed_again_for_a_figure(place, monkeypatch):
-    words = [*asking("conditioning", place), "probe.protocol=jacobian_exact"]
-    assert main(words) == 0
-    ((name, before),) = pictures("results").items()
-    (Path("results/pictures") / name).unlink()
-    monkeypatch.setattr(scores, "exact_spectra", None)
-
-    assert main(words) == 0
-
-    assert pictures("results")[name] == before
 
 
 def test_fault_60_masks_that_were_deleted_are_made_again(place):

@@ -14,8 +14,7 @@ from PIL import Image
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.fingerprints import ReadOptions, read_as
-from ssl_bench.data.files.images import read_image, read_indices
-from ssl_bench.data.labels import voc_colours
+from ssl_bench.data.files.images import read_image, read_indices, voc_colours
 from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco_stuff import CocoStuff

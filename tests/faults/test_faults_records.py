@@ -15,7 +15,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.tables.depth import depth_tables
-from ssl_bench.tables.series import model_names
+from ssl_bench.tables.entries import model_names
 from tests.support.faults import Mark, class_folders, fails, probing, records, voc
 from tests.support.report_cells import cell, files_of, printed_by, save, skipless
 

@@ -10,6 +10,7 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.models.loading.addresses import with_baselines
+from ssl_bench.models.loading.checkpoint import colours_metadata
 from tests.cli.test_sweep import planned
 from tests.support.faults import TINY, encoder_file, fails, photo_folder, probing, records
 from tests.support.foreign_weights import timm_model
@@ -17,12 +18,13 @@ from tests.support.foreign_weights import timm_model
 
 def test_random_weights_are_those_that_the_run_began_with(tmp_path):
     trained, before = build_vit(TINY, seed=3), build_vit(TINY, seed=0)
-    save_encoder(tmp_path / "one.safetensors", trained, {"mean": "[0.1, 0.2, 0.3]"})
+    colours = colours_metadata(((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
+    save_encoder(tmp_path / "one.safetensors", trained, colours)
 
     drawn = load_encoder(f"random:{tmp_path}/one.safetensors")
 
     assert drawn.name == "one (random)"
-    assert drawn.mean == (0.1, 0.2, 0.3)
+    assert (drawn.mean, drawn.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     for name, tensor in before.state_dict().items():
         assert torch.equal(drawn.module.state_dict()[name], tensor)
     assert drawn.architecture == load_encoder(f"{tmp_path}/one.safetensors").architecture

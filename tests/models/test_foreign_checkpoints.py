@@ -15,7 +15,7 @@ import torchvision
 from ssl_bench import planning
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
-from ssl_bench.models.positions import sinusoidal_positions
+from ssl_bench.models.vit import sinusoidal_positions
 from ssl_bench.planning import announced_encoder
 from ssl_bench.system.files import sha256_of
 from tests.support.foreign_weights import (

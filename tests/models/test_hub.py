@@ -44,24 +44,6 @@ def refuses() -> str:
     return str(raised.value)
 
 
-def test_a_download_that_breaks_off_gets_no_name_and_begins_anew(empty_caches, server, weights):
-    content = weights("small.pth")
-    server.cut_after = 1000
-    assert "broke off after 1000 of" in refuses()
-    assert not (empty_caches / "small.pth").exists()
-
-    assert load_encoder(DINO).sha256 == hashlib.sha256(content).hexdigest()
-    assert server.ranges == ["", ""]
-    assert [path.name for path in empty_caches.iterdir()] == ["small.pth"]
-
-
-def test_fault_61_weights_whose_end_nobody_could_tell_are_refused(empty_caches, server, weights):
-    weights("small.pth")
-    server.chunked = True
-    assert "does not say how long it is" in refuses()
-    assert not (empty_caches / "small.pth").exists()
-
-
 @pytest.mark.parametrize("kind", ["text/html", "application/octet-stream"])
 def test_a_page_in_place_of_weights_is_refused(kind, empty_caches, server, weights):
     weights("small.pth")

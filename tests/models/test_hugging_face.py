@@ -158,13 +158,6 @@ def test_a_folder_of_timm_is_built_as_its_configuration_says(tmp_path):
     assert encoder.contents.ignored.keys() == {"head.weight", "head.bias"}
 
 
-def test_a_folder_of_timm_takes_its_weights_from_nowhere_else(tmp_path):
-    other, _ = timm_folder(tmp_path / "other")
-    arguments = {"depth": 2, "checkpoint_path": str(other / "model.safetensors")}
-    folder, _ = timm_folder(tmp_path / "mine", model_args=arguments)
-    assert "model_args" in message_of(f"local-dir:{folder}")
-
-
 def test_weights_of_a_folder_that_are_replaced_while_they_are_read_are_refused(
     tmp_path, monkeypatch
 ):
@@ -246,18 +239,11 @@ def test_fault_79_a_grid_nobody_states_is_announced(tmp_path, capsys):
         ({"model_type": "swin"}, "vit_mae, dinov2, dinov2_with_registers, dinov3_vit, but 'swin'"),
         ({"image_size": 64}, "pos_embed for 16 patches; config.json says images of 64 x 64"),
         ({"image_size": [32]}, "has image_size=[32], expected pixels or [HEIGHT, WIDTH]"),
-        ({"image_size": True}, "has image_size=True"),
-        ({"image_size": "32"}, "has image_size='32'"),
         ({"patch_size": 16}, "says patch_size=16, the encoder of model.safetensors has 8"),
         ({"patch_size": [8, 4]}, "says patch_size=[8, 4]"),
-        ({"num_hidden_layers": 3}, "says num_hidden_layers=3"),
-        ({"num_channels": 1}, "says num_channels=1"),
         ({"intermediate_size": 128}, "says intermediate_size=128"),
         ({"qkv_bias": False}, "says qkv_bias=False"),
-        ({"hidden_act": "gelu_new"}, "says hidden_act='gelu_new'"),
-        ({"num_attention_heads": "2"}, "has num_attention_heads='2', expected a whole number"),
         ({"layer_norm_eps": float("nan")}, "has layer_norm_eps=nan, expected a number above 0"),
-        ({"layer_norm_eps": True}, "has layer_norm_eps=True"),
     ],
 )
 def test_fault_79_a_configuration_is_followed_or_refused(tmp_path, capsys, change, said):
@@ -292,11 +278,8 @@ def test_fault_79_pixels_go_in_as_the_preprocessor_says(tmp_path, normalized, re
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"do_normalize": "false"}, "has do_normalize='false', expected true or false"),
-        ({"do_rescale": None}, "has do_rescale=None"),
         ({"rescale_factor": 0}, "has rescale_factor=0, expected a number above 0"),
         ({"rescale_factor": "1/255"}, "has rescale_factor='1/255'"),
-        ({"rescale_factor": 1e-300}, "has rescale_factor=1e-300"),
         ({"image_mean": [0.5, float("nan"), 0.5]}, "expected image_mean of red, green and blue"),
         ({"image_mean": [0.5]}, "came [0.5]"),
         ({"image_std": [0.2, 0.3, 0]}, "no deviation of 0"),

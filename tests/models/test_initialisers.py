@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from ssl_bench.errors import ConfigurationError
@@ -11,7 +10,6 @@ from ssl_bench.models.encoder import configured
 from ssl_bench.models.initialisers import (
     MimeticInit,
     SkiplessInit,
-    balanced_factors,
     uniform_orthogonal,
 )
 from ssl_bench.models.vit import Block
@@ -59,17 +57,6 @@ def test_query_times_key_is_per_head_the_truncation_of_a_fresh_noisy_identity(
         product = head(weights.query, index) @ head(weights.key, index).T
         expected = truncated(alpha * noise + beta * IDENTITY, HEAD_DIM)
         torch.testing.assert_close(product, expected, rtol=0, atol=1e-12)
-
-
-def test_query_and_key_share_the_singular_values_evenly():
-    weights = SkiplessInit().attention(DIM, HEADS, seeded())
-    query, key = head(weights.query, 1), head(weights.key, 1)
-    torch.testing.assert_close(query.T @ query, key.T @ key, rtol=0, atol=1e-12)
-
-
-def test_factors_of_a_zero_matrix_are_zero():
-    query, key = balanced_factors(torch.zeros(DIM, DIM, dtype=torch.float64), HEAD_DIM)
-    assert not (query @ key.T).any()
 
 
 def built_block(init: str, **options: float) -> Block:
@@ -241,36 +228,6 @@ def test_default_weights_are_those_of_official_dino():
     assert 0.99 * bound < model.patch_embed.proj.weight.abs().max() <= bound
     biases = [p for n, p in model.blocks.named_parameters() if n.endswith("bias")]
     assert not any(bias.any() for bias in biases)
-
-
-@torch.no_grad()
-def mean_cosines(model, image) -> list[float]:
-    """Over all pairs of different tokens of a normalised image, [CLS] too, after each block."""
-    x, found = model.embed(image[None]), []
-    for block in model.blocks:
-        x = block(x)
-        unit = F.normalize(x[0].double(), dim=1)
-        count = len(unit)
-        found.append(float(((unit @ unit.T).sum() - count) / (count * (count - 1))))
-    return found
-
-
-def test_tokens_of_a_skipless_encoder_collapse_by_default_and_less_with_its_own_init():
-    image = torch.randn(3, 64, 64, generator=seeded())
-    cosines = {}
-    for name, skip, init in [
-        ("skip", True, "default"),
-        ("skipless", False, "default"),
-        ("proposed", False, "skipless"),
-    ]:
-        config = ViTConfig(
-            image_size=64, patch_size=8, dim=96, depth=6, num_heads=3,
-            skip_attention=skip, skip_mlp=skip, init=init,
-        )  # fmt: skip
-        cosines[name] = mean_cosines(build_vit(config, seed=0), image)
-    assert cosines["skipless"][1] > 0.999
-    assert cosines["proposed"][1] < 0.6
-    assert cosines["skip"][-1] < 0.1
 
 
 TOKENS = ("cls_token", "reg_token", "pos_embed")

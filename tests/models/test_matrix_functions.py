@@ -130,7 +130,7 @@ def _values_and_gradients(
 
 @pytest.mark.parametrize("shape", [(20, 12), (12, 20), (12, 12), (65, 40)])
 @pytest.mark.parametrize("decades", [0.5, 3, 5])
-@pytest.mark.parametrize("exponent", [0.5, 0.7, 0.95])
+@pytest.mark.parametrize("exponent", [0.5, 0.95, 1.0])
 def test_raised_singular_values_are_those_of_the_decomposition(shape, decades, exponent):
     x = with_values(torch.logspace(1, 1 - decades, min(shape)).double(), *shape).float()
     weights = drawn(*x.shape, seed=3)
@@ -143,17 +143,6 @@ def test_raised_singular_values_are_those_of_the_decomposition(shape, decades, e
         found += [value.detach().double() / scales[0], gradient.double() / scales[1]]
     torch.testing.assert_close(found[0], found[2], rtol=0, atol=2e-6)
     torch.testing.assert_close(found[1], found[3], rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("values", [(3, 1, 1, 1), (3, 2, 2, 0.01, 0.01), (3, 1, 1 + 1e-12, 0.5)])
-def test_gradients_of_repeated_values_are_those_of_the_decomposition(values):
-    x = with_values(torch.tensor(values, dtype=torch.float64), 7, 9)
-    x, weights = x[:, : len(values)].contiguous(), drawn(2, len(values), 9, seed=3)
-    gradients = []
-    for function in (raised, gray_by_svd):
-        given = x.clone().requires_grad_()
-        gradients += torch.autograd.grad((function(given, 0.6) * weights).sum(), given)
-    torch.testing.assert_close(*gradients, rtol=0, atol=3e-5 * gradients[1].abs().max().item())
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-30, 1.0, 1e15])
@@ -184,9 +173,3 @@ def test_raising_spoils_no_image_but_that_which_is_not_finite():
     result = raised(x, 0.7)
     assert not result[0].isfinite().any()
     assert torch.equal(result[1], expected)
-
-
-def test_an_exponent_of_one_raises_nothing():
-    x = drawn(2, 7, 5).float()
-    assert torch.equal(raised(x, 1.0), x)
-    torch.testing.assert_close(raised(x, 0.999999), x, rtol=0, atol=1e-5)

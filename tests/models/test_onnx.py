@@ -171,19 +171,6 @@ def test_an_export_gives_what_onnxruntime_gives(tmp_path, kind, opset, side):
     assert "classifier.weight" in encoder.contents.ignored
 
 
-def test_a_graph_of_another_size_than_its_positions_says_so(tmp_path):
-    for side in (16, 24):
-        torch.onnx.export(
-            transformers(dinov2_layer).eval(), (torch.zeros(1, 3, side, side),),
-            tmp_path / f"{side}.onnx", dynamo=False, opset_version=17,
-        )  # fmt: skip
-    small, own = (load_encoder(str(tmp_path / f"{side}.onnx")) for side in (16, 24))
-
-    assert small.native_size == own.native_size == (24, 24)
-    assert "positions are of 24 x 24 pixels, the graph takes 16 x 16" in small.contents.note
-    assert "the graph takes" not in own.contents.note
-
-
 def test_a_file_that_is_no_such_export_is_one_line(tmp_path, capsys):
     path = tmp_path / "m.onnx"
     torch.manual_seed(1)

@@ -7,9 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pretrain.description import describe, differences
-from pretrain.objectives.supervised import Supervised
-from pretrain.resources import training_flops
-from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.models import ViTConfig, build_vit
@@ -103,16 +100,6 @@ def test_the_orthogonality_error_stays_below_the_bound_of_theorem_3_1(
         assert 1e-12 < error <= size * (scales**2 * (scales**2 - 1)).abs().max().item()
         assert error <= size / 4
         assert scales.max() <= 1
-
-
-@pytest.mark.parametrize("alpha", [0.1, 1.0])
-def test_attention_with_qr_is_orthogonal_to_rounding(alpha):
-    attention = layer("qr", alpha=alpha)
-    for matrices, most in (
-        (attention.attention(tokens(30)), 1e-12),
-        (attention.float().attention(tokens(30).float()), 3e-5),
-    ):
-        assert max(_orthogonality_error(matrix) for matrix in matrices.flatten(0, 1)) < most
 
 
 def _orthogonality_error(matrix: Tensor) -> float:
@@ -281,14 +268,6 @@ def test_xavier_weights_are_uniform_with_the_bound_of_their_sides():
     for matrix, bound in [(m, square) for m in matrices] + [(first, long), (second, long)]:
         assert 0.99 * bound < matrix.abs().max() <= bound
         assert matrix.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.05)
-
-
-@pytest.mark.parametrize("kind", ["osa_qr", "osa_newton_schulz"])
-def test_the_flops_of_a_training_step_can_be_counted(kind):
-    config = ViTConfig(**{**TINY.to_dict(), "attention": kind})
-    learner = Supervised().build(config, Timeline(1, 1), seed=0, class_names=("a", "b"))
-    views = torch.randn(2, 3, 32, 32), torch.tensor([0, 1]), torch.tensor(1.0)
-    assert training_flops(learner, views, 0) > 0
 
 
 def test_the_rows_of_the_mnist_table_differ_in_the_model_alone():

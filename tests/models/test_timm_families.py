@@ -1,23 +1,18 @@
 """Families of timm's Vision Transformers, made tiny, against timm's own account of their blocks."""
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from PIL import Image
 from torch import Tensor
 
-from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.timm_encoder import timm_encoder
-from tests.support.faults import unchecked_types
-from tests.support.foreign_weights import folder_of
 
 TINY = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 # Name in timm, what sets it apart, prefix tokens, registers among them.
@@ -178,44 +173,3 @@ def test_blocks_without_thirds_of_keys_give_tokens_and_say_so(name, what):
 def test_models_that_take_one_size_of_images_are_refused(name):
     with pytest.raises(CheckpointError, match="is not supported; supported are timm's plain"):
         load_encoder(f"timm:{name}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vit_small_patch14_reg4_dinov2", "deit_tiny_distilled_patch16_224",
-        "vit_base_patch16_siglip_224", "vit_base_patch16_reg4_gap_256", "eva02_base_patch14_224",
-        "vit_small_patch16_dinov3",
-    ],
-)  # fmt: skip
-@unchecked_types()
-def test_every_probe_runs_on_every_kind_of_tokens(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    for number in range(12):
-        place = Path("pictures", ("train", "val")[number % 2], f"class{number % 3}")
-        place.mkdir(parents=True, exist_ok=True)
-        noise = torch.randint(0, 256, (40, 56, 3), dtype=torch.uint8).numpy()
-        Image.fromarray(noise).save(place / f"{number}.png")
-    model = tiny(name)
-    patch = model.patch_embed.patch_size[0]
-    arguments = {**TINY, "img_size": [3 * patch, 5 * patch]}
-    config = {"architecture": name, "model_args": arguments, "pretrained_cfg": {}}
-    uri = folder_of(tmp_path / "model", model.state_dict(), config)
-    words = ["probe", "--checkpoint", uri, "--device", "cpu", "--out", "results", "--layer", "-1"]
-    toy = ["--dataset", "toy", "dataset.num_train=3", "dataset.num_val=1"]
-    size = f"probe.image_size={8 * (14 if 'patch14' in name else 16)}"
-    for task, *options in (
-        ("tokencut",),
-        ("discovery",),
-        ("pca",),
-        ("retrieval", size),
-        ("segmentation", "probe.protocol=fast", "probe.training.epochs=1", size),
-    ):
-        assert main([*words, "--task", task, *toy, *options]) == 0, capsys.readouterr().err
-    knn = ["--task", "knn", "--dataset", "class_folders", "--data-root", "pictures",
-           "probe.neighbours=[3]"]  # fmt: skip
-    has_cls = "siglip" not in name and "gap" not in name
-    assert main([*words, *knn]) == (0 if has_cls else 2)
-    assert main([*words, *knn, "probe.facet=patch_mean"]) == 0, capsys.readouterr().err

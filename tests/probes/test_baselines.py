@@ -10,13 +10,12 @@ from probes.tokencut.log import ImageResult
 from probes.tokencut.probe import centre_box, corloc_score
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
-from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.drawing import draw
-from ssl_bench.report.model import panels_of
+from ssl_bench.report.model import checkpoints_of, panels_of
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.scores import mean_iou, of_constant_class, pixel_accuracy
 from ssl_bench.tables.depth import depth_tables
-from ssl_bench.tables.notes import baseline_note
+from ssl_bench.tables.entries import baseline_note
 from ssl_bench.tables.sheets import render_tables
 from tests.support.coloured_classes import coloured_classes
 from tests.support.faults import probing, records, voc

@@ -1,14 +1,13 @@
 """Linear classification: the heads, their choice, and the probe that asks every block."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy.stats import binomtest
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
@@ -20,12 +19,18 @@ from probes.heads.losses import LabelLoss
 from probes.heads.sgd import Heads
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
-from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Score
 from ssl_bench.metrics import class_rank
 from ssl_bench.planning import plan_probes
-from tests.support.coloured_classes import class_context, flat, scored, tiny
+from tests.support.coloured_classes import (
+    class_context,
+    coloured_classes,
+    flat,
+    of_images,
+    scored,
+    tiny,
+)
 from tests.support.faults import class_folders, probing, records
 from tests.support.heads import classification
 from tests.support.photographs import silent
@@ -33,52 +38,10 @@ from tests.support.photographs import silent
 QUICK: dict[str, Any] = {"crop_share": 1.0, "c_values": [1e-3, 0.1, 10.0], "num_workers": 1}
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """Pictures of one grey each, with noise; the class says how bright, if anything does."""
-
-    split: str
-    labels: tuple[int, ...]
-    class_names: tuple[str, ...] = ("dark", "middle", "bright")
-    contrast: int = 60
-    name: str = "greys"
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(f"{self.split}/{index}" for index in range(len(self.labels)))
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        seed = index + 1000 * (self.split == "val")
-        noise = np.random.default_rng(seed).integers(0, 90, (16, 16, 3))
-        image = (noise + 20 + self.contrast * self.labels[index]).astype(np.uint8)
-        return Sample(self.ids[index], image, label=self.labels[index])
-
-    def fingerprint(self) -> str:
-        return f"{self}"
-
-
-@dataclass(frozen=True)
-class Greys:
-    train_images: Labelled
-    val_images: Labelled
-    name: str = "greys"
-    supports: frozenset[str] = frozenset({"classification"})
-
-    def train(self) -> Labelled:
-        return self.train_images
-
-    def val(self) -> Labelled:
-        return self.val_images
-
-    discovery = images = train
-
-
-def greys(**changes: Any) -> Greys:
-    train = Labelled("train", tuple(n % 3 for n in range(30)), **changes)
-    return Greys(train, Labelled("val", tuple(n % 3 for n in range(9)), **changes))
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory):
+    """Class folders of colours that are hard to tell apart."""
+    return coloured_classes(tmp_path_factory.mktemp("noisy"), noise=250)
 
 
 def scores(dataset: Any, *, within: dict[str, Any] | None = None, **changes: Any):
@@ -99,8 +62,8 @@ def test_colours_are_told_apart_in_every_block_and_every_asked_cell_is_scored(ro
 
 
 @pytest.mark.parametrize("mode", ["single", "last4"])
-def test_heads_equal_regressions_of_scikit_learn_on_the_same_features_in_float64(mode):
-    dataset, layers = greys(contrast=6), [0, 1, 2]
+def test_heads_equal_regressions_of_scikit_learn_on_the_same_features_in_float64(mode, noisy):
+    dataset, layers = ClassFolders(noisy), [0, 1, 2]
     split = TrainingSplit.draw(dataset.train(), at_most=None, holdout=0.3, seed=0)
     probe = classification(QUICK, holdout=0.3, facet="patch_mean", layers_mode=mode)
     found = scored(probe, dataset)
@@ -180,53 +143,23 @@ def _alone(
     return parameters[0].detach(), parameters[1].detach()
 
 
-def test_the_scored_images_have_no_part_in_the_choice():
-    dataset = greys(contrast=6)
-    upset = replace(dataset.val_images, labels=tuple((n // 2) % 3 for n in range(9)), contrast=1)
+def test_features_that_are_equal_are_flagged(root):
+    score = scores(ClassFolders(root), within={"encoder": flat()})[0, "cls", "top1_holdout"]
 
-    one, other = (
-        scores(data, holdout=0.3)[0, "cls", "top1_holdout"]
-        for data in (dataset, replace(dataset, val_images=upset))
-    )
-
-    for name in ("c_value", "top1_by_rate_held_out", "train_ids_sha256"):
-        assert one.details[name] == other.details[name]
-    assert one.value != other.value
-
-
-def test_the_images_that_choose_are_not_fitted_until_they_have_chosen():
-    # Classes that nothing in the images tells: a head knows only what it was fitted to.
-    labels = tuple(np.random.default_rng(0).integers(0, 3, 12).tolist())
-    blind = Labelled("train", labels, contrast=0)
-    dataset = Greys(blind, replace(blind, split="validation"))
-
-    found = scores(dataset, holdout=0.5, facet="cls_patch_mean", c_values=[1e6])
-
-    details = found[2, "cls_patch_mean", "top1_holdout"].details
-    assert details["top1_by_rate_held_out"][0] < 60
-    # The scored ones are the same pictures, and all were fitted in the end.
-    assert found[2, "cls_patch_mean", "top1_holdout"].value == 100
-
-
-def test_features_that_are_equal_are_flagged():
-    score = scores(greys(), within={"encoder": flat()})[0, "cls", "top1_holdout"]
-
-    # All classes are equally likely, so the first one wins.
-    assert score.value == pytest.approx(100 / 3)
+    # All images get one class.
+    assert score.value == pytest.approx(100 / 6)
     assert score.details["constant_features"]
     assert "degenerate: all training images have the same features" in score.details["warnings"]
 
 
-def test_training_images_of_one_class_are_refused_and_missing_classes_named():
-    one = Labelled("train", (1,) * 9 + (0,))
-    with pytest.raises(DataError, match="that heads are fitted to are all of the class middle"):
-        scores(Greys(one, greys().val_images), train_images=4)
-    two = Greys(Labelled("train", (1, 0) * 5), greys().val_images)
+def test_training_images_of_one_class_are_refused_and_missing_classes_named(root):
+    with pytest.raises(DataError, match="that heads are fitted to are all of the class class1"):
+        scores(of_images(root, [5, 6, 7, 8, 9]))
 
-    found = scores(two)[0, "cls", "top1_holdout"]
+    found = scores(of_images(root, range(25)))[0, "cls", "top1_holdout"]
 
-    assert "1 of 3 classes have no training image" in found.details["warnings"]
-    assert found.value <= 67
+    assert "1 of 6 classes have no training image" in found.details["warnings"]
+    assert found.value <= 84
 
 
 def test_both_concatenated_want_a_class_token_too():
@@ -318,16 +251,6 @@ def test_held_out_images_choose_the_rate_and_beside_it_stands_the_best_of_the_sc
     assert details["top1_by_rate_held_out"] == [100.0, 50.0, 0.0]
     assert (details["constant_channels_percent"], details["more"]) == (25.0, 1)
     assert [s.metric for s in chosen(held_out=None)] == ["top1_oracle", "top5_oracle"]
-
-
-def test_an_interval_is_that_of_a_share_of_the_scored_images():
-    hits = np.random.default_rng(0).integers(0, 2, 301)
-    ranks = torch.from_numpy(1 - hits)[None]
-    score = chosen(values=(1.0,), ranks=ranks, held_out=None)[0]
-
-    exact = binomtest(int(hits.sum()), 301).proportion_ci()
-    assert score.ci95 == pytest.approx((100 * exact.low, 100 * exact.high))
-    assert score.num_images == 301
 
 
 def test_what_to_be_wary_of_is_said():

@@ -1,6 +1,7 @@
 """The conditioning probe: its numbers are those of the matrices of the encoder itself."""
 
 import copy
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -13,9 +14,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
-from probes.conditioning.decomposition import BlockPass, decompose_block
+from probes.conditioning.decomposition import decompose_block
 from probes.conditioning.probe import Conditioning
-from probes.conditioning.scores import CELLS, MEAN_LOG, linear_cka, mean_log_scores
+from probes.conditioning.scores import CELLS, MEAN_LOG, linear_cka
 from probes.spectra import mean_cosine
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
@@ -28,8 +29,6 @@ from ssl_bench.models import (
     load_encoder,
     save_encoder,
 )
-from ssl_bench.models.graying import TokenGraying
-from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
 from tests.support.matrices import condition, normal, rank
@@ -46,26 +45,6 @@ def passed(config=TINY, seed=0, tokens=5):
     block = build_vit(config, seed=seed).double().eval().requires_grad_(False).blocks[0]
     x = normal(tokens, config.dim, seed=9)
     return block, x, block(x[None])[0]
-
-
-def test_the_attention_matrix_of_one_head_is_that_computed_by_hand():
-    config = replace(TINY, dim=2, num_heads=1)
-    block, x, _ = passed(config, tokens=2)
-    with torch.no_grad():
-        # q = x, k = 2 x; logits x_i . x_j * 2 / sqrt(2).
-        thirds = torch.cat([torch.eye(2), 2 * torch.eye(2), torch.eye(2)])
-        block.get_parameter("attn.qkv.weight").copy_(thirds)
-        block.get_parameter("attn.qkv.bias").zero_()
-    parts = decompose_block(block, x, block(x[None])[0], num_heads=1)
-    assert parts is not None
-    assert parts.heads is not None
-    tokens = torch.tensor([[1.0, 0.0], [0.0, 2.0]]).double()
-
-    (matrix,) = parts.heads.matrices(tokens)
-
-    first, second = math.exp(2**0.5), math.exp(4 * 2**0.5)
-    expected = [[first / (first + 1), 1 / (first + 1)], [1 / (second + 1), second / (second + 1)]]
-    np.testing.assert_allclose(matrix, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("config", [TINY, BARE, replace(BARE, skip_mlp=True)])
@@ -144,6 +123,12 @@ def test_spectra_are_those_of_the_matrices_of_the_encoder_itself(photographs, tm
     update = attn(norm1(x))[0]
     middle = x[0] + update
     mlp = mlp_part(norm2(middle)[None])[0]
+    weights = attn.get_parameter("qkv.weight"), attn.get_parameter("qkv.bias")
+    qkv = (norm1(x)[0] @ weights[0].T + weights[1]).reshape(5, 3, 2, 6)
+    softmax = [(qkv[:, 0, h] @ qkv[:, 1, h].T / 6**0.5).softmax(1) for h in range(2)]
+    for metric, of in (("condition_number", condition), ("effective_rank", rank)):
+        value = found(records, 0, "attention_matrix", metric).value
+        assert value == pytest.approx(sum(map(of, softmax)) / 2, rel=1e-4)
     for facet, matrix in {
         "attention": update,
         "attention_skip": middle,
@@ -202,25 +187,6 @@ def test_a_silent_attention_is_infinite_in_records_and_tables(photographs, tmp_p
     assert table.entries[0, "silent"].text() == "∞"
     assert "%" not in table.title
     assert table.best_layer("silent") is None
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_table_shows_the_ends_of_an_interval_that_is_not_symmetric(photographs, tmp_path):
-    (record, *_) = probe(photographs, tmp_path, tiny(), layers=(0,))
-
-    def shown(value, ci95, **changes):
-        changed = replace(record, value=value, ci95=ci95, **changes)
-        (table,) = depth_tables([changed])
-        return table.title, table.entries[0, "tiny"].text()
-
-    title, text = shown(12345.0, (9e3, math.inf))
-    assert text == "1.23e+04 [9e+03, ∞]"
-    assert title.startswith("conditioning: condition_number on folder all, attention_matrix")
-    assert shown(0.5, None)[1] == "0.5"
-    title, text = shown(12.34, (11.0, 13.0), unit="%")
-    assert title.startswith("conditioning: condition_number (%) on")
-    assert text == "12.3 [11.0, 13.0]"
-    assert shown(12.0, (11.0, 13.0), unit="%")[1] == "12.0 ± 1.0"
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -343,12 +309,6 @@ def test_a_comparison_needs_the_address_of_the_other_encoder(photographs):
         Conditioning(protocol="checkpoints").split(photographs)
 
 
-@pytest.mark.parametrize("protocol", CELLS)
-def test_every_protocol_can_be_asked_for_on_the_command_line(protocol):
-    (planned,) = plan_probes(["conditioning"], ["folder"], [f"probe.protocol={protocol}"])
-    assert {(f, m) for _, f, m in planned.probe.cells([0])} == set(CELLS[protocol])
-
-
 def test_encoders_of_other_tokens_are_not_compared(photographs, tmp_path):
     path = Path(tmp_path / "coarse" / "last.safetensors")
     path.parent.mkdir()
@@ -358,88 +318,35 @@ def test_encoders_of_other_tokens_are_not_compared(photographs, tmp_path):
 
 
 DEEP = replace(TINY, depth=3)
-TOKENS = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
 
 
-class Block(nn.Module):
-    """A block of no norms whose attention multiplies channels, and whose MLP gives nothing.
-
-    For the means of table 3 of "Always Skip Attention".
-    """
-
-    skip_attention = skip_mlp = True
-
-    def __init__(self, gains=(0.0, 0.0), exponent=1.0) -> None:
-        super().__init__()
-        self.graying = TokenGraying("svd", exponent)
-        self.norm1 = self.norm2 = nn.Identity()
-        self.attn, self.mlp = (nn.Linear(2, 2, bias=False).double() for _ in range(2))
-        self.attn.weight.data = torch.diag(torch.tensor(gains, dtype=torch.float64))
-        self.mlp.weight.data.zero_()
-
-    def forward(self, x):
-        x = self.graying(x)
-        return x + self.attn(x)
-
-
-def pass_of(block):
-    left = block(TOKENS[None])[0]
-    return BlockPass(block, TOKENS, left, decompose_block(block, TOKENS, left, num_heads=1))
-
-
-def mean_logs(blocks, layers):
-    scores = mean_log_scores(layers, {n: [pass_of(block)] for n, block in enumerate(blocks)})
-    return {(score.layer, score.facet): score.value for score in scores}
-
-
-@pytest.mark.parametrize(
-    ("block", "before", "after"),
-    [
-        (Block(), 3, 3),
-        # 3 and 1 become 3 and 4.
-        (Block(gains=(0.0, 3.0)), 3, 4 / 3),
-        # 3 (1 / 3)^.5 is the root of 3: what attention is given is grayed.
-        (Block(exponent=0.5), 3**0.5, 3**0.5),
-    ],
-)
-def test_logarithms_of_counted_condition_numbers(block, before, after):
-    assert mean_logs([block], [0]) == pytest.approx(
-        {(0, "before"): math.log(before), (0, "after"): math.log(after)}
-    )
-
-
-def test_a_mean_is_over_the_blocks_up_to_the_asked_one_if_all_can_be_taken_apart():
-    blocks = [Block(gains=(0.0, gain)) for gain in (0.0, 2.0, 8.0)]
-
-    found = mean_logs(blocks, [0, 2])
-    last = mean_log_scores(
-        [0, 1], {0: [pass_of(Block())], 1: [replace(pass_of(Block()), parts=None)]}
-    )
-
-    # 3 : 1, 3 : 3 and 3 : 9.
-    assert (found[0, "after"], found[2, "after"]) == pytest.approx(
-        (math.log(3), (math.log(3) + 0 + math.log(3)) / 3)
-    )
-    assert {score.layer for score in last} == {0}
-
-
-def test_mean_logarithms_are_those_of_the_tokens_of_the_encoder_itself(photographs, tmp_path):
-    encoder = tiny(DEEP)
+@pytest.mark.parametrize("graying", ["none", "svd"])
+def test_mean_logarithms_are_those_of_the_tokens_of_the_encoder_itself(
+    photographs, tmp_path, graying
+):
+    encoder, asked = tiny(replace(DEEP, graying=graying, graying_exponent=0.5)), (0, 2)
 
     records = probe(
-        photographs, tmp_path / "out", encoder, layers=(2,), protocol="mean_log", num_images=1
+        photographs, tmp_path / "out", encoder, layers=asked, protocol="mean_log", num_images=1
     )
 
     model, x = embedded(encoder, tmp_path)
     logs = []
     for block in model.blocks:
-        middle = x + block.get_submodule("attn")(block.get_submodule("norm1")(x))
-        logs.append([math.log(condition(tokens[0])) for tokens in (x, middle)])
+        # What attention is given is grayed.
+        given = block.get_submodule("graying")(x)
+        middle = given + block.get_submodule("attn")(block.get_submodule("norm1")(given))
+        logs.append([math.log(condition(tokens[0])) for tokens in (given, middle)])
         x = block(x)
-    assert {(r.layer, r.metric, r.unit) for r in records} == {(2, MEAN_LOG, "")}
-    for column, facet in enumerate(("before", "after")):
-        expected = sum(pair[column] for pair in logs) / 3
-        assert found(records, 2, facet, MEAN_LOG).value == pytest.approx(expected, rel=1e-5)
+    assert {(r.layer, r.metric, r.unit) for r in records} == {(n, MEAN_LOG, "") for n in asked}
+    for layer, (column, facet) in itertools.product(asked, enumerate(("before", "after"))):
+        expected = sum(pair[column] for pair in logs[: layer + 1]) / (layer + 1)
+        assert found(records, layer, facet, MEAN_LOG).value == pytest.approx(expected, rel=1e-5)
+    # Of blocks from the first on that cannot be taken apart there is none.
+    block = encoder.module.get_submodule("blocks.1")
+    encoder.module.set_submodule("blocks.1", nn.Sequential(block))
+    again = probe(photographs, tmp_path / "again", encoder, layers=asked, protocol="mean_log")
+    assert {r.layer for r in again if math.isnan(r.value)} == {2}
     # A picture that is promised and not drawn would leave the cells pending for ever.
     assert not list((tmp_path / "out" / "pictures").rglob("*.png"))
     assert not Conditioning(protocol="mean_log").pictures((2,), photographs.images(), 0)

@@ -13,6 +13,7 @@ from ssl_bench.data.samples import Dataset
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.contributions import Scored, stored_curve
+from tests.support.colours import Counter
 from tests.support.faults import unchecked_types
 from tests.support.photographs import evaluated
 from tests.support.spair import spair
@@ -107,10 +108,12 @@ def test_a_block_whose_patches_are_all_alike_is_marked(photographs, tmp_path):
         encoder.module.get_parameter("blocks.2.mlp.fc2.weight").zero_()
         encoder.module.get_parameter("blocks.2.mlp.fc2.bias").fill_(1)
 
-    records = run(photographs, ResultStore(tmp_path / "out"), encoder=encoder)
+    # A size is rounded to whole patches.
+    records = run(photographs, ResultStore(tmp_path / "out"), encoder=encoder, image_size=45)
 
     marks = {record.layer: record.details["degenerate_percent"] for record in records}
     assert marks == {0: 0.0, 2: 100.0}
+    assert {record.details["view_size"] for record in records} == {48}
 
 
 def test_pairs_are_averaged_by_pair_by_point_and_by_category(tmp_path):
@@ -147,10 +150,20 @@ def test_the_same_object_in_two_sizes_is_found_and_what_can_be_reached_is_said(t
     assert near[0].details["reachable"] == pytest.approx((0 + 50 + 100) / 3)
 
 
-def test_sizes_are_rounded_to_whole_patches(photographs, tmp_path):
-    records = run(photographs, ResultStore(tmp_path / "out"), image_size=45, num_points=5)
+def test_an_image_of_several_pairs_passes_once_while_it_is_remembered(tmp_path):
+    spair(tmp_path)
+    values, images = [], []
+    for gib in (8.0, 0.0):
+        encoder, store = tiny(), ResultStore(tmp_path / str(gib))
+        counter = Counter(encoder)
+        options = {"protocol": "spair", "batch_size": 1, "memory_gib": gib}
+        records = run(Spair71k(tmp_path), store, encoder=encoder, **options)
+        values.append([record.value for record in records])
+        images.append(counter.images)
 
-    assert {record.details["view_size"] for record in records} == {48}
+    assert values[0] == values[1]
+    # Two of three pairs have one picture in common.
+    assert images == [5, 6]
 
 
 def composed(*overrides: str) -> Correspondence:

@@ -74,15 +74,6 @@ def test_a_submodule_with_another_name_gives_the_scores_of_the_named_facet(task)
     assert named == dotted
 
 
-def test_features_of_another_facet_are_not_taken_from_the_cache():
-    for facet in ("token", "mlp_hidden", "blocks.*.mlp.fc1"):
-        probed("segmentation", facet, "--layer", "1", out="results")
-
-    assert len({path.stem for path in Path("cache").rglob("*") if path.is_file()}) >= 3
-    records = ResultStore(Path("results")).records()
-    assert {record.facet for record in records} == {"token", "mlp_hidden", "blocks.*.mlp.fc1"}
-
-
 @pytest.mark.parametrize(
     ("task", "facet", "more", "said"),
     [

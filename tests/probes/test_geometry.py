@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from probes.features.moments import Moments
-from probes.geometry.estimates import rankme
-from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry
+from probes.geometry import IMAGE_METRICS, TOKEN_METRICS, Geometry, rankme
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import UnfitEncoder
 from ssl_bench.features import FeatureExtractor, central_square
@@ -82,6 +81,19 @@ def test_every_cell_gets_a_record(photographs):
         7,
     ]
     assert found[1, "token", "position_r2"].details["num_held_out"] == 1
+    # Fewer images than dimensions are said, and intervals stay within what a score can be.
+    ranks = found[1, "cls", "rankme"]
+    assert (ranks.details["limited_by_images"], ranks.details["rank_limit"]) == (True, 7)
+    assert ranks.value < 7.001
+    ends = {"alignment": (0, 4), "uniformity": (-8, 0), "outlier_share": (0, 100)}
+    ends |= {"cls_patch_cosine": (-1, 1), "register_patch_cosine": (-1, 1)}
+    ends |= {"position_r2": (-math.inf, 1)}
+    for (_, _, metric), score in found.items():
+        if score.ci95 is not None:
+            low, high = ends[metric]
+            assert low <= score.ci95[0] <= score.value <= score.ci95[1] <= high
+    assert found[1, "cls", "alignment"].ci95
+    assert ranks.ci95 is None
 
 
 def test_the_vectors_are_those_of_the_central_squares(photographs):
@@ -117,13 +129,16 @@ def test_the_size_of_the_batches_changes_nothing(photographs):
     assert parts == pytest.approx(whole, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
-def test_an_image_passes_once_for_all_blocks_and_then_in_its_views(photographs):
+@pytest.mark.parametrize(("size", "most"), [(32, 5), (512, 2)])
+def test_an_image_passes_once_for_all_blocks_and_then_in_its_views(photographs, size, most):
     model, seen = vit(), []
     model.patch_embed.register_forward_hook(lambda _m, given, _o: seen.append(len(given[0])))
 
-    values(photographs, model)
+    values(photographs, model, image_size=size)
 
     assert sum(seen) == 7 + 3 * 2
+    # Of large images few at once on a CPU, so that progress is seen.
+    assert max(seen) == most
 
 
 def test_views_of_an_interrupted_run_are_not_computed_again(photographs, tmp_path, monkeypatch):
@@ -145,26 +160,6 @@ def test_views_of_an_interrupted_run_are_not_computed_again(photographs, tmp_pat
     assert seen[3] == 2
     assert sum(seen[4:]) == 7
     assert not list((tmp_path / "cache").rglob("*.views"))
-
-
-def test_large_images_pass_a_cpu_in_batches_that_let_progress_be_seen(photographs):
-    model, seen = vit(), []
-    model.patch_embed.register_forward_hook(lambda _m, given, _o: seen.append(len(given[0])))
-    values(photographs, model, image_size=512, layers=(0,))
-
-    assert max(seen) == 2
-
-
-@pytest.mark.parametrize(("least", "is_long"), [(0.0, True), (1e6, False)])
-def test_of_a_long_run_it_is_said_what_takes_less(photographs, monkeypatch, least, is_long):
-    monkeypatch.setattr("probes.geometry.probe._LONG", least)
-    said = []
-
-    values(photographs, said=said)
-
-    about = [line for line in said if " s for 2 views of 3 images and one of 7; " in line]
-    assert len(about) == is_long
-    assert all("probe.view_images=N, probe.views=N, a smaller" in line for line in about)
 
 
 def test_views_and_what_is_held_out_hang_on_the_seed(photographs):
@@ -236,24 +231,6 @@ def test_one_or_two_images_give_what_they_can(tmp_path, count):
     assert position.details["undefined"] == "fewer than three images"
     if count == 1:
         assert all(score.ci95 is None for score in found.values())
-
-
-def test_fewer_images_than_dimensions_are_said(photographs):
-    found = scores(photographs)[1, "cls", "rankme"]
-    assert (found.details["limited_by_images"], found.details["rank_limit"]) == (True, 7)
-    assert found.value < 7.001
-
-
-def test_intervals_stay_within_what_a_score_can_be(photographs):
-    found = scores(photographs, pair_images=3)
-    ends = {"alignment": (0, 4), "uniformity": (-8, 0), "outlier_share": (0, 100)}
-    ends |= {"cls_patch_cosine": (-1, 1), "position_r2": (-math.inf, 1)}
-    for (_, _, metric), score in found.items():
-        if score.ci95 is not None:
-            low, high = ends[metric]
-            assert low <= score.ci95[0] <= score.value <= score.ci95[1] <= high
-    assert found[1, "cls", "alignment"].ci95
-    assert found[1, "cls", "rankme"].ci95 is None
 
 
 def test_settings_are_what_changes_a_number():

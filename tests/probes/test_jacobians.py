@@ -129,15 +129,6 @@ def with_spectrum(values, seed=0):
     return left @ torch.diag(torch.as_tensor(values, dtype=torch.float64)) @ right.T
 
 
-def test_bidiagonalisation_by_hand():
-    # A = [[3, 0], [0, 1]], v1 = (1, 1)/sqrt(2): A v1 = (3, 1)/sqrt(2), of length sqrt(5).
-    matrix = torch.tensor([[3.0, 0.0], [0.0, 1.0]]).double()
-    diagonal, above = bidiagonalise(dense(matrix), torch.ones(2).double(), 1)
-    assert diagonal.tolist() == pytest.approx([math.sqrt(5)])
-    # A^T u1 = (9, 1)/sqrt(10) less sqrt(5) v1.
-    assert above.tolist() == pytest.approx([math.hypot(9 - 5, 1 - 5) / math.sqrt(10)])
-
-
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("config", [TINY, PROPOSED])
 def test_lanczos_and_the_exact_singular_values_agree(config, padded):

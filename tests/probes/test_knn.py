@@ -19,7 +19,6 @@ from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.models import ConvMixerConfig, Encoder, build_encoder, save_encoder
 from ssl_bench.neighbours import knn_ranks, nearest, vote_rank
-from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import flat, scored, tiny
 from tests.support.faults import class_folders, encoder_file, fails, probing, records
 
@@ -37,17 +36,6 @@ def ranks(queries, targets, bank, labels, *, num_classes=4, neighbours=(1,), tem
         neighbours=neighbours,
         temperature=temperature,
     ).tolist()
-
-
-def test_two_farther_votes_beat_a_nearer_one_unless_the_temperature_is_low():
-    # Cosines to the query: 1, .94 and .94; e^(-.06 / T) is .42 at .07 and .05 at .02.
-    bank, labels = unit(0.0, 20.0, -20.0), [1, 0, 0]
-    queries = unit(0.0) * 3
-
-    assert ranks(queries, [0], bank, labels, neighbours=(1, 3)) == [[4], [1]]
-    assert ranks(queries, [0], bank, labels, neighbours=(3,), temperature=0.2) == [[0]]
-    assert ranks(queries, [1], bank, labels, neighbours=(1, 3)) == [[0], [0]]
-    assert ranks(queries, [2], bank, labels, neighbours=(3,)) == [[4]]
 
 
 def test_the_first_of_equal_neighbours_and_the_lower_of_equal_classes_counts():
@@ -103,7 +91,13 @@ def test_the_vote_is_that_of_a_plain_restatement_in_float64(monkeypatch, rows_at
     labels, targets = (torch.randint(7, (n,), generator=generator) for n in (50, 30))
 
     ours = ranks(
-        queries, targets.tolist(), bank, labels.tolist(), num_classes=7, neighbours=(5, 50)
+        queries,
+        targets.tolist(),
+        bank,
+        labels.tolist(),
+        num_classes=7,
+        neighbours=(5, 50),
+        temperature=0.2,
     )
 
     for k, found in zip((5, 50), ours, strict=True):
@@ -112,7 +106,7 @@ def test_the_vote_is_that_of_a_plain_restatement_in_float64(monkeypatch, rows_at
             order = similarity.argsort(descending=True)[:k].tolist()
             votes = [0.0] * 7
             for i in order:
-                votes[labels[i]] += math.exp(similarity[i].item() / 0.07)
+                votes[labels[i]] += math.exp(similarity[i].item() / 0.2)
             expected = sorted(range(7), key=lambda c, votes=votes: -votes[c]).index(target)
             assert rank == (expected if votes[target] else 7)
 
@@ -268,13 +262,3 @@ def test_features_that_are_equal_are_flagged_and_those_not_finite_refused(root):
     assert found[0, "cls", "top1_k3"].value == pytest.approx(100 / 6)
     with pytest.raises(CheckpointError, match="layer 0 of flat gives features that are not finite"):
         scored(KNN(neighbours=[3]), ClassFolders(root), encoder=flat(math.nan))
-
-
-def test_only_datasets_of_labelled_images_get_the_probe():
-    plan = plan_probes(["knn", "pca"], ["toy", "class_folders"], [])
-
-    assert {(p.probe.task, p.dataset.name) for p in plan} == {
-        ("pca", "toy"), ("pca", "class_folders"), ("knn", "class_folders"),
-    }  # fmt: skip
-    usual = next(p.probe for p in plan if p.probe.task == "knn").settings()
-    assert usual == KNN(neighbours=[10, 20, 100, 200]).settings()

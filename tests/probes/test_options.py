@@ -1,4 +1,7 @@
-"""Options of probes without a meaning, each refused by the name of its key."""
+"""Options of probes without a meaning, each refused by the name of its key.
+
+That every number has a legal range is in tests/core/test_fields.py.
+"""
 
 from functools import partial
 
@@ -8,7 +11,7 @@ from probes.classification import LinearClassification
 from probes.clustering.probe import Clustering
 from probes.conditioning.probe import Conditioning
 from probes.correspondence import Correspondence
-from probes.geometry.probe import Geometry
+from probes.geometry import Geometry
 from probes.knn import KNN
 from probes.pca import PCA
 from probes.retrieval import Retrieval
@@ -26,9 +29,6 @@ conditioning = partial(configured, Conditioning)
 correspondence, geometry = partial(configured, Correspondence), partial(configured, Geometry)
 BY_SHOTS = [
     ({"shots": []}, "probe.shots expects one value or more"),
-    ({"shots": 0}, "probe.shots expects"),
-    ({"shots": [1, 0]}, "probe.shots expects"),
-    ({"draws": 0}, "probe.draws expects"),
     ({"shots": [1], "train_images": 9}, "probe.train_images must be null where probe.shots"),
 ]
 
@@ -38,37 +38,20 @@ BY_SHOTS = [
     [
         *((kind, *case) for kind in (knn, linear) for case in BY_SHOTS),
         (knn, {"neighbours": []}, "probe.neighbours"),
-        (knn, {"neighbours": [0]}, "probe.neighbours"),
         (knn, {"facet": "key"}, "probe.facet must be among cls, patch_mean"),
-        (knn, {"temperature": 0.0}, "probe.temperature"),
-        (knn, {"crop_share": 1.5}, "probe.crop_share"),
         (knn, {"protocol": "paper"}, "probe.protocol"),
         (clustering, {"clusters_per_class": []}, "clusters_per_class expects one value or more"),
         (retrieval, {"norm": "l2"}, "probe.norm"),
         (retrieval, {"crops": "scaled"}, "probe.crops"),
-        (retrieval, {"neighbours": 0}, "probe.neighbours"),
-        (retrieval, {"temperature": 0.0}, "probe.temperature"),
         (classification, {"c_values": []}, "probe.training.c_values expects one value or more"),
-        (
-            classification,
-            {"c_values": [0.0, 1.0]},
-            "training.c_values expects a list .* number in",
-        ),
         (classification, SGD | {"learning_rates": []}, "training.learning_rates expects one"),
-        (classification, SGD | {"epochs": 0}, "probe.training.epochs expects a whole number in"),
         (classification, {"layers_mode": "multi"}, "probe.layers_mode expects single or last4"),
         (classification, {"facet": "token"}, "probe.facet must be among cls, patch_mean, cls_p"),
         (classification, {"facet": []}, "probe.facet must be among"),
-        (classification, {"holdout": 1.0}, "probe.holdout expects a number in"),
-        (classification, {"crop_share": 0.0}, "probe.crop_share expects a number in"),
         (segmentation, {"norm": "batch"}, "probe.norm expects"),
         (segmentation, {"layers_mode": "all"}, "probe.layers_mode expects"),
         (segmentation, {"learning_rates": []}, "probe.training.learning_rates expects"),
-        (segmentation, {"learning_rates": [0.1, -0.1]}, "probe.training.learning_rates expects"),
-        (segmentation, {"epochs": 0}, "probe.training.epochs expects"),
-        (segmentation, {"train_images": -1}, "probe.train_images expects"),
         (segmentation, {"views": 3}, "probe.views must be 1 or 2"),
-        (segmentation, {"holdout": 1.0}, "probe.holdout expects"),
         (segmentation, {"crops": "some"}, "probe.crops expects"),
         (segmentation, {"factor": 0}, "probe.loss.factor expects"),
         (segmentation, {"optimizer": "adam"}, "probe.training.optimizer expects"),

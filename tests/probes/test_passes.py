@@ -75,17 +75,6 @@ def test_little_memory_takes_more_passes_and_gives_the_same(root, probe):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"training": "sgd", "learning_rates": [0.1], "epochs": 2}, {"layers_mode": "last4"}],
-)
-def test_images_pass_once_for_all_blocks_facets_and_heads(root, encoder, changes):
-    counter = Counter(encoder)
-    probe = heads.classification(facet=["cls", "patch_mean"], encoder_batch_size=7, **changes)
-    scored(probe, ClassFolders(root), encoder=encoder, layers=(0, 1, 2))
-    assert counter.images == TRAIN + VAL
-
-
-@pytest.mark.parametrize(
     ("first", "second", "again"),
     [
         # More than is asked for is enough, less is not.
@@ -138,15 +127,6 @@ def test_a_protocol_shows_the_squares_of_its_authors(root, encoder, tmp_path, ta
     assert np.abs(found.numpy() - expected).max() < 1.01
 
 
-def test_nothing_is_held_when_probes_of_other_images_follow(encoder):
-    passed = PassedImages()
-    passed.of(encoder, "classification")["images"] = "features"
-
-    assert passed.of(encoder, "classification") == {"images": "features"}
-    assert passed.of(encoder, "segmentation") == {}
-    assert passed.of(encoder, "classification") == {}
-
-
 def corrupted(root: Path, *corruptions: str) -> list[Dataset]:
     return [corrupted_dataset(ClassFolders(root), Corruption.of(one)) for one in corruptions]
 
@@ -165,6 +145,8 @@ def test_images_that_are_fitted_to_pass_once_for_all_corruptions(root, encoder, 
 
 def test_of_the_last_corruption_but_one_only_what_was_asked_for_since_is_held(encoder):
     passed, held = PassedImages(), {}
+    # And nothing once probes of other images follow.
+    passed.of(encoder, "segmentation")["images"] = "features"
     for name in ("snow:1", "fog:1", "snow:2"):
         held = passed.of(encoder, "classification", name)
         held.setdefault("train", "features")

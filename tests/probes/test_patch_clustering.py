@@ -203,7 +203,8 @@ def test_what_cannot_be_clustered_is_named(tmp_path, changes, dataset, error, me
 def test_what_a_protocol_does_not_use_is_no_setting():
     assert "crop_share" not in clustering().settings()
     assert "fit_patches" not in Clustering().settings()
-    assert clustering(fit_patches=7).settings() != clustering().settings()
+    for changed in ({"fit_patches": 7}, {"num_restarts": 5}):
+        assert clustering(**changed).settings() != clustering().settings()
     assert clustering(batch_size=9, memory_gib=1.0).settings() == clustering().settings()
 
 
@@ -244,18 +245,6 @@ def test_features_that_are_not_finite_stop_with_layer_and_image(tmp_path):
         scores_of(tmp_path, encoder=encoder)
 
 
-def test_pixels_lie_under_the_patch_over_their_middle():
-    mask = np.array([[0, 0, 1], [0, 255, 1], [2, 2, 1]], np.uint8)
-
-    found = PatchLabels.of_mask(mask, 2, 1)
-
-    # The middle of the second of three rows is that of the image, where the lower patch begins.
-    cells = zip(found.patches, found.classes, found.pixels, strict=True)
-    assert {tuple(map(int, cell)) for cell in cells} == {
-        (0, 0, 2), (0, 1, 1), (1, 0, 1), (1, 1, 2), (1, 2, 2),
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("size", [(24, 40), (7, 33), (3, 2)])
 def test_masks_of_any_size_are_counted_as_clusters_grow_to_them(size):
     generator = np.random.default_rng(0)
@@ -294,6 +283,14 @@ def test_intervals_equal_a_loop_over_images_in_numpy():
         assert high == pytest.approx(min(100, value - min(bias, 0) + margin), abs=1e-6), name
 
 
+def test_images_that_are_all_perfect_do_not_tell_how_others_might_be():
+    each = np.diag([2, 3, 1])
+
+    found = patch_intervals(60 * each, csr_array(np.tile(each.ravel(), (60, 1))))
+
+    assert set(found.values()) == {None}
+
+
 def test_pairs_of_very_many_pixels_are_counted():
     assert ari(np.diag([5_000_000_000, 5_000_000_000])) == pytest.approx(1)
     many = np.array([[6, 1], [2, 5]]) * 2_000_000_000
@@ -302,20 +299,3 @@ def test_pairs_of_very_many_pixels_are_counted():
     chance = pairs[1] * pairs[2] / int(total) ** 2
     expected = (pairs[0] - chance) / ((pairs[1] + pairs[2]) / 2 - chance)
     assert ari(many) == pytest.approx(expected, abs=1e-8)
-
-
-def test_true_classes_as_clusters_are_perfect_whatever_their_names():
-    images = ColourDataset().val()
-    masks = [tensors(images[n])[1] for n in range(len(images))]
-    grids = [nearest_labels(mask[2:], 4, 4).numpy() for mask in masks]
-    labels = PatchLabels.joined([PatchLabels.of_mask(mask.numpy(), 4, 4) for mask in masks], 16)
-    names = np.array([2, 3, 0, 1])
-
-    clusters = np.take(names, np.stack(grids).reshape(len(images), 16))
-    met, by_image = patch_meetings(labels, clusters, 4, 4)
-
-    found = {name: float(score(met)) for name, score in SCORES.items()}
-    assert {round(value, 9) for value in found.values()} == {1, 100}
-    # Where all images are perfect, they do not tell how others might be.
-    many = csr_array(np.tile(by_image.toarray(), (60, 1)))
-    assert set(patch_intervals(60 * met, many).values()) == {None}

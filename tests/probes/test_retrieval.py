@@ -1,19 +1,13 @@
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from probes.features.views import WholeImage, nearest_labels
-from probes.retrieval import (
-    Retrieval,
-    chosen_patches,
-    is_labelled,
-    nearest_patches,
-    patch_votes,
-    remembered,
-)
+from probes.heads.scored_images import Squashed
+from probes.retrieval import Retrieval
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
 from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
@@ -57,40 +51,40 @@ def test_layers_whose_memories_do_not_fit_together_give_the_same_scores(tmp_path
     assert [s.value for s in apart] == [s.value for s in together]
 
 
-def test_labelled_patches_are_remembered_as_the_seed_draws_them():
-    labels = torch.full((3, 16, 24), 255, dtype=torch.uint8)
-    labels[1:, 9, :17] = 0
-    labelled = {1 * 6 + 3, 1 * 6 + 4, 1 * 6 + 5, 2 * 6 + 3, 2 * 6 + 4, 2 * 6 + 5}
-    candidates = is_labelled(labels, 8).flatten().nonzero()[:, 0]
-    assert set(chosen_patches(_probe(), candidates, seed=0).tolist()) == labelled
-    few = _probe(memory_patches=3, neighbours=1)
-    draws = [tuple(chosen_patches(few, candidates, seed=seed).tolist()) for seed in (0, 0, 1, 2, 3)]
-    assert draws[0] == draws[1]
-    assert len(set(draws)) > 1
-    assert all(set(draw) < labelled and len(draw) == 3 for draw in draws)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_scores_are_those_of_a_restatement_in_float64(tmp_path, seed):
+    # So many and far ones vote that their weights and shares decide.
+    asked = {"memory_patches": 40, "neighbours": 20, "temperature": 0.05, "image_size": 40}
+    context = probe_context(tmp_path, layers=(0,), seed=seed)
+    (_, accuracy) = _probe(**asked).run(context)
 
+    extractor = context.extractor([0], "token")
 
-def test_a_vote_is_the_softmax_of_the_similarities_over_the_label_histograms():
-    memory = torch.eye(3)[:, :2]
-    labels = torch.tensor([[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]])
-    features = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2)
-    probe = _probe(neighbours=2, temperature=0.5)
-    votes = patch_votes(probe, features, memory, labels)
-    near, far = np.exp(0.8 / 0.5), np.exp(0.6 / 0.5)
-    first = (far * 1.0 + near * 0.25) / (near + far)
-    assert votes.flatten().tolist() == pytest.approx([first, 1 - first])
+    def patches(image):
+        return extractor(image)[0]["token"][0].flatten(0, 1)
 
-
-def test_the_nearest_neighbours_are_those_of_an_exact_search():
-    generator = torch.Generator().manual_seed(0)
-    memory, queries = (
-        torch.nn.functional.normalize(torch.randn(n, 16, generator=generator)) for n in (3000, 64)
-    )
-    similarity, index = nearest_patches(queries, memory, 30)
-    exact = (queries.double() @ memory.double().T).topk(30)
-    recall = (index[:, :, None] == exact.indices[:, None]).any(2).double().mean()
-    assert recall >= 0.999
-    torch.testing.assert_close(similarity.double(), exact.values, rtol=0, atol=1e-5)
+    images, found = context.dataset.train(), []
+    for index in range(len(images)):
+        image, mask = WholeImage().view(images[index], 0, 40)
+        squares = nearest_labels(mask, 40, 40).view(5, 8, 5, 8).transpose(1, 2).reshape(25, 64)
+        counts = F.one_hot(squares.long().clamp(max=4), 5).sum(1)[:, :4].double()
+        found.append((patches(image[None]).half().double(), counts))
+    features, counts = map(torch.cat, zip(*found, strict=True))
+    labelled = counts.sum(1).nonzero()[:, 0]
+    order = torch.randperm(len(labelled), generator=torch.Generator().manual_seed(seed))
+    chosen = labelled[order[:40]]
+    memory, shares = F.normalize(features[chosen]), counts[chosen] / counts[chosen].sum(1, True)
+    images, right, total = context.dataset.val(), 0, 0
+    for index in range(len(images)):
+        image = Squashed().prepare(images[index], 40)
+        unit = F.normalize(patches(image.windows).double())
+        similarity, nearest = (unit @ memory.T).topk(20)
+        votes = ((similarity / 0.05).softmax(1)[..., None] * shares[nearest]).sum(1)
+        maps = votes.T.view(1, 4, 5, 5)
+        predicted = F.interpolate(maps, image.mask.shape, mode="bilinear").argmax(1)[0]
+        right += int((predicted == image.mask)[image.mask != 255].sum())
+        total += int((image.mask != 255).sum())
+    assert accuracy.value == pytest.approx(100 * right / total, abs=0.05)
 
 
 def test_pixels_without_a_label_are_neither_remembered_nor_counted(tmp_path):
@@ -119,21 +113,3 @@ def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(protocol):
     assert (probe.protocol, probe.image_size) == (protocol, 64)
     assert bool(probe.guesses) == (protocol != "ssl_bench")
     assert json.loads(json.dumps(probe.settings())) == probe.settings()
-
-
-def test_what_is_remembered_are_features_and_label_shares_of_the_chosen_patches(tmp_path):
-    context = probe_context(tmp_path)
-    training_pass = _probe(image_size=40, batch_size=3).training_pass(context)
-    chosen = torch.tensor([3, 7, 24, 5 * 25 + 2, 16 * 25, 17 * 25 + 24])
-    remembered_features, shares = remembered(training_pass, [3, 1], chosen, classes=4)
-    for number, place in enumerate(chosen.tolist()):
-        index, patch = divmod(place, 25)
-        image, mask = WholeImage(1).view(training_pass.images[index], 0, 40)
-        features = training_pass.extractor(image[None])
-        for at, layer in enumerate((3, 1)):
-            expected = features[layer]["token"][0].flatten(0, 1)[patch].half()
-            assert torch.equal(remembered_features[at, number], expected)
-        row, col = 8 * (patch // 5), 8 * (patch % 5)
-        labels = nearest_labels(mask, 40, 40)[row : row + 8, col : col + 8].flatten()
-        counts = torch.bincount(labels.long(), minlength=256)[:4].float()
-        assert torch.equal(shares[number], counts / counts.sum())

@@ -79,6 +79,7 @@ def test_records_are_what_plain_numpy_makes_of_the_masks(place, method, capsys):
     found, centred = [], []
     for line in kept():
         truth = true_mask(root, line["image"])
+        assert ("tied_cutoff" in line["cells"]["1/key"]) == (method == "lost")
         patches = unpack_mask(line["cells"]["1/key"]["mask"], tuple(line["grid"]))
         pixels = np.kron(patches, np.ones((PATCH, PATCH)))[: truth.shape[0], : truth.shape[1]]
         found.append((pixels, truth))

@@ -1,14 +1,13 @@
-"""A few images of each class, drawn several times: k-NN and linear heads of n shots."""
+"""Training images that are drawn: a share, or a few of each class several times."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from probes.classification import LinearClassification
-from probes.features.split import Shots, over_draws
+from probes.features.split import Shots, TrainingSplit, over_draws
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import changed_settings
@@ -16,7 +15,7 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
 from ssl_bench.results.contributions import ImageCurve
-from tests.support.coloured_classes import coloured_classes, scored
+from tests.support.coloured_classes import coloured_classes, of_images, scored
 from tests.support.faults import class_folders, probing, records
 from tests.support.heads import classification
 
@@ -30,14 +29,6 @@ def root(tmp_path_factory):
 
 def scores(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
     return scored(probe, dataset, layers=(1, 0), **changes)
-
-
-def of_images(root: Path, kept: list[int]) -> ClassFolders:
-    """The dataset with these training images alone."""
-    dataset = ClassFolders(root)
-    some = dataset.train().some("class_folders", kept)
-    object.__setattr__(dataset, "train", lambda: some)
-    return dataset
 
 
 def test_few_shots_are_among_many_and_draws_and_seeds_differ(root):
@@ -90,16 +81,6 @@ def test_the_interval_is_that_of_student_over_the_draws():
 
 def test_one_draw_and_equal_draws_have_no_interval():
     assert [next(over_draws(of_hits(*right), 1)).ci95 for right in ((5,), (5, 5))] == [None, None]
-
-
-def test_images_that_are_in_the_bank_find_themselves(root):
-    dataset = ClassFolders(root)
-    object.__setattr__(dataset, "val", dataset.train)
-
-    found = scores(KNN(shots=5, draws=2, neighbours=[1], crop_share=1.0), dataset)
-
-    for layer in (0, 1):
-        assert found[layer, "cls", "top1_k1_5shot"].value == 100.0
 
 
 @pytest.mark.parametrize("seed", [0, 3])
@@ -211,3 +192,44 @@ def test_shots_run_from_the_command(place):
         f"top{top}_{name}" for top in (1, 5) for name in ("k1_1shot", "k1_2shot", "k2_2shot")
     }
     assert all(math.isnan(r.value) for r in first if "top5" in r.metric)
+
+
+class Names:
+    name, split, class_names = "names", "train", ("one", "other")
+
+    def __init__(self, count):
+        self.ids = tuple(map(str, range(count)))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        raise AssertionError(f"image {index} was read, though a draw needs only the ids")
+
+    def fingerprint(self):
+        return ""
+
+
+def test_a_sample_of_the_training_images_is_drawn_with_the_seed():
+    images = Names(40)
+    one, same, other = (
+        TrainingSplit.draw(images, at_most=10, holdout=0.2, seed=seed) for seed in (0, 0, 1)
+    )
+    assert one == same
+    assert one.indices != other.indices
+    assert len(set(one.indices)) == 10
+    assert len(one.held_out) == 2
+    entries = one.entries(2).tolist()
+    assert len(entries) == 16
+    assert {entry // 2 for entry in entries} == set(range(10)) - one.held_out
+
+
+def test_held_out_images_lie_anywhere_among_the_training_images():
+    splits = [
+        TrainingSplit.draw(Names(10), at_most=None, holdout=0.2, seed=seed) for seed in range(500)
+    ]
+
+    counts = np.bincount([position for split in splits for position in split.held_out])
+
+    # Of a fifth, with a deviation of 9.
+    assert counts.tolist() == pytest.approx([100] * 10, abs=5 * 9)

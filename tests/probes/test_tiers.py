@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from probes.features.stream import KeptState, ahead
+from probes.features.stream import KeptState
 from probes.features.tiers import GIB, Room
 from probes.features.views import WholeImage, nearest_labels
-from probes.segmentation import SegmentationRun, Steps
+from probes.segmentation import SegmentationRun
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.system import memory
 from tests.benchmarks.memory import LiveBytes
@@ -190,14 +190,6 @@ def test_damaged_heads_are_said_and_trained_again(tmp_path):
         assert said.pop().endswith("is damaged; what it held is computed from the beginning")
 
 
-def test_what_is_made_ahead_is_bounded_and_in_order():
-    made = []
-    items = ahead(lambda n: made.append(n) or n * n, range(100), workers=3, most=5)
-    assert [next(items) for _ in range(4)] == [0, 1, 4, 9]
-    assert len(made) <= 4 + 5 + 1
-    assert list(ahead(str, [], workers=1, most=1)) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", ["disk", "stream"])
 def test_training_beyond_memory_holds_a_few_batches_of_features(tmp_path, tier):
@@ -222,19 +214,6 @@ def test_a_gpu_gives_the_scores_of_the_cpu_from_every_tier(tmp_path, tier):
     on_cpu = score_values(probe.run(context))
     on_gpu = score_values(probe.run(replace(context, device=torch.device("cuda"))))
     assert on_gpu == pytest.approx(on_cpu, abs=0.05)
-
-
-def test_features_are_found_again_by_a_run_that_asks_the_same(tmp_path):
-    encoder = tiny_encoder()
-    counter = Counter(encoder)
-    probe = quick_probe(tier="disk", cache=str(tmp_path), epochs=1)
-    # What has no part in the features.
-    other = replace(probe, training=Steps(epochs=2, batch_size=3), num_workers=1)
-    passes = []
-    for asked in (probe, other):
-        score = next(iter(asked.run(probe_context(tmp_path, encoder))))
-        passes.append((score.details["encoder_passes"], counter.images))
-    assert passes == [(1, 18 + 7), (0, 18 + 7 + 7)]
 
 
 def test_the_cache_holds_every_view_of_every_image_and_its_labels(tmp_path):

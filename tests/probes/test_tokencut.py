@@ -133,19 +133,6 @@ def test_corloc_counts_the_images_whose_box_meets_a_true_one(tmp_path):
     assert score.details["by_num_objects"]["2_to_3"] == {"num_images": 1, "corloc": 100}
 
 
-def test_what_is_kept_of_an_image_is_what_discover_says(tmp_path):
-    list(TokenCut(facet=["key", "value"]).run(context(tmp_path, Pictures({"b": [FAR_AWAY]}))))
-
-    (line,) = kept(tmp_path, "reference").values()
-    assert line["largest_box"] == pytest.approx(100 / (33 * 47))
-    expected = found_box("b", 2, "value")
-    found = line["cells"]["2/value"]
-    assert found["box"] == expected.box.tolist()
-    assert found["eigenvalue"] == pytest.approx(expected.eigenvalue)
-    assert found["gap"] == pytest.approx(expected.gap)
-    assert (found["hit"], found["degenerate"]) == (False, expected.degenerate)
-
-
 def test_images_are_searched_at_the_asked_size_and_their_boxes_go_with_them(tmp_path):
     pictures = Pictures({"a": [[8.0, 8.0, 24.0, 24.0]], "b": [FAR_AWAY]})
     smaller = Image.fromarray(picture("a")).resize((28, 20), Image.Resampling.BICUBIC)
@@ -162,49 +149,32 @@ def test_images_are_searched_at_the_asked_size_and_their_boxes_go_with_them(tmp_
     assert [of["a"]["size"], of["b"]["size"]] == [[20, 28], [20, 28]]
     assert of["b"]["true_boxes"] == [pytest.approx([0, 0, 28 / 47, 20 / 33])]
     assert of["a"]["largest_box"] == pytest.approx(100 * 16 * 16 / (40 * 56))
+    # Larger images alone at the size that none may exceed: 40 x 56 and 33 x 47 pixels.
+    list(TokenCut(max_side=48).run(context(tmp_path / "most", pictures, [2])))
+    assert [line["size"] for line in kept(tmp_path / "most").values()] == [[34, 48], [33, 47]]
 
 
-def test_larger_images_alone_are_searched_at_the_size_that_none_may_exceed(tmp_path):
-    pictures = Pictures({"a": [[8.0, 8.0, 24.0, 24.0]], "b": [FAR_AWAY]})
-    for name, probe in {"all": TokenCut(), "most": TokenCut(max_side=48)}.items():
-        list(probe.run(context(tmp_path / name, pictures, [2])))
-
-    most = kept(tmp_path / "most")
-    # 40 x 56 and 33 x 47 pixels.
-    assert most["a"]["size"] == [round(40 * 48 / 56), 48]
-    assert most["b"]["size"] == [33, 47]
-    assert most["b"]["cells"] == kept(tmp_path / "all")["b"]["cells"]
-
-
-def test_a_second_run_reads_only_what_the_first_did_not_finish(tmp_path):
+def test_an_image_is_searched_once_whatever_ends_a_run(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
-    first = list(TokenCut(panels=0).run(context(tmp_path, Pictures(boxes))))
+
+    def searched(layers=(0, 2), seed=0, damaged="", **options):
+        pictures = Pictures(boxes, damaged)
+        asked = context(tmp_path, pictures, layers, tiny_encoder(seed))
+        return list(TokenCut(panels=0, **options).run(asked)), sorted(pictures.read)
+
+    with pytest.raises(DataError, match="b is empty"):
+        searched(damaged="b")
+    scores, read = searched()
+    assert read == ["b", "c"]
     (path,) = tmp_path.glob("reference/images_*.jsonl")
     last = json.loads(path.read_text().splitlines()[-1])["image"]
     path.write_bytes(path.read_bytes()[:-20])
-
-    again = Pictures(boxes)
-    second = list(TokenCut(panels=0).run(context(tmp_path, again)))
-    third = Pictures(boxes)
-    list(TokenCut(panels=0).run(context(tmp_path, third)))
-
-    assert again.read == [last]
-    assert third.read == []
-    assert second == first
-
-
-def test_further_blocks_are_added_and_other_settings_and_weights_kept_apart(tmp_path):
-    boxes = {"a": [FAR_AWAY]}
-    list(TokenCut(panels=0).run(context(tmp_path, Pictures(boxes), [0])))
-
-    more, both, other, another = (Pictures(boxes) for _ in range(4))
-    list(TokenCut(panels=0).run(context(tmp_path, more, [1])))
-    list(TokenCut(panels=0).run(context(tmp_path, both, [0, 1])))
-    list(TokenCut(tau=0.1, panels=0).run(context(tmp_path, other, [0])))
-    list(TokenCut(panels=0).run(context(tmp_path, another, [0], tiny_encoder(seed=1))))
-
-    assert more.read == other.read == another.read == ["a"]
-    assert both.read == []
+    assert searched() == (scores, [last])
+    assert searched() == (scores, [])
+    # Further blocks are added, other settings and weights kept apart.
+    for _, read in (searched([1]), searched(tau=0.1), searched(seed=1)):
+        assert read == ["a", "b", "c"]
+    assert searched([0, 1])[1] == []
     assert len(list(tmp_path.glob("*/images_*.jsonl"))) == 3
 
 
@@ -242,17 +212,6 @@ def test_images_without_ground_truth_give_masks_pictures_and_degenerate_graphs(t
     assert (folder / "block02_key.png").exists()
 
 
-def test_a_file_that_cannot_be_read_stops_the_run_and_what_was_done_is_kept(tmp_path):
-    boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
-    with pytest.raises(DataError, match="b is empty"):
-        list(TokenCut(panels=0).run(context(tmp_path, Pictures(boxes, damaged="b"))))
-
-    mended = Pictures(boxes)
-    list(TokenCut(panels=0).run(context(tmp_path, mended)))
-
-    assert mended.read == ["b", "c"]
-
-
 def test_a_pixel_a_strip_and_one_colour_are_flagged_and_do_not_stop_a_run(tmp_path):
     pictures = Pictures({name: [[0.0, 0.0, 1.0, 1.0]] for name in ("e", "f", "flat", "d")})
 
@@ -268,54 +227,32 @@ def test_a_pixel_a_strip_and_one_colour_are_flagged_and_do_not_stop_a_run(tmp_pa
     assert np.isfinite(score.value)
 
 
-def test_maskcut_keeps_as_many_objects_as_asked(tmp_path):
-    pictures = Pictures({"a": [FAR_AWAY]})
-
-    for asked in (1, 2, 4):
-        probe = TokenCut(method="maskcut", max_objects=asked, panels=0)
-        list(probe.run(context(tmp_path / str(asked), pictures, [2])))
-
-    further = [
-        kept(tmp_path / str(asked))["a"]["cells"]["2/key"].get("further_boxes", [])
-        for asked in (1, 2, 4)
-    ]
-    # On random features rounding decides whether a fourth cut leaves a box.
-    assert [len(boxes) for boxes in further] in ([0, 1, 3], [0, 1, 2])
-    assert further[2][:1] == further[1]
-    assert TokenCut(method="maskcut", max_objects=4).settings()["max_objects"] == 4
-    assert "max_objects" not in TokenCut().settings()
-
-
-def test_ties_for_the_last_place_of_lost_are_counted_apart_from_degenerate_images(tmp_path):
-    boxes = {name: [FAR_AWAY] for name in "abcdg"}
-    probe = TokenCut(method="lost", panels=0)
-
-    (score,) = probe.run(context(tmp_path, Pictures(boxes), [2]))
-
-    ties = [line["cells"]["2/key"]["tied_cutoff"] for line in kept(tmp_path).values()]
-    assert score.details["tied_cutoff_percent"] == 20 * sum(ties)
-
-
 def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
     sizes, counts = [5.0, 20.0, 60.0, 30.0, 0.0], [1, 2, 7, 3, 0]
     hits, degenerate = [True, False, True, True, False], [True, False, False, False, True]
     whole = [[0.0, 0.0, 9.0, 9.0]]
+    ties = [False, True, False, False, False]
+    cells = [
+        {"hit": hit, "degenerate": flag, "tied_cutoff": tied}
+        for hit, flag, tied in zip(hits, degenerate, ties, strict=True)
+    ]
     results = [
-        ImageResult(c, s, (1, 1), {"1/key": {"hit": h, "degenerate": d}}, (9, 9), whole)
-        for c, s, h, d in zip(counts, sizes, hits, degenerate, strict=True)
+        ImageResult(count, size, (1, 1), {"1/key": cell}, (9, 9), whole)
+        for count, size, cell in zip(counts, sizes, cells, strict=True)
     ]
 
     score = corloc_score(1, "key", results)
 
     assert score.value == 75
     assert score.details["degenerate_percent"] == 40
+    # Of LOST, and no matter of degenerate images.
+    assert score.details["tied_cutoff_percent"] == 20
     assert score.details["by_object_size"] == {
         "below_10_percent": {"num_images": 1, "corloc": 100},
         "10_to_40_percent": {"num_images": 2, "corloc": 50},
         "from_40_percent": {"num_images": 1, "corloc": 100},
     }
     assert score.details["by_num_objects"]["from_4"] == {"num_images": 1, "corloc": 100}
-    assert "tied_cutoff_percent" not in score.details
 
 
 def test_settings_and_folders_are_those_of_what_was_changed(tmp_path):
@@ -325,6 +262,8 @@ def test_settings_and_folders_are_those_of_what_was_changed(tmp_path):
     assert {"longer_side", "max_side"}.isdisjoint(TokenCut().settings())
     assert changed_settings(TokenCut(facet="token", panels=0)) == {}
     assert changed_settings(TokenCut(longer_side=144, max_side=640)) == {"longer_side": 144}
+    assert TokenCut(method="maskcut", max_objects=4).settings()["max_objects"] == 4
+    assert "max_objects" not in TokenCut().settings()
     changed = TokenCut(tau=0.3, method="lost")
     assert changed_settings(changed) == {"method": "lost", "tau": 0.3}
     assert changed.settings()["tau"] == 0.3
@@ -362,16 +301,19 @@ def test_images_of_one_shape_pass_the_encoder_together_and_keep_their_own_boxes(
     encoder, seen = tiny_encoder(), []
     encoder.module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
     boxes = {name: [FAR_AWAY] for name in "abcdg"}
-    probe = TokenCut(panels=0, mask_padding=mask_padding)
+    probe = TokenCut(panels=0, mask_padding=mask_padding, facet=["key", "value"])
 
     list(probe.run(context(tmp_path, Pictures(boxes), (2,), encoder)))
 
     assert sorted(seen) == shapes
     for name, line in kept(tmp_path).items():
-        expected, cell = found_box(name, 2, cut=probe), line["cells"]["2/key"]
-        assert cell["box"] == expected.box.tolist()
-        # Padding of a batch is zero after normalisation, as that of one image is.
-        assert cell["eigenvalue"] == pytest.approx(expected.eigenvalue, abs=1e-5)
+        for facet in probe.facets:
+            expected, cell = found_box(name, 2, facet, probe), line["cells"][f"2/{facet}"]
+            assert cell["box"] == expected.box.tolist()
+            # Padding of a batch is zero after normalisation, as that of one image is.
+            assert cell["eigenvalue"] == pytest.approx(expected.eigenvalue, abs=1e-5)
+            assert cell["gap"] == pytest.approx(expected.gap, abs=1e-5)
+            assert (cell["hit"], cell["degenerate"]) == (False, expected.degenerate)
 
 
 def test_when_too_many_pixels_wait_for_their_shape_the_largest_group_goes_first():
@@ -389,17 +331,6 @@ def test_when_too_many_pixels_wait_for_their_shape_the_largest_group_goes_first(
     # 10 pixels each: a, b and c wait with 30, then the two wide ones go.
     assert names(9, 29) == ["ac", "be", "df"]
     assert names(9, 59) == ["acdf", "be"]
-
-
-@pytest.mark.parametrize("method", ["tokencut", "lost", "maskcut"])
-def test_panels_are_drawn_for_the_same_images_of_all_blocks(tmp_path, method):
-    pictures = Pictures({"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]})
-
-    list(TokenCut(method=method, panels=2).run(context(tmp_path, pictures)))
-
-    drawn = {str(path.relative_to(path.parents[1])) for path in tmp_path.glob("*/*/*.png")}
-    blocks = "block00_key", "block02_key"
-    assert drawn == {f"{block}/{name}.png" for block in blocks for name in "bc"}
 
 
 def test_a_contact_sheet_is_drawn_from_the_log_alone(tmp_path):

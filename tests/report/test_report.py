@@ -12,8 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.model import MOST_DRAWN
+from ssl_bench.report.model import MOST_DRAWN, checkpoints_of
 from ssl_bench.report.pictures import PictureFiles, galleries_of
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import REPORT

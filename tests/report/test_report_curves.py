@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.drawing import MOST_LABELLED, draw, nice_ticks, spread
-from ssl_bench.report.model import panels_of
+from ssl_bench.report.model import checkpoints_of, panels_of
 from ssl_bench.tables.sheets import NO_VALUE
 from tests.support.report_cells import (
     cell,

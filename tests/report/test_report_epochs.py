@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.courses import block_style, followed_panels
 from ssl_bench.report.drawing import Curve, Spot, draw
-from ssl_bench.report.model import MOST_DRAWN, panels_of
+from ssl_bench.report.model import MOST_DRAWN, checkpoints_of, panels_of
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import EVIL, Elements, cell, plain
 

@@ -1,7 +1,5 @@
 """A report takes the place of an older report, whole, and of nothing else."""
 
-from pathlib import Path
-
 import pytest
 
 from ssl_bench.cli.__main__ import main
@@ -59,43 +57,3 @@ def test_what_came_while_a_report_was_written_is_not_replaced(tmp_path):
         write()
     assert thesis.read_text() == "years of work"
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
-
-
-@pytest.mark.parametrize("name", ["old", "new"])
-def test_an_interrupt_between_two_names_leaves_the_older_report(tmp_path, monkeypatch, name):
-    with replacing(tmp_path / "report") as new:
-        (new / "index.html").write_text("first")
-    rename = Path.rename
-
-    def interrupted(path, target):
-        if path.suffix == ".new" or name == "old":
-            monkeypatch.undo()
-            if name == "old":
-                rename(path, target)
-            raise KeyboardInterrupt
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "report") as new:
-        (new / "index.html").write_text("second")
-
-    assert (tmp_path / "report" / "index.html").read_text() == "first"
-    assert [path.name for path in tmp_path.iterdir()] == ["report"]
-
-
-def test_an_older_report_that_cannot_be_put_back_is_kept(tmp_path, monkeypatch):
-    with replacing(tmp_path / "report") as new:
-        (new / "index.html").write_text("first")
-    rename = Path.rename
-
-    def refused(path, target):
-        if path.name == "report":
-            return rename(path, target)
-        raise OSError("no")
-
-    monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(MachineError), replacing(tmp_path / "report"):
-        pass
-
-    (kept,) = tmp_path.glob(".*.old/index.html")
-    assert kept.read_text() == "first"

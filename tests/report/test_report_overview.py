@@ -10,8 +10,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
-from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.model import by_task, headline_panels, panels_of
+from ssl_bench.report.model import by_task, checkpoints_of, headline_panels, panels_of
 from ssl_bench.report.overview import MEANINGS, block_groups, board_of, profiles_of
 from ssl_bench.report.pictures import MOST_SHOWN, Gallery, of_layers, strips_of
 from ssl_bench.results import Baseline, Record, ResultStore

@@ -6,9 +6,8 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, build_vit, identify_encoder, save_encoder
-from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.comparing import extremes_of, outcomes_of, pairs_of
-from ssl_bench.report.model import panels_of
+from ssl_bench.report.model import checkpoints_of, panels_of
 from ssl_bench.report.pictures import PictureFiles, galleries_of, gallery_pairs
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import comparisons

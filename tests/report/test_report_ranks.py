@@ -8,9 +8,8 @@ from html import unescape
 import numpy as np
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.drawing import Curve, Spot, draw_ranks, places
-from ssl_bench.report.model import panels_of
+from ssl_bench.report.model import checkpoints_of, panels_of
 from ssl_bench.report.overview import profiles_of
 from ssl_bench.results import Baseline, ResultStore
 from tests.report.test_report_overview import written

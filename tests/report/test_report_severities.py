@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.courses import corrupted_scores
-from ssl_bench.report.model import panels_of
+from ssl_bench.report.model import checkpoints_of, panels_of
 from ssl_bench.report.pages import build_report, index_page
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import EVIL, Elements
@@ -25,9 +24,8 @@ def written(root: Path, records: list[Record]) -> Path:
 
 
 def test_scores_are_followed_from_the_clean_ones_on_block_by_block():
-    (one,) = corrupted_scores(RECORDS)
+    ((_, chart),) = corrupted_scores(RECORDS)
 
-    chart = one.chart()
     assert (chart.along, chart.measured, len(chart.curves)) == ("severity", "top1 (%)", 2)
     assert chart.curves[1].marks[2].hint == "skip, block 1, severity 2: 40.0"
 
@@ -37,7 +35,7 @@ def test_of_each_task_one_metric_stands_on_the_page():
 
     found = corrupted_scores([*RECORDS, *other])
 
-    assert [one.record.metric for one in found] == ["top1_k20"]
+    assert [table.record.metric for table, _ in found] == ["top1_k20"]
 
 
 def test_without_corrupted_images_or_two_epochs_there_is_no_page(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from tests.support.photographs import context_of
@@ -28,6 +29,14 @@ def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 9
                 pixels = np.clip(np.array(colour) + around, 0, 255).astype(np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number}.png")
     return root
+
+
+def of_images(root: Path, kept: Sequence[int]) -> ClassFolders:
+    """The dataset with these training images alone."""
+    dataset = ClassFolders(root)
+    some = dataset.train().some("class_folders", list(kept))
+    object.__setattr__(dataset, "train", lambda: some)
+    return dataset
 
 
 def tiny(seed: int = 0) -> Encoder:

@@ -25,11 +25,10 @@ import safetensors.torch
 import torch
 from PIL import Image
 
+from ssl_bench.cli.data import read_manifest
 from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.data.files.file_sets import Files, Masks
+from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
 from ssl_bench.data.files.images import read_image
-from ssl_bench.data.files.manifests import read_manifest
-from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.layouts.ade20k import class_names
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco20k import parse_boxes

@@ -9,10 +9,9 @@ import numpy as np
 from PIL import Image
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.comparing import PanelPair, panel_pair, side_of
 from ssl_bench.report.drawing import Curve, Spot
-from ssl_bench.report.model import panels_of
+from ssl_bench.report.model import checkpoints_of, panels_of
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.contributions import ImageCurve
 from tests.core.test_results import RECORD

@@ -12,7 +12,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import comparisons, epoch_comparisons
-from ssl_bench.tables.epochs import epoch_tables
+from ssl_bench.tables.depth import epoch_tables
 from tests.support.report_cells import cell, save
 
 # Images that are right, of ten: by run, epoch and block.

@@ -10,12 +10,11 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.model import checkpoints_of
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
-from ssl_bench.tables.notes import provenance
-from ssl_bench.tables.series import settings_digest
+from ssl_bench.tables.entries import provenance, settings_digest
 from ssl_bench.tables.sheets import NO_VALUE, render_tables
 from tests.core.test_results import RECORD
 

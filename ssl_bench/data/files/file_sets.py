@@ -1,24 +1,25 @@
-"""Image sets over files that share one naming scheme."""
+"""Image sets over files that share one naming scheme: what these hold, and the gate of boxes."""
 
 import hashlib
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float64, UInt8, UInt64
+from jaxtyping import Float64, Int16, Integer, UInt8, UInt64
 
-from ssl_bench.data.files.digests import Part, identities
-from ssl_bench.data.files.fingerprints import Known, ReadOptions, extended
+from ssl_bench.data.files.fingerprints import Part, ReadOptions, extended, identities
 from ssl_bench.data.files.images import file_orientation, read_image, read_indices
-from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 
+_UNKNOWN = -1
+# Of pixels; what is larger is none, and would not stay what it is in computations.
+_MOST = 2.0**31
 _UPRIGHT = hashlib.sha256(b"1").hexdigest()
 
 
@@ -69,6 +70,43 @@ class Files:
 
 
 @dataclass(frozen=True)
+class LabelMap:
+    """What each stored number of a mask means; any other number is an error.
+
+    Attributes:
+        classes: Stored number, 0 to 255, to class or `IGNORED`.
+        hint: What to do about a number that is not in `classes`.
+    """
+
+    classes: Mapping[int, int]
+    hint: str
+
+    def apply(
+        self, stored: Integer[np.ndarray, "height width"], path: Path
+    ) -> UInt8[np.ndarray, "height width"]:
+        """Turn stored numbers into classes; `DataError` names the file and one that has none."""
+        if stored.dtype != np.uint8 and not ((stored >= 0) & (stored < 256)).all():
+            raise self._stranger(int(stored[(stored < 0) | (stored > 255)][0]), path)
+        classes = self._table[stored]
+        if classes.min() == _UNKNOWN:
+            raise self._stranger(int(stored[classes == _UNKNOWN][0]), path)
+        return classes.astype(np.uint8)
+
+    @cached_property
+    def _table(self) -> Int16[np.ndarray, "256"]:
+        # Wider than uint8, in which "no class" could not be told from a class.
+        table = np.full(256, _UNKNOWN, np.int16)
+        table[list(self.classes)] = list(self.classes.values())
+        return table
+
+    def _stranger(self, value: int, path: Path) -> DataError:
+        ordered = enumerate(sorted(self.classes))
+        runs = [[n for _, n in run] for _, run in groupby(ordered, key=lambda one: one[1] - one[0])]
+        known = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        return DataError(f"{path} holds label {value}, expected {known}; {self.hint}")
+
+
+@dataclass(frozen=True)
 class Masks:
     """Mask files and what their numbers mean.
 
@@ -114,6 +152,71 @@ class Boxes:
         raise NotImplementedError
 
 
+def numbers(value: object, count: int) -> list[float]:
+    """So many numbers of JSON, all finite; a `ValueError` for texts, booleans, null and others."""
+    if not (
+        isinstance(value, (list, tuple))
+        and len(value) == count
+        and all(type(one) in (int, float) and abs(one) < _MOST for one in value)
+    ):
+        raise ValueError(f"expected {count} numbers of pixels, got {value!r}")
+    return [float(one) for one in value]
+
+
+def checked_boxes(
+    corners: Sequence[object] | np.ndarray,
+    file: Path,
+    names: Sequence[object],
+    size: tuple[int, int] | None = None,
+    *,
+    stated: tuple[float, float] | None = None,
+    may_be_flat: bool = False,
+) -> Float64[np.ndarray, "boxes 4"]:
+    """Boxes, once they are known to be some: (x0, y0, x1, y1), far edges exclusive.
+
+    A box has to have a part of the image in it, and no edge further outside than the image is
+    large. What lies outside by less stays as it is, as in the field's own code.
+
+    Args:
+        corners: Four numbers a box.
+        file: That they are from.
+        names: Of the objects, for messages.
+        size: Height and width of the image as it was decoded; before, nothing is asked about it.
+        stated: Height and width that the file gives the image, if it does.
+        may_be_flat: Boxes without height or width are kept. COCO has some, rounding makes more,
+            and LOST, whose numbers these are compared with, counts them: nothing hits them.
+
+    Raises:
+        DataError: with the file and the first object that is none.
+    """
+    rows = corners.tolist() if isinstance(corners, np.ndarray) else corners
+    if size is not None and stated not in (None, size):
+        assert stated is not None
+        raise DataError(
+            f"{file} is about an image of {stated[1]:g} x {stated[0]:g}, which is {size[1]} x "
+            f"{size[0]}; take both as published"
+        )
+    found = []
+    for name, row in zip(names, rows, strict=True):
+        try:
+            box = numbers(row, 4)
+            for axis, low, high in (("x", box[0], box[2]), ("y", box[1], box[3])):
+                if low > high or (low == high and not may_be_flat):
+                    raise ValueError(
+                        f"the box {box} begins at {axis} = {low:g} and ends at {high:g}"
+                    )
+            sides = () if size is None else zip("xy", box[:2], box[2:], size[::-1], strict=True)
+            for axis, low, high, side in sides:
+                # A flat box may lie on the edge of its image.
+                meets = low <= side and high >= 0 if may_be_flat else low < side and high > 0
+                if not meets or low < -side or high > 2 * side:
+                    raise ValueError(f"the box {box} is not in its image, {axis} from 0 to {side}")
+        except ValueError as error:
+            raise DataError(f"{file}, object {name}: {error}; mend or fetch it again") from error
+        found.append(box)
+    return np.array(found, np.float64).reshape(-1, 4)
+
+
 @dataclass(frozen=True)
 class FileSet:
     """Images of one split that lie in files.
@@ -139,7 +242,7 @@ class FileSet:
         return replace(self, options=options)
 
     def some(self, name: str, kept: Sequence[int]) -> "FileSet":
-        """The images of these indices, under another name."""
+        """The images of these indices, called so."""
         return replace(self, name=name, ids=tuple(self.ids[index] for index in kept))
 
     def identified(self, parts: Iterable[Part], total: int) -> closing[Generator[str, None, None]]:
@@ -155,11 +258,7 @@ class FileSet:
         )
 
     def require_ids(self, what: str) -> None:
-        """There are ids, each of them once.
-
-        Raises:
-            DataError: it is not so.
-        """
+        """Refuse no ids, and one that comes twice."""
         if not self.ids:
             raise DataError(f"{self.source} gives no {what} for the split {self.split}")
         if len(set(self.ids)) < len(self.ids):
@@ -167,11 +266,7 @@ class FileSet:
             raise DataError(f"{self.source} names {one} twice; make its lines unique")
 
     def require_files(self, files: "Files | Boxes", ids: Sequence[str], what: str) -> None:
-        """The file of every id is there; nothing is opened.
-
-        Raises:
-            DataError: some are missing.
-        """
+        """Refuse ids without a file; nothing is opened."""
         if missing := files.missing(ids):
             folder = files.folder if isinstance(files, Files) else self.source
             raise DataError(
@@ -224,15 +319,15 @@ class FileImageSet(FileSet):
         Raises:
             DataError: a file cannot be read.
         """
-        return self._known.fingerprint
+        return self._known[0]
 
     def marks(self) -> UInt64[np.ndarray, " images"]:
         """Of each image a number, another one where what its file holds is."""
-        return self._known.marks
+        return self._known[1]
 
     def entries(self) -> list[str]:
         """What each image is known by, with its mask or boxes, whatever else is in the set."""
-        return [f"{entry:016x}" for entry in self._known.entries.tolist()]
+        return [f"{entry:016x}" for entry in self._known[2].tolist()]
 
     def path(self, index: int) -> Path:
         """The file of an image."""
@@ -244,7 +339,7 @@ class FileImageSet(FileSet):
         return tuple(kind.path(self.ids[index]) for kind in kinds if kind)
 
     @cached_property
-    def _known(self) -> Known:
+    def _known(self) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
         # Files that are known by their times alone are not opened to look how they are turned.
         turned = self.upright and self.options.fingerprint == "content"
         in_a_row = len(self.files(0)) if self.ids else 1
@@ -267,10 +362,10 @@ class FileImageSet(FileSet):
         # What the numbers in masks stand for; nothing for pictures alone.
         meaning = [self.masks.meaning(), self.class_names] if self.masks else []
         with self.identified(parts(), (in_a_row + turned) * len(self)) as found:
-            known = self.options.known_by(meaning, rows(found))
+            fingerprint, marks, entries = self.options.known_by(meaning, rows(found))
         if self.upright and not turned:
-            return known._replace(fingerprint=extended(known.fingerprint, ["upright"]))
-        return known
+            fingerprint = extended(fingerprint, ["upright"])
+        return fingerprint, marks, entries
 
     def checked(self) -> "FileImageSet":
         """This set, once every file behind it is known to be there; nothing is decoded.

@@ -14,7 +14,6 @@ from jaxtyping import Integer, UInt8
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError, features
 from PIL.TiffImagePlugin import ImageFileDirectory_v2 as Directory
 
-from ssl_bench.data.labels import voc_colours
 from ssl_bench.errors import DataError, UnreadableImage
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.memory import pass_on_memory
@@ -38,7 +37,6 @@ _ORIENTATION = 0x0112
 _PNG_EXIF = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 _INDEXED = frozenset({"1", "L", "P"}) | _SIXTEEN_BIT
 _LOSSY_IN_TIFF = frozenset({"jpeg", "tiff_jpeg", "webp"})
-_VOC = voc_colours()
 _VOC_CLASSES = (*range(21), 255)
 # Of two byte orders PIL knows 16 bits with zero for white in one alone; it turns neither.
 TiffImagePlugin.OPEN_INFO.setdefault((b"MM", 0, (1,), 1, (16,), ()), ("I;16B", "I;16B"))
@@ -82,11 +80,7 @@ def read_image(
 
 
 def file_orientation(path: Path) -> bytes:
-    """How the pixels of a file are to be turned, as EXIF's digit.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """How the pixels of a file are to be turned, as EXIF's digit."""
     return b"%d" % _orientation_of(_bytes_of(path))
 
 
@@ -108,11 +102,7 @@ def _orientation_of(data: bytes) -> int:
 def decode_image(
     data: bytes, name: str | Path, bits: int | None = None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Decode a photograph as `read_image` does; `name` is what messages call it.
-
-    Raises:
-        DataError: as `read_image`.
-    """
+    """Decode a photograph as `read_image` does; `name` is what messages call it."""
     pixels = _decode_usual_jpeg(data, name)
     if pixels is not None:
         return pixels
@@ -120,11 +110,7 @@ def decode_image(
 
 
 def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
-    """Read a mask that has a colour for each class.
-
-    Raises:
-        DataError: as `read_image`, and for one that was not saved without loss.
-    """
+    """Read a mask that has a colour for each class, refused where it was saved with loss."""
     image, data = _decode_mask(path)
     return _as_rgb(image, data, path, None)
 
@@ -375,9 +361,18 @@ def _stored(image: Image.Image, data: bytes, path: Path) -> Integer[np.ndarray, 
     return values
 
 
+def voc_colours() -> UInt8[np.ndarray, "256 3"]:
+    """VOC's colours of classes 0 to 255: three bits a channel, the high ones first."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    # A row for each bit of a channel, of which a number of 8 bits fills two and two thirds.
+    rows = np.pad(bits, ((0, 0), (0, 16))).reshape(256, 8, 3)
+    return np.packbits(rows, axis=1)[:, 0]
+
+
 def _require_order_of_voc(image: Image.Image, path: Path, *, of_voc: bool) -> None:
     used = np.unique(np.asarray(image))
     palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
+    voc = voc_colours()
     # Once: palettes are filled with black behind what they use.
     first = set(np.unique(palette, axis=0, return_index=True)[1].tolist())
     colours = {int(number): palette[number] for number in used if number in first}
@@ -385,7 +380,7 @@ def _require_order_of_voc(image: Image.Image, path: Path, *, of_voc: bool) -> No
         number: named
         for number, colour in colours.items()
         for named in _VOC_CLASSES
-        if (colour == _VOC[named]).all()
+        if (colour == voc[named]).all()
     }
     wrong = [number for number, named in meant.items() if number != named]
     if wrong and (of_voc or 255 in meant.values()):

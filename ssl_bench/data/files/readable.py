@@ -1,19 +1,23 @@
-"""Doing without images whose files cannot be read, and saying which."""
+"""Some images of a set: without those that cannot be read, and those that lie in two sets."""
 
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-from ssl_bench.data.files.digests import DigestCache, FileState, file_state, in_threads
 from ssl_bench.data.files.file_sets import FileImageSet
-from ssl_bench.data.files.fingerprints import entries_of, extended, marks_of
+from ssl_bench.data.files.fingerprints import (
+    DigestCache,
+    digest_of,
+    entries_of,
+    extended,
+    in_threads,
+    marks_of,
+)
 from ssl_bench.data.files.images import KINDS
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import DataError, UnreadableImage
@@ -109,12 +113,6 @@ class ReadableDataset(DatasetView):
         return gone
 
     def _readable(self, role: str, images: ImageSet) -> ImageSet:
-        """The images that can be read.
-
-        Raises:
-            DataError: there is none, or one is faulty in another way.
-            UnreadableImage: one cannot be read, and all are asked for.
-        """
         faults = faults_of(images, self._looked.faults)
         if self._fails:
             require_readable(images, faults)
@@ -143,11 +141,7 @@ def as_readable(
 
 
 def require_readable(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> None:
-    """Refuse a set of which an image cannot be read.
-
-    Raises:
-        UnreadableImage: one cannot; the others like it are counted.
-    """
+    """Raise `UnreadableImage` if one cannot be read, with a count of the others like it."""
     broken = [fault for fault in faults if fault is not None]
     if broken:
         count = f"{len(broken)} of {len(images)} images of {_title(images)} cannot be read"
@@ -179,31 +173,28 @@ def faults_of(
     images: ImageSet, known: dict[object, UnreadableImage | None]
 ) -> list[UnreadableImage | None]:
     """What is wrong with each image; pixels of files are decoded as they lie there."""
-    behind = files_behind(images)
-    if behind is None:
-        states = None
-        keys: list[object] = [(images.name, images.split, image_id) for image_id in images.ids]
-        decode, cache = images.__getitem__, None
-    else:
-        files, places = behind
-        states = [(files.files(place), files.options.bits) for place in places.tolist()]
-        keys = [*states]
+    files, places = files_behind(images) or (None, np.arange(len(images)))
+    keys: list[object] = [(images.name, images.split, image_id) for image_id in images.ids]
+    cache = None
+    if files is not None:
+        keys = [(files.files(place), files.options.bits) for place in places.tolist()]
         cache = DigestCache(files.images.folder)
 
-        def decode(index: int) -> Sample:
-            return files[int(places[index])]
+    def decode(source: ImageSet, index: int) -> bytes:
+        _ = source[index]
+        return _READABLE
 
     def fault(index: int) -> UnreadableImage | None:
-        begun = time.time_ns()
-        state = None if states is None else _state(*states[index])
-        if cache and state and cache.get(*state):
-            return None
+        place = int(places[index])
         try:
-            decode(index)
+            if files is None or cache is None:
+                decode(images, index)
+            else:
+                paths = files.files(place)
+                name = f"{paths[0].absolute()}\0readable {files.options.bits}"
+                cache.recall(name, paths, partial(decode, files, place))
         except UnreadableImage as error:
             return error
-        if cache and state and state[1].is_settled(begun):
-            cache.put(*state, _READABLE)
         return None
 
     missing = [index for index, key in enumerate(keys) if key not in known]
@@ -215,12 +206,6 @@ def faults_of(
         if cache:
             cache.save()
     return [known[key] for key in keys]
-
-
-def _state(files: Sequence[Path], bits: int | None) -> tuple[str, FileState]:
-    """By what it is remembered that the files of an image could be read, and their state."""
-    first, *others = map(file_state, files)
-    return f"{files[0].absolute()}\0readable {bits} {others}", first
 
 
 def _taken(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> str:
@@ -261,6 +246,42 @@ def files_behind(images: ImageSet) -> tuple[FileImageSet, Int64[np.ndarray, " im
     if found is not None and isinstance(images, RemainingImages):
         return found[0], found[1][list(images.kept)]
     return found
+
+
+def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
+    """How many scored images are a file of a fitted one, by a link or a copy of whatever name.
+
+    Of sets whose files are known by size and time alone, files of one size and time are read.
+    What lies in no file of its own, and sets of other packages, are not looked at.
+
+    Cost: that of both fingerprints.
+
+    Raises:
+        DataError: there are such images, and they are not `allowed`.
+    """
+    one, other = files_behind(fitted), files_behind(scored)
+    if one is None or other is None:
+        return 0
+    (fitted_set, fitted_places), (scored_set, scored_places) = one, other
+    train, val = fitted_set.marks()[fitted_places], scored_set.marks()[scored_places]
+    first = None
+    count = 0
+    for index in np.flatnonzero(np.isin(val, train)):
+        path = scored_set.path(int(scored_places[index]))
+        same = fitted_set.path(int(fitted_places[np.flatnonzero(train == val[index])[0]]))
+        # Of names and times nothing is sure; of contents that were read it is.
+        if fitted_set.options.fingerprint == "stat" and digest_of(path) != digest_of(same):
+            continue
+        first = first or (same, path)
+        count += 1
+    if first is not None and not allowed:
+        raise DataError(
+            f"{first[0]}, to which something is fitted, is the same file as {first[1]}, which is "
+            f"scored: {count} of {len(scored)} scored images of {scored.name} {scored.split} in "
+            "all; take them out of one of the splits, or score them all the same with "
+            "data.allow_overlap=true"
+        )
+    return count
 
 
 def _title(images: ImageSet) -> str:

@@ -13,9 +13,7 @@ from ssl_bench.data.files.file_sets import FileImageSet, Files, first_of
 from ssl_bench.data.files.fingerprints import ReadOptions, extended, marks_of, read_as
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
-from ssl_bench.data.locations import given_folder
-from ssl_bench.data.published import require_own_name
-from ssl_bench.data.roles import Layout
+from ssl_bench.data.roles import Layout, given_folder, require_own_name
 from ssl_bench.data.samples import ImageView, Sample
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import DataError
@@ -93,11 +91,7 @@ class ClassFolders(Layout):
         require_own_name(self.name)
 
     def train(self) -> LabelledImages:
-        """The training images; their folders are the classes.
-
-        Raises:
-            DataError: there is no such folder, no picture, or one outside the class folders.
-        """
+        """The training images; a picture outside the folders, which are classes, is an error."""
         images = self._labelled(self._splits[0], {i: _first_folder(i) for i in self._train_ids})
         known = set(images.labels)
         for number, name in enumerate(images.class_names):
@@ -118,7 +112,7 @@ class ClassFolders(Layout):
         train, split = self._splits
         require_disjoint(train, split)
         folder = self._folder(split)
-        classes = _listed_classes(folder, _picture_ids(folder))
+        classes = _listed_classes(folder, ImageFolder(folder).images().ids)
         if self.known_only:
             known = set(self._class_names)
             classes = {i: name for i, name in classes.items() if name in known}
@@ -129,11 +123,7 @@ class ClassFolders(Layout):
         return self.train()
 
     def to_learn_from(self) -> LabelledImages:
-        """What supervised training takes: `train`, or all where classes lie below the root.
-
-        Raises:
-            DataError: as `train`.
-        """
+        """What supervised training takes: `train`, or all where classes lie below the root."""
         if self._is_flat:
             return self._labelled(_ALL, {i: _first_folder(i) for i in self._train_ids})
         if not (self._root / _TRAIN).is_dir():
@@ -187,7 +177,6 @@ class ClassFolders(Layout):
         return train or _TRAIN, val or next(present, _VALIDATION_NAMES[0])
 
     def _folder(self, split: str) -> Path:
-        """The folder of a split."""
         name = Split.parse(split).name
         if self._is_flat:
             if name != _ALL:
@@ -209,7 +198,7 @@ class ClassFolders(Layout):
 
     @cached_property
     def _train_ids(self) -> tuple[str, ...]:
-        return _picture_ids(self._folder(self._splits[0]))
+        return ImageFolder(self._folder(self._splits[0])).images().ids
 
     @cached_property
     def _class_names(self) -> tuple[str, ...]:
@@ -251,10 +240,6 @@ def _first_folder(image_id: str) -> str:
     if len(parts) < 2:
         raise DataError(f"{image_id} lies in no class folder; move it into one, or elsewhere")
     return parts[0]
-
-
-def _picture_ids(folder: Path) -> tuple[str, ...]:
-    return ImageFolder(folder).images().ids
 
 
 def _listed_classes(folder: Path, ids: Iterable[str]) -> dict[str, str]:

@@ -12,17 +12,14 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from ssl_bench.composition.fields import Place
-from ssl_bench.data.files.boxes import checked_boxes, numbers, whole
-from ssl_bench.data.files.digests import digest_of
-from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files
-from ssl_bench.data.locations import cache_folder, find_root, first_folder
-from ssl_bench.data.published import name_of_images
-from ssl_bench.data.roles import Layout
+from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, checked_boxes, numbers
+from ssl_bench.data.files.fingerprints import digest_of
+from ssl_bench.data.roles import Layout, find_root, first_folder, name_of_images
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import Published, download
 from ssl_bench.system.files import read_regular, write_atomically
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import cache_folder, expanded
 
 # The digest is that of the file in commit fcedbec.
 LIST = Published(
@@ -198,12 +195,12 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
     try:
         content = json.loads(read_regular(annotations))
         images = {
-            whole(one["id"], "the id of an image"): [
-                whole(one.get(side, 0), side) for side in ("height", "width")
+            _whole(one["id"], "the id of an image"): [
+                _whole(one.get(side, 0), side) for side in ("height", "width")
             ]
             for one in content["images"]
         }
-        objects = [whole(one["id"], "the id of an annotation") for one in content["annotations"]]
+        objects = [_whole(one["id"], "the id of an annotation") for one in content["annotations"]]
         if len(set(objects)) < len(objects) or len(images) < len(content["images"]):
             raise ValueError("two annotations have the same id, or two images")
         single = [found for one in content["annotations"] if (found := _object(one)) is not None]
@@ -224,15 +221,20 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
     )
 
 
+def _whole(value: object, what: str) -> int:
+    """An integer of JSON, which `1.0`, `true` and `"1"` are not."""
+    if type(value) is not int or abs(value) >= 2**63:
+        raise ValueError(f"expected a whole number as {what}, got {value!r}")
+    return value
+
+
 def _object(annotation: dict[str, Any]) -> tuple[int, int, list[float]] | None:
     """Ids of the annotation and its image, and the corners of the box; None of a crowd."""
     name = annotation["id"]
     try:
-        is_crowd, owner = annotation["iscrowd"], whole(annotation["image_id"], "image_id")
+        is_crowd, owner = annotation["iscrowd"], _whole(annotation["image_id"], "image_id")
         if type(is_crowd) is not int or is_crowd not in (0, 1):
             raise ValueError(f"expected 0 or 1 as iscrowd, got {is_crowd!r}")
-        # Of no use here, but who counts it otherwise writes all of the file so.
-        whole(annotation.get("category_id", 0), "category_id")
         if is_crowd:
             return None
         x, y, width, height = numbers(annotation["bbox"], 4)

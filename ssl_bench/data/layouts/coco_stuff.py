@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from ssl_bench.composition.fields import Place
-from ssl_bench.data.files.file_sets import Files, Masks
-from ssl_bench.data.labels import LabelMap
-from ssl_bench.data.layouts.paired_folders import PairedFolders, split_folder
-from ssl_bench.data.locations import find_root, first_folder
+from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
+from ssl_bench.data.layouts.image_mask_folders import PairedFolders, split_folder
+from ssl_bench.data.roles import find_root, first_folder
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split
 

@@ -6,9 +6,7 @@ from pathlib import Path
 
 from ssl_bench.composition.fields import Place
 from ssl_bench.data.files.file_sets import FileImageSet, Files
-from ssl_bench.data.locations import given_folder
-from ssl_bench.data.published import require_own_name
-from ssl_bench.data.roles import Layout
+from ssl_bench.data.roles import Layout, given_folder, require_own_name
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import files_below
 
@@ -44,11 +42,7 @@ class ImageFolder(Layout):
         return self.images()
 
     def images(self) -> FileImageSet:
-        """All pictures; an id is the path below `root`.
-
-        Raises:
-            DataError: there is no such folder, or no picture in it.
-        """
+        """All pictures, of which there has to be one; an id is the path below `root`."""
         if self.root is None:
             raise DataError("a folder of images is needed: --data-root DIR")
         root = given_folder(self.root)

@@ -11,13 +11,10 @@ import numpy as np
 from jaxtyping import Float64
 
 from ssl_bench.composition.fields import Place
-from ssl_bench.data.files.boxes import checked_boxes, numbers
-from ssl_bench.data.files.digests import Part
-from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet
+from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet, checked_boxes, numbers
+from ssl_bench.data.files.fingerprints import Part
 from ssl_bench.data.files.images import read_image
-from ssl_bench.data.locations import find_root
-from ssl_bench.data.published import name_of_images
-from ssl_bench.data.roles import Layout
+from ssl_bench.data.roles import Layout, find_root, name_of_images
 from ssl_bench.data.samples import Pair, Sample
 from ssl_bench.data.splits import Split, absent_split, read_lines
 from ssl_bench.errors import DataError
@@ -73,11 +70,7 @@ class SpairPairs(FileSet):
         return Sample(pair_id, images[0], pair=pair)
 
     def fingerprint(self) -> str:
-        """Sha256 over the lines, their annotations and the images that they name.
-
-        Raises:
-            DataError: a file cannot be read.
-        """
+        """Sha256 over the lines, their annotations and the images that they name."""
         return self._fingerprint
 
     @cached_property
@@ -94,11 +87,7 @@ class SpairPairs(FileSet):
         return tuple(sorted({image_id for one in lines for image_id in one[:2]}))
 
     def checked(self) -> "SpairPairs":
-        """This set, once every file behind it is known to be there.
-
-        Raises:
-            DataError: it is empty, names a pair twice, or files are missing.
-        """
+        """This set, if it is not empty, names no pair twice and its files are there."""
         self.require_ids("pair")
         self.require_files(self.images, self._image_ids, "images")
         self.require_files(self.annotations, self.ids, "pairs")
@@ -127,11 +116,7 @@ class Spair71k(Layout):
         Split.parse(self.val_split)
 
     def val(self) -> SpairPairs:
-        """The pairs.
-
-        Raises:
-            DataError: a file is missing, or a line is none of SPair-71k.
-        """
+        """The pairs; a `DataError` for a missing file or a line that is none of SPair-71k."""
         root, split = self._root(), Split.parse(self.val_split)
         source = root / "Layout/large" / f"{split.name}.txt"
         if not source.is_file():

@@ -19,14 +19,13 @@ from PIL import Image
 
 from ssl_bench.composition.fields import Place, Seed, Within
 from ssl_bench.data.files.file_sets import FileImageSet
-from ssl_bench.data.files.images import read_image
-from ssl_bench.data.labels import voc_colours
-from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages
+from ssl_bench.data.files.images import read_image, voc_colours
 from ssl_bench.data.layouts.voc import VocFolder
-from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.roles import Layout
+from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import MachineError
 from ssl_bench.system.files import mark_as_written
+from ssl_bench.system.paths import cache_folder
 
 _NumScenes = Annotated[int, Within(1, 100_000)]
 
@@ -357,17 +356,20 @@ class ToyObjects(Drawn):
     name = "toy_objects"
     supports = frozenset({"classification", "images"})
 
-    def train(self) -> LabelledImages:
+    def train(self) -> ImageSet:
         return self._folders().train()
 
-    def val(self) -> LabelledImages:
+    def val(self) -> ImageSet:
         return self._folders().val()
 
-    def images(self) -> LabelledImages:
+    def images(self) -> ImageSet:
         """The training pictures."""
         return self.train()
 
-    def _folders(self) -> ClassFolders:
+    def _folders(self) -> Layout:
+        # Whoever names the scenes alone needs no classes of pictures.
+        from ssl_bench.data.layouts.class_folders import ClassFolders
+
         root = str(self.kept("toy_objects", self._write))
         return ClassFolders(root=root, name=self.name, known_only=True)
 

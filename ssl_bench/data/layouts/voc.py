@@ -10,12 +10,15 @@ import numpy as np
 from jaxtyping import Float64
 
 from ssl_bench.composition.fields import Place, Within
-from ssl_bench.data.files.boxes import checked_boxes, number
-from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, Masks
-from ssl_bench.data.labels import LabelMap
-from ssl_bench.data.locations import find_root
-from ssl_bench.data.published import name_of_images
-from ssl_bench.data.roles import Layout
+from ssl_bench.data.files.file_sets import (
+    Boxes,
+    FileImageSet,
+    Files,
+    LabelMap,
+    Masks,
+    checked_boxes,
+)
+from ssl_bench.data.roles import Layout, find_root, name_of_images
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, read_list, require_disjoint
 from ssl_bench.errors import DataError
@@ -28,6 +31,7 @@ CLASS_NAMES = (
     "train", "tvmonitor",
 )
 # fmt: on
+_DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 _LISTS = {
     "train": "Segmentation/train.txt",
     "val": "Segmentation/val.txt",
@@ -66,7 +70,7 @@ class VocBoxes(Boxes):
             }
             corners = [_corners(one, count) for count, one in objects.items()]
             told = [root.findtext(f"size/{key}") for key in ("height", "width")]
-            height, width = (0.0 if text is None else number(text) for text in told)
+            height, width = (0.0 if text is None else _number(text) for text in told)
         except (ElementTree.ParseError, LookupError, OSError, ValueError) as error:
             raise DataError(f"{path} is not an annotation of VOC ({error})") from error
         # A file need not say the size, or says 0.
@@ -84,10 +88,18 @@ def _corners(one: ElementTree.Element, count: int) -> list[float]:
     try:
         if box is None:
             raise ValueError("it has no bndbox")
-        x0, y0, x1, y1 = (number(box.findtext(key, "")) for key in ("xmin", "ymin", "xmax", "ymax"))
+        sides = ("xmin", "ymin", "xmax", "ymax")
+        x0, y0, x1, y1 = (_number(box.findtext(side, "")) for side in sides)
     except ValueError as error:
         raise ValueError(f"object {count}: {error}") from error
     return [x0 - 1, y0 - 1, x1, y1]
+
+
+def _number(text: str) -> float:
+    """The decimal number that a text is; `nan` and `1_7` are none."""
+    if not _DECIMAL.fullmatch(text):
+        raise ValueError(f"expected a number of pixels, got {text!r}")
+    return float(text)
 
 
 def _is_hard(one: ElementTree.Element) -> bool:

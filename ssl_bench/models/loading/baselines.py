@@ -9,8 +9,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.encoder import Contents, Encoder, state_dict_sha256
-from ssl_bench.models.kinds import build_encoder, encoder_from_model
+from ssl_bench.models.encoder import (
+    Contents,
+    Encoder,
+    build_encoder,
+    encoder_from_model,
+    state_dict_sha256,
+)
 from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
 _SEED = 0

@@ -19,9 +19,10 @@ from ssl_bench.models.encoder import (
     Encoder,
     EncoderIdentity,
     configured,
+    empty_encoder,
+    encoder_from_model,
     require_images,
 )
-from ssl_bench.models.kinds import EncoderModule, empty_encoder, encoder_from_model
 from ssl_bench.models.loading.addresses import name_of
 from ssl_bench.models.loading.weights import (
     check_readable,
@@ -33,7 +34,7 @@ from ssl_bench.models.loading.weights import (
     usable,
     verified_sha256,
 )
-from ssl_bench.models.timm_config import TimmConfig
+from ssl_bench.models.vit import EncoderModule
 from ssl_bench.system.escaping import shell_words
 from ssl_bench.system.files import read_digests, write_atomically, write_text_atomically
 
@@ -55,9 +56,9 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
     ours = {"format": _FORMAT, "version": _VERSION, "config": json.dumps(model.config.to_dict())}
     if model.config.kind != _UNNAMED_KIND:
         ours["kind"] = model.config.kind
-    if isinstance(model.config, TimmConfig):
+    if (shape := model.config.shape) is not None:
         # So that nobody has to ask timm, and torch, which blocks there are.
-        ours["strides"] = json.dumps(model.config.shape.strides)
+        ours["strides"] = json.dumps(shape.strides)
     content = _serialised(model.state_dict(), {**metadata, **ours})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
     sidecar = sidecar_of(path)
@@ -80,7 +81,7 @@ def load_own_encoder(uri: str, path: Path) -> Encoder:
         uri=uri,
         sha256=digest,
         keys=(keys, keys),
-        colours=_stated_colours(path, metadata),
+        colours=_stated_colours(metadata),
         contents=Contents("ssl-bench", file=path, epoch=trained),
     )
 
@@ -133,13 +134,7 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     metadata = read_metadata(path)
     config = _stated_config(path, metadata)
     # Of every block, where they may differ.
-    text = metadata.get("strides", "[]")
-    try:
-        strides = json.loads(text)
-    except json.JSONDecodeError:
-        strides = None
-    if not isinstance(strides, list) or not all(type(one) is int and one > 0 for one in strides):
-        raise CheckpointError(f"{path} states strides that are no whole numbers: {text[:80]}")
+    strides = json.loads(metadata.get("strides", "[]"))
     require_images(config, uri)
     stated = read_digests(sidecar_of(path))
     # While the weights are replaced two lines stand there; others may speak of other files.
@@ -150,7 +145,7 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
         name_of(path),
         digest,
         configured(config, strides=strides),
-        *_stated_colours(path, metadata),
+        *_stated_colours(metadata),
         depth=len(strides) if strides else config.depth,
         patch_size=strides[0] if strides else config.patch_size,
         native_size=(config.image_size, config.image_size),
@@ -165,18 +160,11 @@ def is_ours(path: Path) -> bool:
     return read_metadata(path).get("format") == _FORMAT
 
 
-def _stated_colours(path: Path, metadata: Mapping[str, str]) -> Colours:
-    found = [(0.0, 0.0, 0.0)] * 2
-    for place, name in enumerate(("mean", "std")):
-        text = metadata.get(name, json.dumps(IMAGENET_COLOURS[place]))
-        try:
-            red, green, blue = (float(value) for value in json.loads(text))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} states a mean or deviation of images that is not three numbers: "
-                f"{text[:80]}"
-            ) from error
-        found[place] = (red, green, blue)
+def _stated_colours(metadata: Mapping[str, str]) -> Colours:
+    found: list[tuple[float, float, float]] = []
+    for name, usual in zip(("mean", "std"), IMAGENET_COLOURS, strict=True):
+        red, green, blue = json.loads(metadata[name]) if name in metadata else usual
+        found.append((float(red), float(green), float(blue)))
     return found[0], found[1]
 
 

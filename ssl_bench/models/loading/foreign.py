@@ -11,25 +11,29 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models.config import ViTConfig
-from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Contents, Encoder
-from ssl_bench.models.kinds import encoder_from_model
+from ssl_bench.models.encoder import (
+    ASSUMED,
+    IMAGENET_COLOURS,
+    Colours,
+    Contents,
+    Encoder,
+    encoder_from_model,
+)
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
     TRANSFORMERS,
+    Backbone,
     Description,
     Layout,
+    backbone_weights,
     dinov3_architecture,
     recognised,
     refuse_strangers,
     renamed,
 )
-from ssl_bench.models.loading.onnx_file import read_onnx
 from ssl_bench.models.loading.weights import (
-    Backbone,
-    backbone_weights,
     load_weights,
     read_weights,
-    reasons,
     unreplaced,
     verified_sha256,
 )
@@ -60,6 +64,8 @@ def load_foreign(
     with unreplaced(path):
         digest = verified_sha256(path)
         if path.suffix == ".onnx":
+            from ssl_bench.models.loading.onnx_file import read_onnx
+
             content, described = read_onnx(path)
         else:
             content = read_weights(path)
@@ -77,7 +83,7 @@ def load_foreign(
                 f"type timm:{architecture}@{path}"
             )
         refuse_strangers(names, path)
-        weights, dropped = _renamed_weights(layout, backbone, path)
+        weights, dropped = renamed(layout, backbone.weights, path)
         used = len(weights)
         note = backbone.note + _fuse_queries_keys_values(weights, path)
         config, grid_size, assumed = _inferred_config(weights, layout, described, path)
@@ -102,15 +108,6 @@ def load_foreign(
     )
 
 
-def _renamed_weights(
-    layout: Layout, backbone: Backbone, path: Path
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors that a layout uses, under our names, and why others are left out."""
-    dropped = reasons(backbone.weights, layout.ignored)
-    kept = {name: value for name, value in backbone.weights.items() if name not in dropped}
-    return renamed(layout, kept, path), dropped
-
-
 def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
     """Put three linear layers into the one that a block of ours has; the same products."""
     parts = [re.fullmatch(r"(blocks\.\d+\.attn\.)query\.(\w+)", name) for name in weights]
@@ -129,7 +126,7 @@ def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
 
 def dinov3_weights(backbone: Backbone, path: Path) -> Backbone:
     """Weights that transformers wrote under DINOv3's own names."""
-    weights, dropped = _renamed_weights(DINOV3_TRANSFORMERS, backbone, path)
+    weights, dropped = renamed(DINOV3_TRANSFORMERS, backbone.weights, path)
     gated = any(".mlp.w1." in name for name in weights)
     for old, new in (
         ("up_proj", "w2" if gated else "fc1"),
@@ -219,12 +216,7 @@ def _grid_size(
             "[HEIGHT, WIDTH] of transformers; architecture=NAME, model_args={img_size: [HEIGHT, "
             "WIDTH]} of timm) and type local-dir:FOLDER"
         )
-    assumed, size = f"{ASSUMED_GRID.format(side, side)}; ", (side * patch_size, side * patch_size)
-    if described is not None and described.input_size not in (None, size):
-        height, width = described.input_size
-        assumed += f"positions are of {size[0]} x {size[1]} pixels, the graph takes {height} x "
-        assumed += f"{width}; "
-    return side, side, assumed
+    return side, side, f"{ASSUMED_GRID.format(side, side)}; "
 
 
 def _require_needed(

@@ -25,9 +25,7 @@ from ssl_bench.models.loading.addresses import (
     file_of,
     name_of,
 )
-from ssl_bench.models.loading.baselines import colour_patches, random_encoder
 from ssl_bench.models.loading.checkpoint import is_ours, load_own_encoder, stated_encoder
-from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.system.paths import expanded, real
 
 _SEED = 0
@@ -62,12 +60,16 @@ def load_encoder(uri: str) -> Encoder:
         return _with_stated_colours(uri)
     scheme, colon, rest = uri.partition(":")
     if scheme == RANDOM and colon:
+        from ssl_bench.models.loading.baselines import random_encoder
+
         return random_encoder(load_encoder(rest), uri)
     if own := OWN.fullmatch(uri):
         return _from_own_file(uri, own[1], own[2])
     if not colon:
         return _from_path(uri)
     if scheme == COLOURS:
+        from ssl_bench.models.loading.baselines import colour_patches
+
         return colour_patches(uri)
     if scheme == "timm":
         # timm takes seconds to import.
@@ -142,6 +144,7 @@ def _with_stated_colours(uri: str) -> Encoder:
 
 
 def _from_torch_hub(uri: str) -> Encoder:
+    from ssl_bench.models.loading.foreign import load_foreign
     from ssl_bench.models.loading.hub import HUB_WEIGHTS, downloaded_file
 
     # A branch may follow the repository, as torch.hub writes it: REPOSITORY:main:NAME.
@@ -170,6 +173,8 @@ def _from_path(uri: str) -> Encoder:
     if path.suffix == ".py":
         raise CheckpointError(f"{path} is Python; name the module in it: {path}:NAME")
     if path.suffix != ".safetensors" or not is_ours(path):
+        from ssl_bench.models.loading.foreign import load_foreign
+
         return load_foreign(path, uri=uri, name=name_of(path))
     return load_own_encoder(uri, path)
 

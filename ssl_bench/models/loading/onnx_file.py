@@ -79,20 +79,10 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
         norm_eps=_norm_eps(graph, constants, path),
         # transformers resizes positions to the size that is wanted.
         position_margin=0.0,
-        input_size=_input_size(graph),
     )
     _require_gelu(graph, path)
     # Copies: onnx gives arrays that cannot be written to.
     return {name: torch.from_numpy(array.copy()) for name, array in weights.items()}, described
-
-
-def _input_size(graph: Any) -> tuple[int, int] | None:
-    """Height and width of the images that the graph takes; None where it leaves them open."""
-    for one in graph.input:
-        sizes = [dim.dim_value for dim in one.type.tensor_type.shape.dim]
-        if len(sizes) == 4 and all(sizes[2:]):
-            return sizes[2], sizes[3]
-    return None
 
 
 def _scope(node: Any) -> str:

@@ -6,7 +6,6 @@ is held against the file.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -37,10 +36,8 @@ from ssl_bench.models.encoder import (
 )
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
-from ssl_bench.models.loading.layouts import dinov3_architecture
+from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
 from ssl_bench.models.loading.weights import (
-    Backbone,
-    backbone_weights,
     colour_of,
     read_weights,
     shape_text,
@@ -95,14 +92,6 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
     """
     name = str(config["architecture"]).partition(".")[0]
     _check_name(name)
-    arguments = _mapping(config, "model_args", path)
-    # Such as checkpoint_path, which would put other weights in place of these.
-    strange = [name for name in signature(timm.create_model).parameters if name in arguments]
-    if strange:
-        raise CheckpointError(
-            f"config.json beside {path} has {', '.join(strange)} among model_args, expected the "
-            "architecture's arguments alone; take it out"
-        )
     return _from_file(uri, name, path, label=label, config=config)
 
 
@@ -201,6 +190,9 @@ def _with_weights(
     if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
         # Else timm would take positions of equally many patches for those of another grid.
         overlay["input_size"] = (3, *size)
+    shapes = {ours: value for ours, value in plan.state_dict().items() if ours in weights}
+    if wrong := {o: value for o, value in shapes.items() if weights[o].shape != value.shape}:
+        raise CheckpointError(_mismatch(path, name, weights, wrong))
     # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
     # missing keys without a word.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
@@ -208,16 +200,10 @@ def _with_weights(
     # how it is drawn, and stays.
     undrawn = "weight_init" in signature(type(plan).__init__).parameters
     drawing = {"weight_init": "skip"} if undrawn else {}
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model = _create(name, path, arguments | drawing, overlay, pretrained=True)
-        if (mode := getattr(plan, "weight_init_mode", None)) is not None:
-            model.weight_init_mode = mode
-    except CheckpointError as error:
-        shapes = {ours: value for ours, value in plan.state_dict().items() if ours in weights}
-        wrong = {o: value for o, value in shapes.items() if weights[o].shape != value.shape}
-        said = _mismatch(path, name, weights, wrong) if wrong else str(error)
-        raise CheckpointError(said) from error
+    with torch.random.fork_rng(devices=[]):
+        model = _create(name, path, arguments | drawing, overlay, pretrained=True)
+    if (mode := getattr(plan, "weight_init_mode", None)) is not None:
+        model.weight_init_mode = mode
     _require_weights(model, weights, path, name)
     return model, note
 
@@ -385,31 +371,17 @@ def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
 def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -> None:
     """Every number of the model is one of the file, under timm's name or another."""
     own = model.state_dict()
-    changed = {
-        ours: _bits(value)
+    made = {
+        ours: value
         for ours, value in own.items()
-        if ours not in weights
-        or weights[ours].shape != value.shape
-        or not torch.equal(_bits(weights[ours]), _bits(value))
+        if ours in weights and not torch.equal(_bits(weights[ours]), _bits(value))
     }
-    renamed: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for theirs, value in weights.items() if changed else ():
-        renamed[_key(_bits(value))].append(theirs)
-    left = {
-        ours: bits
-        for ours, bits in changed.items()
-        if not any(
-            theirs != ours and torch.equal(_bits(weights[theirs]), bits)
-            for theirs in renamed[_key(bits)]
-        )
-    }
-    made = {ours: own[ours] for ours in left if ours in weights}
-    if len(made) < len(left):
-        # Layers that are joined or cut under other names, and biases that are 0 here.
+    if renamed := own.keys() - weights.keys():
+        # Some are joined or cut under other names, and there are biases that are 0 here.
         numbers = np.concatenate([np.zeros(1, np.int32), *map(_bits, weights.values())])
         # Once for all layers: a ViT-S has 22 million and some hundred layers.
         numbers.sort()
-        made |= {ours: own[ours] for ours, bits in left.items() if not _are_of(numbers, bits)}
+        made |= {ours: own[ours] for ours in renamed if not _are_of(numbers, _bits(own[ours]))}
     if made:
         raise CheckpointError(_mismatch(path, name, weights, made))
 
@@ -441,7 +413,3 @@ def _are_of(numbers: Int[np.ndarray, " numbers"], bits: Int[Tensor, " some"]) ->
     asked = np.sort(bits.numpy())
     places = np.searchsorted(numbers, asked).clip(max=len(numbers) - 1)
     return bool((numbers[places] == asked).all())
-
-
-def _key(bits: Int[Tensor, " numbers"]) -> tuple[int, ...]:
-    return (len(bits), *bits[:1].tolist(), *bits[-1:].tolist())

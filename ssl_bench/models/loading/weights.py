@@ -1,13 +1,11 @@
 """Weights files of any origin, read without running anything they hold."""
 
 import argparse
-import os
 import pickle
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.loading.layouts import refuse_strangers
 from ssl_bench.system.files import open_regular, read_digests, sha256_of
 from ssl_bench.system.memory import pass_on_memory
 
 _SMALL_FILE = 2**20
 # Of numbers in a config.json.
 _LARGEST = 1e9
-# The kernel of the patches tells where in a file an encoder begins. Files are seen flat: a slash
-# stands between names of dictionaries, a number or whatever else is no text in brackets.
-_KERNEL = re.compile(
-    r"((?:.*[./])?)((?:patch_embed1?\.(?:module\.)*proj|embeddings\.patch_embeddings"
-    r"(?:\.projection)?|conv_proj|stem\.0|downsample_layers\.0\.0)\.)weight"
-)
-_BLOCK = re.compile(r"(?:blocks?\d?|layers?|stages)\.\w*\d+\.")
-_PART = re.compile(r"[./]")
-# Words in a name that say which of several encoders it is; MoCo-v3 and solo-learn score the one
-# that is trained.
-_AVERAGED = {"averaged", "average", "averaging", "avg", "ema", "swa", "teacher", "target"}
-_TRAINED = {"current", "momentum", "online", "student"}
-# By the first part of a name, seen from where the encoder is.
-_BESIDE = {
-    r"student": "the student; the teacher leads",
-    r"teacher": "a teacher that is no such encoder",
-    r"momentum_encoder": "momentum encoder of MoCo-v3, scored on its base encoder",
-    r"momentum_backbone": "a moving average of the encoder",
-    r"(?:\w+_)?(?:predictor|projector|prototypes)": "a head of pretraining",
-    r"(?:\w+_)?head\w*|classifier|fc|pooler": "a head, after the encoder",
-    r"\w*(?:loss|criterion)\w*|(?:\w+_)?center\w*|queue": "state of a loss",
-    r"decoder": "a decoder, after the encoder",
-    r"text\w*|transformer|token_embedding|positional_embedding|ln_final|logit_\w+": "text of CLIP",
-    r"\w*optim\w*|\w*sched\w*|\w*scaler\w*|\w*rng\w*": "state of training",
-    r"args|config|hyper_parameters|callbacks\w*|loops": "state of training",
-}
-# timm's ConvNeXt keeps its final norm among its head.
-_HEADS = {r"(?:head(?!\.norm\.)|head_dist|fc|classifier|pooler)\..*": "a head, after the encoder"}
 # Not those of 8 bits: the factors that they are stored with stand elsewhere.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
@@ -200,240 +169,6 @@ def usable(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     return dict(weights)
 
 
-@dataclass(frozen=True)
-class Backbone:
-    """The tensors of an encoder in somebody's file.
-
-    Attributes:
-        weights: Under names without the prefixes of wrappers.
-        total: Tensors in the dictionary that held them.
-        ignored: Every other tensor of the file, or what held several, and why it is left out.
-        prefixes: What was taken off the names.
-        note: Which of several encoders this is.
-    """
-
-    weights: Mapping[str, Tensor]
-    total: int
-    ignored: Mapping[str, str]
-    prefixes: tuple[str, ...] = ()
-    note: str = ""
-
-
-def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
-    """The encoder's weights under plain names, whatever was written around them.
-
-    Of several encoders the one is taken whose name says that it is an average.
-    """
-    leaves = list(_leaves(content))
-    tensors = _once(((name, one) for name, one in leaves if isinstance(one, Tensor)), path)
-    training = tuple(
-        {name.partition("param_groups/")[0] for name, _ in leaves if "/param_groups/" in name}
-    )
-    # Before its first update an average holds what the model was initialised with.
-    unaveraged = tuple(
-        name.removesuffix("n_averaged")
-        for name, value in leaves
-        if name.endswith(("/n_averaged", ".n_averaged")) and str(value) in ("0", "tensor(0)")
-    )
-    candidates = {name: one for name, one in tensors.items() if not name.startswith(training)}
-    encoders = _encoders(candidates)
-    if not tensors:
-        return Backbone({}, 0, {})
-    if not (roots := encoders or _largest(candidates)):
-        raise CheckpointError(
-            f"{path} is no Vision Transformer: none of its tensors is named as a weight, but "
-            f"{_first(list(tensors))}; save model.state_dict() instead"
-        )
-    root = _chosen(roots, unaveraged, path)
-    others = [other for other in roots if other != root]
-    container = root[: root.rfind("/") + 1]
-    if odd := [name for name in tensors if name.startswith(f"{container}[")]:
-        raise CheckpointError(
-            f"{path}: {odd[0].removeprefix(container)} is a name that is no text; "
-            "save model.state_dict() instead"
-        )
-    own: dict[str, Tensor] = {}
-    ignored: dict[str, str] = {}
-    unknown: list[str] = []
-    inner = tuple(other for other in others if other.startswith(root))
-    for name, value in tensors.items():
-        is_inside = name.startswith(root) and not name.startswith(inner)
-        if is_inside and not _is_number(name.removeprefix(root), value):
-            own[name] = value
-            continue
-        above = _ancestor((root, name))
-        # What lies in a dictionary of its own goes by the name of that.
-        key = name.removeprefix(above).partition("/")[0]
-        if name.startswith(training):
-            ignored[key] = "state of training"
-        elif why := _reason_beside(name, value, above, root, others):
-            ignored[key] = why
-        else:
-            unknown.append(key)
-    inside = ((_without("module", name.removeprefix(root)), own[name]) for name in own)
-    weights = _once(inside, path)
-    if unknown:
-        if not encoders:
-            refuse_strangers(list(weights), path)
-        raise CheckpointError(
-            f"{path} holds {_first(list(dict.fromkeys(unknown)))}, which is neither an encoder's "
-            "nor known to be left out; save the encoder's state_dict alone"
-        )
-    heads = reasons(weights, _HEADS)
-    plain = {name: value for name, value in weights.items() if name not in heads}
-    total = sum(
-        name.startswith(container) and "/" not in name[len(container) :] for name in tensors
-    )
-    note = f"{_shown(root)} is taken, not {_first([_shown(one) for one in others])}; "
-    parts = tuple(f"{part}." for part in _PART.split(root) if part)
-    return Backbone(usable(plain, path), total, {**ignored, **heads}, parts, note if others else "")
-
-
-def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What containers of any depth hold, under names of the way to it."""
-    items: Iterable[tuple[str, object]]
-    if isinstance(value, Mapping):
-        items = (
-            (_without(r"_\w+", k) if isinstance(k, str) else f"[{k!r}]", v)
-            for k, v in value.items()
-        )
-    elif isinstance(value, list | tuple):
-        items = ((f"[{index}]", item) for index, item in enumerate(value))
-    else:
-        yield name, value
-        return
-    for key, item in items:
-        yield from _leaves(item, f"{name}/{key}" if name else key)
-
-
-def _without(wrapper: str, name: str) -> str:
-    """A name of a tensor without the parts that wrappers of modules put anywhere into it."""
-    return re.sub(rf"(?:^|(?<=\.)){wrapper}\.", "", name)
-
-
-def _once(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, value in pairs:
-        if name in found:
-            raise CheckpointError(
-                f"{path} holds {name} twice, with and without a wrapper around it; save the "
-                "encoder's state_dict alone"
-            )
-        found[name] = value
-    return found
-
-
-def _encoders(names: Collection[str]) -> list[str]:
-    """What stands before the names of each encoder: a patch kernel, its bias, and blocks."""
-    kernels = dict.fromkeys(found.groups() for name in names if (found := _KERNEL.fullmatch(name)))
-    return [
-        root
-        for root, kernel in kernels
-        if any(name.startswith(root) and _BLOCK.search(name, len(root)) for name in names)
-        and (
-            f"{root}{kernel}bias" in names
-            or not any(name.endswith(f"{kernel}bias") for name in names)
-        )
-    ]
-
-
-def _largest(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The same where no encoder is known: for the dictionaries that hold the most tensors."""
-    inside: dict[str, list[str]] = {}
-    for name, value in tensors.items():
-        container, _, key = name.rpartition("/")
-        if not key.startswith("[") and not _is_number(key, value):
-            inside.setdefault(f"{container}/" if container else "", []).append(name)
-    most = max(map(len, inside.values()), default=0)
-    return [
-        _ancestor(names) if most > 1 else container
-        for container, names in inside.items()
-        if len(names) == most
-    ]
-
-
-def _chosen(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
-    """Of encoders the one that is an average; where they part for the first time that is asked."""
-    if len(roots) == 1:
-        return roots[0]
-    above = _ancestor(roots)
-    branches: dict[str, list[str]] = {}
-    for root in roots:
-        branches.setdefault(_PART.split(root.removeprefix(above))[0], []).append(root)
-    ranks = {
-        branch: max(_rank(root, above, unaveraged) for root in inside)
-        for branch, inside in branches.items()
-    }
-    best = [branch for branch in branches if ranks[branch] == max(ranks.values())]
-    if len(best) > 1:
-        shown = _first([_shown(branches[branch][0]) for branch in best])
-        raise CheckpointError(
-            f"{path} holds {len(best)} encoders ({shown}), and no name says which of them "
-            "is the average; save the state_dict of one"
-        )
-    return _chosen(branches[best[0]], unaveraged, path)
-
-
-def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
-    below = root.removeprefix(above)
-    if any(len(place) > len(above) and root.startswith(place) for place in unaveraged):
-        return 0
-    for part in _PART.split(below):
-        words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)}
-        if words & _AVERAGED:
-            return 2
-        if "current" in words and f"{above}averaging_state/" in unaveraged:
-            return 3
-        if words & _TRAINED:
-            return 0
-    return 1
-
-
-def _reason_beside(
-    name: str, value: Tensor, above: str, root: str, others: Sequence[str]
-) -> str | None:
-    """Why a tensor that is not the encoder's is left out; None if nobody knows.
-
-    Its name and `root`, with which those of the encoder begin, both begin with `above`.
-    """
-    beside = name.removeprefix(above)
-    part = _PART.split(beside)[0]
-    branch = name[: len(above) + len(part) + 1]
-    if why := reasons([part], _BESIDE).get(part):
-        return why
-    if any(
-        one.startswith(branch) or (root.startswith(one) and name.startswith(one)) for one in others
-    ):
-        return "another encoder, see the note"
-    if _is_number(beside.rpartition("/")[2], value):
-        return "a number beside the weights"
-    is_outside = "/" in root[len(above) :] and not set("./") & set(beside)
-    return "a tensor beside the state_dict of the model" if is_outside else None
-
-
-def _is_number(key: str, value: Tensor) -> bool:
-    """Whether this is no parameter of a module, nor the token or position of a damaged file."""
-    return value.numel() == 1 and not re.search(r"\.|token|embed", key)
-
-
-def _ancestor(names: Sequence[str]) -> str:
-    """What names begin with, in whole parts."""
-    common = os.path.commonprefix(names)  # noqa: RUF071 - cut at a whole part in the next line
-    return common[: max(common.rfind("."), common.rfind("/")) + 1]
-
-
-def _shown(root: str) -> str:
-    return root.rstrip("./") or "what has no prefix"
-
-
-def reasons(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Why tensors are not used, by patterns of whole names; without those that none fits."""
-    found = (
-        (name, next((w for p, w in known.items() if re.fullmatch(p, name)), None)) for name in names
-    )
-    return {name: why for name, why in found if why is not None}
-
-
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
     """Copy `weights` into `model`; every name and shape must fit."""
     wanted = model.state_dict()
@@ -446,7 +181,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
             if name in weights and weights[name].shape != wanted[name].shape
         ],
     }
-    faults = [f"{_first(names)} {kind}" for kind, names in wrong.items() if names]
+    faults = [f"{named(names)} {kind}" for kind, names in wrong.items() if names]
     if faults:
         fitting = len(wanted) - len(wrong["missing"]) - len(wrong["of another shape"])
         raise CheckpointError(
@@ -469,6 +204,7 @@ def shape_text(tensor: Tensor) -> str:
     return " x ".join(str(size) for size in tensor.shape) or "one number"
 
 
-def _first(names: list[str]) -> str:
+def named(names: list[str]) -> str:
+    """The first three of them, and how many more there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,1 +1,1 @@
-"""What two CPU cores can show of the papers' tables: a queue of runs, and what came of each."""
+"""What two CPU cores could show of the papers' tables: the pages of a finished queue of runs."""

@@ -1,44 +1,29 @@
-"""The page of what this suite has shown and that of its runs, from the ledger alone.
+"""What this suite has shown and its runs: two pages and their pictures, from the ledger alone.
 
-    python -m tests.benchmarks.evidence.page
-
-writes results/tables/evidence.md, a line a claim and nothing else, and beside it evidence_runs.md
-and results/figures/evidence_ROW.svg, of rows that have a run.
+results/tables/evidence.md, a line a claim and nothing else; beside it evidence_runs.md, and
+results/figures/evidence_ROW.svg of rows whose runs were measured after every epoch.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from ssl_bench.intervals import Interval
 from tests.benchmarks.evidence.claims import CLAIMS, Claim
-from tests.benchmarks.evidence.runs_page import draw, figure_name, figures, runs_page
-from tests.benchmarks.evidence.verdicts import (
-    Found,
-    Runs,
-    Verdict,
-    diverged_of,
-    seeds_done,
-    verdict,
-)
-from tests.benchmarks.ledger import Ledger
-
-ROOT = Path(__file__).parents[3]
-LEDGER = ROOT / "results/benchmarks/evidence-cpu.json"
-PAGE = "results/tables/evidence.md"
-RUNS_PAGE = "results/tables/evidence_runs.md"
+from tests.benchmarks.evidence.rows import ROWS, patches_of, rate_runs, reported_of, seed_run
+from tests.benchmarks.evidence.verdicts import Found, Run, Runs, Verdict, first_run, verdict
 
 _BEGINNING = """\
 # What this suite has shown
 
-Made by `python -m tests.benchmarks.evidence.page` from `results/benchmarks/evidence-cpu.json`
-alone; `docs/evidence.md` says how the queue runs, and [its runs](evidence_runs.md) have curves,
+Made by `python -m tests.benchmarks.generated --write` from `results/benchmarks/evidence-cpu.json`
+alone; `docs/evidence.md` says how the queue ran, and [its runs](evidence_runs.md) have curves,
 rates, commits and commands. Two CPU cores can show order and paired differences at reduced size,
 never a published level. What each row may claim and what would refute it was written in
-`tests/benchmarks/evidence/claims.py` before its runs; a row without a finished run says so, and one
-that is refuted or shows nothing stands like any other. Ours are means over seeds of every arm;
-intervals are 95 %, over seeds (Student's t of differences paired by seed) and over images
-(bootstrap of differences, the same images in all arms). Hours are those of one core beside other
-work, for all runs of the arms that a line names with those that chose the rates.
+`tests/benchmarks/evidence/claims.py` before its runs; one that is refuted or shows nothing stands
+like any other. Ours are means over seeds of every arm; intervals are 95 %, over seeds (Student's t
+of differences paired by seed) and over images (bootstrap of differences, the same images in all
+arms). Hours are those of one core beside other work, for all runs of the arms that a line names
+with those that chose the rates.
 
 | | claim, refuted by | published | ours | same direction | difference [interval] | hours | seeds |
 |---|---|---|---|---|---|---:|---:|
@@ -48,25 +33,23 @@ _DIRECTION = {"supported": "yes", "refuted": "no"}
 
 def page(runs: Runs) -> str:
     """Markdown of a ledger's content."""
-    lines = [_line(claim, verdict(claim, runs), runs) for claim in CLAIMS]
+    lines = [_line(claim, verdict(claim, runs)) for claim in CLAIMS]
     return _BEGINNING + "\n".join(lines) + "\n"
 
 
-def _line(claim: Claim, found: Verdict, runs: Runs) -> str:
+def _line(claim: Claim, found: Verdict) -> str:
     says = f"{claim.asks}: **{claim.says}**; refuted by {claim.refuted}"
     says += f" ({claim.limits})" if claim.limits else ""
     ours = [f"{arm} {value:.2f}" for arm, value in found.ours.items()]
-    ours += [f"{name} diverged" for name in diverged_of(claim, runs)]
-    done, asked = seeds_done(claim, runs)
     cells = [
         claim.name,
         says,
         claim.published_text(),
         " / ".join(ours) or "-",
         _DIRECTION.get(found.word, found.word),
-        "<br>".join(_difference(one) for one in found.found if one.value is not None) or "-",
+        "<br>".join(_difference(one) for one in found.found) or "-",
         f"{found.hours:.1f}",
-        f"{done} of {asked}",
+        str(found.seeds),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -81,22 +64,146 @@ def _interval(interval: Interval | None, over: str) -> str:
     return "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}] {over}"
 
 
-def written(root: Path, runs: Runs) -> Sequence[Path]:
-    """Write both pages and the pictures below a folder; gives back what was written."""
-    texts = {root / PAGE: page(runs), root / RUNS_PAGE: runs_page(runs)}
-    for file, text in texts.items():
+_RUNS_BEGINNING = """\
+# The runs behind what this suite has shown
+
+Made by `python -m tests.benchmarks.generated --write` from `results/benchmarks/evidence-cpu.json`
+alone; [evidence.md](evidence.md) has what they say. The programs stood in the repository at the
+commits below: `git show COMMIT:tests/benchmarks/evidence/running.py`, `rows.py` beside it.
+"""
+_CURVES = {
+    "top1": "test accuracy (%)",
+    "letters_16": "letters copied at 16 (%)",
+    "letters_32": "letters copied at 32 (%)",
+    "loss": "training loss (nats)",
+}
+
+
+def runs_page(runs: Runs) -> str:
+    """Markdown of a ledger's content."""
+    text = _RUNS_BEGINNING
+    text += "\n## Over the epochs\n"
+    for row in figures(runs):
+        lines = {arm for panel in curves(row, runs).values() for arm, _ in panel}
+        arms = ", ".join(arm for arm in ROWS[row].arms if arm in lines)
+        text += f"\n![{row}: {arms} over the epochs](../figures/{figure_name(row)})\n"
+    text += "".join(_compared(row, runs) for row in ROWS if ROWS[row].starts)
+    made = sorted({run["provenance"] for run in runs.values()})
+    return text + _RATES + _rates(runs) + "".join(f"\n{one}\n" for one in ["## Runs", *made])
+
+
+_RATES = """
+## Rates
+
+What each arm reached on held-out training images after its first run at each rate of the grid, in
+percent; the highest is taken. Where that is the first or the last rate of the grid, a wider one
+could have found a better.
+
+| row | arm | held-out | edge |
+|---|---|---|---|
+"""
+
+
+def _rates(runs: Runs) -> str:
+    """How the rate of each arm was chosen."""
+    lines = []
+    for row, asked in ROWS.items():
+        for arm in asked.arms if asked.chosen_by and len(asked.rates) > 1 else ():
+            scores = [runs[name][asked.chosen_by][-1] for name in rate_runs(row, arm)]
+            best = max(range(len(scores)), key=lambda number: scores[number])
+            said = [f"{r:g}: {s:.2f}" for r, s in zip(asked.rates, scores, strict=True)]
+            said[best] = f"**{said[best]}**"
+            edge = {0: "lowest", len(scores) - 1: "highest"}.get(best, "")
+            lines.append(f"| {row} | {arm} | {' / '.join(said)} | {edge} |\n")
+    return "".join(lines)
+
+
+_COMPARED = """
+## Starts that were tried, {row}
+
+Percent of the patches that are one token after each block: their cosine with the mean patch of
+their image is above .99. Blocks are counted from 0; loss (of the last epoch) and k-NN (held-out
+images, in percent) are those of the same run. A line with an epoch is of a start that was trained
+whole.
+
+| start | options | loss | k-NN | cosine | {blocks} |
+|---|---|---:|---:|---:|{lines}|
+"""
+
+
+def _compared(row: str, runs: Runs) -> str:
+    """How far the patches of each encoder have become one token."""
+    lines, blocks = [], range(0)
+    for arm, options in ROWS[row].starts.items():
+        first = first_run(row, arm, runs)
+        blocks = range(len(first["merged"]))
+        lines.append(_start(arm, options, first))
+        for name in reported_of(row, [arm]):
+            epochs = f"{arm}, epoch {len(runs[name]['loss'])}"
+            lines.append(_start(epochs, "-", {**runs[name], **runs[patches_of(name)]}))
+    heading = " | ".join(str(block) for block in blocks)
+    table = _COMPARED.format(row=row, blocks=heading, lines="|".join("---:" for _ in blocks))
+    return table + "".join(lines)
+
+
+def _start(name: str, options: str, run: Run) -> str:
+    knn = f"{run['knn'][-1]:.1f}" if "knn" in run else "-"
+    figures = [f"{run['loss'][-1]:.2f}", knn, f"{fmean(run['cosine']):.2f}"]
+    cells = [name, options, *figures, *(f"{one:.0f}" for one in run["merged"])]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def figure_name(row: str) -> str:
+    return f"evidence_{row}.svg"
+
+
+def figures(runs: Runs) -> list[str]:
+    """Rows that have something to draw."""
+    return [row for row in ROWS if curves(row, runs)]
+
+
+def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
+    """What is drawn of a row: by what is measured, arm and seed, a number an epoch."""
+    found: dict[str, dict[tuple[str, int], list[float]]] = {}
+    for metric in _CURVES:
+        lines = {
+            (arm, seed): runs[name][metric]
+            for arm in ROWS[row].arms
+            for seed in ROWS[row].seeds
+            if runs.get(name := seed_run(row, arm, seed), {}).get(metric)
+        }
+        if lines:
+            found[metric] = lines
+    return found
+
+
+def draw(row: str, runs: Runs, file: Path) -> None:
+    """A panel a measure, a colour an arm, a line a seed; equal runs give equal bytes."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    panels = curves(row, runs)
+    with mpl.rc_context({"svg.hashsalt": row}):
+        figure, axes = pyplot.subplots(
+            *(1, len(panels)),
+            figsize=(4.2 * len(panels) + 1.6, 3.4),
+            layout="constrained",
+            squeeze=False,
+        )
+        for axis, (metric, lines) in zip(axes[0], panels.items(), strict=True):
+            arms = list(ROWS[row].arms)
+            for (arm, seed), values in lines.items():
+                label = arm if seed == min(s for a, s in lines if a == arm) else f"_{arm}"
+                epochs = range(1, len(values) + 1)
+                axis.plot(epochs, values, f"C{arms.index(arm)}.-", label=label)
+            axis.set(xlabel="epoch", ylabel=_CURVES[metric])
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.grid(alpha=0.3)
+        # Beside the panels, where it hides no curve.
+        handles = axes[0, 0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside right upper", fontsize=7)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    pictures = {row: root / "results/figures" / figure_name(row) for row in figures(runs)}
-    for row, file in pictures.items():
-        draw(row, runs, file)
-    return [*texts, *pictures.values()]
-
-
-def main() -> None:
-    for path in written(ROOT, Ledger(LEDGER).runs):
-        print(path.relative_to(ROOT))
-
-
-if __name__ == "__main__":
-    main()
+        figure.savefig(file, metadata={"Date": None, "Creator": "matplotlib"})
+        pyplot.close(figure)
