@@ -21,10 +21,9 @@ from pretrain.distributed import TrainingRanks
 from pretrain.options import TrainOptions
 from pretrain.schedules import Timeline
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.system.bars import Bar
 from ssl_bench.system.escaping import printable
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.progress import in_words
+from ssl_bench.system.progress import bar_class, in_words
 
 # A step's row starts with these, in this order.
 _FIRST = ("step", "epoch", "loss")
@@ -82,7 +81,7 @@ class ProgressBar:
     def __init__(self, *, total: int, done: int, quiet: bool, minutes: float | None = None) -> None:
         self._quiet = quiet
         terminal = sys.stderr.isatty() and not quiet
-        self._bar = Bar(total=total, initial=done, unit="step", disable=not terminal)
+        self._bar = bar_class()(total=total, initial=done, unit="step", disable=not terminal)
         self._total, self._first = total, done
         self._seconds = math.inf if minutes is None else 60 * minutes
         self._start = self._last_line = time.monotonic()
@@ -115,11 +114,11 @@ class ProgressBar:
         if self._bar.disable and not self._quiet and is_due:
             self._last_line = now
             where = f"step {step}/{self._total}  epoch {row['epoch']}"
-            self.say(f"{where}  {facts}  {Bar.format_interval(left)} left")
+            self.say(f"{where}  {facts}  {self._bar.format_interval(left)} left")
 
     def say(self, line: str) -> None:
         if not self._quiet:
-            Bar.write(printable(line), file=sys.stderr)
+            self._bar.write(printable(line), file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()

@@ -18,7 +18,7 @@ from pretrain.options import TrainOptions
 from pretrain.resources import product_rate, training_flops
 from pretrain.schedules import Cosine, Timeline
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.system.autocast import autocast, computed_in
+from ssl_bench.system.device import autocast, computed_in
 
 _REFERENCE_BATCH = 256
 # cuBLAS reads it when it is first used; without it its products may be summed in any order.

@@ -46,7 +46,7 @@ from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.results import Baseline
 from ssl_bench.system.device import fetched, sent
-from ssl_bench.system.naming import image_name
+from ssl_bench.system.paths import image_name
 
 Cell = tuple[int, Facet]
 CellFeatures = Mapping[Cell, Float[Tensor, "_rows _cols _dim"]]

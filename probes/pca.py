@@ -29,8 +29,7 @@ from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.system.files import open_regular, write_atomically
 from ssl_bench.system.memory import pass_on_memory
-from ssl_bench.system.naming import encoder_name, file_name, image_name
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import encoder_name, expanded, file_name, image_name
 
 FILE = "reference.npz"
 """Maps that others are aligned with, beside the pictures."""

@@ -71,8 +71,7 @@ from ssl_bench.metrics import class_counts
 from ssl_bench.scores import IGNORED, mean_iou
 from ssl_bench.system.device import sent
 from ssl_bench.system.files import remove_orphans, write_text_atomically
-from ssl_bench.system.naming import image_name
-from ssl_bench.system.paths import cache_folder
+from ssl_bench.system.paths import cache_folder, image_name
 
 HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 _OF_CAPI = (1e-6, 3.727594e-5, 1.389495e-3, 5.179475e-2, 1.930698, 71.96857, 2682.696, 1e5)

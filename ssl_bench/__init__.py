@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ssl_bench.version import __version__
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from ssl_bench.api import Results, extract_features, probe, read_results

@@ -259,11 +259,7 @@ def _pixels(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 height wid
 
 
 def _in_range(images: Tensor, dimensions: int) -> Tensor:
-    """Images as encoders of this suite take them, which normalise for themselves.
-
-    Raises:
-        ConfigurationError: They have another shape, or values that are not in [0, 1].
-    """
+    """Images as encoders of this suite take them, which normalise for themselves."""
     shape = " x ".join(map(str, images.shape))
     if images.ndim != dimensions or images.shape[-3] != 3:
         wanted = "a batch of N x 3 x height x width" if dimensions == 4 else "3 x height x width"

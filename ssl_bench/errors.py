@@ -1,5 +1,9 @@
 """Errors a user can meet: one line each, and the exit code the command ends with."""
 
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
 
 class SslBenchError(Exception):
     """Base of everything the command line reports in one line instead of a traceback.
@@ -63,3 +67,25 @@ class Preempted(SslBenchError):
 
 
 INTERRUPTED = 130
+
+PACKAGES = ("ssl_bench", "probes", "pretrain")
+"""Those of this suite."""
+
+
+def broken_file(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFile:
+    """What was raised while a file was imported, in one line: file, line and what is wrong there.
+
+    Args:
+        error: As it was raised.
+        packages: Of several files on the way, the last one in their folders is named.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
+    own = [one for one in files if {*packages} & {*Path(one.filename).parent.parts}]
+    last, what = (own or files)[-1], str(error)
+    path, line = last.filename, last.lineno or 0
+    if isinstance(error, SyntaxError):
+        path, line, what = error.filename or path, error.lineno or 0, error.msg
+    return BrokenFile(
+        f"{path}, line {line}, cannot be imported: {type(error).__name__}: {what}; mend that file"
+    )

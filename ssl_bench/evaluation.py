@@ -43,7 +43,7 @@ from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id, stride_of
 from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, TrainingImages
 from ssl_bench.results.store import first_few
-from ssl_bench.system import naming
+from ssl_bench.system import paths
 from ssl_bench.system.device import provenance
 from ssl_bench.system.files import mark_as_written
 from ssl_bench.system.progress import show_progress
@@ -431,9 +431,9 @@ def pictures_folder(
     store: ResultStore, task: str, images: ImageSet, encoder: Encoder | EncoderIdentity
 ) -> Path:
     """Where the pictures of these images by an encoder are."""
-    beginning = naming.encoder_folder(encoder.name, encoder_id(encoder.identity()))
-    folder = naming.pictures_folder(beginning, images.fingerprint())
-    return store.root / "pictures" / task / naming.file_name(images.name) / folder
+    beginning = paths.encoder_folder(encoder.name, encoder_id(encoder.identity()))
+    folder = paths.pictures_folder(beginning, images.fingerprint())
+    return store.root / "pictures" / task / paths.file_name(images.name) / folder
 
 
 @dataclass(frozen=True)
@@ -466,10 +466,6 @@ def find_pending(
     for key in keys:
         with_images = probe.keeps_images and key.metric not in probe.metrics_of_sets
         record = _finished(key, store, keeps_images=with_images)
-        if record is None and not encoder.any_size and key.settings.get("image_size", 0) is None:
-            # Records of earlier versions tell the only size from none, where somebody typed it.
-            typed = replace(key, settings={**key.settings, "image_size": encoder.native_size[0]})
-            record = _finished(typed, store, keeps_images=with_images)
         if record is not None:
             finished[key] = record
     cells = frozenset(key for key in keys if key not in finished)

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.layers import FACETS, INNER_FACETS, REGISTERS, Facet, submodule_of
 from ssl_bench.models import Encoder
-from ssl_bench.system.autocast import autocast
-from ssl_bench.system.device import fetched, sent
+from ssl_bench.system.device import autocast, fetched, sent
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
 
@@ -343,12 +342,7 @@ class FeatureExtractor:
 
 
 def _require_asked(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> None:
-    """Refuse what cannot be asked of an encoder before any image passes it.
-
-    Raises:
-        ConfigurationError: no layer or facet, or one that there is not.
-        UnfitEncoder: a token that the encoder lacks, or a norm that does not fit a layer.
-    """
+    """Refuse what cannot be asked of an encoder before any image passes it."""
     outside = [layer for layer in layers if not 0 <= layer < encoder.depth]
     if outside or not layers:
         raise ConfigurationError(

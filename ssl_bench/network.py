@@ -15,8 +15,8 @@ from threading import Thread
 from typing import BinaryIO, Literal
 
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.system.bars import Bar
 from ssl_bench.system.files import lock_when_free
+from ssl_bench.system.progress import bar_class
 
 # Long enough for a slow line, short enough that a machine without network answers within 5 s.
 REACH_SECONDS = 3.0
@@ -178,7 +178,7 @@ def _complete(published: Published, file: BinaryIO) -> None:
         if size is None:
             raise NotFetched(f"{published.url} does not say how long it is")
         name, at = published.url.rpartition("/")[2], start
-        with Bar(
+        with bar_class()(
             desc=name, initial=at, total=size, unit="B", unit_scale=True, disable=None, leave=False
         ) as bar:
             for chunk in _chunks(response):

@@ -49,6 +49,7 @@ from ssl_bench.errors import (
     DataError,
     MachineError,
     UnreadableImage,
+    broken_file,
 )
 from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
 from ssl_bench.layers import layers_of, numbered_layers, resolve_layers
@@ -59,7 +60,6 @@ from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.models.loading.load import stated_identity
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import remove_orphans, remove_orphans_below
-from ssl_bench.system.imports import broken_file
 from ssl_bench.system.progress import in_words, say
 
 # By width and depth; timm has all of them for patches and images of these sizes.

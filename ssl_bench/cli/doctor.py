@@ -5,7 +5,7 @@ import importlib
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import constants as hub
 from packaging.requirements import Requirement
 
+from ssl_bench import __version__
 from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.data.samples import Dataset, ImageSet
@@ -23,7 +24,6 @@ from ssl_bench.system.device import source_commit
 from ssl_bench.system.escaping import json_text, one_line, printable_lines
 from ssl_bench.system.launch import usable_cores
 from ssl_bench.system.paths import real
-from ssl_bench.version import __version__
 
 PACKAGES = (
     ("torch", "torch"),
@@ -44,8 +44,7 @@ EXTRAS = (
 )
 """Packages that something optional needs, what to install for it, and what needs it."""
 CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME", "XDG_CACHE_HOME")
-THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-THREADS = (*THREAD_LIMITS, "OMP_WAIT_POLICY")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,8 @@ def _findings(data_root: str | None) -> Iterator[Finding]:
     yield from _gpus()
     yield from _disks()
     # What moves them and whether the network is asked; docs/daily.md has all of them.
-    said = [f"{name}={os.environ[name]}" for name in CACHE_VARIABLES if name in os.environ]
     network = "offline" if hub.HF_HUB_OFFLINE else "the network is asked for what is not there"
-    yield Finding("caches", f"{', '.join(said) or 'where they usually are'}; {network}")
+    yield Finding("caches", f"{_set(CACHE_VARIABLES) or 'where they usually are'}; {network}")
     none = "no sbatch in PATH; sweep --print works everywhere"
     yield Finding("slurm", shutil.which("sbatch") or none)
     yield Finding("configs", str(config_folder()))
@@ -112,16 +110,19 @@ def _package(module: str, distribution: str) -> Finding:
         text = f"{module} does not import ({reason}); install {distribution} again"
         return Finding(module, text, broken=True)
     version = getattr(found, "__version__", None) or metadata.version(distribution)
-    gpus = f", searches on {_faiss_devices(found)}" if module == "faiss" else ""
-    return Finding(module, f"{version}{gpus}")
+    searches = ""
+    if module == "faiss" and (count := getattr(found, "get_num_gpus", lambda: 0)()):
+        many = f"{count} GPU{'s' * (count > 1)}"
+        searches = f", searches on the CPU, and with probe.engine=faiss on {many}"
+    elif module == "faiss":
+        why = "no GPU found" if hasattr(found, "StandardGpuResources") else "built without GPU"
+        searches = f", searches on the CPU ({why})"
+    return Finding(module, f"{version}{searches}")
 
 
-def _faiss_devices(faiss: object) -> str:
-    count = getattr(faiss, "get_num_gpus", lambda: 0)()
-    if count:
-        return f"the CPU, and with probe.engine=faiss on {count} GPU{'s' * (count > 1)}"
-    has_kernels = hasattr(faiss, "StandardGpuResources")
-    return f"the CPU ({'no GPU found' if has_kernels else 'built without GPU'})"
+def _set(names: Sequence[str]) -> str:
+    """Those of the environment variables that are set, with their values."""
+    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 
 def _unmet_requirements() -> Iterator[Finding]:
@@ -148,10 +149,9 @@ def _unmet_requirements() -> Iterator[Finding]:
 
 def _processors() -> Iterator[Finding]:
     cores, threads = usable_cores(), torch.get_num_threads()
-    limits = [f"{name}={os.environ[name]}" for name in THREADS if name in os.environ]
     advice = f"; more threads than cores: set OMP_NUM_THREADS={cores}" if threads > cores else ""
     yield Finding("cpu", f"{cores} cores, torch uses {threads} threads{advice}")
-    yield Finding("threads", ", ".join(limits) or f"no limit by {', '.join(THREAD_LIMITS)}")
+    yield Finding("threads", _set(THREADS) or f"no limit by {', '.join(THREADS[:3])}")
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total / 2**30
@@ -203,19 +203,18 @@ def _roles(name: str, root: str) -> str | None:
     dataset: Dataset = build(config.dataset)
     if not hasattr(dataset, "root"):
         return None
-    both, scored = (dataset.train, dataset.val), (dataset.val,)
-    opened: dict[str, tuple[Callable[[], ImageSet], ...]] = {
-        "segmentation": both,
-        "classification": both,
-        "correspondence": scored,
-        "discovery": (dataset.discovery,),
-        "saliency": scored,
-        "images": (dataset.images,),
+    opened = {
+        "segmentation": ("train", "val"),
+        "classification": ("train", "val"),
+        "correspondence": ("val",),
+        "discovery": ("discovery",),
+        "saliency": ("val",),
+        "images": ("images",),
     }
     roles = []
     for role in sorted(dataset.supports & opened.keys()):
         with suppress(SslBenchError):
-            sets = [split() for split in opened[role]]
+            sets: list[ImageSet] = [getattr(dataset, split)() for split in opened[role]]
             counts = ", ".join(f"{len(images)} {images.split}" for images in sets)
             roles.append(f"{role} ({counts})")
     return f"{name} in {root}: {', '.join(roles)}" if roles else None

@@ -199,14 +199,13 @@ def _features(
     """By name, with the ids and classes of the images."""
     parts: dict[str, list[np.ndarray]] = {}
     ids, labels = list[str](), list[int]()
-    for start in range(0, len(numbers), options.batch_size or _BATCH):
+    at_once = options.batch_size or _BATCH
+    for start in range(0, len(numbers), at_once):
         try:
             # Photographs are squashed one by one, as whole ones of a batch would fill the memory.
             batch = [
                 (squashed(sample.image, size), sample.image_id, sample.label)
-                for sample in map(
-                    images.__getitem__, numbers[start : start + (options.batch_size or _BATCH)]
-                )
+                for sample in map(images.__getitem__, numbers[start : start + at_once])
             ]
         except UnreadableImage as error:
             raise with_a_way_out(error) from error

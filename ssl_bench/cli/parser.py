@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.paths import expanded
-from ssl_bench.version import __version__
 
 EPILOG = """\
 examples:

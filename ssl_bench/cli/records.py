@@ -15,7 +15,7 @@ from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.results.record import MOST_BYTES
 from ssl_bench.results.store import first_few
 from ssl_bench.system.files import read_digests, read_within
-from ssl_bench.system.naming import file_name
+from ssl_bench.system.paths import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.entries import chosen_metric, model_names
@@ -168,12 +168,7 @@ def asked_layers(asked: str) -> set[int] | None:
 
 
 def _of_layers(records: Sequence[Record], asked: str) -> list[Record]:
-    """Records of some blocks; -1 is the last one of each encoder.
-
-    Raises:
-        ConfigurationError: not whole numbers.
-        DataError: no record is of any of them.
-    """
+    """Records of some blocks; -1 is the last one of each encoder."""
     layers = asked_layers(asked)
     if layers is None:
         return list(records)

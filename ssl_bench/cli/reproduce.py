@@ -1,8 +1,7 @@
 """`ssl-bench reproduce`: from a published table to its runs and probes, and ours beside it.
 
 `plan_table` gives the commands of a table, in order, each of which can be given again; `shown_plan`
-says what lies there already; `carry_out` runs them. Looking costs a second, and torch
-where there are checkpoints to identify.
+says what lies there already; `carry_out` runs them.
 """
 
 import argparse
@@ -12,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import yaml
@@ -26,6 +24,7 @@ from ssl_bench.composition.choices import (
     papers,
     require_choice,
 )
+from ssl_bench.composition.compose import read_file
 from ssl_bench.data.sources import SOURCES
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.results.record import SUPERVISED, Record, encoder_id
@@ -50,10 +49,8 @@ TRAINING_GB = {
 }
 """Gigabytes of the published archives that runs train on: the training and validation images of
 ILSVRC 2012 (147.9 and 6.7), tiny-imagenet-200.zip, cifar-10-python.tar.gz, cifar-100-python.tar.gz,
-SVHN's train_32x32.mat and test_32x32.mat, MNIST's four files."""
+SVHN's train_32x32.mat and test_32x32.mat, MNIST's four files. What is copied lies nowhere."""
 _IN_EPOCHS = ("train.warmup_epochs", "objective.teacher_temperature_epochs")
-# Lies nowhere: the objective draws it.
-_DRAWN = frozenset({"copying"})
 _OF_PROBES = ("probe.", "dataset.")
 _PLAIN = re.compile(r"[A-Za-z/._][\w/.-]*")
 
@@ -168,24 +165,16 @@ def listing(tables: Sequence[PublishedTable]) -> str:
     lines = []
     for paper in papers():
         own = [table for table in tables if table.paper == paper.name]
-        if own:
-            lines += ["", f"{paper.title} ({paper.reference})"]
-            width = max(len(full_name(table)) for table in own)
-            lines += [
-                f"  {full_name(one):{width}}  {one.where}: {one.title}; {_extent(one)}"
-                for one in own
-            ]
+        width = max((len(full_name(table)) for table in own), default=0)
+        lines += ["", f"{paper.title} ({paper.reference})"] if own else []
+        for one in own:
+            here = "all" if len(one.runs) == len(one.rows) else f"{len(one.runs)} of them"
+            extent = "published weights" if one.runs else "no run is set down"
+            if runs := runs_of(one):
+                extent = f"{here} by {len(runs)} runs"
+            where = f"  {full_name(one):{width}}  {one.where}: {one.title}"
+            lines.append(f"{where}; {len(one.rows)} rows, {extent}")
     return "\n".join(lines[1:])
-
-
-def _extent(table: PublishedTable) -> str:
-    if not table.runs:
-        return f"{len(table.rows)} rows, no run is set down"
-    runs = runs_of(table)
-    if not runs:
-        return f"{len(table.rows)} rows, published weights"
-    here = "all" if len(table.runs) == len(table.rows) else f"{len(table.runs)} of them"
-    return f"{len(table.rows)} rows, {here} by {len(runs)} runs"
 
 
 @dataclass(frozen=True)
@@ -271,7 +260,7 @@ class Plan:
             ConfigurationError: it is not said where the images lie.
         """
         is_said = any(word.startswith("data.root=") for word in self.asked.overrides)
-        missing = {run.images for run in self.runs} - set(self.asked.roots) - _DRAWN
+        missing = {run.images for run in self.runs} - set(self.asked.roots) - {"copying"}
         if missing and not is_said:
             name = min(missing)
             raise ConfigurationError(
@@ -338,8 +327,9 @@ def _run_step(
         own.append(f"train.keep_epochs=[{','.join(map(str, sorted(kept)))}]")
     if "train.max_steps" in said:
         # Schedules that a run of a few steps would not reach the end of; null is a share of it.
-        recipe = _recipe_values(run.recipe)
-        own += [f"{key}=null" for key in _IN_EPOCHS if recipe.get(key) and key not in said]
+        recipe = read_file(config_folder() / "experiment" / f"{run.recipe}.yaml")
+        for part, name in (key.split(".") for key in _IN_EPOCHS if key not in said):
+            own += [f"{part}.{name}=null"] if recipe.get(part, {}).get(name) else []
     is_row = run.name in table.runs.values()
     if is_row and any(column.task == SUPERVISED for column in columns):
         own.append(f"monitor.results={_quoted(asked.out)}")
@@ -348,14 +338,6 @@ def _run_step(
     place = ["--out", str(asked.runs / run.name), "--resume", *asked.where(run.images)]
     words = ("pretrain", *own, *asked.of_runs, *place)
     return Step(f"pretrain {run.name}", run.name, run.after, words)
-
-
-def _recipe_values(name: str) -> dict[str, Any]:
-    """What the file of a recipe says itself, by keys such as "train.epochs"."""
-    text = (config_folder() / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
-    parts = yaml.load(text, yaml.CSafeLoader).items()
-    sections = {name: values for name, values in parts if isinstance(values, dict)}
-    return {f"{part}.{key}": values[key] for part, values in sections.items() for key in values}
 
 
 def _probe_steps(address: str, columns: Sequence[PublishedColumn], asked: Asked) -> Iterator[Step]:
@@ -381,19 +363,8 @@ def _quoted(path: Path) -> str:
     return str(path) if _PLAIN.fullmatch(str(path)) else "'" + str(path).replace("'", "\\'") + "'"
 
 
-@dataclass(frozen=True)
-class RunState:
-    """How far a run came: optimizer steps taken, and whether these were all."""
-
-    step: int
-    is_finished: bool
-
-    def __str__(self) -> str:
-        return f"{'finished' if self.is_finished else 'begun'}, {self.step} steps"
-
-
-def run_state(folder: Path) -> RunState | None:
-    """What the weights and the configuration of a run folder say; None where there is no run."""
+def run_state(folder: Path) -> tuple[int, bool] | None:
+    """The optimizer steps that a run took, and whether these were all; None where there is none."""
     try:
         with safetensors.safe_open(folder / "last.safetensors", "numpy") as file:
             said = file.metadata()
@@ -405,7 +376,7 @@ def run_state(folder: Path) -> RunState | None:
     # Somebody's own files may hold anything.
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError, yaml.YAMLError):
         return None
-    return RunState(step, is_finished)
+    return step, is_finished
 
 
 def _recorded(out: Path) -> list[Record]:
@@ -425,7 +396,10 @@ def shown_plan(plan: Plan) -> str:
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
     states = {run.name: run_state(plan.asked.runs / run.name) for run in plan.runs}
     if states:
-        rows = [(name, "-" if state is None else str(state)) for name, state in states.items()]
+        rows = [
+            (name, f"{'finished' if state[1] else 'begun'}, {state[0]} steps" if state else "-")
+            for name, state in states.items()
+        ]
         blocks.append(aligned([("run", "there"), *rows]))
     if probes := [step for step in plan.steps if not step.is_run]:
         records = _recorded(plan.asked.out)
@@ -448,9 +422,9 @@ def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
     return step.title.rpartition(", ")[0], str(address), str(count)
 
 
-def _notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[str]:
+def _notes(plan: Plan, states: Mapping[str, tuple[int, bool] | None]) -> Iterator[str]:
     if states:
-        left = [state for state in states.values() if state is None or not state.is_finished]
+        left = [state for state in states.values() if state is None or not state[1]]
         yield f"{len(states)} runs, {len(left)} not finished"
     sizes = dict.fromkeys(plan.images, 0.0)
     sizes |= {name: SOURCES[name].size / 1e9 for name in plan.images if name in SOURCES}
@@ -501,7 +475,7 @@ def carry_out(
             outcome = attempted(lambda words=step.words: execute(words), step.words[0], debug=debug)
         if step.is_run and step.run:
             state = None if outcome.exit_code else run_state(plan.asked.runs / step.run)
-            if not outcome.exit_code and (state is None or not state.is_finished):
+            if not outcome.exit_code and (state is None or not state[1]):
                 late = "its time was up before its end; the same command goes on with it"
                 outcome = replace(outcome, exit_code=1, error=late)
             if outcome.exit_code:

@@ -36,9 +36,8 @@ from ssl_bench.composition.choices import (
     nearest,
 )
 from ssl_bench.composition.fields import described, require, shown, takes_one_as_list
-from ssl_bench.errors import BrokenFile, ConfigurationError
+from ssl_bench.errors import PACKAGES, BrokenFile, ConfigurationError, broken_file
 from ssl_bench.system.escaping import plain_json
-from ssl_bench.system.imports import PACKAGES, broken_file
 
 TARGET = "_target_"
 _SETTING = re.compile(r"\$([a-z_]+)")
@@ -142,30 +141,23 @@ def _defaults(folder: Path, root: str, groups: tuple[str, ...]) -> DictConfig:
 
     Composed once, because it takes a tenth of a second each time.
     """
-    calls = {choice: call for choice in groups if (call := _component(choice))}
+    # A choice like "probe/segmentation/loss=histogram" puts a call in place of a field, but for
+    # files that hold values of many fields, as that of a protocol does.
+    parts = [choice.replace("=", "/") for choice in groups if choice.count("/") == 2]
+    calls = {part: call for part in parts if TARGET in (call := read_file(folder / f"{part}.yaml"))}
+    plain = [choice for choice in groups if choice.replace("=", "/") not in calls]
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            config = compose(root, [*(one for one in groups if one not in calls), *_WITHOUT_HYDRA])
+            config = compose(root, [*plain, *_WITHOUT_HYDRA])
             said: Any = OmegaConf.to_container(config, resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(_one_line(error)) from error
-    for choice, call in calls.items():
-        group, _, field = choice.partition("=")[0].split("/")
+    for part, call in calls.items():
+        group, _, field, _ = part.split("/")
         said[group][field] = call
     whole = DictConfig(completed(said, ""))
     OmegaConf.set_struct(whole, True)
     return whole
-
-
-def _component(choice: str) -> dict[str, Any]:
-    """The call that a choice like "probe/segmentation/loss=histogram" puts in place of a field.
-
-    Nothing where its file holds values of many fields, as that of a protocol does.
-    """
-    folder, _, name = choice.partition("=")
-    file = config_folder() / folder / f"{name}.yaml"
-    said = read_file(file) if folder.count("/") == 2 else {}
-    return said if TARGET in said else {}
 
 
 def read_file(file: Path) -> dict[str, Any]:
@@ -230,11 +222,6 @@ def _check_choice(root: str, group: str, key: str, value: Any) -> None:
         return
     # Of another package, of which the configuration says the address alone: see `completed`.
     point = entry_points(group)[value]
-    for item in fields(_loaded(point)):
-        if item.init and default_of(item) is MISSING:
-            raise ConfigurationError(
-                f"the entry point {point.name} = {point.value} needs a default for {item.name}"
-            )
     store(group=group, name=value, node={TARGET: f"{point.module}.{point.attr}"})
 
 
@@ -307,9 +294,6 @@ def constructed(value: Any, key: str) -> Any:
     if not isinstance(value, Mapping):
         return value
     parts = {str(name): constructed(item, _joined(key, name)) for name, item in value.items()}
-    reserved = [name for name in RESERVED if name in parts]
-    if reserved:
-        raise ConfigurationError(f"{_joined(key, reserved[0])} is no key of a component")
     if TARGET not in parts:
         return parts
     kind = component_class(parts.pop(TARGET), _joined(key, TARGET))

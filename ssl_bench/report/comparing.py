@@ -17,7 +17,7 @@ from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.results.contributions import ImageCurve, Scored, stored_curve
 from ssl_bench.scores import mean_iou
 from ssl_bench.system.files import read_within
-from ssl_bench.system.naming import file_name, pictures_folder
+from ssl_bench.system.paths import file_name, pictures_folder
 from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.comparison import Difference, best_blocks, block_by_block
 from ssl_bench.tables.entries import Entry

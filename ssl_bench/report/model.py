@@ -16,7 +16,7 @@ from ssl_bench.layers import INNER_FACETS
 from ssl_bench.report.drawing import Spot
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
-from ssl_bench.system.naming import encoder_folder, in_order
+from ssl_bench.system.paths import encoder_folder, in_order
 from ssl_bench.tables.entries import (
     Entry,
     baselines,

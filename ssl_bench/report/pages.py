@@ -55,7 +55,7 @@ from ssl_bench.report.pictures import (
 )
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.escaping import in_file_names
-from ssl_bench.system.naming import image_digits, image_name
+from ssl_bench.system.paths import image_digits, image_name
 from ssl_bench.tables.entries import footnote, sizes_note
 from ssl_bench.tables.published import PublishedValue, published_beside
 from ssl_bench.tables.severities import SeverityTable

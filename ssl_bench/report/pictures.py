@@ -12,7 +12,7 @@ from ssl_bench.report.model import Checkpoint
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.system.files import open_within, read_within
-from ssl_bench.system.naming import file_name, image_digits, image_title
+from ssl_bench.system.paths import file_name, image_digits, image_title
 
 MOST_SHOWN = 6
 """Pictures of a checkpoint on the first page."""

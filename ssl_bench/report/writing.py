@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.report.comparing import scored_by_panel
 from ssl_bench.report.pages import Page, Report, checkpoint_page, epochs_page, index_page, pair_page
@@ -22,7 +23,6 @@ from ssl_bench.system.escaping import in_page, json_text, plain_json, printable
 from ssl_bench.system.files import REPORT
 from ssl_bench.system.paths import real
 from ssl_bench.system.progress import show_progress
-from ssl_bench.version import __version__
 
 STATIC = ("style.css", "report.js")
 _SHOWN = {

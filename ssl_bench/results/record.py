@@ -23,7 +23,7 @@ from ssl_bench.errors import DataError
 from ssl_bench.intervals import holds
 from ssl_bench.system.escaping import is_file_name, plain_json
 from ssl_bench.system.files import read_within
-from ssl_bench.system.naming import file_name
+from ssl_bench.system.paths import file_name
 
 PerImage = Shaped[np.ndarray, "images *values"]
 """What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
-from ssl_bench.errors import INTERRUPTED, MachineError, Preempted, SslBenchError
+from ssl_bench.errors import INTERRUPTED, MachineError, Preempted, SslBenchError, broken_file
 from ssl_bench.system.escaping import one_line
-from ssl_bench.system.imports import broken_file
 from ssl_bench.system.memory import is_out_of_memory, memory_error
 from ssl_bench.system.progress import in_words, is_heard
 

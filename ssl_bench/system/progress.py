@@ -1,12 +1,14 @@
 """What the user is told on stderr: lines, and on a terminal progress with rate and time left."""
 
+import os
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Sized
 from contextvars import ContextVar
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ssl_bench.system.escaping import printable
 from ssl_bench.system.launch import is_heard
@@ -31,11 +33,8 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
         total = len(items)
     if not sys.stderr.isatty():
         return _logged(items, description, total)
-    # Where it is needed: tqdm takes as long to import as `--help` does for all the rest.
-    from ssl_bench.system.bars import Bar
-
     durations = deque[float](maxlen=_REMEMBERED)
-    bar = Bar(
+    bar = bar_class()(
         _timed(items, durations),
         desc=printable(description),
         total=total,
@@ -45,6 +44,32 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
     )
     bar.durations = durations
     return iter(bar)
+
+
+@cache
+def bar_class() -> Any:
+    """Tqdm's bar, with a lock that no other process can hold, and the time left of the usual item.
+
+    tqdm shares its own with processes that are forked: one that is killed while it writes would
+    keep all others from writing for ever. Its time left, from the mean, would go on with the first
+    item, which waited for what is loaded once; here `durations` are those of the last items.
+    """
+    # Where it is needed: tqdm takes as long to import as `--help` does for all the rest.
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]
+        durations: Sequence[float] = ()
+
+        @property
+        def format_dict(self) -> MutableMapping[str, Any]:
+            shown = super().format_dict
+            if len(self.durations) > 1 and (usual := usual_duration(self.durations)) > 0:
+                shown["rate"] = 1 / usual
+            return shown
+
+    # One of its own for each process; a thread that holds it at a fork is not there to let it go.
+    os.register_at_fork(after_in_child=lambda: Bar.set_lock(threading.RLock()))
+    return Bar
 
 
 def _timed(items: Iterable[T], durations: deque[float]) -> Iterator[T]:
@@ -118,9 +143,7 @@ def say(line: str) -> None:
     """Tell the user on stderr, beside bars; stdout is for tables. The first process alone does."""
     if not is_heard():
         return
-    from ssl_bench.system.bars import Bar
-
-    with Bar.external_write_mode(file=sys.stderr):
+    with bar_class().external_write_mode(file=sys.stderr):
         print(printable(reworded.get()(line)), file=sys.stderr, flush=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record
-from ssl_bench.system.naming import in_order
+from ssl_bench.system.paths import in_order
 from ssl_bench.tables.entries import (
     Entry,
     comparable_groups,

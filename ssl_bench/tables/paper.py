@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
-from ssl_bench.system.naming import in_order
+from ssl_bench.system.paths import in_order
 from ssl_bench.tables.entries import baseline_note, comparable_groups, dagger_note, provenance
 from ssl_bench.tables.layer_selection import (
     NO_IMAGES_NOTE,

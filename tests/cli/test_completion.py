@@ -1,6 +1,5 @@
 """What a real shell offers when Tab is pressed."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -66,18 +65,6 @@ def test_tab_offers_files_for_a_checkpoint_and_only_folders_for_data(script):
 
     assert sorted(offered(script, "probe", "--checkpoint", "ru")) == ["runs", "rust.pth"]
     assert offered(script, "probe", "--data-root", "ru") == ["runs"]
-
-
-@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
-@pytest.mark.parametrize(("typed", "wanted"), TYPED.items())
-def test_fish_offers_the_same(tmp_path, capsys, typed, wanted):
-    assert main(["completion", "fish"]) == 0
-    (tmp_path / "script.fish").write_text(capsys.readouterr().out)
-
-    ask = f"source {tmp_path}/script.fish; complete -C 'ssl-bench {typed}'"
-    run = subprocess.run(["fish", "--no-config", "-c", ask], capture_output=True, text=True)
-
-    assert {line.partition("\t")[0] for line in run.stdout.splitlines()} == {*wanted}, run.stderr
 
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh", "fish"])

@@ -2,14 +2,12 @@
 
 import io
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
-from tests.support.faults import class_folders
 
 OWN = str(Path(__file__).parents[1] / "support/own_module.py")
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
@@ -42,26 +40,6 @@ def test_wrong_layers_are_refused_before_images_are_looked_for(place, capsys, la
         assert "layers must " in said(capsys, f"{words} --layer {layers}", 2)[1]
 
 
-def test_a_block_out_of_range_leaves_no_record_of_others(place, capsys):
-    words = PCA.replace("pca", "all") + " --layer 0,9"
-    assert "layers must lie in 0..1" in said(capsys, words, 2)[1]
-    assert not (place / "results/records").exists()
-
-
-def test_keys_are_as_wide_as_the_terminal(place, monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    assert main(["keys", "probe.knn"]) == 0
-
-    lines = terminal.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0].startswith("data.root=null  a path or null: ")
-    assert any(line.startswith("    ") for line in lines)
-
-
 def test_files_of_encoders_that_are_not_there_get_their_hint(place, capsys):
     probed = "probe --task pca --checkpoint"
     assert ".onnx" in said(capsys, f"{probed} x.onnx", 4)[1]
@@ -69,16 +47,6 @@ def test_files_of_encoders_that_are_not_there_get_their_hint(place, capsys):
     assert "did you mean my_net.py:MyNet?" in said(capsys, f"{probed} my_net:MyNet", 4)[1]
     line = said(capsys, f"{probed} my_net.py:Nope", 4)[1]
     assert line.endswith("my_net.py has no Nope; it has MyNet\n")
-
-
-def test_checked_folders_of_classes_are_named(place, capsys):
-    class_folders(place / "classes")
-    out = said(capsys, "data check class_folders --data-root classes")[0]
-    names = sorted(one.name for one in (place / "classes/train").iterdir())
-    assert f"classes    {len(names)}: {', '.join(names)[:20]}" in out
-
-    line = said(capsys, "data check folder photos", 2)[1]
-    assert "a folder is given as --data-root photos" in line
 
 
 def said_in_help(capsys, command: str) -> str:
@@ -97,19 +65,8 @@ def test_the_only_size_of_an_encoder_is_no_other_question(place, capsys, task):
     assert ResultStore(place / "results").records() == first
     assert all("image_size" not in record.changed for record in first)
     said(capsys, f"{words} --out other")
-    new, old = ResultStore(place / "other"), ResultStore(place / "old")
+    new = ResultStore(place / "other")
     assert [r.settings for r in new.records()] == [r.settings for r in first]
-
-    # Records of before that tell the only size from none are still found.
-    for record in new.records():
-        changed = {**record.changed, "image_size": 32}
-        settings = {**record.settings, "image_size": 32}
-        old.save(replace(record, settings=settings, changed=changed), new.per_image(record))
-    count = len(first)
-    for more in ("", " probe.image_size=32"):
-        err = said(capsys, f"{words} --out old{more}")[1]
-        assert f"{count} of {count} scores finished before, skipped" in err
-    assert len(old.records()) == count
 
 
 def test_a_key_says_which_tasks_it_does_not_concern(place, capsys):
@@ -134,3 +91,17 @@ def test_one_facet_suits_all_tasks_that_have_one(place, capsys):
     for task in ("knn", "classification", "clustering"):
         words = f"probe --task {task} --dataset toy_objects --print-config"
         said(capsys, f"{words} probe.facet=attn_out")
+
+
+def test_keys_are_as_wide_as_the_terminal(place, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert main(["keys", "probe.knn"]) == 0
+
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("data.root=null  a path or null: ")
+    assert any(line.startswith("    ") for line in lines)

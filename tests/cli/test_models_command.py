@@ -84,12 +84,6 @@ def test_json_has_the_facts_of_each_file(ours, dinov2, capsys):
     assert second["sha256"] == sha256_of(dinov2)
 
 
-def test_what_is_left_out_is_named_with_its_reason(dinov2, capsys):
-    said = shown(capsys, str(dinov2))
-    assert "mask_token: stands for masked patches" in said
-    assert "https://github.com/facebookresearch/dinov2" in said
-
-
 def test_bad_files_take_a_line_each_and_the_others_are_still_described(ours, tmp_path, capsys):
     (tmp_path / "empty.pth").touch()
     safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
@@ -134,3 +128,9 @@ def test_an_architecture_of_timm_has_no_file(capsys):
     said = shown(capsys, "timm:vit_tiny_patch16_224")
     assert "no file" in said
     assert "random" in said
+
+
+def test_what_is_left_out_is_named_with_its_reason(dinov2, capsys):
+    said = shown(capsys, str(dinov2))
+    assert "mask_token: stands for masked patches" in said
+    assert "https://github.com/facebookresearch/dinov2" in said

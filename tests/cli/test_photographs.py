@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, features
 
-from probes.pictures import heading
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -183,18 +182,6 @@ def test_another_photograph_costs_its_own_time_alone(place):
     }
 
 
-def test_boxes_that_changed_are_no_result_of_before(place):
-    path = voc(place) / "Annotations/t0.xml"
-    words = probing("tokencut", "voc2012", place)
-    assert main(words) == 0
-    path.write_text(path.read_text().replace("<xmin>9", "<xmin>20"))
-    assert main(words) == 0
-
-    found = [json.loads(line) for log in searched() for line in Path(log).read_text().splitlines()]
-    boxes = {str(line["true_boxes"]) for line in found if line.get("image") == "t0"}
-    assert len(boxes) == 2
-
-
 def test_pictures_are_from_all_over_a_set_and_as_many_as_asked(place, capsys):
     photos = photo_folder(place / "photos", 12)
     words = probing("tokencut", "folder", photos, "--pictures", "3")
@@ -260,8 +247,3 @@ def test_maps_of_two_sizes_lie_side_by_side(place):
 
     kinds = {folder.name for folder in Path("results/pictures/pca/folder").glob("*/*/")}
     assert kinds == {"image-32px", "image-48px"}
-
-
-def test_letters_beyond_ascii_are_not_drawn_as_boxes():
-    drawn = {np.asarray(heading(word)).tobytes() for word in ("schön", "schün", "schñn")}
-    assert len(drawn) == 3

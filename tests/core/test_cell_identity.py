@@ -20,7 +20,6 @@ from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.models.encoder import configured, of_library
 from ssl_bench.results import ResultStore
 from tests.support.faults import SMALL, class_folders, encoder_file, probing, records, voc
-from tests.support.foreign_weights import saved
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 
@@ -58,25 +57,6 @@ def test_fault_52_training_classes_that_change_places_are_other_training_images(
     assert len(after) == len(before)
     assert {record.metric: record.value for record in after} == values("fresh")
     assert {r.trained_on for r in before}.isdisjoint({r.trained_on for r in after})
-
-
-def test_fault_52_a_part_of_the_training_images_makes_a_cell_of_its_own(place, capsys):
-    probe = probing("retrieval", "voc2012", place / "voc")
-    assert main(probe) == 0
-    whole = {record.key().digest() for record in records()}
-
-    assert main([*probe, "dataset.train_split=train:0-50%", "--overwrite"]) == 0
-
-    assert whole < {record.key().digest() for record in records()}
-    assert {str(r.trained_on).partition(",")[0] for r in records()} == {
-        "train (4 images",
-        "train:0-50% (2 images",
-    }
-    capsys.readouterr()
-    assert main(["table", "--format", "markdown"]) == 0
-    printed = capsys.readouterr().out
-    for record in records():
-        assert f"trained on {record.trained_on}" in printed
 
 
 def test_fault_52_cells_of_other_training_images_are_not_compared(place, capsys):
@@ -162,38 +142,6 @@ def test_fault_52_training_images_that_change_during_a_run_give_it_no_other_key(
     assert {cast(Any, record.trained_on).fingerprint for record in made} == {before}
     # Once for the key and to be read, however many cells there are.
     assert sorted(dataset.opened) == ["train", "val"]
-
-
-@pytest.mark.slow
-def test_fault_53_equal_weights_with_other_colours_are_another_encoder(place, capsys):
-    import timm
-
-    torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=0, dynamic_img_size=True)
-    saved(Path("tiny.pth"), model.state_dict())
-    probe = probing("knn", "class_folders", place / "classes", "probe.image_size=32")
-    probe.remove("encoder.safetensors")
-    probe.remove("--checkpoint")
-    for number, uri in enumerate(("tiny.pth", "timm:vit_tiny_patch16_224@tiny.pth")):
-        assert main([*probe, "--checkpoint", uri]) == 0
-        assert "finished before" not in capsys.readouterr().err
-        assert main([*probe, "--checkpoint", uri, "--out", f"fresh{number}"]) == 0
-    bare, named = (records(f"fresh{number}") for number in range(2))
-
-    assert bare[0].checkpoint_sha256 == named[0].checkpoint_sha256
-    assert (bare[0].mean, named[0].mean) == ((0.485, 0.456, 0.406), (0.5, 0.5, 0.5))
-    together = {(record.encoder_id, record.metric): record.value for record in records()}
-    for record in (*bare, *named):
-        if "top1" in record.metric:
-            assert together[record.encoder_id, record.metric] == record.value
-    announced = said([*probe, "--checkpoint", "tiny.pth"], capsys)
-    assert "mean 0.485 0.456 0.406, deviation 0.229 0.224 0.225 (assumed" in announced
-    assert main(["table", "--format", "markdown"]) == 0
-    (head,) = {n for n in capsys.readouterr().out.splitlines() if n.startswith("| block")}
-    assert [word.split("&")[0] for word in head.split(" | ")[1:]] == [
-        "tiny",
-        "vit_tiny_patch16_224",
-    ]
 
 
 def said(arguments: list[str], capsys) -> str:

@@ -24,15 +24,6 @@ from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS
 PCA = ["probe=pca", "dataset=toy"]
 
 
-def test_overrides_reach_the_component_as_plain_python():
-    config = compose_config("probing", [*PCA, "probe.panels=3", "seed=7"])
-
-    probe = build(config.probe)
-
-    assert (probe.panels, probe.image_size, config.seed) == (3, None, 7)
-    assert type(probe.panels) is int
-
-
 def built_both(config: DictConfig) -> None:
     build(config.probe)
     build(config.dataset)

@@ -107,20 +107,6 @@ def test_query_key_and_value_are_the_thirds_of_the_qkv_layer_in_this_order():
         assert torch.equal(found[facet], expected)
 
 
-def test_the_query_slice_is_what_attention_asks_with():
-    # A key bias shifts all logits of a query alike: only the key slice is blind to its bias.
-    encoder = ours()
-    block = encoder.module.get_submodule("blocks.2")
-    images = torch.rand(1, 3, 16, 24)
-    before = FeatureExtractor(encoder, layers=[2])(images)[2]["token"]
-    block.get_parameter("attn.qkv.bias").data[48:96] += 3.0
-    after = FeatureExtractor(encoder, layers=[2], facets=["token", "key"])(images)[2]
-    torch.testing.assert_close(after["token"], before, rtol=0, atol=1e-4)
-    block.get_parameter("attn.qkv.bias").data[:48] += 3.0
-    moved = FeatureExtractor(encoder, layers=[2])(images)[2]["token"]
-    assert (moved - before).abs().max() > 1e-4
-
-
 def test_token_normed_is_the_final_norm_of_token_and_cls_the_output_of_the_model():
     encoder = ours()
     images = torch.rand(2, 3, 32, 32)
@@ -184,7 +170,7 @@ def test_blocks_beyond_the_deepest_layer_are_not_computed_and_nothing_changes(co
     encoder, calls = counted
     images = torch.rand(2, 3, 16, 24)
     everything = FeatureExtractor(encoder, layers=ALL, facets=FACETS)(images)
-    extractor = FeatureExtractor(encoder, layers=[1, 0], facets=FACETS)
+    extractor = FeatureExtractor(encoder, layers=[1, 0, 1], facets=[*FACETS, *FACETS])
     calls.clear()
     shallow = extractor(images)
     assert calls == ["patch_embed", "blocks.0", "blocks.1"]
@@ -192,15 +178,6 @@ def test_blocks_beyond_the_deepest_layer_are_not_computed_and_nothing_changes(co
     for layer in shallow:
         for facet in FACETS:
             assert torch.equal(shallow[layer][facet], everything[layer][facet])
-
-
-def test_an_image_does_not_depend_on_its_place_in_the_batch():
-    extractor = FeatureExtractor(ours(), layers=[2], facets=["token", "key"])
-    images = torch.rand(5, 3, 16, 24)
-    order = torch.tensor([3, 0, 4, 2, 1])
-    straight, shuffled = extractor(images)[2], extractor(images[order])[2]
-    for facet in straight:
-        torch.testing.assert_close(shuffled[facet], straight[facet][order], rtol=0, atol=1e-6)
 
 
 def test_no_hook_stays_also_after_an_error():
@@ -270,16 +247,6 @@ def test_a_model_without_a_qkv_layer_gives_tokens_alone():
         CheckpointError, match=r"computes no key in its qkv layer; ask for the facet token"
     ):
         FeatureExtractor(encoder, layers=[0], facets=["key"])(images)
-
-
-def test_what_is_asked_twice_is_given_once():
-    extractor = FeatureExtractor(ours(), layers=[2, 0, 2], facets=["key", "token", "key"])
-    found = extractor(torch.rand(1, 3, 16, 16))
-    assert [(layer, list(features)) for layer, features in found.items()] == [
-        (2, ["key", "token"]),
-        (0, ["key", "token"]),
-    ]
-    assert (extractor.layers, extractor.facets) == ((2, 0), ("key", "token"))
 
 
 @pytest.mark.parametrize("layers", [[3], [0, -1], []])
@@ -378,23 +345,3 @@ def test_one_image_that_is_too_large_ends_with_the_error_of_the_device():
 
     with encoder.module.register_forward_pre_hook(refuse), pytest.raises(torch.OutOfMemoryError):
         FeatureExtractor(encoder, layers=ALL)(torch.rand(2, 3, 32, 32))
-
-
-def test_images_are_normalised_inside():
-    encoder = ours()
-    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (encoder.mean, encoder.std))
-    images = torch.rand(1, 3, 16, 24)
-    neutral = Encoder(**{**vars(encoder), "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
-    inside = FeatureExtractor(encoder, layers=[2])(images)
-    outside = FeatureExtractor(neutral, layers=[2])((images - mean) / std)
-    assert torch.equal(inside[2]["token"], outside[2]["token"])
-
-
-@pytest.mark.parametrize("kind", [ours, lambda: timm_twin(ours())])
-def test_registers_and_cls_are_no_patches(kind):
-    encoder = kind()
-    found = FeatureExtractor(encoder, layers=[0], facets=["key", "cls"])(torch.rand(2, 3, 16, 24))
-    assert found[0]["key"].shape == (2, 2, 3, 48)
-    with_registers = ours(num_registers=4)
-    keys = FeatureExtractor(with_registers, layers=[0], facets=["key"])(torch.rand(2, 3, 16, 24))
-    assert keys[0]["key"].shape == (2, 2, 3, 48)

@@ -12,8 +12,6 @@ from ssl_bench.composition.fields import (
     Count,
     InnerShare,
     Items,
-    Place,
-    Seed,
     Share,
     Span,
     Within,
@@ -65,18 +63,6 @@ def test_no_field_takes_a_number_that_is_not_finite_or_has_no_end():
                 if (isinstance(value, float | int) and abs(value) > 2**32) or value != value:
                     with pytest.raises(ConfigurationError, match=f"^probe.{item.name} expects"):
                         require(f"probe.{item.name}", item.type, value)
-
-
-@pytest.mark.parametrize("value", ABSURD)
-@pytest.mark.parametrize("kind", [Count, Seed, Share, InnerShare, Span, Place])
-def test_a_kind_takes_nothing_absurd(kind, value):
-    legal = (kind is Place and value == "a text") or (kind is Seed and value == 2**31)
-
-    if legal:
-        require("key", kind, value)
-    else:
-        with pytest.raises(ConfigurationError, match=r"^key expects "):
-            require("key", kind, value)
 
 
 @pytest.mark.parametrize(

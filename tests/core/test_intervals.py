@@ -96,14 +96,6 @@ def test_what_a_class_that_is_only_predicted_would_have_is_left_open_upwards():
     assert high >= before.value + after.margin
 
 
-def test_order_of_images_and_of_classes_is_of_no_account():
-    counts = some_counts(20, 8)
-    ends = mean_iou_estimate(counts).ci95()
-
-    for other in (RANDOM.permutation(counts), RANDOM.permutation(counts, axis=2), counts):
-        assert mean_iou_estimate(other).ci95() == pytest.approx(ends, rel=1e-12)
-
-
 def test_pixel_accuracy_equals_a_loop_over_images_in_numpy():
     counts = some_counts(9)
 
@@ -133,11 +125,6 @@ def test_a_single_image_and_images_that_do_not_differ_have_no_interval():
     assert mean_estimate(np.array([7.0])).ci95() is None
     assert mean_estimate(np.full(5, 0.1)).ci95() is None
     assert mean_iou_estimate(counts).difference_ci95(mean_iou_estimate(counts)) is None
-
-
-def test_few_images_are_warned_of():
-    assert few_images_warning(FEW_IMAGES) == []
-    assert "fewer than 60 images" in few_images_warning(FEW_IMAGES - 1)[0]
 
 
 def population(classes, images=1500):
@@ -221,3 +208,8 @@ def test_a_picture_draws_no_interval_that_its_record_leaves_out(tmp_path, monkey
     draw(scores, "", tmp_path / "a.png")
 
     assert drawn == [((0,), (0.4,), (0.6,))]
+
+
+def test_few_images_are_warned_of():
+    assert few_images_warning(FEW_IMAGES) == []
+    assert "fewer than 60 images" in few_images_warning(FEW_IMAGES - 1)[0]

@@ -10,7 +10,7 @@ from PIL import Image
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.data import unpack
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.naming import encoder_folder, file_name, in_order, pictures_folder
+from ssl_bench.system.paths import encoder_folder, file_name, in_order, pictures_folder
 from tests.support.faults import (
     encoded,
     encoder_file,

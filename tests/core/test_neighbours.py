@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.retrieval import nearest_patches
 from ssl_bench import neighbours
 from ssl_bench.errors import MachineError
 from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors
@@ -46,16 +45,6 @@ def test_faiss_and_the_product_give_the_same_to_the_bit(monkeypatch, num_queries
 
     assert not rows
     assert_the_same(found, nearest(queries @ memory.T, 20))
-
-
-def test_of_equal_vectors_the_first_is_the_nearest():
-    memory = unit_vectors(500).repeat(3, 1)
-    queries = memory[400:440]
-
-    values, index = nearest_vectors(queries, memory, 4, engine="faiss")
-
-    assert index[:, :3].tolist() == [[i, i + 500, i + 1000] for i in range(400, 440)]
-    assert_the_same((values, index), nearest(queries @ memory.T, 4))
 
 
 def test_where_more_are_equal_than_faiss_gives_the_whole_product_decides(monkeypatch):
@@ -108,16 +97,6 @@ def test_faiss_is_taken_where_it_helps(monkeypatch, num_vectors, num_queries, en
     nearest_vectors(unit_vectors(num_queries), unit_vectors(num_vectors), 20, engine=engine)
 
     assert bool(rows) != by_faiss
-
-
-def test_a_search_gives_its_engine_what_it_remembers():
-    memory, queries = unit_vectors(400), unit_vectors(9, seed=1)
-    by_engine = [
-        nearest_patches(queries, memory, 7, engine) for engine in ("auto", "faiss", "torch")
-    ]
-    for values, index in by_engine:
-        assert (values - by_engine[0][0]).abs().max() < 1e-6
-        assert torch.equal(index, by_engine[0][1])
 
 
 def test_a_faiss_without_gpu_is_refused_for_tensors_of_a_gpu(monkeypatch):

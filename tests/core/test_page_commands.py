@@ -13,7 +13,6 @@ import pytest
 
 from ssl_bench.cli import parser as cli
 from ssl_bench.cli.keys import command as print_keys
-from ssl_bench.cli.parser import build_parser
 from ssl_bench.cli.reproduce import command as reproduce
 from ssl_bench.cli.table import _check_together
 from ssl_bench.composition.choices import asked_names, choices, require_choice
@@ -200,9 +199,3 @@ def test_a_command_of_a_page_is_taken_as_it_stands(shown: PageCommand, monkeypat
 def test_what_is_not_tried_here_is_shown_or_run_elsewhere():
     assert set(NOT_OURS) <= {one.text for one in COMMANDS}
     assert [list(one.suite) for one in EXTENDING] == copied_commands()
-
-
-def test_every_command_of_the_program_has_a_check():
-    parser = build_parser()
-    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    assert set(CHECKS) == set(commands.choices)

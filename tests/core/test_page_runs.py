@@ -1,7 +1,6 @@
 """Every command that a page shows ends well, on pictures and encoders of its own."""
 
 import itertools
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,15 @@ from ssl_bench.composition.compose import compose_config, has_key, with_root
 from ssl_bench.data.layouts.toy import Painter, Scene
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, build_vit, save_encoder
-from tests.support.faults import mask, photo_folder, picture, save_mask, unchecked_types, voc
+from tests.support.faults import (
+    coco20k,
+    mask,
+    photo_folder,
+    picture,
+    save_mask,
+    unchecked_types,
+    voc,
+)
 from tests.support.page_commands import COMMANDS, ROOT, PageCommand
 from tests.support.spair import spair
 
@@ -286,7 +293,9 @@ def furnish(place: Path) -> None:
         _pairs(place / root / "ADEChallengeData2016", *ade)
     _pairs(place / "data/coco", "images", "stuffthingmaps", "train2017,val2017")
     _pairs(place / "DIR", "images", "masks", "train,val", numbers=(0, 1), suffix=".png")
-    _coco20k(place / "data/coco")
+    boxes = [{"id": n, "image_id": n, "bbox": [8, 8, 16, 16], "iscrowd": 0} for n in (7, 9)]
+    told = {"images": [{"id": 7}, {"id": 9}], "annotations": boxes}
+    coco20k(place / "data/coco", (7, 9), told)
     _ecssd(place / "data/ecssd")
     _pairs(place / "my_masks", "images", "masks", "train,val", numbers=(0, 1))
     spair(place / "data/spair")
@@ -337,15 +346,3 @@ def _ecssd(root: Path) -> None:
             root / f"ground_truth_mask/{number:04d}.png",
             np.where(mask() == 8, 255, 0).astype(np.uint8),
         )
-
-
-def _coco20k(root: Path) -> None:
-    (root / "images/train2014").mkdir(parents=True)
-    (root / "annotations").mkdir()
-    names = [f"COCO_train2014_{number:012d}.jpg" for number in (7, 9)]
-    for number, name in enumerate(names):
-        picture(number).save(root / "images/train2014" / name)
-    (root / "coco_20k_filenames_subset.txt").write_text("\n".join(names))
-    boxes = [{"id": n, "image_id": n, "bbox": [8, 8, 16, 16], "iscrowd": 0} for n in (7, 9)]
-    content = {"images": [{"id": 7}, {"id": 9}], "annotations": boxes}
-    (root / "annotations/instances_train2014.json").write_text(json.dumps(content))

@@ -71,30 +71,6 @@ def test_every_spread_stands_behind_its_value(texts, number):
     ]
 
 
-def test_every_value_of_the_thesis_and_the_condition_numbers_are_there():
-    tables = {table.where: table for table in published_tables() if "mimetic" in table.paper}
-    sizes = {w: len(table.values) for w, table in tables.items() if w.startswith("table")}
-
-    assert sizes == {
-        "table 2.3": 10, "table 2.4": 32, "table 3.1": 58, "table 3.3": 20, "table 3.4": 10,
-        "table 3.5": 8, "table 3.6": 6, "table 3.7": 5, "table 3.8": 6,
-        **{f"table B.{number}": 12 for number in (1, 2, 3)},
-        **{f"table B.{number}": 14 for number in (4, 5, 6, 7, 8)},
-        **{f"table B.{number}": 120 for number in (9, 10, 11)}, "table B.12": 30, "table B.13": 30,
-    }  # fmt: skip
-    (exponents,) = [one for one in published_tables() if one.name == "graying_exponent"]
-    assert len([column for _, column in exponents.values if "condition" in column]) == 22
-
-
-def test_tables_that_print_the_same_run_agree():
-    by_where = {table.where: table for table in published_tables() if "mimetic" in table.paper}
-    whole = by_where["table 3.1"].values
-    for where, sizes in (("table B.7", "ConvMixer-512/12"), ("table B.8", "ConvMixer-512/24")):
-        for (row, column), value in by_where[where].values.items():
-            if row.startswith(("uniform", "covariance init")) and " .3 " not in row:
-                assert whole[f"{sizes}, patch 14, 50 epochs, {row}", column] == value
-
-
 def written(folder: Path, **files: str) -> Path:
     (folder / "papers").mkdir()
     for name, runs in files.items():

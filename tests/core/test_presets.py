@@ -1,4 +1,4 @@
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,9 +18,6 @@ from ssl_bench.composition.compose import (
     preset_group,
     protocols,
 )
-from ssl_bench.results import Record
-from ssl_bench.tables.depth import depth_tables
-from tests.core.test_results import RECORD
 
 
 def kind_of(task: str) -> type:
@@ -36,10 +33,6 @@ def composed(task: str, protocol: str, *overrides: str) -> Any:
     return build(
         compose_config("probing", [f"probe={task}", f"{preset}={protocol}", *overrides]).probe
     )
-
-
-def recorded(**changed: Any) -> Record:
-    return replace(RECORD, protocol="capi", changed=changed)
 
 
 def test_every_protocol_of_the_suite_is_seen():
@@ -81,29 +74,3 @@ def test_what_only_another_choice_uses_is_changed_only_if_it_differs():
         "method": "maskcut",
         "max_objects": 5,
     }
-
-
-@dataclass(frozen=True)
-class Norms:
-    """A probe of somebody else, with a value that has no default."""
-
-    order: float
-    protocol: str = "mine"
-    task = "norms"
-
-    def settings(self) -> dict[str, Any]:
-        return {"order": self.order, "arithmetic": "float64"}
-
-
-def test_a_probe_of_somebody_else_has_protocols_of_any_name():
-    assert protocols("norms", Norms) == []
-    assert changed_settings(Norms(2.0)) == {}
-
-
-def test_what_was_changed_stands_behind_the_name_of_the_protocol():
-    record = recorded(image_size=512, epochs=2)
-
-    assert record.named_protocol == "capi, epochs=2, image_size=512"
-    (table,) = depth_tables([record])
-    assert "protocol capi, epochs=2, image_size=512" in table.title
-    assert recorded().named_protocol == "capi"

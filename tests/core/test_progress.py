@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.system import bars, progress
+from ssl_bench.system import progress
 from ssl_bench.system.progress import in_words, say, show_progress
 from tests.support.faults import encoder_file, exit_code, fork, photo_folder, probing
 from tests.support.places import one_of
@@ -47,23 +47,6 @@ def on_a_terminal(work: Callable[[], object]) -> str:
     return written.decode()
 
 
-def crawl() -> None:
-    for _ in show_progress(range(40), "crawling"):
-        time.sleep(0.01)
-
-
-def test_a_terminal_shows_how_far_how_fast_and_how_long_still():
-    shown = on_a_terminal(crawl)
-
-    # Such as: crawling:  50%|#####     | 20/40 [00:00<00:00, 98.32it/s]
-    bars = re.findall(
-        r"crawling: +(\d+)%\|[^\r]*?\| \d+/40 \[\d+:\d+<\d+:\d+, +[\d.]+it/s\]", shown
-    )
-    assert bars
-    assert all(0 < int(share) <= 100 for share in bars)
-    assert "\r" in shown
-
-
 def load_then_crawl() -> None:
     for number in show_progress(range(100), "loading"):
         time.sleep(0.01 if number else 1.0)
@@ -76,12 +59,6 @@ def test_a_terminal_shows_the_time_left_by_the_usual_item():
     late = [60 * int(minutes) + int(seconds) for done, minutes, seconds in left if int(done) > 3]
     assert late
     assert max(late) <= 3
-
-
-def test_without_a_terminal_nothing_is_written_of_what_is_quick(capfd):
-    crawl()
-
-    assert capfd.readouterr() == ("", "")
 
 
 def test_a_log_gets_a_line_now_and_then_with_the_time_that_is_left(capsys, monkeypatch):
@@ -171,7 +148,7 @@ def test_a_process_that_is_killed_while_it_writes_keeps_no_other_from_writing():
     ready, held = os.pipe()
 
     def hold_the_lock() -> None:
-        with bars.Bar.external_write_mode(file=sys.stderr):
+        with progress.bar_class().external_write_mode(file=sys.stderr):
             os.write(held, b"1")
             time.sleep(60)
 
@@ -186,7 +163,7 @@ def test_a_process_forked_while_a_thread_writes_can_write():
     inside, done = threading.Event(), threading.Event()
 
     def write() -> None:
-        with bars.Bar.external_write_mode(file=sys.stderr):
+        with progress.bar_class().external_write_mode(file=sys.stderr):
             inside.set()
             done.wait()
 

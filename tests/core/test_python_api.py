@@ -54,16 +54,6 @@ def test_a_module_of_ones_own_is_found_out():
     assert ssl_bench.Encoder.from_module(module).sha256 != encoder.sha256
 
 
-def test_heads_of_a_module_have_one_of_several_names():
-    module = own_module.own()
-    for layer in module.trunk:
-        assert isinstance(layer, own_module.Layer)
-        layer.__dict__["n_heads"] = layer.attention.__dict__.pop("num_heads")
-        layer.forward = lambda tokens: (tokens, None)
-
-    assert ssl_bench.Encoder.from_module(module).num_heads == 2
-
-
 def test_the_only_size_of_a_module_is_that_of_its_positions():
     module = own_module.own()
     module.positions = nn.Parameter(torch.randn(1, 1 + 9**2, 16))
@@ -174,43 +164,6 @@ def test_images_that_cannot_be_read_are_left_out_when_asked(tmp_path):
         ssl_bench.probe(own_module.own(), on_bad_image="fail", **asked)
     found = ssl_bench.probe(own_module.own(), on_bad_image="skip", **asked)
     assert {record.num_images for record in found} == {1}
-
-
-class Plain(own_module.Own):
-    """The same module with blocks that give their tokens alone."""
-
-    class Layer(own_module.Layer):
-        def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-            self, tokens: torch.Tensor
-        ) -> torch.Tensor:
-            return super().forward(tokens)[0]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.ModuleList(Plain.Layer(16) for _ in range(3))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        tokens = self.embed(images).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.first.expand(len(tokens), -1, -1), tokens], 1) + self.positions
-        return self.ln_f(nn.Sequential(*self.trunk)(tokens))[:, 0]
-
-
-def test_blocks_that_give_a_tuple_are_as_well_conditioned_as_their_tokens(tmp_path):
-    tupled, plain = own_module.own(), Plain()
-    plain.load_state_dict(tupled.state_dict())
-    asked: dict[str, Any] = {"task": "conditioning", "protocol": "jacobian_exact", "num_images": 1}
-    asked |= {"layer": "1", "dataset.num_train": 1, "dataset.num_val": 1}
-
-    found = [
-        {
-            (one.facet, one.metric): one.value
-            for one in ssl_bench.probe(module, out=tmp_path / type(module).__name__, **asked)
-        }
-        for module in (tupled, plain)
-    ]
-
-    assert found[0] == pytest.approx(found[1], rel=0, abs=0, nan_ok=True)
-    assert ("block", "condition_number") in found[0]
 
 
 def test_results_are_a_table_a_frame_and_a_figure(tmp_path):

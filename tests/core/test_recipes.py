@@ -1,29 +1,19 @@
 """docs/recipes.md says what the experiments do, and marks all that differs from its source."""
 
-import json
-import math
 import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
-from pretrain.schedules import Cosine
-from pretrain.train import Run
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import as_plain, build, compose_config
-from ssl_bench.errors import Preempted
+from ssl_bench.composition.compose import as_plain, compose_config
 from ssl_bench.models.initialisers import in_full
-from tests.support.faults import unchecked_types
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"
-# Two of the first epoch and one of the second.
-STEPS = 3
 RECIPES = (
     "supervised_imagenet_skipless_soap",
     "deit_imagenet_vit_b",
@@ -139,51 +129,3 @@ def test_what_decides_a_run_is_in_every_table_of_a_published_code():
     for name in RECIPES:
         if "/blob/" in "".join(row.source for row in tables()[name]) and "cifar10" not in name:
             assert wanted <= {row.key for row in tables()[name]}
-
-
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory) -> Path:
-    """Two classes of two pictures; two steps of two an epoch."""
-    root = tmp_path_factory.mktemp("photographs")
-    coarse = np.random.default_rng(0).integers(0, 256, (4, 12, 16, 3), dtype=np.uint8)
-    for number, pixels in enumerate(coarse):
-        for split in ("train", "val"):
-            folder = root / split / f"class{number % 2}"
-            folder.mkdir(parents=True, exist_ok=True)
-            picture = Image.fromarray(pixels).resize((320, 240), Image.Resampling.BICUBIC)
-            picture.save(folder / f"{number}.jpg")
-    return root
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        # SOAP's first step decomposes a matrix of the size of every side that it preconditions.
-        (
-            "supervised_imagenet_skipless_soap",
-            ["model.depth=1", "optimizer.max_precond_dim=1024"],
-        ),
-        ("dino_imagenet_skip_soap", ["model.depth=1", "objective.hidden_dim=512"]),
-        ("deit_imagenet_vit_b", ["model.depth=1", "train.repeats=2"]),
-    ],
-)
-def test_a_recipe_as_it_is_written_takes_steps(photographs, tmp_path, monkeypatch, name, changes):
-    """But for the batch and what would take minutes; the schedules are those of all epochs."""
-    monkeypatch.setattr(Run, "_wants_to_stop", lambda run: run.step >= STEPS)
-    root = photographs / "train" if name.startswith("dino") else photographs
-    data = [f"data.root={root}", "train.batch_size=2", "train.num_workers=0"]
-    quiet = ["monitor.accuracy_epochs=null", f"experiment={name}"]
-    plan = build(compose_config("pretraining", [*quiet, *data, *changes]))
-
-    with unchecked_types(), pytest.raises(Preempted, match=rf"after step {STEPS} of"):
-        plan.run(tmp_path / "run", device="cpu")
-
-    rows = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
-    top = plan.optimizer.lr * 2 / 256
-    warmup = round(2 * plan.train.warmup_epochs)
-    assert [row["lr"] for row in rows] == pytest.approx(
-        [Cosine(top, plan.train.final_lr, 2 * plan.train.epochs, warmup)(i) for i in range(STEPS)]
-    )
-    assert all(math.isfinite(row["loss"]) and row["gradient_norm"] > 0 for row in rows)
-    assert len({row["loss"] for row in rows}) == STEPS

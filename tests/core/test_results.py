@@ -53,11 +53,6 @@ def test_a_saved_record_comes_back_and_nan_becomes_null(tmp_path):
     assert math.isnan(store.records()[1].value)
 
 
-def test_an_empty_folder_says_what_to_run(tmp_path):
-    with pytest.raises(DataError, match="run `ssl-bench probe"):
-        ResultStore(tmp_path).records()
-
-
 def test_a_run_folder_says_what_it_is_and_how_its_encoder_is_probed(tmp_path):
     config = {"objective": {"_target_": "a.Dino"}, "model": {"_target_": "a.ViTConfig"}}
     (tmp_path / "config.yaml").write_text(json.dumps(config))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_bench.errors import CheckpointError
+from ssl_bench.errors import CheckpointError, broken_file
 from ssl_bench.models.encoder import Contents, Encoder, EncoderIdentity
 from ssl_bench.models.loading.addresses import (
     COLOURS,
@@ -26,7 +26,6 @@ from ssl_bench.models.loading.addresses import (
     name_of,
 )
 from ssl_bench.models.loading.checkpoint import is_ours, load_own_encoder, stated_encoder
-from ssl_bench.system.imports import broken_file
 from ssl_bench.system.paths import expanded, real
 
 _SEED = 0
