@@ -23,7 +23,7 @@ from pretrain.objectives.objective import Learner, Objective, Views, part_seed, 
 from pretrain.schedules import FREEZE, TEMPERATURE, Cosine, Linear, Timeline
 from ssl_bench.composition.fields import PositiveOrZero, Share, Temperature, Width, check_fields
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
-from ssl_bench.models.graying import without_autocast
+from ssl_bench.system.device import without_autocast
 
 # Of the largest possible entropy.
 _COLLAPSE_MARGIN = 0.005

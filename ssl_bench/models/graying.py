@@ -6,7 +6,6 @@ it in front of somebody else's blocks and leave their weights alone.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.models.config import GrayingKind
+from ssl_bench.system.device import without_autocast
 
 Tokens = Float[Tensor, "batch tokens dim"]
 Rows = Float[Tensor, "batch rows size"]
@@ -27,12 +27,6 @@ _STEP = 1.3
 _LAST_POLE = 300.0
 # The largest eigenvalue is right to 2^-20 / e of itself however near the next one is.
 _SQUARINGS = 20
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Products keep the precision of their factors meanwhile."""
-    # Tensors without values, on which FLOPs are counted, have none.
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 class TokenGraying(nn.Module):

@@ -12,8 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.graying import without_autocast
-from ssl_bench.system.device import float64_device
+from ssl_bench.system.device import float64_device, without_autocast
 
 Basis = Literal["qr", "newton_schulz"]
 Tokens = Float[Tensor, "batch tokens dim"]

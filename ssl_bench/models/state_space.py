@@ -43,9 +43,9 @@ from torch import Generator, Tensor, nn
 from ssl_bench.composition.fields import Count, CountOrZero, Depth, Items, Width
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import EncoderConfig, check_layers
-from ssl_bench.models.graying import without_autocast
 from ssl_bench.models.initialisers import draw_uniform
 from ssl_bench.models.vit import EncoderModule
+from ssl_bench.system.device import without_autocast
 
 Version = Literal["mamba1", "mamba2"]
 Piece = Literal["decay", "step", "correlation", "convolution"]

@@ -4,7 +4,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
@@ -133,6 +133,12 @@ _PRODUCTS = frozenset(
 )
 # torch's names of processors whose bfloat16 oneDNN does not multiply.
 _WITHOUT = ("DEFAULT", "NO AVX", "AVX2")
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Products keep the precision of their factors meanwhile."""
+    # Tensors without values, on which FLOPs are counted, have none.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 @contextmanager
