@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors
 import yaml
@@ -363,8 +364,18 @@ def _quoted(path: Path) -> str:
     return str(path) if _PLAIN.fullmatch(str(path)) else "'" + str(path).replace("'", "\\'") + "'"
 
 
-def run_state(folder: Path) -> tuple[int, bool] | None:
-    """The optimizer steps that a run took, and whether these were all; None where there is none."""
+class RunState(NamedTuple):
+    """How far a run came: optimizer steps taken, and whether these were all."""
+
+    step: int
+    is_finished: bool
+
+    def __str__(self) -> str:
+        return f"{'finished' if self.is_finished else 'begun'}, {self.step} steps"
+
+
+def run_state(folder: Path) -> RunState | None:
+    """What the weights and the configuration of a run folder say; None where there is no run."""
     try:
         with safetensors.safe_open(folder / "last.safetensors", "numpy") as file:
             said = file.metadata()
@@ -376,7 +387,7 @@ def run_state(folder: Path) -> tuple[int, bool] | None:
     # Somebody's own files may hold anything.
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError, yaml.YAMLError):
         return None
-    return step, is_finished
+    return RunState(step, is_finished)
 
 
 def _recorded(out: Path) -> list[Record]:
@@ -396,10 +407,7 @@ def shown_plan(plan: Plan) -> str:
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
     states = {run.name: run_state(plan.asked.runs / run.name) for run in plan.runs}
     if states:
-        rows = [
-            (name, f"{'finished' if state[1] else 'begun'}, {state[0]} steps" if state else "-")
-            for name, state in states.items()
-        ]
+        rows = [(name, str(state or "-")) for name, state in states.items()]
         blocks.append(aligned([("run", "there"), *rows]))
     if probes := [step for step in plan.steps if not step.is_run]:
         records = _recorded(plan.asked.out)
@@ -422,9 +430,9 @@ def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
     return step.title.rpartition(", ")[0], str(address), str(count)
 
 
-def _notes(plan: Plan, states: Mapping[str, tuple[int, bool] | None]) -> Iterator[str]:
+def _notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[str]:
     if states:
-        left = [state for state in states.values() if state is None or not state[1]]
+        left = [state for state in states.values() if state is None or not state.is_finished]
         yield f"{len(states)} runs, {len(left)} not finished"
     sizes = dict.fromkeys(plan.images, 0.0)
     sizes |= {name: SOURCES[name].size / 1e9 for name in plan.images if name in SOURCES}
@@ -475,7 +483,7 @@ def carry_out(
             outcome = attempted(lambda words=step.words: execute(words), step.words[0], debug=debug)
         if step.is_run and step.run:
             state = None if outcome.exit_code else run_state(plan.asked.runs / step.run)
-            if not outcome.exit_code and (state is None or not state[1]):
+            if not outcome.exit_code and (state is None or not state.is_finished):
                 late = "its time was up before its end; the same command goes on with it"
                 outcome = replace(outcome, exit_code=1, error=late)
             if outcome.exit_code:
