@@ -81,7 +81,7 @@ def load_own_encoder(uri: str, path: Path) -> Encoder:
         uri=uri,
         sha256=digest,
         keys=(keys, keys),
-        colours=_stated_colours(metadata),
+        colours=_stated_colours(path, metadata),
         contents=Contents("ssl-bench", file=path, epoch=trained),
     )
 
@@ -145,7 +145,7 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
         name_of(path),
         digest,
         configured(config, strides=strides),
-        *_stated_colours(metadata),
+        *_stated_colours(path, metadata),
         depth=len(strides) if strides else config.depth,
         patch_size=strides[0] if strides else config.patch_size,
         native_size=(config.image_size, config.image_size),
@@ -160,11 +160,18 @@ def is_ours(path: Path) -> bool:
     return read_metadata(path).get("format") == _FORMAT
 
 
-def _stated_colours(metadata: Mapping[str, str]) -> Colours:
-    found: list[tuple[float, float, float]] = []
-    for name, usual in zip(("mean", "std"), IMAGENET_COLOURS, strict=True):
-        red, green, blue = json.loads(metadata[name]) if name in metadata else usual
-        found.append((float(red), float(green), float(blue)))
+def _stated_colours(path: Path, metadata: Mapping[str, str]) -> Colours:
+    found = [(0.0, 0.0, 0.0)] * 2
+    for place, name in enumerate(("mean", "std")):
+        text = metadata.get(name, json.dumps(IMAGENET_COLOURS[place]))
+        try:
+            red, green, blue = (float(value) for value in json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} states a mean or deviation of images that is not three numbers: "
+                f"{text[:80]}"
+            ) from error
+        found[place] = (red, green, blue)
     return found[0], found[1]
 
 
