@@ -85,7 +85,7 @@ class Retrieval(Probe):
     task = "retrieval"
     role = "segmentation"
     keeps_images = True
-    not_settings = (*Probe.not_settings, "memory_gib", "engine")
+    not_settings = (*Probe.not_settings, "batch_size", "memory_gib", "engine")
 
     @property
     def asked_facets(self) -> AskedFacets:

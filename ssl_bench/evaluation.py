@@ -390,15 +390,16 @@ class PassedImages:
         self._corrupted: str | None = None
         self._found = _Kept()
 
-    def of(self, encoder: Encoder, role: str, corrupted: str | None = None) -> Passed:
-        """What probes of that role have left.
+    def of(self, encoder: Encoder, role: str, images: str, corrupted: str | None = None) -> Passed:
+        """What probes of that role have left of these images.
 
         Args:
             encoder: Whose features they are.
             role: What the dataset must support.
+            images: Fingerprint of the scored ones, before they were corrupted.
             corrupted: What the scored images went through; the others are the same.
         """
-        asked = (encoder_id(encoder.identity()), role)
+        asked = (encoder_id(encoder.identity()), role, images)
         if asked != self._of:
             self._of, self._found = asked, _Kept()
         elif corrupted != self._corrupted:
@@ -584,7 +585,12 @@ class Evaluation:
                 # A line the first time alone: every stage of an encoder has the same to say.
                 say=cache(say),
                 known=list(pending.finished.values()),
-                passed=passed.of(encoder, probe.role, str(corruption) if corruption else None),
+                passed=passed.of(
+                    encoder,
+                    probe.role,
+                    settings[CORRUPTED]["fingerprint"] if corruption else images.fingerprint(),
+                    str(corruption) if corruption else None,
+                ),
             )
             asked, start = {(k.layer, k.facet, k.metric): k for k in keys}, time.monotonic()
             for score in chain.from_iterable(map(probe.run, context.stages())):

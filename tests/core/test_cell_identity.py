@@ -12,12 +12,13 @@ import torch
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.composition.compose import build, compose_config, has_key
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.models.encoder import configured, of_library
+from ssl_bench.planning import BATCH_SIZES
 from ssl_bench.results import ResultStore
 from tests.support.faults import SMALL, class_folders, encoder_file, probing, records, voc
 
@@ -42,6 +43,14 @@ def swap(one: Path, other: Path) -> None:
 
 def values(out: str = "results") -> dict[str, float]:
     return {record.metric: record.value for record in records(out)}
+
+
+@pytest.mark.parametrize("task", choices("probe"))
+def test_how_many_images_the_encoder_takes_at_once_is_in_no_cell(task):
+    usual = compose_config("probing", [f"probe={task}"])
+    sizes = [f"{key}=3" for key in BATCH_SIZES if has_key(usual, key)]
+    other = compose_config("probing", [f"probe={task}", *sizes])
+    assert build(other.probe).settings() == build(usual.probe).settings()
 
 
 def test_fault_52_training_classes_that_change_places_are_other_training_images(place):

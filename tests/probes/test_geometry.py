@@ -231,9 +231,3 @@ def test_one_or_two_images_give_what_they_can(tmp_path, count):
     assert position.details["undefined"] == "fewer than three images"
     if count == 1:
         assert all(score.ci95 is None for score in found.values())
-
-
-def test_settings_are_what_changes_a_number():
-    settings = Geometry(batch_size=3, facet="cls").settings()
-    assert settings == Geometry().settings()
-    assert settings != Geometry(views=3).settings()

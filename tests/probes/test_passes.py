@@ -146,9 +146,10 @@ def test_images_that_are_fitted_to_pass_once_for_all_corruptions(root, encoder, 
 def test_of_the_last_corruption_but_one_only_what_was_asked_for_since_is_held(encoder):
     passed, held = PassedImages(), {}
     # And nothing once probes of other images follow.
-    passed.of(encoder, "segmentation")["images"] = "features"
+    passed.of(encoder, "segmentation", "photographs")["images"] = "features"
+    passed.of(encoder, "classification", "others")["images"] = "features"
     for name in ("snow:1", "fog:1", "snow:2"):
-        held = passed.of(encoder, "classification", name)
+        held = passed.of(encoder, "classification", "photographs", name)
         held.setdefault("train", "features")
         held[name] = "features"
 
