@@ -120,7 +120,7 @@ class PatchRegression(LogisticRegression):
 
 @dataclass(frozen=True)
 class Segmentation(Probe):
-    """Linear heads on every block and with every learning rate, from one pass over the images.
+    """Linear heads on every block and with every learning rate, from one pass of each image; drawn ones pass again.
 
     Attributes:
         protocol: The preset these values come from; records carry it.

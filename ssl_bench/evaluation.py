@@ -123,7 +123,7 @@ class Probe:
 
     Attributes:
         task: Its name on the command line.
-        role: What the dataset must support: a role of `ssl_bench.data.samples.Dataset`.
+        role: What the dataset must support: a key of `ssl_bench.data.roles.OFFERED`.
         protocol: Field of the preset that the other fields' values come from; records carry it.
         facet: What of a block it looks at, one name or several; None where that cannot be said.
         known_facets: The names that it takes there, beside submodules of blocks.
@@ -137,7 +137,8 @@ class Probe:
             typed one; likewise `truths_by_role` and `max_sides_by_role` for these fields.
         rounds_size: Whether it fits an `image_size` that nobody typed to the patch itself.
         takes_long: Whether it comes after the others, as an image passes the encoder many times.
-        not_settings: Fields that change no number, or are said elsewhere in a record.
+        not_settings: Fields that change no number, or are said elsewhere in a record; each other
+            field is in the identity of a cell, so that one more makes finished cells pending.
     """
 
     task: str

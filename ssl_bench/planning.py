@@ -1,4 +1,4 @@
-"""From what people type to probes, datasets and encoders, composed and built before any is run."""
+"""From what people type to probes, datasets and encoders; and one encoder's evaluation."""
 
 import argparse
 import tempfile

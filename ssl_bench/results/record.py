@@ -126,7 +126,7 @@ def stride_of(architecture: Mapping[str, Any], layer: int) -> int | None:
 
 @dataclass(frozen=True)
 class CellKey:
-    """The fields that change the number; device, workers and batch size are not among them.
+    """The fields that change the number; device and workers, for example, are not among them.
 
     Attributes:
         checkpoint_sha256: Of the weights; with `architecture`, `mean` and `std` it is the encoder.
