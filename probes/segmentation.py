@@ -120,7 +120,9 @@ class PatchRegression(LogisticRegression):
 
 @dataclass(frozen=True)
 class Segmentation(Probe):
-    """Linear heads on every block and with every learning rate, from one pass of each image; drawn ones pass again.
+    """Linear heads on every block and with every learning rate; an image passes the encoder once.
+
+    Those that are drawn pass again.
 
     Attributes:
         protocol: The preset these values come from; records carry it.

@@ -269,14 +269,35 @@ class ConvNeXtConfig(EncoderConfig):
         make_initialiser(FILTER_INITIALISERS, self.init, self.init_options)
 
 
-# By name: these files import this one.
-_KINDS: Mapping[str, str] = {
-    "vit": "config.ViTConfig",
-    "conv_mixer": "config.ConvMixerConfig",
-    "convnext": "config.ConvNeXtConfig",
-    "timm": "timm_config.TimmConfig",
-    "state_space": "state_space.StateSpaceConfig",
+KINDS: Mapping[str, tuple[str, str, str]] = {
+    "vit": ("config.ViTConfig", "vit.VisionTransformer", "vit.build_vit"),
+    "conv_mixer": (
+        "config.ConvMixerConfig",
+        "convolutional.ConvMixer",
+        "convolutional.build_convolutional",
+    ),
+    "convnext": (
+        "config.ConvNeXtConfig",
+        "convolutional.ConvNeXt",
+        "convolutional.build_convolutional",
+    ),
+    "timm": ("timm_config.TimmConfig", "timm_model.TimmEncoder", "timm_model.build_timm"),
+    "state_space": (
+        "state_space.StateSpaceConfig",
+        "state_space.StateSpaceModel",
+        "state_space.build_state_space_model",
+    ),
 }
+"""Of each kind of encoder the configuration, the class, and what makes one with initial weights.
+
+By name, and imported when there is one: timm takes seconds, and these files import this one.
+"""
+
+
+def of_kind(address: str) -> Any:
+    """What a part of `KINDS` names."""
+    module, _, name = address.rpartition(".")
+    return getattr(import_module(f"ssl_bench.models.{module}"), name)
 
 
 def config_of(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
@@ -285,10 +306,10 @@ def config_of(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
     Raises:
         ConfigurationError: A kind or key that this version does not know, or a wrong value.
     """
-    if kind not in _KINDS:
-        raise ConfigurationError(f"expected {' or '.join(_KINDS)}, got a model of kind {kind!r}")
-    module, _, name = _KINDS[kind].rpartition(".")
-    return getattr(import_module(f"ssl_bench.models.{module}"), name).from_dict(values)
+    if kind not in KINDS:
+        raise ConfigurationError(f"expected {' or '.join(KINDS)}, got a model of kind {kind!r}")
+    config, _, _ = KINDS[kind]
+    return of_kind(config).from_dict(values)
 
 
 def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, UnfitEncoder
-from ssl_bench.models.config import EncoderConfig
+from ssl_bench.models.config import KINDS, EncoderConfig, of_kind
 from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -40,15 +39,6 @@ _OF_MACHINE = frozenset({"training", "fused_attn"})
 _NORMS = ("norm", "layernorm", "ln_f", "ln_post", "final_norm", "norm_final", "post_layernorm")
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads")
 _USUAL_SIZE = 224
-# By kind: where its class is, and what makes one with initial weights. Imported when there is one,
-# for timm takes seconds, and what reads tokens is no part of the encoders.
-_KINDS: Mapping[str, tuple[str, str, str]] = {
-    "vit": ("vit", "VisionTransformer", "build_vit"),
-    "conv_mixer": ("convolutional", "ConvMixer", "build_convolutional"),
-    "convnext": ("convolutional", "ConvNeXt", "build_convolutional"),
-    "timm": ("timm_model", "TimmEncoder", "build_timm"),
-    "state_space": ("state_space", "StateSpaceModel", "build_state_space_model"),
-}
 
 
 @dataclass(frozen=True)
@@ -548,14 +538,14 @@ def require_images(config: EncoderConfig, address: str) -> None:
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
     """An encoder that `config` and `seed` alone decide; the global RNG is left alone."""
-    module, _, build = _KINDS[config.kind]
-    return getattr(import_module(f"ssl_bench.models.{module}"), build)(config, seed=seed)
+    _, _, build = KINDS[config.kind]
+    return of_kind(build)(config, seed=seed)
 
 
 def empty_encoder(config: EncoderConfig) -> EncoderModule:
     """An encoder whose weights are yet to be loaded."""
-    module, name, _ = _KINDS[config.kind]
-    return getattr(import_module(f"ssl_bench.models.{module}"), name)(config)
+    _, empty, _ = KINDS[config.kind]
+    return of_kind(empty)(config)
 
 
 def encoder_from_model(
