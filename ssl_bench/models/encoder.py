@@ -1,7 +1,6 @@
 """A frozen model with everything a probe must know about it, of whatever library it comes from."""
 
 import hashlib
-import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, UnfitEncoder
 from ssl_bench.models.config import KINDS, EncoderConfig, of_kind
+from ssl_bench.models.own_code import code_sha256
 from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -217,7 +217,8 @@ class Encoder(_Identified):
                 f"ModuleList or Sequential, such as {', '.join(_lists(module)) or 'blocks'}"
             )
         patch = patch_size or _patch_kernel(module, called)
-        own = OwnModule(module, blocks, _final_norm(parts, norm, blocks, called)).eval()
+        norm = _final_norm(parts, norm, blocks, called)
+        own = OwnModule(module, blocks, _NoNorm() if norm is None else parts[norm]).eval()
         size, outputs = _first_pass(own, _sizes(module, image_size, patch), called)
         try:
             _heard(own, (size[0] + patch, size[1] + 2 * patch))
@@ -238,9 +239,12 @@ class Encoder(_Identified):
             sha256=state_dict_sha256(module),
             architecture={
                 **of_library(module, "module", type(module).__qualname__),
-                "code_sha256": _code_sha256(module),
+                "code_sha256": code_sha256(module),
                 "blocks": blocks,
+                "norm": norm,
                 "patch_size": patch,
+                "native_size": list(size),
+                "num_registers": num_registers,
             },
             patch_size=patch,
             depth=len(outputs),
@@ -336,21 +340,21 @@ def _patch_kernel(module: nn.Module, called: str) -> int:
 
 def _final_norm(
     parts: Mapping[str, nn.Module], norm: str | None, blocks: str, called: str
-) -> nn.Module:
+) -> str | None:
     if norm is not None:
         if norm not in parts:
             raise CheckpointError(f"{called} has no module {norm!r} for its final norm")
-        return parts[norm]
+        return norm
     beside = blocks.rpartition(".")[0]
     paths = [f"{place}{'.' if place else ''}{name}" for place in (beside, "") for name in _NORMS]
-    found = [parts[path] for path in paths if path in parts]
+    found = [path for path in paths if path in parts]
     # Else the only one that is written down behind the blocks.
     behind = [
-        part
+        path
         for path, part in list(parts.items())[list(parts).index(blocks) :]
         if not path.startswith(f"{blocks}.") and type(part).__name__.lower().endswith("norm")
     ]
-    return found[0] if found else behind[0] if len(behind) == 1 else _NoNorm()
+    return found[0] if found else behind[0] if len(behind) == 1 else None
 
 
 def _rgb(value: float | Sequence[float], expected: str) -> tuple[float, float, float]:
@@ -444,24 +448,6 @@ def _anatomy(
         f"{grid[0]} x {grid[1]} patches for two images, came {came}; name another list of blocks, "
         "or the true patch_size"
     )
-
-
-def _code_sha256(module: nn.Module) -> str:
-    """Of the source of all classes that are not PyTorch's: another forward is another encoder."""
-    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
-    digest = hashlib.sha256()
-    sources = []
-    for kind in kinds:
-        if kind.__module__.partition(".")[0] in ("torch", "builtins"):
-            continue
-        try:
-            sources.append(inspect.getsource(kind))
-        except (OSError, TypeError):
-            sources.append(kind.__qualname__)
-    # Not in the order of modules, which are called after who imports them.
-    for source in sorted(sources):
-        digest.update(source.encode())
-    return digest.hexdigest()
 
 
 def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:

@@ -467,6 +467,101 @@ def test_a_module_of_a_file_takes_the_mean_and_deviation_of_its_address(tmp_path
     assert (stated.mean, stated.std) == ((0.5,) * 3, (0.25,) * 3)
 
 
+SCALED = """
+import torch
+import helper
+from helper import halved
+from tests.support.own_module import Own
+
+FACTORS = {"first": [2.0, 3.0]}
+SHIFT = torch.zeros(1)
+UNUSED = 1
+
+def enlarged(tokens, by=FACTORS["first"][0]):
+    return by * tokens
+
+def with_offset(offset):
+    return lambda tokens: tokens + offset
+
+class Scaled(Own):
+    power = 1
+    join = staticmethod(with_offset(0.5))
+
+    def forward(self, images):
+        tokens = enlarged(super().forward(images)) ** self.power + SHIFT
+        return self.join(halved(tokens)) + helper.constant()
+
+def own():
+    torch.manual_seed(3)
+    return Scaled()
+"""
+HELPER = """
+VALUE = 4
+
+def halved(tokens):
+    return tokens / 2
+
+def constant():
+    return [VALUE for _ in range(1)][0]
+
+def unused():
+    return 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_other"),
+    [
+        ("UNUSED = 1", "UNUSED = 2", False),
+        ("    return 0", "    return 1", False),
+        ("[2.0, 3.0]", "[5.0, 3.0]", True),
+        ("zeros(1)", "ones(1)", True),
+        ("by * tokens", "by * tokens * 2", True),
+        ("power = 1", "power = 2", True),
+        ("with_offset(0.5)", "with_offset(0.25)", True),
+        ("tokens / 2", "tokens / 3", True),
+        ("VALUE = 4", "VALUE = 5", True),
+    ],
+)
+def test_code_that_a_module_runs_is_in_its_identity(tmp_path, monkeypatch, old, new, is_other):
+    monkeypatch.syspath_prepend(ROOT)
+    encoders = []
+    for place, edit in (("one", lambda text: text), ("other", lambda text: text.replace(old, new))):
+        folder = tmp_path / place
+        folder.mkdir()
+        (folder / "mine.py").write_text(edit(SCALED))
+        (folder / "helper.py").write_text(edit(HELPER))
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(folder)
+            patch.delitem(sys.modules, "helper", raising=False)
+            encoders.append(ssl_bench.load_encoder(f"{folder}/mine.py:own"))
+
+    one, other = encoders
+    assert one.sha256 == other.sha256
+    assert (one.identity() != other.identity()) == is_other
+
+
+def test_what_is_said_of_a_module_is_in_its_identity(tmp_path):
+    torch.manual_seed(0)
+    module = timm.create_model("test_vit", dynamic_img_size=True)
+    said: list[dict[str, Any]] = [
+        {"image_size": 64},
+        {"image_size": 96},
+        {"image_size": 64, "norm": "blocks.0.norm1"},
+        {"image_size": 64, "num_registers": 1},
+    ]
+    few: dict[str, Any] = {"dataset.num_train": 6, "dataset.num_val": 4, "layer": -1}
+    for number, settings in enumerate(said):
+        encoder = ssl_bench.Encoder.from_module(module, **settings)
+        together = ssl_bench.probe(encoder, task="geometry", out=tmp_path / "together", **few)
+        alone = ssl_bench.probe(encoder, task="geometry", out=tmp_path / str(number), **few)
+        assert list(map(repr, values(together))) == list(map(repr, values(alone)))
+
+
+def values(found: ssl_bench.Results) -> list[float]:
+    return [record.value for record in found.records]
+
+
 PICTURE = np.zeros((8, 8, 3), np.uint8)
 
 
