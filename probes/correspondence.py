@@ -308,8 +308,8 @@ class ViewPair:
         keys: What the views are called; equal for equal views.
         source: (x, y), relative to the side of the view.
         truth: The same points in the second view, relative to its side.
-        units: Width and height of the second view in the unit in which errors are told.
-        reference: What alphas are relative to, in that unit.
+        units: Width and height of the second view in pixels.
+        reference: What alphas are relative to, in pixels.
     """
 
     pair_id: str

@@ -533,7 +533,7 @@ class SegmentationRun:
             sample = self.val_images[index]
             masks = {"ground truth": self.prepare(sample).mask}
             for source, rate, by_rate in zip(self.sources, rates, predicted, strict=True):
-                title = f"layer{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
+                title = f"block{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
                 masks[title] = by_rate[rate]
             size = sample.image.shape[:2]
             full = {title: nearest_labels(mask, *size).numpy() for title, mask in masks.items()}

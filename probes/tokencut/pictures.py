@@ -110,7 +110,8 @@ def draw_sheets(
             tiles = [tile(image_id, name) for image_id in sampled(ids, per_kind)]
             left = f", {len(tiles)} drawn (probe.panels={len(ids)} draws all)"
             first = left if len(tiles) < len(ids) else ""
-            rows.append([heading(f"{kind}: {len(ids)} of {len(results)} images{first}")])
+            rule = " (IoU of 1/2 or more)" if kind == "hits" else ""
+            rows.append([heading(f"{kind}{rule}: {len(ids)} of {len(results)} images{first}")])
             rows += [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]
         sheet(rows, sheet_path(folder, name))
 

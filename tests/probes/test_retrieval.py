@@ -1,6 +1,7 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,6 +93,9 @@ def test_pixels_without_a_label_are_neither_remembered_nor_counted(tmp_path):
     score = next(iter(_probe().run(probe_context(tmp_path, dataset=dataset))))
     assert score.details["memory_patches"] <= 8 * 16
     assert score.value > 60
+    assert score.per_image is not None
+    _, predicted, true = np.moveaxis(score.per_image.sum(-1), 1, 0)
+    assert np.array_equal(predicted, true)
 
 
 @pytest.mark.parametrize(
