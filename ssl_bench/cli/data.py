@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.composition.choices import require_choice
+from ssl_bench.composition.choices import choices, require_choice
 from ssl_bench.data.files.file_sets import first_of
 from ssl_bench.data.files.fingerprints import ReadOptions, dataset_read_as, in_threads
 from ssl_bench.data.files.readable import faults_of, require_readable
@@ -246,7 +246,12 @@ def _root(options: argparse.Namespace) -> Path:
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Open, count and sample every split of a dataset; exit code 3 if anything is wrong."""
-    source = _source(options.target)
+    name = options.target
+    if name is not None and name not in SOURCES and name in choices("dataset"):
+        # One's own, of which nothing is published.
+        source = Source(name, name, tree=("any folder",))
+    else:
+        source = _source(name)
     if source.is_generated and options.data_root is not None:
         raise ConfigurationError(
             f"{source.name} is generated and takes no --data-root; leave it out"

@@ -51,7 +51,7 @@ def done(folder: Path, *command: str) -> str:
 def test_the_page_has_a_whole_one_of_each():
     folders = ("probes", "ssl_bench/data/layouts", "pretrain/objectives", "configs/model")
     assert {str(Path(path).parent) for path in FILES} >= set(folders)
-    assert [words[0] for words in commands()] == ["pretrain", "probe", "probe"]
+    assert [words[0] for words in commands()] == ["pretrain", "probe", "data", "probe"]
 
 
 @pytest.mark.slow
