@@ -468,7 +468,9 @@ def test_a_module_of_a_file_takes_the_mean_and_deviation_of_its_address(tmp_path
 
 
 SCALED = """
+import functools
 import torch
+from dataclasses import dataclass
 import helper
 from helper import halved
 from tests.support.own_module import Own
@@ -483,17 +485,48 @@ def enlarged(tokens, by=FACTORS["first"][0]):
 def with_offset(offset):
     return lambda tokens: tokens + offset
 
+def plain(tokens, by):
+    return tokens * by * 7
+
+def aloud(function):
+    @functools.wraps(function)
+    def louder(*words):
+        return function(*words) * 11
+    return louder
+
+@dataclass
+class Config:
+    slope: float
+
+CONFIG = Config(slope=13.0)
+ACTS = {"plain": functools.partial(plain, by=2.5), "half": [torch.ones(2, dtype=torch.bfloat16)]}
+size = 1
+
 class Scaled(Own):
     power = 1
+    kinds = (Own, 17)
     join = staticmethod(with_offset(0.5))
+
+    @functools.cached_property
+    def gain(self):
+        return 19.0
+
+    @torch.no_grad()
+    @aloud
+    def enlarge(self, tokens):
+        return tokens * self.gain * 23
 
     def forward(self, images):
         tokens = enlarged(super().forward(images)) ** self.power + SHIFT
+        tokens = ACTS["plain"](self.enlarge(tokens)) * CONFIG.slope / images.size(0)
         return self.join(halved(tokens)) + helper.constant()
+
+class Further(Scaled):
+    more = 29
 
 def own():
     torch.manual_seed(3)
-    return Scaled()
+    return Further()
 """
 HELPER = """
 VALUE = 4
@@ -514,6 +547,7 @@ def unused():
     [
         ("UNUSED = 1", "UNUSED = 2", False),
         ("    return 0", "    return 1", False),
+        ("size = 1", "size = 2", False),
         ("[2.0, 3.0]", "[5.0, 3.0]", True),
         ("zeros(1)", "ones(1)", True),
         ("by * tokens", "by * tokens * 2", True),
@@ -521,6 +555,15 @@ def unused():
         ("with_offset(0.5)", "with_offset(0.25)", True),
         ("tokens / 2", "tokens / 3", True),
         ("VALUE = 4", "VALUE = 5", True),
+        ("* 7", "* 8", True),
+        ("* 11", "* 12", True),
+        ("slope=13.0", "slope=14.0", True),
+        ("by=2.5", "by=2.25", True),
+        ("ones(2", "zeros(2", True),
+        ("Own, 17", "Own, 18", True),
+        ("return 19.0", "return 20.0", True),
+        ("* 23", "* 24", True),
+        ("more = 29", "more = 30", True),
     ],
 )
 def test_code_that_a_module_runs_is_in_its_identity(tmp_path, monkeypatch, old, new, is_other):
