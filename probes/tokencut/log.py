@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,11 @@ class ImageResult:
         """Whether this is what was found in these pixels."""
         is_as_large = self.size == sample.image.shape[:2]
         return is_as_large and self.pixels == zlib.crc32(sample.image.tobytes())
+
+
+# Keys of a line; one with others is of a version that says something else.
+_ALWAYS = {"image", "entry", "num_boxes", "largest_box", "grid", "cells", "size"}
+_KNOWN = {"image", "entry", *(one.name for one in fields(ImageResult) if one.name != "grids")}
 
 
 def pack_mask(mask: Bool[np.ndarray, "rows cols"]) -> str:
@@ -176,7 +181,7 @@ class DiscoveryLog:
         for text in path.read_text(errors="replace").splitlines()[1:]:
             with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 line = json.loads(text)
-                if line.pop("crc32") == _checksum(line):
+                if line.pop("crc32") == _checksum(line) and _ALWAYS <= line.keys() <= _KNOWN:
                     found.append(line)
         return found
 

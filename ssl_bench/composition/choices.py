@@ -156,15 +156,18 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPo
     }
 
 
-@cache
 def papers(folder: Path | None = None) -> tuple[Paper, ...]:
     """All papers of a folder of configurations, by name, read once.
 
     Raises:
         ConfigurationError: two runs share a name, or a file says what is not understood.
     """
-    files = sorted(((folder or config_folder()) / "papers").glob("*.yaml"))
-    found = tuple(map(_read, files))
+    return _papers(folder or config_folder())
+
+
+@cache
+def _papers(folder: Path) -> tuple[Paper, ...]:
+    found = tuple(map(_read, sorted((folder / "papers").glob("*.yaml"))))
     names = [name for paper in found for name in paper.experiments]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -127,7 +127,10 @@ def require(key: str, kind: Any, value: Any) -> None:
         ConfigurationError: names the key, what it takes and what came.
     """
     if not _is_a(kind, value):
-        raise ConfigurationError(f"{key} expects {described(kind)}, got {shown(value)}")
+        hint = ""
+        if _is_a(kind, "name") and isinstance(value, int | float):
+            hint = f"; for a text that looks like a number write \"{key}='{value}'\""
+        raise ConfigurationError(f"{key} expects {described(kind)}, got {shown(value)}{hint}")
 
 
 def require_some(key: str, values: Sequence[Any]) -> None:

@@ -5,7 +5,7 @@ import math
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -141,6 +141,10 @@ def replacing(folder: Path) -> Iterator[Path]:
             f"cannot write {folder}: {error.strerror or error}; free space or choose another folder"
         ) from error
     finally:
+        # Whatever came between the two names, an interrupt too: the older report goes back.
+        if old.exists() and not folder.exists():
+            with suppress(OSError):
+                old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)

@@ -278,7 +278,10 @@ def test_fault_79_pixels_go_in_as_the_preprocessor_says(tmp_path, normalized, re
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"do_normalize": "false"}, "has do_normalize='false', expected true or false"),
+        ({"do_rescale": None}, "has do_rescale=None"),
         ({"rescale_factor": 0}, "has rescale_factor=0, expected a number above 0"),
+        ({"rescale_factor": 1e-310}, "has rescale_factor=1e-310"),
         ({"rescale_factor": "1/255"}, "has rescale_factor='1/255'"),
         ({"image_mean": [0.5, float("nan"), 0.5]}, "expected image_mean of red, green and blue"),
         ({"image_mean": [0.5]}, "came [0.5]"),
@@ -290,3 +293,10 @@ def test_fault_79_pixels_go_in_as_the_preprocessor_says(tmp_path, normalized, re
 def test_fault_79_what_a_preprocessor_cannot_mean_is_refused(tmp_path, capsys, change, said):
     assert main(["models", with_preprocessor(tmp_path, **change)]) == 4
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_of_timm_takes_its_weights_from_nowhere_else(tmp_path):
+    other, _ = timm_folder(tmp_path / "other")
+    arguments = {"depth": 2, "checkpoint_path": str(other / "model.safetensors")}
+    folder, _ = timm_folder(tmp_path / "mine", model_args=arguments)
+    assert "model_args" in message_of(f"local-dir:{folder}")

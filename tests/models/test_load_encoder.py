@@ -5,10 +5,12 @@ import timm
 import torch
 
 from ssl_bench import models
+from ssl_bench.errors import CheckpointError
 from ssl_bench.models import (
     VisionTransformer,
     ViTConfig,
     build_vit,
+    identify_encoder,
     load_encoder,
     save_encoder,
 )
@@ -169,3 +171,12 @@ def test_whatever_the_package_names_is_there():
     )
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         models.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("strides", ["x", "5", '{"a": 1}', "[0, 0]", '["a"]', "[1.5]"])
+def test_strides_of_a_file_that_are_no_numbers_are_refused(tmp_path, strides):
+    path = tmp_path / "one.safetensors"
+    save_encoder(path, build_vit(TINY, seed=0), {"strides": strides})
+
+    with pytest.raises(CheckpointError, match="states strides that are no whole numbers"):
+        identify_encoder(str(path))

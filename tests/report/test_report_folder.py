@@ -1,5 +1,7 @@
 """A report takes the place of an older report, whole, and of nothing else."""
 
+from pathlib import Path
+
 import pytest
 
 from ssl_bench.cli.__main__ import main
@@ -56,4 +58,26 @@ def test_what_came_while_a_report_was_written_is_not_replaced(tmp_path):
     with pytest.raises(ConfigurationError, match="is no report"):
         write()
     assert thesis.read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+@pytest.mark.parametrize("name", ["old", "new"])
+def test_an_interrupt_between_two_names_leaves_the_older_report(tmp_path, monkeypatch, name):
+    with replacing(tmp_path / "report") as new:
+        (new / "index.html").write_text("first")
+    rename = Path.rename
+
+    def interrupted(path, target):
+        if path.suffix == ".new" or name == "old":
+            monkeypatch.undo()
+            if name == "old":
+                rename(path, target)
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "report") as new:
+        (new / "index.html").write_text("second")
+
+    assert (tmp_path / "report" / "index.html").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["report"]

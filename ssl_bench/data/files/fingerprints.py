@@ -26,7 +26,7 @@ from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.system.files import write_atomically
 from ssl_bench.system.paths import cache_folder
-from ssl_bench.system.progress import say_once, show_progress
+from ssl_bench.system.progress import say, say_once, show_progress
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -40,6 +40,7 @@ _THREADS = 8
 _AHEAD = 1024
 _MOST_TOGETHER = 32
 _SAVE_SECONDS = 60.0
+_PATIENCE_SECONDS = 10.0
 # Count up when keys or states mean something else.
 _HEADER = b"ssl-bench sha256 of files 1\n"
 # What it is the digest of, the state of the file it was in, the digest.
@@ -177,7 +178,8 @@ def identities(
         states = in_threads(lambda part: file_state(part.file), parts, together=together)
         yield from (f"{size} {mtime_ns}" for _, (size, mtime_ns, *_) in states)
         return
-    cache, saved = DigestCache(folder), time.monotonic()
+    cache, start = DigestCache(folder), time.monotonic()
+    saved, is_told = start, False
 
     def digest(part: Part) -> bytes:
         name = f"{part.file.absolute()}\0{part.place}"
@@ -187,10 +189,17 @@ def identities(
         # Closed before the cache is saved, which then has what its threads were reading.
         with closing(in_threads(digest, parts, together=together)) as found:
             for _, one in show_progress(found, f"sha256 of {title}", total):
+                now = time.monotonic()
+                if not is_told and now - start > _PATIENCE_SECONDS:
+                    say(
+                        f"reading the {total:,} files of {title} for their sha256, which is then "
+                        "remembered; data.fingerprint=stat trusts sizes and times instead"
+                    )
+                    is_told = True
                 # For the case that somebody kills this.
-                if time.monotonic() - saved > _SAVE_SECONDS:
+                if now - saved > _SAVE_SECONDS:
                     cache.save()
-                    saved = time.monotonic()
+                    saved = now
                 yield one.hex()
     finally:
         cache.save()

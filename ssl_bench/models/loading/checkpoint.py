@@ -134,7 +134,13 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     metadata = read_metadata(path)
     config = _stated_config(path, metadata)
     # Of every block, where they may differ.
-    strides = json.loads(metadata.get("strides", "[]"))
+    text = metadata.get("strides", "[]")
+    try:
+        strides = json.loads(text)
+    except json.JSONDecodeError:
+        strides = None
+    if not isinstance(strides, list) or not all(type(one) is int and one > 0 for one in strides):
+        raise CheckpointError(f"{path} states strides that are no whole numbers: {text[:80]}")
     require_images(config, uri)
     stated = read_digests(sidecar_of(path))
     # While the weights are replaced two lines stand there; others may speak of other files.

@@ -190,6 +190,11 @@ def _preprocessed(described: Mapping[str, Any], path: Path) -> Colours:
             f"{path} has {strange[0]}={described[strange[0]]!r}, which no mean and deviation of "
             "RGB can do; take another encoder"
         )
+    for key in ("do_normalize", "do_rescale"):
+        if type(described.get(key, True)) is not bool:
+            raise CheckpointError(
+                f"{path} has {key}={described[key]!r}, expected true or false; fetch it again"
+            )
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     if described.get("do_normalize", True):
         mean = colour_of(described, "image_mean", path)
@@ -197,7 +202,7 @@ def _preprocessed(described: Mapping[str, Any], path: Path) -> Colours:
     factor: Any = (
         described.get("rescale_factor", 1 / 255) if described.get("do_rescale", True) else 1
     )
-    if not is_number(factor) or factor <= 0:
+    if not is_number(factor) or factor <= 0 or not is_number(1 / factor):
         raise CheckpointError(
             f"{path} has rescale_factor={factor!r}, expected a number above 0, such as 1/255; "
             "fetch it again"

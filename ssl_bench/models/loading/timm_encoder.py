@@ -92,6 +92,14 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
     """
     name = str(config["architecture"]).partition(".")[0]
     _check_name(name)
+    arguments = _mapping(config, "model_args", path)
+    # Such as checkpoint_path, which would put other weights in place of these.
+    strange = [name for name in signature(timm.create_model).parameters if name in arguments]
+    if strange:
+        raise CheckpointError(
+            f"config.json beside {path} has {', '.join(strange)} among model_args, expected the "
+            "architecture's arguments alone; take it out"
+        )
     return _from_file(uri, name, path, label=label, config=config)
 
 
