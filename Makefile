@@ -6,17 +6,24 @@ READY := .venv/.ready
 # computes with one thread: two that take all cores wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-all test-device gpu-report coverage lint check-evidence wheel-check constraints audit clean
+.PHONY: quickstart test quick-tests test-all all-tests test-device gpu-report coverage lint check-evidence wheel-check constraints audit clean
 
 quickstart: $(READY)
 	$(BIN)/ssl-bench quickstart
 
-test: $(READY) lint
+# Lint beside the tests, for the longest part of it keeps one core busy.
+test: $(READY)
+	$(MAKE) -j 2 lint quick-tests
+
+quick-tests: $(READY)
 	$(PYTEST) -m "not slow and not gpu and not browser" --durations=8
 
-test-all: $(READY) lint
-	$(PYTEST) --durations=8
+test-all: $(READY)
+	$(MAKE) -j 2 lint all-tests
 	$(MAKE) test-device
+
+all-tests: $(READY)
+	$(PYTEST) --durations=8
 
 # What needs a GPU, on one that exists in Python alone; patches torch, so in processes of its own.
 test-device: $(READY)
