@@ -1,6 +1,8 @@
 # Everything runs in .venv, made from the hashed constraints at first use.
 PYTHON ?= python3
 BIN := .venv/bin
+# Where uv is, if it was not at hand.
+export PATH := $(PATH):$(CURDIR)/.venv/uv/bin
 READY := .venv/.ready
 # A file to a process, so that what its tests share is made once; in the order of conftest.py. Each
 # computes with one thread: two that take all cores wait for each other.
@@ -50,8 +52,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "expected Python >= 3.11, got %d.%d; say make PYTHON=python3.12" % sys.version_info[:2])'
 	@command -v uv >/dev/null || { $(PYTHON) -m venv .venv/uv && .venv/uv/bin/pip install -q uv; }
-	@PATH="$$PATH:$(CURDIR)/.venv/uv/bin"; export PATH; \
-	  test -x $(BIN)/python || uv venv -q --allow-existing --python $(PYTHON) .venv; \
+	@test -x $(BIN)/python || uv venv -q --allow-existing --python $(PYTHON) .venv; \
 	  echo "installing the environment into .venv"; \
 	  uv pip install -q -p $(BIN)/python --compile-bytecode --require-hashes -r constraints.txt && \
 	  uv pip install -q -p $(BIN)/python --no-deps -e .
@@ -76,7 +77,7 @@ constraints:
 
 # Known vulnerabilities of what is installed; asks the public advisories, which needs the network.
 audit:
-	PATH="$$PATH:$(CURDIR)/.venv/uv/bin" uv tool run pip-audit --require-hashes --disable-pip -r constraints.txt
+	uv tool run pip-audit --require-hashes --disable-pip -r constraints.txt
 
 clean:
 	rm -rf .venv dist build
