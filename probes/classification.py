@@ -35,12 +35,12 @@ from probes.features.stream import batches, read_ahead
 from probes.features.tiers import FeaturesInMemory, Room, TrainingPass, half_features
 from probes.features.views import CentralSquare
 from probes.heads.attentive import AttentivePooling, TrainedAttentiveHeads
+from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import LabelLoss
 from probes.heads.sgd import (
     SGD,
     HeadOptimizer,
     Heads,
-    LogisticRegression,
     Schedule,
     StepTraining,
     TrainedHeads,

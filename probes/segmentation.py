@@ -28,6 +28,7 @@ from probes.features.split import (
 from probes.features.stream import KeptState, batches, checked, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
+from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
 from probes.heads.scored_images import (
     ImageCounts,
@@ -42,7 +43,6 @@ from probes.heads.sgd import (
     HeadAdamW,
     HeadOptimizer,
     Heads,
-    LogisticRegression,
     Schedule,
     StepTraining,
     TrainedHeads,

@@ -4,21 +4,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from probes.features.split import LayerGroup
+from probes.features.stream import KeptState
 from probes.features.tiers import TrainingFeatures
 from probes.heads.sgd import (
     Heads,
     LinearHeads,
-    LogisticRegression,
     RunningStatistics,
     TrainedHeads,
+    Training,
+    floats,
     joined,
 )
+from ssl_bench.composition.fields import Count, Positive
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import in_float64
 
@@ -32,80 +36,111 @@ _SUFFICIENT = 1e-4
 _HALVINGS = 20
 
 
-def fit(
-    asked: LogisticRegression,
-    heads: Heads,
-    features: TrainingFeatures,
-    sources: Sequence[LayerGroup],
-    entries: Int64[Tensor, " chosen"],
-    progress: Progress,
-) -> TrainedHeads:
-    """Fit one head for each source and C of what is asked for; nothing is random in it."""
-    start = time.monotonic()
-    read = features.of_layers([*chain(*sources)], heads.device)
-    batches = entries.split(asked.batch_size)
-    # From one pass: scale of the channels, and how many patches of each batch count.
-    found, counted = RunningStatistics.none(heads.device), []
-    for batch in progress(read(batches), "mean and deviation", len(batches)):
-        found.add(batch.features)
-        counted.append(heads.targets(batch).counted.sum())
-    statistics = found.standardization(len(sources), heads.device)
-    numbers = in_float64(torch.stack(counted))
-    total = numbers.sum().clamp(min=1)
-    shares = (numbers / total).tolist()
-    c_values = torch.tensor(asked.values, dtype=torch.float64, device=numbers.device)
-    # At the minimum the weights of two classes are opposite, so that the sum of their squares
-    # is half the square of the difference, which is all that scikit-learn has there.
-    squares = 2 if heads.classes == 2 else 1
-    penalty = squares / (c_values.repeat(len(sources)) * total)
-    scale = statistics if heads.standardize else statistics.identity()
-    shape = (len(sources), len(asked.values), heads.classes, scale.mean.shape[1])
-    weight = scale.mean.new_zeros(shape)
-    bank = LinearHeads(scale, weight, weight[..., 0].clone())
+@dataclass(frozen=True)
+class LogisticRegression(Training):
+    """Logistic regressions, each fitted to its end by L-BFGS; values are C.
 
-    def by_head(weight: Tensor, bias: Tensor) -> Float64[Tensor, "heads parameters"]:
-        return in_float64(torch.cat([weight.flatten(2), bias], 2).flatten(0, 1))
+    C multiplies the sum of the loss beside half the squared weights, of two classes half the
+    squared difference of theirs; the bias is free, as in scikit-learn. The result does not depend
+    on the size of the batches.
 
-    def place(values: Float64[Tensor, "heads parameters"]) -> None:
-        parts = values.to(bank.weight).view(*shape[:2], -1)
-        bank.weight = parts[..., : -heads.classes].reshape(shape)
-        bank.bias = parts[..., -heads.classes :].contiguous()
+    Attributes:
+        c_values: C of scikit-learn's: weight of the loss against the penalty. All are fitted;
+            which one counts is chosen afterwards.
+        gradient_tolerance: A head has converged where no entry of the mean loss's gradient exceeds
+            it.
+    """
 
-    def objective(
-        values: Float64[Tensor, "heads parameters"],
-    ) -> tuple[Float64[Tensor, " heads"], Float64[Tensor, "heads parameters"]]:
-        """Mean loss of every head over all patches that count, and its share of the penalty."""
-        place(values)
-        loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
-        for batch, share in zip(read(batches), shares, strict=True):
-            x = joined(batch.features, len(sources))
-            losses, parts = bank.loss_and_gradients(x, heads.loss, heads.targets(batch))
-            loss += share * in_float64(losses.flatten())
-            gradient += share * by_head(*parts)
-        weights = values[:, : -heads.classes]
-        gradient[:, : -heads.classes] += penalty[:, None] * weights
-        return loss + penalty * weights.square().sum(1) / 2, gradient
+    c_values: Sequence[Positive]
+    max_iterations: Count = 1000
+    batch_size: Count = 16
 
-    # One item a fit: how many steps it takes is not known before.
-    name = f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}"
-    (minimum,) = (
-        minimise(
-            objective,
-            by_head(bank.weight, bank.bias),
-            max_iterations=asked.max_iterations,
-            gradient_tolerance=asked.gradient_tolerance,
+    gradient_tolerance: ClassVar[float] = 1e-6
+    hyperparameter = "c_value"
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "optimizer": "lbfgs",
+            "c_values": floats(self.c_values),
+            "max_iterations": self.max_iterations,
+        }
+
+    def train(
+        self,
+        heads: Heads,
+        features: TrainingFeatures,
+        sources: Sequence[LayerGroup],
+        entries: Int64[Tensor, " chosen"],
+        progress: Progress,
+        kept: KeptState | None = None,
+    ) -> TrainedHeads:
+        """Fit one head for each source and C; nothing is random in it, and nothing is kept."""
+        del kept
+        start = time.monotonic()
+        read = features.of_layers([*chain(*sources)], heads.device)
+        batches = entries.split(self.batch_size)
+        # From one pass: scale of the channels, and how many patches of each batch count.
+        found, counted = RunningStatistics.none(heads.device), []
+        for batch in progress(read(batches), "mean and deviation", len(batches)):
+            found.add(batch.features)
+            counted.append(heads.targets(batch).counted.sum())
+        statistics = found.standardization(len(sources), heads.device)
+        numbers = in_float64(torch.stack(counted))
+        total = numbers.sum().clamp(min=1)
+        shares = (numbers / total).tolist()
+        c_values = torch.tensor(self.values, dtype=torch.float64, device=numbers.device)
+        # At the minimum the weights of two classes are opposite, so that the sum of their squares
+        # is half the square of the difference, which is all that scikit-learn has there.
+        squares = 2 if heads.classes == 2 else 1
+        penalty = squares / (c_values.repeat(len(sources)) * total)
+        scale = statistics if heads.standardize else statistics.identity()
+        shape = (len(sources), len(self.values), heads.classes, scale.mean.shape[1])
+        weight = scale.mean.new_zeros(shape)
+        bank = LinearHeads(scale, weight, weight[..., 0].clone())
+
+        def by_head(weight: Tensor, bias: Tensor) -> Float64[Tensor, "heads parameters"]:
+            return in_float64(torch.cat([weight.flatten(2), bias], 2).flatten(0, 1))
+
+        def place(values: Float64[Tensor, "heads parameters"]) -> None:
+            parts = values.to(bank.weight).view(*shape[:2], -1)
+            bank.weight = parts[..., : -heads.classes].reshape(shape)
+            bank.bias = parts[..., -heads.classes :].contiguous()
+
+        def objective(
+            values: Float64[Tensor, "heads parameters"],
+        ) -> tuple[Float64[Tensor, " heads"], Float64[Tensor, "heads parameters"]]:
+            """Mean loss of every head over all patches that count, and its share of the penalty."""
+            place(values)
+            loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
+            for batch, share in zip(read(batches), shares, strict=True):
+                x = joined(batch.features, len(sources))
+                losses, parts = bank.loss_and_gradients(x, heads.loss, heads.targets(batch))
+                loss += share * in_float64(losses.flatten())
+                gradient += share * by_head(*parts)
+            weights = values[:, : -heads.classes]
+            gradient[:, : -heads.classes] += penalty[:, None] * weights
+            return loss + penalty * weights.square().sum(1) / 2, gradient
+
+        # One item a fit: how many steps it takes is not known before.
+        name = f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}"
+        (minimum,) = (
+            minimise(
+                objective,
+                by_head(bank.weight, bank.bias),
+                max_iterations=self.max_iterations,
+                gradient_tolerance=self.gradient_tolerance,
+            )
+            for _ in progress(range(1), name, 1)
         )
-        for _ in progress(range(1), name, 1)
-    )
-    place(minimum.values)
-    return TrainedHeads(
-        tuple(sources),
-        *bank.folded(),
-        constant_channels=statistics.constant_channels(),
-        seconds=time.monotonic() - start,
-        unfinished=int((~minimum.converged).sum()),
-        stalled=int(minimum.stalled.sum()),
-    )
+        place(minimum.values)
+        return TrainedHeads(
+            tuple(sources),
+            *bank.folded(),
+            constant_channels=statistics.constant_channels(),
+            seconds=time.monotonic() - start,
+            unfinished=int((~minimum.converged).sum()),
+            stalled=int(minimum.stalled.sum()),
+        )
 
 
 @dataclass(frozen=True)

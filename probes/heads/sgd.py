@@ -20,7 +20,7 @@ from probes.features.split import LayerGroup
 from probes.features.stream import KeptState
 from probes.features.tiers import FeatureBatch, TrainingFeatures
 from probes.heads.losses import PIECE_BYTES, PixelLoss, PixelTargets
-from ssl_bench.composition.fields import Count, Positive, Rate, check_fields, require_some
+from ssl_bench.composition.fields import Count, Rate, check_fields, require_some
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import float64_device, in_float64
 
@@ -469,51 +469,6 @@ class StepTraining(Training):
             constant_channels=statistics.constant_channels(),
             seconds=time.monotonic() - start,
         )
-
-
-@dataclass(frozen=True)
-class LogisticRegression(Training):
-    """Logistic regressions, each fitted to its end by L-BFGS; values are C.
-
-    C multiplies the sum of the loss beside half the squared weights, of two classes half the
-    squared difference of theirs; the bias is free, as in scikit-learn. The result does not depend
-    on the size of the batches.
-
-    Attributes:
-        c_values: C of scikit-learn's: weight of the loss against the penalty. All are fitted;
-            which one counts is chosen afterwards.
-        gradient_tolerance: A head has converged where no entry of the mean loss's gradient exceeds
-            it.
-    """
-
-    c_values: Sequence[Positive]
-    max_iterations: Count = 1000
-    batch_size: Count = 16
-
-    gradient_tolerance: ClassVar[float] = 1e-6
-    hyperparameter = "c_value"
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            "optimizer": "lbfgs",
-            "c_values": floats(self.c_values),
-            "max_iterations": self.max_iterations,
-        }
-
-    def train(
-        self,
-        heads: Heads,
-        features: TrainingFeatures,
-        sources: Sequence[LayerGroup],
-        entries: Int64[Tensor, " chosen"],
-        progress: Progress,
-        kept: KeptState | None = None,
-    ) -> "TrainedHeads":
-        """Fit one head for each source and C; nothing is random in it, and nothing is kept."""
-        del kept
-        from probes.heads.logistic import fit
-
-        return fit(self, heads, features, sources, entries, progress)
 
 
 @dataclass(frozen=True)

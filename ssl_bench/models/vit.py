@@ -19,7 +19,7 @@ from ssl_bench.models.initialisers import (
     make_initialiser,
     set_block,
 )
-from ssl_bench.system.device import float64_device
+from ssl_bench.system.device import float64_device, without_autocast
 
 _TOKEN_STD = 0.02
 # Source: Zhang and Martens, "Orthogonal Self-Attention", appendix D.
@@ -89,7 +89,7 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v)
         # torch's gradients of it in bfloat16 take two to eight times as long on a CPU at up to 150
         # tokens, and as long at 257.
-        with torch.autocast("cpu", enabled=False):
+        with without_autocast(q.device):
             wide = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
         return wide.to(q.dtype)
 

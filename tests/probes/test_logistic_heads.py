@@ -9,10 +9,10 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 from probes.features.tiers import FeaturesInMemory
+from probes.heads.logistic import LogisticRegression as Regression
 from probes.heads.logistic import minimise
 from probes.heads.losses import HistogramLoss
 from probes.heads.sgd import Heads
-from probes.heads.sgd import LogisticRegression as Regression
 from tests.support.photographs import silent
 
 C_VALUES = (1e-4, 1e-2, 1.0)
