@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,9 +151,15 @@ LINES = {
     "one and a half": lambda line: line[: len(line) // 2] + line,
     "no object": lambda line: f"[{len(line)}]",
     "no cells": lambda line: json.dumps(json.loads(line) | {"cells": 7}),
-    "no grid": lambda line: json.dumps(json.loads(line) | {"grid": [4]}),
     "another digit": lambda line: line.replace('"largest_box": ', '"largest_box": 1'),
+    "a key of another version": lambda line: signed({**json.loads(line), "mood": 1}),
 }
+
+
+def signed(line: dict[str, Any]) -> str:
+    """A line with the CRC-32 of its content."""
+    del line["crc32"]
+    return json.dumps({**line, "crc32": zlib.crc32(json.dumps(line).encode())})
 
 
 def test_fault_50_damaged_lines_of_what_was_found_are_dropped_and_computed_again(again):
