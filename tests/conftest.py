@@ -27,6 +27,8 @@ remember_needs()
 torch.set_num_threads(1)
 # The heap of torch and its kind stays; looking it through again took a tenth of the time.
 gc.set_threshold(20_000, 20, 20)
+# No test cuts the power, and a disk that is waited for takes longer than most of them.
+os.fsync = lambda _: None
 
 
 # A backward pass of tensors without values starts threads of autograd, whatever their device, and
