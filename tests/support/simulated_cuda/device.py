@@ -45,7 +45,10 @@ class Place(Enum):
 
 def place_of(tensor: Tensor) -> Place:
     """Of the storage; what no storage in memory stands behind counts as the host's."""
-    storage = storage_of(tensor)
+    return _place_of_storage(storage_of(tensor))
+
+
+def _place_of_storage(storage: Any) -> Place:
     return Place.HOST if storage is None else getattr(storage, "place", Place.HOST)
 
 
@@ -89,15 +92,15 @@ def place_named(device: Any) -> Place:
     return Place.DEVICE if names_device(device) else Place.HOST
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in arguments or results, however they are nested."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in tensors_in(item)]
 
 
 _ROOT = str(Path(__file__).parents[3])
@@ -337,19 +340,20 @@ class Operators(TorchDispatchMode):
     ) -> Any:
         del types
         options = kwargs or {}
-        given = list(tensors_in([*args, options]))
-        places = [place_of(tensor) for tensor in given]
+        given = tensors_in((*args, options))
+        storages = [storage_of(tensor) for tensor in given]
+        places = [_place_of_storage(storage) for storage in storages]
         if Place.DEVICE in places:
             name = func._schema.name
             if name == "aten::copy_":
                 if _is_on_its_way(args, options):
                     return args[0]
             elif name not in BOOKKEEPING:
-                _check(func, args, options, given)
+                _check(func, args, options, given, places)
         if func is torch.ops.aten.mm.dtype:  # no other device has it
             func, args = torch.ops.aten.mm.default, [x.to(args[2]) for x in args[:2]]
         found = func(*args, **options)
-        _place_results(found, given, places)
+        _place_results(found, storages, places)
         return found
 
 
@@ -366,11 +370,15 @@ def _is_on_its_way(args: Sequence[Any], options: dict[str, Any]) -> bool:
 
 
 def _check(
-    function: Any, args: Sequence[Any], options: dict[str, Any], given: Sequence[Tensor]
+    function: Any,
+    args: Sequence[Any],
+    options: dict[str, Any],
+    given: Sequence[Tensor],
+    places: Sequence[Place],
 ) -> None:
     name = function._schema.name
-    for tensor in given:
-        if place_of(tensor) is Place.UNDECIDED:
+    for tensor, place in zip(given, places, strict=True):
+        if place is Place.UNDECIDED:
             put(tensor, Place.DEVICE)
     if KIND[0] == "cuda" and not has_kernel(function):
         raise SimulatedDeviceError(f"{name} has no CUDA kernel, at {where()}")
@@ -379,6 +387,8 @@ def _check(
         LEDGER.wait(name.removeprefix("aten::"), WAITS[name])
     indices = [i for i in args[1] if i is not None] if name in INDEXING else []
     _check_indices(args, indices)
+    if all(place in _HERE for place in places):
+        return
     strangers = _strangers(function, args, given, {id(index) for index in indices})
     if strangers:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in strangers)
@@ -434,9 +444,9 @@ def _strangers(
     ]
 
 
-def _place_results(found: Any, given: Sequence[Tensor], places: Sequence[Place]) -> None:
-    """What is new lies where its sources do; what shares memory lies there already."""
-    known = {id(storage) for storage in map(storage_of, given) if storage is not None}
+def _place_results(found: Any, sources: Sequence[Any], places: Sequence[Place]) -> None:
+    """What is new lies where its sources do; what shares their storages lies there already."""
+    known = {id(storage) for storage in sources}
     for tensor in tensors_in(found):
         storage = storage_of(tensor)
         if storage is None or id(storage) in known:
@@ -482,7 +492,7 @@ def _called(func: Callable, args: Arguments, options: Options) -> Any:
     """Any other function; where it names the device, its result lies there."""
     device = options.get("device")
     if device is None:
-        has_sources = any(True for _ in tensors_in([*args, options]))
+        has_sources = bool(tensors_in((*args, options)))
         return func(*args, **options) if has_sources else _made(func, args, options, Place.HOST)
     if not names_device(device) and torch.device(device).type != "cpu":
         return func(*args, **options)

@@ -236,7 +236,7 @@ def grouping(group: Callable[..., Any]) -> Callable[..., Any]:
     def grouped(tensors: Any, *options: Any) -> Any:
         found = group(tensors, *options)
         return {
-            (next(tensors_in(members[0])).device, dtype): (members, indices)
+            (tensors_in(members[0])[0].device, dtype): (members, indices)
             for (_, dtype), (members, indices) in found.items()
         }
 
