@@ -1,8 +1,8 @@
 """Runs of two processes, one of which meets a fault; prints how both ended, as JSON.
 
 `python -m tests.support.two_ranks PHOTOS OUT FAULT:RANK...` imports once and forks two processes
-for each fault, of three faults at a time. In a process of its own, since what has computed
-gradients must not be forked.
+for each fault, of three faults at a time and beside them all that sleep. In a process of its own,
+since what has computed gradients must not be forked.
 """
 
 import contextlib
@@ -239,10 +239,15 @@ def main() -> None:
     photos, out = map(Path, sys.argv[1:3])
     faults, found = sys.argv[3:], {}
     prepare()
-    for first in range(0, len(faults), AT_ONCE):
-        folders = {f: out / f.replace(":", "-") for f in faults[first : first + AT_ONCE]}
-        pids = {fault: begun(fault, photos, folder) for fault, folder in folders.items()}
-        found |= {fault: ended(pids[fault], folder) for fault, folder in folders.items()}
+    folders = {fault: out / fault.replace(":", "-") for fault in faults}
+    sleeping = [fault for fault in faults if fault.startswith("slow")]
+    others = [fault for fault in faults if fault not in sleeping]
+    pids = {fault: begun(fault, photos, folders[fault]) for fault in sleeping}
+    for first in range(0, len(others), AT_ONCE):
+        several = others[first : first + AT_ONCE]
+        pids |= {fault: begun(fault, photos, folders[fault]) for fault in several}
+        found |= {fault: ended(pids[fault], folders[fault]) for fault in several}
+    found |= {fault: ended(pids[fault], folders[fault]) for fault in sleeping}
     print(json.dumps(found))
 
 
