@@ -65,12 +65,10 @@ def test_a_few_damaged_inputs_of_every_kind_end_well(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_hundreds_of_commands_drawn_at_random_end_as_documented(seed):
-    assert commands_ended(said("command_fuzzing", seed, 250)) == 250
+def test_hundreds_of_commands_drawn_at_random_end_as_documented():
+    assert commands_ended(said("command_fuzzing", 1, 500)) == 500
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_hundreds_of_damaged_inputs_end_in_an_answer_or_an_error_of_our_own(kind):
-    assert inputs_by_kind(said("fuzzing", kind, COUNT)) == {kind: COUNT}
+def test_hundreds_of_damaged_inputs_end_in_an_answer_or_an_error_of_our_own():
+    assert inputs_by_kind(said("fuzzing", ",".join(KINDS), COUNT)) == dict.fromkeys(KINDS, COUNT)
