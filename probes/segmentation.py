@@ -233,7 +233,7 @@ class Segmentation(Probe):
     @property
     def _beginning(self) -> str:
         """Of the names of all files that are left beside the records."""
-        features = [] if self.layers_mode == "single" else [self.layers_mode]
+        features: list[str] = [] if self.layers_mode == "single" else [self.layers_mode]
         if not features or self.facet != "token":
             features.append(self.scored_facet)
         return "-".join([self.protocol, *features])

@@ -129,7 +129,7 @@ class PlannedProbe:
 
         None where a protocol was chosen, or a value that one of them has of its own.
         """
-        found = []
+        found: list[PlannedProbe] = []
         for name in self.probe.further_protocols:
             own = preset_values(self.probe, name)
             if self.typed.isdisjoint(own):

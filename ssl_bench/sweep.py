@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -274,7 +274,7 @@ def run_in_processes(
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
 
     @contextmanager
-    def device_taken() -> Iterator[Mapping[str, str]]:
+    def device_taken() -> Generator[Mapping[str, str]]:
         """The environment of a job on the device with the fewest jobs."""
         if not at_work:
             yield environment
