@@ -4,7 +4,7 @@ import argparse
 import inspect
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ def _in_words_of_python(line: str) -> str:
 
 
 @contextmanager
-def _said_in_python() -> Iterator[None]:
+def _said_in_python() -> Generator[None]:
     """Lines and errors name what is typed in Python, whoever wrote them for a command."""
     before = reworded.set(_in_words_of_python)
     try:
@@ -286,7 +286,7 @@ def _in_range(images: Tensor, dimensions: int) -> Tensor:
 @contextmanager
 def _as_encoder(
     given: "str | Encoder | nn.Module", device: str | None
-) -> Iterator[tuple[Encoder, torch.device]]:
+) -> Generator[tuple[Encoder, torch.device]]:
     """An encoder and where it computes; a module gets its modes and its place back."""
     if isinstance(given, str):
         yield load_encoder(given), choose_device(device)
@@ -294,7 +294,7 @@ def _as_encoder(
     if isinstance(given, Encoder):
         yield given, choose_device(device)
         return
-    if not isinstance(given, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(given, nn.Module):
         raise ConfigurationError(
             f"expected an address, an Encoder or a torch.nn.Module, got {type(given).__name__}"
         )
@@ -330,6 +330,6 @@ def _as_word(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_as_word, value))}]"
     return str(value)

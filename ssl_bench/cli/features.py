@@ -223,7 +223,7 @@ def _features(
 
 def _write(path: Path, found: dict[str, np.ndarray], style: str) -> None:
     if style == "npz":
-        write_atomically(path, lambda file: np.savez(file, **found))  # type: ignore[arg-type]
+        write_atomically(path, lambda file: np.savez(file, **found))  # pyrefly: ignore[bad-argument-type]
         return
     told = {name: json.dumps(found[name].tolist()) for name in ("image_id", "label")}
     arrays = {name: value for name, value in found.items() if name not in told}

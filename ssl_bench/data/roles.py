@@ -79,7 +79,7 @@ def datasets_with(role: str) -> list[str]:
         for adapter in vars(import_module(f"ssl_bench.data.layouts.{module.name}")).values():
             # What it offers may hang on its fields.
             if is_dataclass(adapter) and hasattr(adapter, "supports"):
-                dataset: Any = adapter()  # type: ignore[operator]
+                dataset: Any = adapter()
                 names |= {dataset.name} if role in dataset.supports else set()
     return sorted(names)
 

@@ -129,7 +129,7 @@ class Multiplied(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(part in func.name() for part in ("mm", "conv", "attention", "linear")):
-            self.found.add(args[0].dtype)
+            self.found.add(args[0].dtype)  # pyrefly: ignore[bad-index]
         return func(*args, **(kwargs or {}))
 
 

@@ -207,7 +207,7 @@ def test_what_is_no_encoder_is_refused_in_one_line(module, settings, said):
 def test_a_norm_that_is_not_there_is_refused_when_asked():
     module = own_module.own()
     del module.ln_f
-    module.forward = lambda images: nn.Sequential(module.embed)(images)  # type: ignore[method-assign]
+    module.forward = lambda images: nn.Sequential(module.embed)(images)
     with pytest.raises(CheckpointError, match="never run"):
         ssl_bench.Encoder.from_module(module)
     plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Sequential(*(_Mixing() for _ in range(4))))

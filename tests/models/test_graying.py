@@ -34,7 +34,7 @@ def with_values(*values: float, tokens: int = 7) -> Tensor:
 
 
 def grayed(config: ViTConfig, kind: str, exponent: float = 0.5) -> ViTConfig:
-    return replace(config, graying=kind, graying_exponent=exponent)  # type: ignore[arg-type]
+    return replace(config, graying=kind, graying_exponent=exponent)
 
 
 @pytest.mark.parametrize("shape", [WIDE, TALL, SQUARE, (3, 4, 7)])
@@ -142,7 +142,7 @@ def test_an_image_that_is_not_finite_spoils_itself_alone(gray, value):
 
 @pytest.mark.parametrize("kind", GRAYING)
 def test_under_autocast_tokens_are_grayed_in_float32_and_keep_their_type(kind):
-    module, x = TokenGraying(kind, 0.6), drawn(2, 65, DIM).float()  # type: ignore[arg-type]
+    module, x = TokenGraying(kind, 0.6), drawn(2, 65, DIM).float()
     with torch.autocast("cpu", torch.bfloat16):
         result, low = module(x), module(x.bfloat16())
     torch.testing.assert_close(result, module(x), rtol=0, atol=1e-6)

@@ -118,7 +118,7 @@ def test_a_killed_run_repeats_what_it_had_not_saved_with_other_workers(root, tmp
     plan = plan_of(root, model=replace(TINY, drop_path=0.2), checkpoint_epochs=1)
     plan.run(tmp_path / "whole", device="cpu")
 
-    do_at(monkeypatch, 8, lambda: os.abort_for_test())  # type: ignore[attr-defined]
+    do_at(monkeypatch, 8, lambda: os.abort_for_test())  # pyrefly: ignore[missing-attribute]
     with pytest.raises(AttributeError):
         plan.run(tmp_path / "killed", device="cpu")
     monkeypatch.undo()

@@ -211,7 +211,7 @@ class _Alone(nn.TransformerEncoderLayer):
         nn.Module.__init__(self)
         self.__dict__.update(layer.__dict__)
 
-    def forward(self, tokens):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, tokens):
         return super().forward(tokens), None
 
 
