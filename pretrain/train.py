@@ -408,9 +408,7 @@ class Run:
         self.left_out, self._unlearned, self._told = set[int](), set[int](), set[int]()
         self._config: Mapping[str, Any] = {}
         # Said when nothing can be refused any more.
-        self._news = [f"run folder {out}"]
-        if ranks.is_first:
-            self._news.append(plan.data.unreadable(images))
+        self._news = [f"run folder {out}", plan.data.unreadable(images)] if ranks.is_first else []
         self._fault: Exception | None = None
 
     def begin(self, *, instead: bool = False) -> None:
