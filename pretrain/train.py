@@ -407,7 +407,8 @@ class Run:
         self.extensions: list[dict[str, int]] = []
         self.left_out, self._unlearned, self._told = set[int](), set[int](), set[int]()
         self._config: Mapping[str, Any] = {}
-        self._news = [plan.data.unreadable(images)] if ranks.is_first else []
+        # Said when nothing can be refused any more.
+        self._news = [f"run folder {out}", plan.data.unreadable(images)] if ranks.is_first else []
         self._fault: Exception | None = None
 
     def begin(self, *, instead: bool = False) -> None:

@@ -168,7 +168,7 @@ def test_a_grayed_block_can_be_taken_apart_for_the_conditioning_probe(kind, atte
     block, x = build_vit(config, seed=0).blocks[0].double(), drawn(9, DIM)
     assert isinstance(block, Block)
     with torch.no_grad():
-        parts = decompose_block(block, x, block(x[None])[0], TINY.num_heads)
+        parts, _ = decompose_block(block, x, block(x[None])[0], TINY.num_heads)
         assert parts is not None
         gray = GRAYING[kind](x[None], 0.5)
         after = (gray + block.attn(block.norm1(gray)))[0]

@@ -276,7 +276,7 @@ def test_a_run_in_pieces_is_the_run_without_workers_and_says_what_it_takes(tmp_p
 
     alone, helped = ((tmp_path / name / ENCODER).read_bytes() for name in ("alone", "helped"))
     assert alone == helped
-    said = capsys.readouterr().err.splitlines()[1]
+    said = capsys.readouterr().err.splitlines()[2]
     assert said.startswith("data workers: 2, up to 0.0003")
     assert said.endswith("GiB of shared memory, batches in 2 pieces")
 

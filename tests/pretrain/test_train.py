@@ -72,7 +72,8 @@ def test_a_run_leaves_an_encoder_that_is_its_teacher_and_a_row_a_step(
     path = plan_of(root).run(tmp_path, device="cpu")
 
     # Without a terminal a line now and then tells how far the run is.
-    first, *lines = capsys.readouterr().err.splitlines()
+    where, first, *lines = capsys.readouterr().err.splitlines()
+    assert where == f"run folder {tmp_path}"
     assert first == "13 images, 8 steps of 2, about 0.1 GiB of memory"
     assert len(lines) == 8
     assert re.fullmatch(
