@@ -46,7 +46,7 @@ from ssl_bench.results.store import first_few
 from ssl_bench.system import paths
 from ssl_bench.system.device import provenance
 from ssl_bench.system.files import mark_as_written
-from ssl_bench.system.progress import show_progress
+from ssl_bench.system.progress import say, show_progress
 
 _CPU = torch.device("cpu")
 Passed = MutableMapping[Any, Any]
@@ -76,7 +76,7 @@ class ProbeContext:
     artifacts: Path = Path()
     progress: Progress = show_progress
     overwrite: bool = False
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = say
     known: Sequence[Record] = ()
     passed: Passed = field(default_factory=dict)
 
