@@ -34,15 +34,8 @@ from ssl_bench.evaluation import (
 from ssl_bench.layers import layers_of
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_asked
-from ssl_bench.planning import (
-    PlannedProbe,
-    announced_encoder,
-    asked_encoders,
-    evaluate,
-    planned_probes,
-    require_layers,
-    sharing_datasets,
-)
+from ssl_bench.models.loading.asked import announced_encoder, asked_encoders, require_layers
+from ssl_bench.planning import PlannedProbe, evaluate, planned_probes, sharing_datasets
 from ssl_bench.results import CellKey, ResultStore, encoder_id
 from ssl_bench.results.store import first_few
 from ssl_bench.system.device import named_device

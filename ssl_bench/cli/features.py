@@ -21,13 +21,8 @@ from ssl_bench.errors import ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import left_out
 from ssl_bench.features import FeatureExtractor, squashed
 from ssl_bench.layers import resolve_layers
-from ssl_bench.planning import (
-    announced_encoder,
-    newest_checkpoint,
-    require_layers,
-    require_on_bad_image,
-    require_writable,
-)
+from ssl_bench.models.loading.asked import announced_encoder, newest_checkpoint, require_layers
+from ssl_bench.planning import require_on_bad_image, require_writable
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import remove_orphans_below, write_atomically, write_text_atomically
 from ssl_bench.system.launch import require_single_process
