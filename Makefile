@@ -13,16 +13,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-re
 quickstart: $(READY)
 	$(BIN)/ssl-bench quickstart
 
-# Lint beside the tests, for the longest part of it keeps one core busy.
-test: $(READY)
-	$(MAKE) -j 2 lint quick-tests
+test: lint quick-tests
 
 quick-tests: $(READY)
 	$(PYTEST) -m "not slow and not gpu and not browser" --durations=8
 
-test-all: $(READY)
-	$(MAKE) -j 2 lint all-tests
-	$(MAKE) test-device
+test-all: lint all-tests test-device
 
 all-tests: $(READY)
 	$(PYTEST) --durations=8
@@ -43,7 +39,7 @@ coverage: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
 # uv where it is at hand, else installed with pip beside the environment. Bytecode once and not by

@@ -230,7 +230,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif is_dataclass(value):
         value = [getattr(value, item.name) for item in fields(value)]
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
 
@@ -274,7 +274,7 @@ def arriving(
 
 
 @contextmanager
-def deaths_of_workers_wait() -> Iterator[None]:
+def deaths_of_workers_wait() -> Generator[None]:
     """Keep a data worker's death from raising wherever the main thread is, mid-step included.
 
     torch's own handler does so once a loader has workers. Without it the loader looks whether

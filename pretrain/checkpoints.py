@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +129,21 @@ def _read(path: Path, device: torch.device) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not a training state of this version; use the ssl-bench that wrote it"
         )
-    return state
+    return _State(state, path)
+
+
+class _State(dict[str, Any]):
+    """What a file holds of a run; what it lacks is said."""
+
+    def __init__(self, parts: Mapping[str, Any], path: Path) -> None:
+        super().__init__(parts)
+        self._path = path
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self._path} lacks {key!r}, expected all that a run saves; use the ssl-bench that "
+            "wrote it, or start again with --overwrite in place of --resume"
+        )
 
 
 def claim(out: Path, *, resume: bool, overwrite: bool) -> None:

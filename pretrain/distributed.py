@@ -1,7 +1,7 @@
 """The processes that train one model together: a single one, or those that `torchrun` starts."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,7 +87,7 @@ class TrainingRanks:
             raise error
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> Generator[None]:
         """Leave with what one of the processes met, or go on in all of them."""
         try:
             yield
@@ -119,7 +119,7 @@ class TrainingRanks:
 
 
 @contextmanager
-def _meeting() -> Iterator[None]:
+def _meeting() -> Generator[None]:
     """What the library says where another process is gone, in words."""
     try:
         yield
@@ -132,7 +132,7 @@ def _meeting() -> Iterator[None]:
 
 
 @contextmanager
-def training_together(device: torch.device, timeout: timedelta) -> Iterator[TrainingRanks]:
+def training_together(device: torch.device, timeout: timedelta) -> Generator[TrainingRanks]:
     """Join the processes that torchrun's environment variables name, if there are others.
 
     Args:

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Hold:
 
 
 @contextmanager
-def held(out: Path) -> Iterator[Hold]:
+def held(out: Path) -> Generator[Hold]:
     """Keep a folder, made if there is none, for this process alone; an empty one goes again.
 
     Raises:

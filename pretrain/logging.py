@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -138,7 +138,7 @@ class Clock:
         self._waited = 0.0
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> Generator[None]:
         """Count the time inside as waiting."""
         start = time.monotonic()
         yield
@@ -345,7 +345,7 @@ def require_wandb() -> Any:
     """The package of Weights & Biases."""
     try:
         # Not for everybody, and no extra: it brings two dozen packages along.
-        import wandb  # pyright: ignore[reportMissingImports]
+        import wandb
     except ImportError as error:
         raise MachineError(
             "train.wandb=PROJECT needs the package wandb, which is not installed; "

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -150,7 +150,7 @@ class Trainer:
 
 
 @contextmanager
-def deterministic(asked: bool) -> Iterator[None]:
+def deterministic(asked: bool) -> Generator[None]:
     """Compute only with what gives the same bits every time, and refuse what cannot.
 
     Two runs are then equal on devices of one kind with one version of torch. On a CPU they are

@@ -133,7 +133,7 @@ class Pretraining:
         if not goes_on:
             checkpoints.require_free(out)
         images = self.images()
-        ranks = TrainingRanks(device=choose_device(device and str(device)))
+        ranks = TrainingRanks(device=choose_device(None if device is None else str(device)))
         plan, why, _ = self.with_batch(images, ranks)
         timeline, batch = plan.train.timeline(len(images)), plan.train.batch
         noun = self.objective.noun
@@ -205,7 +205,7 @@ class Pretraining:
             request = stack.enter_context(stop_requests())
             timeout = timedelta(minutes=self.train.timeout_minutes)
             ranks = stack.enter_context(
-                training_together(choose_device(device and str(device)), timeout)
+                training_together(choose_device(None if device is None else str(device)), timeout)
             )
             stack.enter_context(deterministic(self.train.deterministic))
             on_cuda = ranks.device.type == "cuda"
@@ -316,7 +316,7 @@ class StopRequest:
             self._stop()
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
+    def at_once(self) -> Generator[None]:
         """Stop in the middle of what is done here: it has nothing to save.
 
         Raises:
@@ -338,7 +338,7 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
+def stop_requests() -> Generator[StopRequest]:
     """Collect signals that ask to stop instead of dying of them."""
     request = StopRequest()
     with handled((*STOPPING, "SIGINT"), request.receive):
@@ -407,7 +407,8 @@ class Run:
         self.extensions: list[dict[str, int]] = []
         self.left_out, self._unlearned, self._told = set[int](), set[int](), set[int]()
         self._config: Mapping[str, Any] = {}
-        self._news = [plan.data.unreadable(images)] if ranks.is_first else []
+        # Said when nothing can be refused any more.
+        self._news = [f"run folder {out}", plan.data.unreadable(images)] if ranks.is_first else []
         self._fault: Exception | None = None
 
     def begin(self, *, instead: bool = False) -> None:

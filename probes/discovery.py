@@ -41,8 +41,8 @@ class ObjectDiscovery(TokenCut):
     sure it is of a mask; that an earlier one is surer is ours.
     """
 
-    protocol: Literal["ssl_bench"] = "ssl_bench"  # pyright: ignore[reportIncompatibleVariableOverride]
-    truth: Literal["boxes"] = "boxes"  # pyright: ignore[reportIncompatibleVariableOverride]
+    protocol: Literal["ssl_bench"] = "ssl_bench"
+    truth: Literal["boxes"] = "boxes"
     tau: Tau = 0.15
     method: Literal["maskcut", "lost"] = "maskcut"
 

@@ -233,7 +233,7 @@ class Segmentation(Probe):
     @property
     def _beginning(self) -> str:
         """Of the names of all files that are left beside the records."""
-        features = [] if self.layers_mode == "single" else [self.layers_mode]
+        features: list[str] = [] if self.layers_mode == "single" else [self.layers_mode]
         if not features or self.facet != "token":
             features.append(self.scored_facet)
         return "-".join([self.protocol, *features])
@@ -387,8 +387,8 @@ class SegmentationRun:
         The scored images stream once through encoder and heads; what a killed run had counted
         passes no more.
         """
-        images, kept, shape = self.val_images, self._kept_counts(), heads.bias.shape
-        counts = ImageCounts(*shape)
+        images, kept = self.val_images, self._kept_counts()
+        counts = ImageCounts(*heads.bias.shape)
         if kept.found:
             counts.extend(kept.found)
         self.count(heads, self._scored(range(len(images))[len(counts) :]), counts, kept)
@@ -396,7 +396,7 @@ class SegmentationRun:
             raise DataError(f"{images.name} {images.split} has no labelled pixel")
         # Once more, since a killed run may have counted them long ago.
         indices = sampled_numbers(images.ids, self.probe.panels)
-        drawn = self.count(heads, self._scored(indices), ImageCounts(*shape)) if indices else []
+        drawn = self.predict(heads, self._scored(indices)) if indices else []
         chosen = [None] * len(self.sources) if held_out is None else held_out
         found = [self._scores(heads, n, counts, one, details) for n, one in enumerate(chosen)]
         return found, drawn
@@ -405,6 +405,12 @@ class SegmentationRun:
         """An image as the encoder is shown it to be scored."""
         probe = self.probe
         return probe.inference.prepare(sample, probe.image_size, self.context.encoder.mean)
+
+    def predict(
+        self, heads: TrainedHeads, images: Iterable[ScoredImage]
+    ) -> list[UInt8[Tensor, "sources values _height _width"]]:
+        """Classes of the pixels of each image, by source and by learning rate or C."""
+        return self.count(heads, images, ImageCounts(*heads.bias.shape))
 
     def _scored(self, indices: Sequence[int]) -> Iterable[ScoredImage]:
         workers = self.probe.num_workers

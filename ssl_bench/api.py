@@ -4,7 +4,7 @@ import argparse
 import inspect
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ssl_bench.composition.choices import asked_names
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.features import FeatureExtractor, Features, squashed
@@ -23,7 +24,7 @@ from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.planning import asked_probes, evaluate, opened_store
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device
-from ssl_bench.system.progress import reworded, say
+from ssl_bench.system.progress import reworded, say_once
 from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.sheets import render_tables
@@ -66,7 +67,7 @@ def _in_words_of_python(line: str) -> str:
 
 
 @contextmanager
-def _said_in_python() -> Iterator[None]:
+def _said_in_python() -> Generator[None]:
     """Lines and errors name what is typed in Python, whoever wrote them for a command."""
     before = reworded.set(_in_words_of_python)
     try:
@@ -89,9 +90,22 @@ class Results:
     records: tuple[Record, ...]
 
     @_said_in_python()
-    def table(self, style: str = "text") -> str:
-        """All tables over depth as text, markdown, latex, csv or json."""
-        return render_tables(self._tables(), style)
+    def table(
+        self,
+        style: str = "text",
+        *,
+        task: str | None = None,
+        dataset: str | None = None,
+        metric: str | None = None,
+        facet: str | None = None,
+    ) -> str:
+        """Tables over depth as text, markdown, latex, csv or json.
+
+        All, or those of some tasks, datasets, metrics or facets, with commas, as the flags of
+        `ssl-bench table` choose.
+        """
+        tables = self._tables(task=task, dataset=dataset, metric=metric, facet=facet)
+        return render_tables(tables, style)
 
     def to_pandas(self) -> "pandas.DataFrame":
         """A row a record."""
@@ -101,13 +115,12 @@ class Results:
         """Curves over blocks with their 95 % bands, a panel a table, as a figure of matplotlib.
 
         Raises:
-            DataError: There is nothing to draw, or no such metric.
+            ConfigurationError: There is no such metric.
+            DataError: There are no records.
         """
-        tables = [t for t in self._tables() if metric in (None, t.record.metric)]
-        if not tables:
-            known = ", ".join(sorted({record.metric for record in self.records})) or "none"
-            raise DataError(f"no values of metric {metric}; there are {known}")
-        return curves_figure(tables)
+        if not self.records:
+            raise DataError("expected records to draw, got none; probe an encoder first")
+        return curves_figure(self._tables(metric=metric))
 
     def __len__(self) -> int:
         return len(self.records)
@@ -121,8 +134,13 @@ class Results:
     def _repr_markdown_(self) -> str:
         return self.table("markdown")
 
-    def _tables(self) -> list[DepthTable]:
-        tables = depth_tables(self.records) if self.records else []
+    def _tables(self, **asked: str | None) -> list[DepthTable]:
+        records = list(self.records)
+        for name, words in asked.items():
+            have = sorted({getattr(record, name) for record in records})
+            chosen = have if words is None else asked_names(name, words, have)
+            records = [record for record in records if getattr(record, name) in chosen]
+        tables = depth_tables(records) if records else []
         return [table for table in tables if table.has_values] or tables
 
 
@@ -286,7 +304,7 @@ def _in_range(images: Tensor, dimensions: int) -> Tensor:
 @contextmanager
 def _as_encoder(
     given: "str | Encoder | nn.Module", device: str | None
-) -> Iterator[tuple[Encoder, torch.device]]:
+) -> Generator[tuple[Encoder, torch.device]]:
     """An encoder and where it computes; a module gets its modes and its place back."""
     if isinstance(given, str):
         yield load_encoder(given), choose_device(device)
@@ -294,7 +312,7 @@ def _as_encoder(
     if isinstance(given, Encoder):
         yield given, choose_device(device)
         return
-    if not isinstance(given, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(given, nn.Module):
         raise ConfigurationError(
             f"expected an address, an Encoder or a torch.nn.Module, got {type(given).__name__}"
         )
@@ -302,7 +320,7 @@ def _as_encoder(
     home = next((p.device for p in given.parameters()), torch.device("cpu"))
     try:
         encoder = Encoder.from_module(given)
-        say(
+        say_once(
             "ImageNet's mean and deviation are assumed; Encoder.from_module(module, mean=..., "
             "std=...) takes others"
         )
@@ -330,6 +348,6 @@ def _as_word(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_as_word, value))}]"
     return str(value)

@@ -46,11 +46,11 @@ from ssl_bench.results.store import first_few
 from ssl_bench.system import paths
 from ssl_bench.system.device import provenance
 from ssl_bench.system.files import mark_as_written
-from ssl_bench.system.progress import show_progress
+from ssl_bench.system.progress import say, show_progress
 
+_CPU = torch.device("cpu")
 Passed = MutableMapping[Any, Any]
 """Features by everything that they depend on."""
-
 
 Progress = Callable[..., Iterable[Any]]
 """As `ssl_bench.system.progress.show_progress`, which gives back the items that it is given."""
@@ -61,6 +61,7 @@ class ProbeContext:
     """Everything a probe needs for one checkpoint and one dataset.
 
     Attributes:
+        artifacts: Folder of the pictures that `Probe.run` draws.
         say: Tells the user one line that no record holds.
         known: Records of asked cells that are finished; their scores need not be given again.
         passed: What probes before this one got from this encoder of the same images.
@@ -69,13 +70,13 @@ class ProbeContext:
     encoder: Encoder
     dataset: Dataset
     layers: tuple[int, ...]
-    device: torch.device
-    dtype: torch.dtype
-    seed: int
-    artifacts: Path
-    progress: Progress
+    device: torch.device = _CPU
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    artifacts: Path = Path()
+    progress: Progress = show_progress
     overwrite: bool = False
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = say
     known: Sequence[Record] = ()
     passed: Passed = field(default_factory=dict)
 

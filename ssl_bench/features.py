@@ -5,7 +5,7 @@ And the square that most probes cut out of a photograph for it.
 
 import difflib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -237,7 +237,7 @@ class FeatureExtractor:
             )
 
     @contextmanager
-    def _listening(self, found: Features, grids: dict[int, Grid], batch: int) -> Iterator[None]:
+    def _listening(self, found: Features, grids: dict[int, Grid], batch: int) -> Generator[None]:
         """Hooks that fill `found` during a forward pass; gone afterwards, whatever happens."""
         blocks = self._module.get_submodule("blocks")
         handles = []
@@ -372,7 +372,7 @@ def _require_asked(encoder: Encoder, layers: Sequence[int], facets: Sequence[Fac
 
 def tokens_among(output: Any) -> Tensor:
     """What a block gives; those of transformers and of one's own may give more beside it."""
-    return output[0] if isinstance(output, tuple | list) else output
+    return output[0] if isinstance(output, (tuple, list)) else output
 
 
 class _DeepestLayerDone(Exception):

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -34,15 +34,8 @@ from ssl_bench.evaluation import (
 from ssl_bench.layers import layers_of
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_asked
-from ssl_bench.planning import (
-    PlannedProbe,
-    announced_encoder,
-    asked_encoders,
-    evaluate,
-    planned_probes,
-    require_layers,
-    sharing_datasets,
-)
+from ssl_bench.models.loading.asked import announced_encoder, asked_encoders, require_layers
+from ssl_bench.planning import PlannedProbe, evaluate, planned_probes, sharing_datasets
 from ssl_bench.results import CellKey, ResultStore, encoder_id
 from ssl_bench.results.store import first_few
 from ssl_bench.system.device import named_device
@@ -274,7 +267,7 @@ def run_in_processes(
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
 
     @contextmanager
-    def device_taken() -> Iterator[Mapping[str, str]]:
+    def device_taken() -> Generator[Mapping[str, str]]:
         """The environment of a job on the device with the fewest jobs."""
         if not at_work:
             yield environment

@@ -86,7 +86,7 @@ class GeneratedStrings:
 
     name = "copying"
     split = "train"
-    class_names = ()
+    class_names = tuple[str, ...]()
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ class Copying(Generating):
             )
         network = build_encoder(model, seed=seed)
         # Under the name by which optimizers know its blocks.
-        return CopyingLearner(self, nn.Sequential(OrderedDict(backbone=network)))
+        return CopyingLearner(self, nn.Sequential(OrderedDict[str, nn.Module](backbone=network)))
 
     def observer(self, learner: "CopyingLearner", timeline: Timeline) -> CopyingTest:
         return CopyingTest(self, learner.student.backbone, timeline)

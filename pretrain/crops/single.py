@@ -8,7 +8,7 @@ that become grey, or noise.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -275,7 +275,9 @@ class SingleCrop(ViewMaker):
             # Pixels and labels without a wait where they are pinned.
             far = {n: getattr(piece, n).to(device, non_blocking=True, copy=True) for n in _FAR}
             copies.append(replace(piece, **far, **{n: getattr(piece, n).clone() for n in _NEAR}))
-        whole = {n: torch.cat([getattr(one, n) for one in copies]) for n in (*_FAR, *_NEAR)}
+        whole: dict[str, Any] = {
+            n: torch.cat([getattr(one, n) for one in copies]) for n in (*_FAR, *_NEAR)
+        }
         return replace(copies[0], **whole)
 
     def finish(

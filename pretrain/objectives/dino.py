@@ -3,9 +3,6 @@
 Its loss over all pairs of views is one pass, with its gradient written down.
 """
 
-# torch documents its foreach functions but does not export them to type checkers.
-# pyright: reportPrivateImportUsage=false
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

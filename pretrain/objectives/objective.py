@@ -113,7 +113,7 @@ class Objective(ABC):
         """A learner at its start; `class_names` are those of the training images, if any."""
 
 
-class Generating(Objective):
+class Generating(Objective, ABC):
     """An objective that makes what it learns from, and tests it itself: no image is read."""
 
     @abstractmethod

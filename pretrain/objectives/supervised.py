@@ -67,7 +67,8 @@ class Supervised(Objective):
             nn.init.trunc_normal_(head.weight, std=0.02)
             nn.init.zeros_(head.bias)
         encoder = build_encoder(model, seed=seed)
-        return SupervisedLearner(self, nn.Sequential(OrderedDict(backbone=encoder, head=head)))
+        parts = OrderedDict[str, nn.Module](backbone=encoder, head=head)
+        return SupervisedLearner(self, nn.Sequential(parts))
 
 
 class SupervisedLearner(Learner):

@@ -1,11 +1,8 @@
 """Recipes that build an optimizer, the weight-decay groups, and clipping."""
 
-# torch documents its foreach functions but does not export them to type checkers.
-# pyright: reportPrivateImportUsage=false
-
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -87,7 +84,7 @@ class Soap(OptimizerRecipe):
         check_fields(self, "optimizer")
 
     def build(self, groups: list[dict[str, Any]]) -> SOAP:
-        return SOAP(groups, **{**vars(self), "stagger": bool(self.stagger)})
+        return SOAP(groups, **vars(replace(self, stagger=bool(self.stagger))))
 
 
 def parameter_groups(

@@ -1,8 +1,5 @@
 """SOAP: Adam in the eigenbasis of Shampoo's statistics, parameters of one shape in one stack."""
 
-# torch documents its foreach functions and LinAlgError but does not export them to type checkers.
-# pyright: reportPrivateImportUsage=false
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

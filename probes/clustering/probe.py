@@ -325,7 +325,7 @@ def clustered(
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
-    kmeans = KMeans(count, n_init=restarts, random_state=seed)  # type: ignore[arg-type]
+    kmeans = KMeans(count, n_init=restarts, random_state=seed)
     with warnings.catch_warnings():
         # Fewer clusters than asked for, of features that are the same: the details say so.
         warnings.simplefilter("ignore", ConvergenceWarning)

@@ -83,8 +83,8 @@ class Parts:
 
 def decompose_block(
     block: nn.Module, entered: Tokens, left: Tokens, num_heads: int
-) -> Parts | None:
-    """The parts of a block that made `left` of `entered`, for one image.
+) -> tuple[Parts | None, str]:
+    """The parts of a block that made `left` of `entered`, for one image, and why some are missing.
 
     None where they do not: parallel or post-norm blocks, or blocks that are told more than tokens,
     such as rotary positions.
@@ -93,8 +93,9 @@ def decompose_block(
     found: dict[str, Any] = {part: _first(block, names) for part, names in _NAMES.items()}
     if found["mlp"] is None and isinstance(block, nn.TransformerEncoderLayer):
         found["mlp"] = lambda tokens: whole.linear2(whole.activation(whole.linear1(tokens)))
-    if any(part is None for part in found.values()):
-        return None
+    for part, module in found.items():
+        if module is None:
+            return None, f"the block has no part called {' or '.join(_NAMES[part])}"
     scales = [getattr(whole, name, nn.Identity()) for name in ("ls1", "ls2")]
     attention = found["attn"]
     given: Callable[[Tensor], Tensor] = attention
@@ -110,23 +111,28 @@ def decompose_block(
         skip_mlp=getattr(whole, "skip_mlp", True),
         heads=_heads(attention, scales[0], num_heads),
     )
-    if not _gives(parts, entered, left):
-        return None
-    normed = parts.norm1(parts.graying(entered))
-    if parts.heads is None or _gives(parts.heads.output, normed, parts.attention(normed)):
-        return parts
-    return replace(parts, heads=None)
+    if why := _departure(parts, entered, left):
+        return None, f"the block is not x + attn(norm1(x)), then that + mlp(norm2(that)), {why}"
+    why = f"which {type(attention).__name__} has not"
+    if parts.heads is not None:
+        normed = parts.norm1(parts.graying(entered))
+        why = _departure(parts.heads.output, normed, parts.attention(normed))
+    if not why:
+        return parts, ""
+    return replace(parts, heads=None), f"attention is not softmax of one Linear qkv, {why}"
 
 
-def _gives(function: Callable[[Tensor], Tensor], given: Tensor, expected: Tensor) -> bool:
+def _departure(function: Callable[[Tensor], Tensor], given: Tensor, expected: Tensor) -> str:
+    """How a function departs from the one that gave `expected`; nothing where it does not."""
     # A layer of another kind may fail in any way when it is called like this one.
     try:
         error = (function(given) - expected).abs().max()
     except Exception as failure:
         pass_on_memory(failure)
-        return False
+        reason = (str(failure).splitlines() or [""])[0]
+        return f"which ends in {type(failure).__name__}: {reason}"
     largest = torch.maximum(expected.abs().max(), error.new_tensor(1e-12))
-    return bool(error <= _TOLERANCE * largest)
+    return "" if error <= _TOLERANCE * largest else "which gives other numbers"
 
 
 def _first(block: nn.Module, names: Sequence[str]) -> Any:
@@ -185,12 +191,14 @@ class BlockPass:
         entered: All tokens, [CLS] and registers among them.
         left: What the block made of them.
         parts: None where the block cannot be taken apart.
+        why: It cannot, or its attention cannot; empty where all can.
     """
 
     block: nn.Module
     entered: Float[Tensor, "tokens dim"]
     left: Float[Tensor, "tokens dim"]
     parts: Parts | None
+    why: str
 
     def whole(self, tokens: Tensor) -> Tensor:
         """The block itself, as a function of one image's tokens."""
@@ -238,8 +246,8 @@ def block_passes(
             for layer, block in asked.items():
                 entered, left = seen[layer]
                 with torch.no_grad():
-                    parts = decompose_block(block, entered, left, encoder.num_heads)
-                found[layer].append(BlockPass(block, entered, left, parts))
+                    parts, why = decompose_block(block, entered, left, encoder.num_heads)
+                found[layer].append(BlockPass(block, entered, left, parts, why))
     finally:
         for handle in handles:
             handle.remove()

@@ -4,7 +4,7 @@ First the functions that are differentiated, then exact spectra, then bounds of 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +59,7 @@ def block_functions(one: BlockPass) -> Mapping[str, tuple[Function, Point]]:
 
 
 @contextmanager
-def differentiable_attention() -> Iterator[None]:
+def differentiable_attention() -> Generator[None]:
     """Meanwhile attention is computed step by step: the fused kernels have no forward mode."""
     with sdpa_kernel(SDPBackend.MATH):
         yield

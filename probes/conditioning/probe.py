@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float64
+from torch import Tensor
 
-from probes.conditioning.decomposition import block_passes
+from probes.conditioning.decomposition import Passes, block_passes
 from probes.conditioning.scores import (
     CELLS,
     SAME,
@@ -170,27 +171,28 @@ class Conditioning(Probe):
             words = f"conditioning: the first {count} of {len(images)} images"
             context.say(f"{words}; probe.num_images={len(images)} takes all")
         samples = [images[number] for number in range(count)]
+        passed = context
+        if self.protocol == "mean_log":
+            # Means over blocks, also over those that nobody asked for by themselves.
+            passed = replace(context, layers=tuple(range(max(context.layers) + 1)))
+        passes, embedded = block_passes(context.encoder, samples, self.image_size, passed)
+        if self.protocol == "spectra":
+            scores = self._spectra(context, samples, passes, embedded)
+        elif self.protocol == "checkpoints":
+            scores = self._compared(context, samples, passes)
+        elif self.protocol == "mean_log":
+            scores = mean_log_scores(context.layers, passes)
+        else:
+            scores = self._jacobians(context, samples, passes)
         found: list[Score] = []
-        for score in self._scores(context, samples):
+        for score in scores:
             found.append(score)
             yield score
-        yield from self._undefined(context, found, count)
+        yield from self._undefined(context, found, count, passes)
 
-    def _scores(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
-        if self.protocol == "spectra":
-            yield from self._spectra(context, samples)
-        elif self.protocol == "checkpoints":
-            yield from self._compared(context, samples)
-        elif self.protocol == "mean_log":
-            # Means over blocks, also over those that nobody asked for by themselves.
-            whole = replace(context, layers=tuple(range(max(context.layers) + 1)))
-            passes, _ = block_passes(context.encoder, samples, self.image_size, whole)
-            yield from mean_log_scores(context.layers, passes)
-        else:
-            yield from self._jacobians(context, samples)
-
-    def _spectra(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
-        passes, embedded = block_passes(context.encoder, samples, self.image_size, context)
+    def _spectra(
+        self, context: ProbeContext, samples: Sequence[Sample], passes: Passes, embedded: Tensor
+    ) -> Iterator[Score]:
         scores: list[Score] = []
         spectra: dict[str, Any] = {}
         for layer in context.progress(passes, "blocks", len(passes)):
@@ -214,8 +216,9 @@ class Conditioning(Probe):
         )
         draw(scores, *self._title_and_path(context, samples), likeness, (names, names))
 
-    def _jacobians(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
-        passes, _ = block_passes(context.encoder, samples, self.image_size, context)
+    def _jacobians(
+        self, context: ProbeContext, samples: Sequence[Sample], passes: Passes
+    ) -> Iterator[Score]:
         scores: list[Score] = []
         for layer in context.progress(passes, "blocks", len(passes)):
             # Of a block that an earlier run finished, they are drawn alone.
@@ -234,9 +237,10 @@ class Conditioning(Probe):
             yield from found
         draw(scores, *self._title_and_path(context, samples))
 
-    def _compared(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
+    def _compared(
+        self, context: ProbeContext, samples: Sequence[Sample], passes: Passes
+    ) -> Iterator[Score]:
         """CKA with the blocks of another encoder."""
-        passes, _ = block_passes(context.encoder, samples, self.image_size, context)
         other = load_encoder(str(self.compare_to))
         if _title_of(other) != self.compared_encoder:
             raise CheckpointError(
@@ -270,28 +274,22 @@ class Conditioning(Probe):
         draw(scores, *self._title_and_path(context, samples), matrix, names, other.name)
 
     def _undefined(
-        self, context: ProbeContext, found: Sequence[Score], num_images: int
+        self, context: ProbeContext, found: Sequence[Score], num_images: int, passes: Passes
     ) -> Iterator[Score]:
         """No numbers, with a reason, for cells of blocks that cannot be taken apart."""
         have = {(score.layer, score.facet, score.metric) for score in found}
         missing = [cell for cell in self.cells(context.layers) if cell not in have]
-        why = (
-            "the block is not x + attn(norm1(x)), then that + mlp(norm2(that)), or its parts have "
-            "other names, or its attention is not softmax of one Linear qkv"
-        )
-        if self.protocol == "checkpoints":
-            why = "the other encoder has no such block"
-        # Blocks that lack the same facets are said in one line.
+        # Blocks that lack the same facets for the same reason are said in one line.
         facets: dict[int, dict[str, None]] = {}
         for layer, facet, _ in missing:
             facets.setdefault(layer, {})[facet] = None
-        blocks: dict[tuple[str, ...], list[int]] = {}
+        blocks: dict[tuple[str, str], list[int]] = {}
         for layer, lacking in facets.items():
-            blocks.setdefault(tuple(lacking), []).append(layer)
-        for lacking, layers in blocks.items():
+            blocks.setdefault((", ".join(lacking), self._why(layer, passes)), []).append(layer)
+        for (lacking, why), layers in blocks.items():
             context.say(
                 f"conditioning: {context.encoder.name}, block {', '.join(map(str, layers))}: "
-                f"no number for {', '.join(lacking)}: {why}"
+                f"no number for {lacking}: {why}"
             )
         for score in found:
             if np.isnan(score.value) and score.details["undefined"] == SAME:
@@ -300,7 +298,19 @@ class Conditioning(Probe):
                     f"undefined, {SAME}"
                 )
         for cell in missing:
-            yield plain(*cell, float("nan"), None, num_images, {"undefined": why})
+            yield plain(
+                *cell, float("nan"), None, num_images, {"undefined": self._why(cell[0], passes)}
+            )
+
+    def _why(self, layer: int, passes: Passes) -> str:
+        """Why a block has no number."""
+        if self.protocol == "checkpoints":
+            return "the other encoder has no such block"
+        # A mean is over all blocks up to it.
+        first = 0 if self.protocol == "mean_log" else layer
+        lacking = [one for below in range(first, layer + 1) for one in passes[below] if one.why]
+        # What cannot be taken apart at all says more than one whose attention cannot.
+        return min(lacking, key=lambda one: one.parts is not None).why
 
     def _title_and_path(self, context: ProbeContext, samples: Sequence[Sample]) -> tuple[str, Path]:
         """Of the figure."""

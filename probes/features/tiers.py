@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,7 +145,7 @@ class FeatureFile:
         return OpenFeatures(self, file, checksums.reshape(self.shape[:2]))
 
     @contextmanager
-    def writing(self) -> Iterator["OpenFeatures"]:
+    def writing(self) -> Generator["OpenFeatures"]:
         """Takes features; the file has its name once the block ends without an error.
 
         Raises:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import scipy.linalg
@@ -210,9 +210,11 @@ def solve_dense(graph: Graph) -> FiedlerVector:
     # Moves the trivial eigenvalue from 1 to -1, the other end of the spectrum.
     matrix -= 2 * np.outer(trivial, trivial)
     last = len(roots) - 1
-    values, vectors = scipy.linalg.eigh(
+    # Two arrays, which scipy's own types do not say.
+    found: Any = scipy.linalg.eigh(
         matrix, subset_by_index=[last - 1, last], overwrite_a=True, check_finite=False
     )
+    values, vectors = found
     gap = float(values[1] - values[0])
     return FiedlerVector.of(
         graph, vectors[:, 1], float(values[1]), gap, residual=1e-15 * len(roots)

@@ -144,6 +144,8 @@ def panel(
         titled(highlight(sample.image, mask), title + (", degenerate" if found.degenerate else "")),
     ]
     if found.eigenvector is not None:
+        # These three go together.
+        # pyrefly: ignore[invalid-format-spec]
         numbers = f"lambda {found.eigenvalue:.3g}, gap {found.gap:.2g}"
         tiles.append(titled(_colours(found.eigenvector), numbers))
     return tiles

@@ -56,7 +56,7 @@ def command(options: argparse.Namespace) -> int:
         elif action.dest in _FOLDERS:
             complete = shtab.DIRECTORY
         if complete:
-            action.complete = complete  # type: ignore[attr-defined]
+            action.complete = complete  # pyrefly: ignore[missing-attribute]
     print(shtab.complete(parser, shell=shell, preamble=_functions(shell, names)))
     return 0
 

@@ -335,7 +335,7 @@ def _checked(dataset: Dataset, role: str, published: int | None) -> dict[str, An
     except DataError as error:
         return {**told, "problems": [str(error)]}
     problems = []
-    if published not in (None, len(images)):
+    if published is not None and published != len(images):
         problems.append(f"{len(images):,} images, published are {published:,}")
     chosen = sorted(random.Random(0).sample(range(len(images)), min(_SAMPLE, len(images))))
     read = 0

@@ -21,13 +21,8 @@ from ssl_bench.errors import ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import left_out
 from ssl_bench.features import FeatureExtractor, squashed
 from ssl_bench.layers import resolve_layers
-from ssl_bench.planning import (
-    announced_encoder,
-    newest_checkpoint,
-    require_layers,
-    require_on_bad_image,
-    require_writable,
-)
+from ssl_bench.models.loading.asked import announced_encoder, newest_checkpoint, require_layers
+from ssl_bench.planning import require_on_bad_image, require_writable
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import remove_orphans_below, write_atomically, write_text_atomically
 from ssl_bench.system.launch import require_single_process
@@ -223,7 +218,7 @@ def _features(
 
 def _write(path: Path, found: dict[str, np.ndarray], style: str) -> None:
     if style == "npz":
-        write_atomically(path, lambda file: np.savez(file, **found))  # type: ignore[arg-type]
+        write_atomically(path, lambda file: np.savez(file, **found))  # pyrefly: ignore[bad-argument-type]
         return
     told = {name: json.dumps(found[name].tolist()) for name in ("image_id", "label")}
     arrays = {name: value for name, value in found.items() if name not in told}

@@ -33,8 +33,6 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         lines = build(config).outline(out, goes_on=goes_on, device=options.device)
         print(printable_lines(lines))
         return 0
-    if is_heard():
-        say(f"run folder {out}")
     plan = build(config)
     plan.run(
         out,

@@ -11,16 +11,14 @@ from ssl_bench.evaluation import PassedImages
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand, is_baseline, layers_asked
+from ssl_bench.models.loading.asked import announced_encoder, asked_encoders, require_layers
 from ssl_bench.planning import (
     PlannedProbe,
-    announced_encoder,
-    asked_encoders,
     asked_probes,
     evaluate,
     opened_store,
     planned_probes,
     probing_config,
-    require_layers,
 )
 from ssl_bench.results import Record
 from ssl_bench.system.device import choose_device

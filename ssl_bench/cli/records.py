@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Recor
 
 
 @contextmanager
-def shown(out: str) -> Iterator[ResultStore]:
+def shown(out: str) -> Generator[ResultStore]:
     """A folder of results, of which is said in the end what could not be shown, and why.
 
     That is one line on records and one on the images' values of others; where nothing can be shown

@@ -101,7 +101,7 @@ def build(config: DictConfig) -> Any:
     Raises:
         ConfigurationError: the component refuses a value.
     """
-    return constructed(as_plain(config), str(config._get_full_key(None)))
+    return constructed(as_plain(config), config._get_full_key(None))
 
 
 def as_plain(config: DictConfig) -> dict[str, Any]:
@@ -111,10 +111,10 @@ def as_plain(config: DictConfig) -> dict[str, Any]:
         ConfigurationError: a value that a file refers to has none, such as `data.root=???`.
     """
     try:
-        values = OmegaConf.to_container(config, resolve=True)
+        values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigurationError(_one_line(error)) from error
-    return {str(key): value for key, value in dict(values).items()}  # type: ignore[arg-type]
+    return {str(key): value for key, value in values.items()}
 
 
 def as_yaml(config: DictConfig) -> str:
@@ -250,7 +250,7 @@ def _names_in(value: Any) -> Iterator[str]:
     for name, item in value.items() if isinstance(value, Mapping) else ():
         yield from str(name).split(".")
         yield from _names_in(item)
-    for item in value if isinstance(value, list | tuple) else ():
+    for item in value if isinstance(value, (list, tuple)) else ():
         yield from _names_in(item)
 
 
@@ -453,7 +453,7 @@ def guesses_of(probe: Any, guesses: Sequence[str]) -> list[str]:
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return ", ".join(map(_said, value))
     return f"{value:,}" if type(value) is int else str(value)
 
@@ -493,7 +493,7 @@ def _plain(default: Any) -> Any:
     if isinstance(default, Mapping):
         return {str(name): _plain(item) for name, item in default.items()}
     # A list can be overridden where a tuple would be text.
-    return [_plain(item) for item in default] if isinstance(default, tuple | list) else default
+    return [_plain(item) for item in default] if isinstance(default, (tuple, list)) else default
 
 
 def _attribute(address: str) -> Any:

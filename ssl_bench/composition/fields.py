@@ -145,7 +145,7 @@ def require_some(key: str, values: Sequence[Any]) -> None:
 
 def shown(value: Any) -> str:
     """A value in an error message as it would be typed, shortened where it is long."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         more = ["..."] if len(value) > _SHORT.maxlist else []
         return f"[{','.join([*map(shown, value[: _SHORT.maxlist]), *more])}]"
     words = {None: "null", True: "true", False: "false"}

@@ -85,7 +85,7 @@ def corrupted(image: Pixels, corruption: Corruption, image_id: str) -> Pixels:
         image_id: With the corruption it decides the draws.
     """
     # Not for everybody: the package is an extra.
-    from imagecorruptions import corruption_dict  # pyright: ignore[reportMissingImports]
+    from imagecorruptions import corruption_dict
 
     text = f"{corruption}\n{image_id}".encode(errors="surrogateescape")
     seed = int.from_bytes(sha256(text).digest()[:4], "big")

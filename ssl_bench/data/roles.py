@@ -1,13 +1,12 @@
 """What layouts have in common: their roles, where they lie, how many images were published."""
 
-import pkgutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import is_dataclass
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ssl_bench.composition.choices import files
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
@@ -73,15 +72,13 @@ def lacking(dataset: str, role: str) -> DataError:
 
 
 def datasets_with(role: str) -> list[str]:
-    """Names of this package's datasets that have a role, found by looking at its files."""
-    names = set()
-    for module in pkgutil.iter_modules([str(Path(__file__).parent / "layouts")]):
-        for adapter in vars(import_module(f"ssl_bench.data.layouts.{module.name}")).values():
-            # What it offers may hang on its fields.
-            if is_dataclass(adapter) and hasattr(adapter, "supports"):
-                dataset: Any = adapter()  # type: ignore[operator]
-                names |= {dataset.name} if role in dataset.supports else set()
-    return sorted(names)
+    """Names of the datasets of `configs/dataset` that have a role."""
+    # Here, because Hydra takes longer than all that `data list` says.
+    from ssl_bench.composition.compose import build, compose_config
+
+    # What each offers may hang on what its file says.
+    composed = {name: compose_config("data", [f"dataset={name}"]) for name in files("dataset")}
+    return sorted(name for name, one in composed.items() if role in build(one.dataset).supports)
 
 
 def name_of_images(name: str, found: Mapping[str, Collection[str]]) -> str:

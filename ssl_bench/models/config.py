@@ -192,7 +192,7 @@ class ViTConfig(EncoderConfig):
         return round(self.dim * self.mlp_ratio)
 
     @property
-    def num_prefix_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def num_prefix_tokens(self) -> int:
         """[CLS] and registers, which come before the patches."""
         return 1 + self.num_registers
 

@@ -379,7 +379,7 @@ def _sizes(
     ]
     sizes = [(one, one) if isinstance(one, int) else one for one in said]
     usual = max(1, round(_USUAL_SIZE / patch)) * patch
-    stated = [(int(s[0]), int(s[1])) for s in sizes if isinstance(s, tuple | list) and len(s) == 2]
+    stated = [(int(s[0]), int(s[1])) for s in sizes if isinstance(s, (tuple, list)) and len(s) == 2]
     # A table of positions has a row for each patch, and a few for tokens before them.
     tables = [
         math.isqrt(table.shape[-2])
@@ -396,7 +396,7 @@ def _heard(own: OwnModule, size: tuple[int, int]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
 
     def keep(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        found[layer] = output[0] if isinstance(output, tuple | list) else output
+        found[layer] = output[0] if isinstance(output, (tuple, list)) else output
 
     children = list(own.blocks.children())
     handles = [

@@ -209,7 +209,7 @@ def raised(x: Matrix, exponent: float) -> Matrix:
         return x
     if x.shape[1] < x.shape[2]:
         return raised(x.mT, exponent).mT
-    return _Raised.apply(x, exponent)  # pyright: ignore[reportReturnType]
+    return _Raised.apply(x, exponent)
 
 
 class _Raised(torch.autograd.Function):

@@ -448,7 +448,7 @@ def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[s
     """The initialiser that `kinds` has under a name."""
     if name not in kinds:
         raise ConfigurationError(f"model.init must be one of {', '.join(kinds)}, got {name!r}")
-    known = {item.name: item for item in fields(kinds[name])}  # type: ignore[arg-type]
+    known = {item.name: item for item in fields(kinds[name])}  # pyrefly: ignore[bad-argument-type]
     for key, value in options.items():
         if key not in known:
             near = ", ".join(get_close_matches(key, known) or known)

@@ -205,7 +205,7 @@ def phi_without_waiting(skew: Square) -> Square:
     rotation less I, that of a norm within this limit. The gradient holds w fixed, computes all
     anew, so that nothing but the matrix is kept for it, and is no further differentiable.
     """
-    return _Phi.apply(skew)  # pyright: ignore[reportReturnType]
+    return _Phi.apply(skew)
 
 
 def most_doublings(dtype: torch.dtype) -> int:

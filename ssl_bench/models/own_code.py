@@ -68,13 +68,13 @@ class _Code:
         elif isinstance(value, Mapping):
             for key, inside in list(value.items()):
                 self.see(f"{name}[{key}]" if isinstance(key, _CONSTANTS) else name, inside)
-        elif isinstance(value, list | tuple | set | frozenset):
+        elif isinstance(value, (list, tuple, set, frozenset)):
             for place, inside in enumerate(value):
                 # Sets have no order.
-                self.see(f"{name}[{place}]" if isinstance(value, list | tuple) else name, inside)
+                self.see(f"{name}[{place}]" if isinstance(value, (list, tuple)) else name, inside)
         elif isinstance(value, functools.partial):
             self.see(name, [value.func, value.args, value.keywords])
-        elif isinstance(value, staticmethod | classmethod) or inspect.ismethod(value):
+        elif isinstance(value, (staticmethod, classmethod)) or inspect.ismethod(value):
             self.see(name, value.__func__)
         elif isinstance(value, property):
             self.see(name, [value.fget])

@@ -192,32 +192,32 @@ class TimmConfig(EncoderConfig):
         return found
 
     @property
-    def shape(self) -> "Shape":  # pyright: ignore[reportIncompatibleVariableOverride]
+    def shape(self) -> "Shape":
         """What only timm knows of the model: its blocks. Imports timm, which takes seconds."""
         from ssl_bench.models.timm_model import shape_of
 
         return shape_of(self)
 
     @property
-    def dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def dim(self) -> int:
         """Width of the last block, and of what the encoder gives."""
         return self.shape.widths[-1]
 
     @property
-    def depth(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def depth(self) -> int:
         """Blocks of all stages, without those of [CLS] alone."""
         return len(self.shape.widths)
 
     @property
-    def num_heads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def num_heads(self) -> int:
         """Of the first block; 0 where there is no attention."""
         return self.shape.num_heads
 
     @property
-    def num_prefix_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def num_prefix_tokens(self) -> int:
         """[CLS] and registers, which come before the patches in blocks."""
         return self.shape.num_prefix_tokens
 
     @property
-    def num_registers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def num_registers(self) -> int:
         return self.shape.num_registers

@@ -68,7 +68,8 @@ class TimmBackbone(nn.Module):
         self.model: Any = model
         if isinstance(model, Cait):
             # Its positions are resized instead.
-            self.model.patch_embed.strict_img_size = False
+            patch_embed: Any = model.patch_embed
+            patch_embed.strict_img_size = False
 
     @property
     def blocks(self) -> nn.ModuleList:

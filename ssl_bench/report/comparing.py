@@ -235,9 +235,7 @@ def extremes_of(store: ResultStore, panel: Panel, line: Line) -> Extremes | None
     return Extremes(panel, best, ordered[:shown], top, len(ordered))
 
 
-def outcomes_of(
-    store: ResultStore, panel: Panel, line: Line
-) -> dict[Entry, Mapping[str, Sequence[str]]]:
+def outcomes_of(store: ResultStore, panel: Panel, line: Line) -> dict[Entry, dict[str, list[str]]]:
     """Ids of the images of an object discovery by point and kind of `KINDS`, as far as logged.
 
     Degenerate ones are neither hits nor misses.

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -70,7 +70,11 @@ def write_report(report: Report, folder: Path) -> None:
         lstrip_blocks=True,
     )
     numbers = {id(record): str(number) for number, record in enumerate(report.records)}
-    environment.filters["numbers"] = lambda some: " ".join(numbers[id(one)] for one in some)
+
+    def numbers_of(some: Iterable[Record]) -> str:
+        return " ".join(numbers[id(record)] for record in some)
+
+    environment.filters["numbers"] = numbers_of
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     site = {"source": real(report.store.root).name, "version": __version__, "written": written}
     with replacing(folder) as new:
@@ -115,7 +119,7 @@ def require_replaceable(folder: Path) -> None:
 
 
 @contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path) -> Generator[Path]:
     """A new folder that takes the place of `folder` when the block ends without an error.
 
     Raises:

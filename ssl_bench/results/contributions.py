@@ -76,11 +76,12 @@ def _detections(score: Callable[[Any], Any]) -> Kind:
     return _of_total(score, (None, None), partial(bootstrap_estimate, score=score))
 
 
+_PIXELS = (3, None)
 _HITS = Kind((), _share, lambda hits: Share(hits.astype(bool)))
 _PERCENT = _of_each(lambda percent: percent.astype(np.float64), ())
 _KINDS = {
-    "miou.*": _of_total(mean_iou, (3, None), mean_iou_estimate),
-    "pixel_accuracy": _of_total(pixel_accuracy, (3, None), pixel_accuracy_estimate),
+    "miou.*": _of_total(mean_iou, _PIXELS, mean_iou_estimate),
+    "pixel_accuracy": _of_total(pixel_accuracy, _PIXELS, pixel_accuracy_estimate),
     # Of each image the share of the draws of training images with which it was right.
     r".*_\d+shot": Kind((None,), _share, lambda hits: mean_estimate(100.0 * hits.mean(1))),
     "pck_.*": _of_each(_points, (2,)),
@@ -105,6 +106,11 @@ def adds_up(per_image: PerImage, record: Record) -> bool:
         wanted not in (None, side) for side, wanted in zip(sides, kind.shape, strict=True)
     ):
         return False
+    if kind.shape == _PIXELS:
+        right, predicted, true = per_image.swapaxes(0, 1)
+        # Every pixel that counts is predicted as one class and is of one class.
+        if (right > np.minimum(predicted, true)).any() or (predicted.sum(1) != true.sum(1)).any():
+            return False
     value = kind.value(per_image)
     # A mean of floats may have been taken in float32.
     rel_tol = 1e-5 if per_image.dtype.kind == "f" else 0

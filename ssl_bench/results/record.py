@@ -118,7 +118,7 @@ class Baseline:
 def stride_of(architecture: Mapping[str, Any], layer: int) -> int | None:
     """Pixels along a side of what a token stands for, where that differs between blocks."""
     strides = architecture.get("strides")
-    if not isinstance(strides, list | tuple) or not 0 <= layer < len(strides):
+    if not isinstance(strides, (list, tuple)) or not 0 <= layer < len(strides):
         return None
     is_staged = all(type(one) is int for one in strides) and len(set(strides)) > 1
     return strides[layer] if is_staged else None

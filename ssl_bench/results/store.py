@@ -2,7 +2,8 @@
 
 A folder of results holds `records/TASK/DATASET/*.json`, beside each what the images contributed
 (.npz), and `images/` with their names. `records.parquet`, where it is there, holds the content of
-such files, a row a record; of a cell that has a file too the file counts, and what lies beside it.
+such files, a row a record or list of names; of a cell that has a file too the file counts, and what
+lies beside it.
 """
 
 import io
@@ -55,9 +56,9 @@ _SHOWN = 5
 
 
 class _Row(NamedTuple):
-    """The content of a record's file, and of the .npz beside it."""
+    """The content of a JSON file, and of the .npz beside it."""
 
-    record: bytes
+    content: bytes
     images: bytes | None
 
 
@@ -169,8 +170,12 @@ class ResultStore:
 
     def image_ids(self, fingerprint: str) -> tuple[str, ...] | None:
         """Ids of all images of a split; None where they were not kept."""
+        path = self._ids_path(fingerprint)
         try:
-            ids = json.loads(read_within(self.root, self._ids_path(fingerprint), MOST_BYTES))
+            if (row := self._packed().get(path)) and not path.exists():
+                ids = json.loads(row.content)
+            else:
+                ids = json.loads(read_within(self.root, path, MOST_BYTES))
         except (OSError, ValueError, RecursionError):
             return None
         whole = isinstance(ids, list) and all(isinstance(name, str) for name in ids)
@@ -186,7 +191,8 @@ class ResultStore:
             DataError: there is no record at all; that of a run folder says what the run measured.
         """
         self.unreadable = {}
-        paths = {*(self.root / "records").glob("*/*/*.json"), *self._packed()}
+        packed = filter(self._is_record, self._packed())
+        paths = {*(self.root / "records").glob("*/*/*.json"), *packed}
         reader = RecordReader(self.root)
         with without_collections():
             ordered = sorted(paths, key=lambda path: path.parts)
@@ -212,12 +218,12 @@ class ResultStore:
         return f"{count}: {first_few(self.unreadable)}; the next probe computes what is missing"
 
     def pack(self) -> int:
-        """Move all records that can be read, and what images contributed, to `records.parquet`.
+        """Move records that can be read, names and shares of images to `records.parquet`.
 
         A file that another process writes in the meantime stays beside it, and counts.
 
         Returns:
-            How many it holds now.
+            How many records it holds now.
 
         Raises:
             DataError: they are too large for one file.
@@ -231,19 +237,21 @@ class ResultStore:
             lock_when_free(folder)
             rows, moved = dict(self._packed()), list[tuple[Path, os.stat_result]]()
             reader = RecordReader(self.root)
-            for path in sorted((self.root / "records").glob("*/*/*.json")):
+            files = (*self.root.glob("images/*.json"), *self.root.glob("records/*/*/*.json"))
+            for path in sorted(files):
                 npz = path.with_suffix(".npz")
                 try:
                     seen = [(file, file.lstat()) for file in (path, npz) if file.exists()]
                     content = read_within(self.root, path, MOST_BYTES)
                     images = read_within(self.root, npz, _MOST_NPZ) if len(seen) > 1 else None
-                    reader.record(content, path)
+                    if self._is_record(path):
+                        reader.record(content, path)
                 # What cannot be read stays where it is, for `records` to name.
                 except (OSError, *_UNREADABLE):
                     continue
                 rows[path] = _Row(content, images)
                 moved += seen
-            size = sum(len(row.record) + len(row.images or b"") for row in rows.values())
+            size = sum(len(row.content) + len(row.images or b"") for row in rows.values())
             if size > _MOST_PACKED:
                 raise DataError(
                     f"the records in {self.root} have {size:,} bytes, expected at most "
@@ -252,7 +260,7 @@ class ResultStore:
             table = pyarrow.table(
                 {
                     "file": [path.relative_to(self.root).as_posix().encode() for path in rows],
-                    "record": [row.record for row in rows.values()],
+                    "record": [row.content for row in rows.values()],
                     "images": [row.images for row in rows.values()],
                 },
                 schema=pyarrow.schema([(name, pyarrow.binary()) for name in _COLUMNS]),
@@ -268,7 +276,10 @@ class ResultStore:
                         path.unlink()
         finally:
             os.close(folder)
-        return len(rows)
+        return sum(map(self._is_record, rows))
+
+    def _is_record(self, path: Path) -> bool:
+        return path.parent != self.root / "images"
 
     def _packed(self) -> Mapping[Path, "_Row"]:
         """Rows of `records.parquet` by the place of their files; read again where it changed."""
@@ -309,7 +320,7 @@ class ResultStore:
         reader = reader or RecordReader(self.root)
         try:
             if (row := self._packed().get(path)) and not path.exists():
-                return reader.record(row.record, path)
+                return reader.record(row.content, path)
             return reader.read(path)
         except OSError as error:
             self.unreadable[path] = error.strerror or str(error)

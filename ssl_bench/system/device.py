@@ -3,7 +3,7 @@
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from functools import cache
@@ -68,7 +68,7 @@ def _usable(name: str) -> torch.device:
     try:
         # The device "meta" makes tensors, but none that holds a number.
         float(torch.zeros(1, device=device))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise MachineError(f"device {name} is not usable here; try --device cpu") from error
     return device
 
@@ -142,7 +142,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
     """Products in a precision below float32, as `torch.autocast` has them; float32 switches it off.
 
     Where a processor has no bfloat16, factors are rounded to it, multiplied in float32, and the

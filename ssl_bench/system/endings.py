@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -33,7 +33,7 @@ class Stopped(KeyboardInterrupt):
 @contextmanager
 def handled(
     names: Sequence[str], handler: Callable[[int, FrameType | None], None]
-) -> Iterator[None]:
+) -> Generator[None]:
     """Let the main thread handle signals, but for a SIGHUP that is ignored, as under nohup."""
     if threading.current_thread() is not threading.main_thread():
         yield

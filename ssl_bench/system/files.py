@@ -7,7 +7,7 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -106,7 +106,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 @contextmanager
-def unfinished(path: Path) -> Iterator[BinaryIO]:
+def unfinished(path: Path) -> Generator[BinaryIO]:
     """A new file that gets the name `path` when the block ends without an error.
 
     Until then it is locked and has a name that no other process, host or container gives.

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -122,7 +122,7 @@ def memory_error(error: BaseException, command: str) -> MachineError:
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def without_collections() -> Generator[None]:
     """Python looks for no cycles meanwhile: records have none, and are many objects to look at.
 
     What is in no cycle is freed as always.

@@ -57,7 +57,7 @@ def bar_class() -> Any:
     # Where it is needed: tqdm takes as long to import as `--help` does for all the rest.
     from tqdm import tqdm
 
-    class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]
+    class Bar(tqdm):  # pyrefly: ignore[implicit-any-type-argument]
         durations: Sequence[float] = ()
 
         @property

@@ -103,6 +103,9 @@ class DepthTable:
             for layer in self.layers
         ]
         note = self.footnote + dagger_note(self.entries.values())
+        # Bold says it where it is set.
+        if style in ("text", "terminal") and any(cell.marked for row in rows for cell in row):
+            note += "; marked: the highest of a column"
         first = (self.rows, "stride") if strides else (self.rows,)
         return Sheet(self.title, (*first, *self.models), tuple(rows), (note,))
 

@@ -409,7 +409,7 @@ def footnote(records: Sequence[Record]) -> str:
     limited = [r.details["rank_limit"] for r in records if r.details.get("limited_by_images")]
     if limited:
         notes.append(f"at most {max(limited)}, as there are so few images: more allow more")
-    return "; ".join(filter(None, [*notes, provenance(records, records[0].changed)]))
+    return "; ".join(note for note in (*notes, provenance(records, records[0].changed)) if note)
 
 
 def sizes_note(records: Iterable[Record], said: Container[str] = ()) -> str:

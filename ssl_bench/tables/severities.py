@@ -74,8 +74,7 @@ class SeverityTable:
         return frozenset() if 1 < len(drops) == len(found) else frozenset(found)
 
     def sheet(self, style: str) -> Sheet:
-        """The highest score of each severity is marked, and the smallest drop."""
-        del style
+        """The highest score of each severity is marked, and the smallest drop; no second one."""
         heads = {one: "clean" if one == CLEAN else str(one) for one in self.severities}
         sheet = DepthTable(
             title=self.title,
@@ -83,7 +82,7 @@ class SeverityTable:
             layers=self.layers,
             entries={(layer, heads[at]): entry for (layer, at), entry in self.entries.items()},
             footnote=self.footnote,
-        ).sheet("text")
+        ).sheet("markdown" if style == "latex" else style)
         drops = []
         for layer in self.layers:
             lost = self.drop(layer)

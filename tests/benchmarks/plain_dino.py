@@ -105,7 +105,7 @@ class PlainNetwork(nn.Module):
         if not fused_attention:
             for block in self.backbone.modules():
                 if isinstance(block, Block):
-                    block.attn = ExplicitAttention(block.attn)  # type: ignore[assignment]
+                    block.attn = ExplicitAttention(block.attn)
         self.mlp, last = copy.deepcopy(network.head.mlp), network.head.last_layer
         out_dim, dim = last.weight_v.shape
         self.last_layer = weight_norm(nn.Linear(dim, out_dim, bias=False))

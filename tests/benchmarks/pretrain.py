@@ -219,7 +219,7 @@ def measured_head(
     """
     config = ViTConfig(image_size=8, patch_size=8, dim=384, depth=1)
     learner = Dino(out_dim=out_dim).build(config, TIMELINE, seed=0)
-    learner.student.backbone = learner.teacher.backbone = nn.Flatten(1)  # type: ignore[assignment]
+    learner.student.backbone = learner.teacher.backbone = nn.Flatten(1)
     views = torch.randn(num_views * batch, 3, 8, 16, device=device, requires_grad=True)
     if name == PLAIN:
         dino = PlainDino(learner, device, fused_attention=True)

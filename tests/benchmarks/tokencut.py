@@ -46,7 +46,7 @@ def reference(features: np.ndarray) -> np.ndarray:
     weights = np.where(linked.astype(float) == 0, EPS, linked)
     degrees = np.diag(weights.sum(1))
     _, vectors = scipy.linalg.eigh(degrees - weights, degrees, subset_by_index=[1, 2])
-    return vectors[:, 0]
+    return vectors[:, 0]  # pyrefly: ignore[bad-index]
 
 
 def ours(features: np.ndarray) -> np.ndarray:

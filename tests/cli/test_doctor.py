@@ -71,11 +71,11 @@ def test_a_package_that_does_not_import_is_broken_and_comes_last(capsys, monkeyp
 
 def test_faiss_says_where_it_searches(capsys, monkeypatch):
     faiss = ModuleType("faiss")
-    faiss.__version__ = "9.9"  # type: ignore[attr-defined]
+    faiss.__version__ = "9.9"  # pyrefly: ignore[missing-attribute]
     monkeypatch.setitem(sys.modules, "faiss", faiss)
     assert findings(capsys)["faiss"] == ["9.9, searches on the CPU (built without GPU)"]
 
-    faiss.get_num_gpus = lambda: 2  # type: ignore[attr-defined]
+    faiss.get_num_gpus = lambda: 2  # pyrefly: ignore[missing-attribute]
     (line,) = findings(capsys)["faiss"]
     assert line == "9.9, searches on the CPU, and with probe.engine=faiss on 2 GPUs"
 

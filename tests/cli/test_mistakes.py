@@ -44,6 +44,8 @@ MISTAKES = [
     ("probe --task segmentation --batch-size 3", "probe.training.batch_size=3"),
     ("pretrain model=vit_smal_skip", "vit_small_skip"),
     ("pretrain train.epoch=3", "train.epochs"),
+    ("pretrain train.epochs=-3", "train.epochs expects a whole number"),
+    ("pretrain --data-root absent", "absent is not a folder"),
     (f"{PCA} probe.epochs=3", "unknown key 'probe.epochs'"),
     ("probe --task segmentation probe.epochs=3", "probe.training.epochs"),
     ("probe --task segmentation probe.lr=3", "unknown key"),
@@ -104,6 +106,7 @@ CODES = {
     "probe --task pca --layer 11": 4,
     f"{PCA} --checkpoint 'oth*'": 4,
     "table --task pca": 3,
+    "pretrain --data-root absent": 3,
     "probe --task pca --dataset voc2012 --data-root absent": 3,
     "probe --task tokencut --dataset ade20k": 3,
 }
@@ -114,7 +117,8 @@ def test_a_typical_mistake_gets_one_line_with_its_mend(place, capsys, words, men
     assert main(shlex.split(words)) == CODES.get(words, 2)
 
     out, err = capsys.readouterr()
-    *_, line = err.splitlines()
+    *before, line = err.splitlines()
+    assert not before or not words.startswith("pretrain")
     assert (out, line.partition(": ")[0]) == ("", "ssl-bench")
     assert mend in line
     assert "[" not in line.partition(mend)[0], "no Python lists"

@@ -147,6 +147,18 @@ def test_looking_takes_no_torch_and_shows_what_it_needs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_every_table_is_listed_once_below_its_paper_and_those_of_one_alone(capsys):
+    assert main(["reproduce"]) == 0
+    every = capsys.readouterr().out.splitlines()
+
+    named = [line.split()[0] for line in every if line.startswith("  ")]
+    assert sorted(named) == sorted(map(full_name, published_tables()))
+    assert main(["reproduce", "always_skip_attention"]) == 0
+    title, *own = capsys.readouterr().out.splitlines()
+    assert title in every
+    assert {line.split("/")[0].strip() for line in own} == {"always_skip_attention"}
+
+
 def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
     """What `run_state` reads of a run."""
     folder.mkdir(parents=True)

@@ -39,7 +39,7 @@ SCRIPT = textwrap.dedent(
 class _Job(Job):
     """A job of which nothing is asked but its name and how it ends."""
 
-    title = ""  # pyright: ignore
+    title = ""
 
     def __init__(self, title: str, ends: str = "well") -> None:
         vars(self).update(title=title, ends=ends)

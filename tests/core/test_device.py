@@ -20,6 +20,7 @@ from ssl_bench.system.device import (
     computed_in,
     device_name,
     free_memory,
+    source_commit,
 )
 from tests.support.places import one_of
 from tests.support.without_torch import REPOSITORY
@@ -129,7 +130,7 @@ class Multiplied(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(part in func.name() for part in ("mm", "conv", "attention", "linear")):
-            self.found.add(args[0].dtype)
+            self.found.add(args[0].dtype)  # pyrefly: ignore[bad-index]
         return func(*args, **(kwargs or {}))
 
 
@@ -216,3 +217,9 @@ def test_what_torch_keeps_for_reuse_counts_as_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25)
 
     assert free_memory(torch.device("cuda")) == 10 + 35
+
+
+def test_a_checkout_on_a_machine_without_git_has_no_commit(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert source_commit.__wrapped__() is None

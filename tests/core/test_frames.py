@@ -75,6 +75,7 @@ def test_packed_records_are_read_like_files(tmp_path, capsys):
         given = {"num_images": 5, "ci95": (math.nan, 50.0), "layer": layer} | change
         store.save(replace(RECORD, **given), hits)
     store.save(replace(RECORD, metric="rankme", unit="", value=math.inf, ci95=(2.0, math.inf)))
+    store.save_image_ids(RECORD.dataset_fingerprint, "abcde")
     whole = [record.as_json() for record in store.records()]
     key = replace(RECORD, layer=1).key()
 
@@ -92,6 +93,7 @@ def test_packed_records_are_read_like_files(tmp_path, capsys):
     assert printed() == before
     assert packed.load(key) is not None
     assert packed.keeps_images(key)
+    assert packed.image_ids(RECORD.dataset_fingerprint) == tuple("abcde")
     # A later file of the same cell counts, and joins the others.
     packed.save(replace(RECORD, layer=1, value=60.0, ci95=None, num_images=5), np.arange(5) < 3)
     assert main(["table", "--pack", *out]) == 0

@@ -143,8 +143,8 @@ def test_maps_lie_as_their_patches_do(layout):
 def test_a_map_as_wide_as_its_patches_are_many_is_not_turned():
     # 12 channels on 12 x 12 patches: the shape alone does not tell.
     encoder = with_shown(Reversed("channels last"))
-    encoder.module.get_submodule("blocks.1.shown").forward = (  # type: ignore[method-assign]
-        lambda x: x[:, 1:].unflatten(1, (2, 3) if x.shape[1] == 7 else (12, 12))
+    encoder.module.get_submodule("blocks.1.shown").forward = lambda x: x[:, 1:].unflatten(
+        1, (2, 3) if x.shape[1] == 7 else (12, 12)
     )
     extractor = FeatureExtractor(encoder, layers=[1], facets=["token", "blocks.*.shown"])
     features = extractor(torch.rand(1, 3, 96, 96))[1]

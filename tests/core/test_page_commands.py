@@ -140,7 +140,7 @@ def run_by_python(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> No
     parse = argparse.ArgumentParser.parse_known_args
 
     def stop(*given: object) -> None:
-        _, rest = parse(*given)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        _, rest = parse(*given)  # pyrefly: ignore[no-matching-overload]
         assert all("=" in word for word in rest), rest
         raise Parsed
 

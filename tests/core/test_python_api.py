@@ -25,6 +25,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, Unf
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import TimmConfig, build_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
+from ssl_bench.system.progress import say_once
 from tests.support import own_module
 from tests.support.faults import exit_code, fails, fork, picture, unchecked_types
 
@@ -131,11 +132,12 @@ def test_all_tasks_that_fit_a_folder_are_asked_in_one_call(tmp_path, capsys):
 def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
     asked: dict[str, Any] = {"task": "pca", "layer": "1", "out": tmp_path / "r", **FEW}
     asked |= {"pictures": 2, "limit": 5}
+    say_once.cache_clear()
     ssl_bench.probe(own_module.own(), **asked)
     found = ssl_bench.probe(own_module.own(), **asked)
     err = capsys.readouterr().err
     assert "pca: 2 of 5 images; pictures=5 takes all" in err
-    assert "ImageNet's mean and deviation are assumed" in err
+    assert err.count("ImageNet's mean and deviation are assumed") == 1
     assert {record.dataset for record in found} == {"toy-limit5"}
     assert "finished before, skipped (overwrite=True)" in err
 
@@ -175,6 +177,20 @@ def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
     figure = found.plot("rankme")
     assert [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].lines] == [[0, 2]]
     assert ssl_bench.read_results(tmp_path).table() == found.table()
+    other = ssl_bench.probe(own_module.own(), task="pca", out=tmp_path, layer="0,-1", **FEW)
+    both, asked = ssl_bench.read_results(tmp_path), {"task": "pca", "dataset": "toy"}
+    assert both.table(task="geometry") == found.table()
+    assert both.table("markdown", **asked) == other.table("markdown")
+    chosen = found.table(metric="rankme,lidar", facet="cls")
+    assert [line.split()[1] for line in chosen.splitlines() if line.startswith("geometry: ")] == [
+        "lidar", "rankme"
+    ]  # fmt: skip
+    with pytest.raises(ConfigurationError, match="unknown metric 'rank'; did you mean rankme"):
+        found.table(metric="rank")
+    drawn = [axis.get_title().split()[1] for axis in found.plot("rankme,lidar").axes if axis.lines]
+    assert drawn == ["lidar", "lidar", "rankme", "rankme"]
+    with pytest.raises(ConfigurationError, match="unknown metric 'rank'; did you mean rankme"):
+        found.plot("rank")
 
 
 def test_who_imports_the_file_of_a_module_does_not_make_another_encoder():
@@ -207,7 +223,7 @@ def test_what_is_no_encoder_is_refused_in_one_line(module, settings, said):
 def test_a_norm_that_is_not_there_is_refused_when_asked():
     module = own_module.own()
     del module.ln_f
-    module.forward = lambda images: nn.Sequential(module.embed)(images)  # type: ignore[method-assign]
+    module.forward = lambda images: nn.Sequential(module.embed)(images)
     with pytest.raises(CheckpointError, match="never run"):
         ssl_bench.Encoder.from_module(module)
     plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Sequential(*(_Mixing() for _ in range(4))))

@@ -54,12 +54,13 @@ def test_a_yaml_file_builds_the_default_dataset_of_its_name(path):
 
 
 def test_roles_are_found_by_looking_at_the_datasets():
-    masks = ["ade20k", "coco_stuff", "paired_folders", "toy", "voc2012"]
-    assert datasets_with("segmentation") == masks
+    own = {"ade20k", "coco_stuff", "paired_folders", "toy", "voc2007", "voc2012"}
+    assert datasets_with("segmentation") == sorted(own | {"camvid", "cityscapes"})
+    assert datasets_with("saliency") == ["ecssd"]
     assert datasets_with("classification") == ["class_folders", "toy_objects"]
     assert datasets_with("correspondence") == ["spair71k"]
-    assert datasets_with("discovery") == ["coco20k", "folder", "toy", "voc2012"]
-    assert datasets_with("images") == sorted(set(DEFAULTS) - {"voc2007"})
+    assert datasets_with("discovery") == ["coco20k", "folder", "toy", "voc2007", "voc2012"]
+    assert datasets_with("images") == sorted(DEFAULTS | DESCRIBED)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def mask_of(dataset: ImageMaskFolders) -> list[list[int]]:
 
 
 def from_config(name: str, root: Path, **changes: Any) -> ImageMaskFolders:
-    config = {**OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml")), **changes}  # type: ignore[dict-item]
-    composed = OmegaConf.create({"data": {"root": str(root)}, "dataset": config})
+    config: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
+    composed = OmegaConf.create({"data": {"root": str(root)}, "dataset": config | changes})
     return instantiate(composed, _convert_="all")["dataset"]
 
 

@@ -89,7 +89,7 @@ def test_fault_61_a_file_put_there_by_hand_is_compared_too(server, place):
         ValueError, match=r"file has sha256 .*, published was .*; delete it"
     ) as error:
         download(published, Path("file"))
-    assert error.value.exit_code == 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert error.value.exit_code == 3  # pyrefly: ignore[missing-attribute]
     Path("file").write_bytes(CONTENT)
     assert download(published, Path("file")).read_bytes() == CONTENT
     assert server.ranges == []

@@ -84,7 +84,7 @@ def die_after_saving() -> None:
         save(*arguments)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    ResultStore.save = save_and_die  # type: ignore[assignment]
+    ResultStore.save = save_and_die
 
 
 @pytest.mark.slow

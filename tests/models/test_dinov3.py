@@ -85,7 +85,7 @@ def assert_same_features(uri: str, model: nn.Module) -> None:
     features = FeatureExtractor(encoder, layers=[11], facets=["token_normed"])(image)
     mean, std = (torch.tensor(colour).view(3, 1, 1) for colour in (encoder.mean, encoder.std))
     with torch.no_grad():
-        expected = model.forward_features((image - mean) / std)[:, 5:]  # type: ignore[operator]
+        expected = model.forward_features((image - mean) / std)[:, 5:]  # pyrefly: ignore[not-callable]
     torch.testing.assert_close(
         features[11]["token_normed"].flatten(1, 2), expected, rtol=1e-4, atol=1e-4
     )

@@ -12,11 +12,11 @@ import timm
 import torch
 import torchvision
 
-from ssl_bench import planning
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
+from ssl_bench.models.loading import asked
+from ssl_bench.models.loading.asked import announced_encoder
 from ssl_bench.models.vit import sinusoidal_positions
-from ssl_bench.planning import announced_encoder
 from ssl_bench.system.files import sha256_of
 from tests.support.foreign_weights import (
     Weights,
@@ -253,9 +253,9 @@ def test_who_may_have_trained_with_another_mean_is_told_the_address(tmp_path, ca
 
 
 def test_every_name_of_timm_that_is_told_exists():
-    for size in planning._SIZES_IN_TIMM.values():
-        for side in planning._SIDES_IN_TIMM:
-            assert timm.is_model(f"vit_{size}_patch{planning._PATCH_IN_TIMM}_{side}")
+    for size in asked._SIZES_IN_TIMM.values():
+        for side in asked._SIDES_IN_TIMM:
+            assert timm.is_model(f"vit_{size}_patch{asked._PATCH_IN_TIMM}_{side}")
 
 
 @pytest.mark.parametrize("file", ["dinov2_vits14.pth", "mine.pth"])

@@ -34,7 +34,7 @@ def with_values(*values: float, tokens: int = 7) -> Tensor:
 
 
 def grayed(config: ViTConfig, kind: str, exponent: float = 0.5) -> ViTConfig:
-    return replace(config, graying=kind, graying_exponent=exponent)  # type: ignore[arg-type]
+    return replace(config, graying=kind, graying_exponent=exponent)
 
 
 @pytest.mark.parametrize("shape", [WIDE, TALL, SQUARE, (3, 4, 7)])
@@ -142,7 +142,7 @@ def test_an_image_that_is_not_finite_spoils_itself_alone(gray, value):
 
 @pytest.mark.parametrize("kind", GRAYING)
 def test_under_autocast_tokens_are_grayed_in_float32_and_keep_their_type(kind):
-    module, x = TokenGraying(kind, 0.6), drawn(2, 65, DIM).float()  # type: ignore[arg-type]
+    module, x = TokenGraying(kind, 0.6), drawn(2, 65, DIM).float()
     with torch.autocast("cpu", torch.bfloat16):
         result, low = module(x), module(x.bfloat16())
     torch.testing.assert_close(result, module(x), rtol=0, atol=1e-6)
@@ -168,7 +168,7 @@ def test_a_grayed_block_can_be_taken_apart_for_the_conditioning_probe(kind, atte
     block, x = build_vit(config, seed=0).blocks[0].double(), drawn(9, DIM)
     assert isinstance(block, Block)
     with torch.no_grad():
-        parts = decompose_block(block, x, block(x[None])[0], TINY.num_heads)
+        parts, _ = decompose_block(block, x, block(x[None])[0], TINY.num_heads)
         assert parts is not None
         gray = GRAYING[kind](x[None], 0.5)
         after = (gray + block.attn(block.norm1(gray)))[0]

@@ -18,7 +18,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.models import load_encoder
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD
 from ssl_bench.models.loading import hub, timm_encoder
-from ssl_bench.planning import announced_encoder
+from ssl_bench.models.loading.asked import announced_encoder
 from ssl_bench.system.files import sha256_of
 from tests.support.foreign_weights import (
     Weights,

@@ -25,7 +25,7 @@ ROWS = ("qr", "newton_schulz", "vit", "vit_no_skip", "vit_no_skip_no_norm")
 
 def layer(basis: str, *, alpha: float = 1.0, seed: int = 0) -> OrthogonalAttention:
     torch.manual_seed(seed)
-    return OrthogonalAttention(DIM, HEADS, basis, alpha).double()  # type: ignore[arg-type]
+    return OrthogonalAttention(DIM, HEADS, basis, alpha).double()
 
 
 def tokens(count: int, *, batch: int = 2, scale: float = 3.0) -> Tensor:

@@ -444,7 +444,7 @@ def test_conditioning_refuses_what_it_cannot_take_apart_in_one_line(tmp_path, ki
 @pytest.mark.parametrize("kind", ["swin", "cait", "pvt", "atto"])
 def test_a_model_of_timm_is_the_encoder_of_the_same_weights(kind):
     ours = build_encoder(KINDS[kind], seed=0).eval()
-    theirs = timm_encoder(ours.get_submodule("model"), uri="memory", name="x", sha256="0")  # type: ignore[arg-type]
+    theirs = timm_encoder(ours.get_submodule("model"), uri="memory", name="x", sha256="0")
 
     assert (theirs.depth, theirs.dim) == (KINDS[kind].depth, KINDS[kind].dim)
     assert torch.equal(theirs.module(images()), ours(images()))

@@ -107,7 +107,7 @@ def test_a_wrong_configuration_says_what_was_expected(wrong, said):
 def test_a_basis_of_orthogonal_attention_that_is_none_is_refused():
     said = "must be one of qr, newton_schulz, got 'svd'"
     with unchecked_types(), pytest.raises(ConfigurationError, match=said):
-        OrthogonalAttention(12, 3, "svd")  # type: ignore[arg-type]
+        OrthogonalAttention(12, 3, "svd")
 
 
 def test_an_image_that_the_patch_does_not_divide_is_refused():

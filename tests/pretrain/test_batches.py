@@ -56,7 +56,7 @@ def batches(images, size=4, crops=MAKERS["multi"], **more) -> Batches:
 
 
 def leaves(value) -> list:
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in leaves(item)]
     if is_dataclass(value):
         return [leaf for item in fields(value) for leaf in leaves(getattr(value, item.name))]
@@ -223,7 +223,7 @@ def test_processes_of_a_machine_share_what_there_is(monkeypatch):
 
 def shared_bytes_here() -> int:
     """What this process and its children hold of files in shared memory, each counted once."""
-    me = str(Path("/proc/self").resolve().name)
+    me = Path("/proc/self").resolve().name
     found: dict[int, int] = {}
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -276,7 +276,7 @@ def test_a_run_in_pieces_is_the_run_without_workers_and_says_what_it_takes(tmp_p
 
     alone, helped = ((tmp_path / name / ENCODER).read_bytes() for name in ("alone", "helped"))
     assert alone == helped
-    said = capsys.readouterr().err.splitlines()[1]
+    said = capsys.readouterr().err.splitlines()[2]
     assert said.startswith("data workers: 2, up to 0.0003")
     assert said.endswith("GiB of shared memory, batches in 2 pieces")
 

@@ -74,7 +74,7 @@ def runs(monkeypatch) -> list[SimpleNamespace]:
         return run
 
     package = ModuleType("wandb")
-    package.init = init  # type: ignore[attr-defined]
+    package.init = init  # pyrefly: ignore[missing-attribute]
     monkeypatch.setitem(sys.modules, "wandb", package)
     return begun
 
@@ -100,7 +100,7 @@ def test_a_service_that_refuses_ends_the_run_in_one_line(tmp_path, runs):
     def refuse(**_: Any) -> None:
         raise RuntimeError("no API key")
 
-    sys.modules["wandb"].init = refuse  # type: ignore[attr-defined]
+    sys.modules["wandb"].init = refuse  # pyrefly: ignore[missing-attribute]
 
     with pytest.raises(MachineError, match=r"no API key.*WANDB_MODE=offline"):
         WandbRun("skips", tmp_path, {}, last_step=0)

@@ -31,9 +31,7 @@ from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.models import load_encoder
 from ssl_bench.results import ResultStore
-from ssl_bench.system.progress import show_progress
 from tests.pretrain.plans import (
-    CPU,
     SMALL_DINO,
     TINY,
     album,
@@ -109,10 +107,7 @@ def test_what_is_monitored_may_change_when_a_run_goes_on_and_is_what_the_probe_f
 
     assert [row["step"] for row in log_rows(tmp_path) if "knn_top1" in row] == [6, 8]
     probe = KNN(neighbours=[3], crop_share=1.0)
-    context = ProbeContext(
-        encoder=load_encoder(str(path)), dataset=ClassFolders(root), layers=(1,), device=CPU,
-        dtype=torch.float32, seed=0, artifacts=tmp_path, progress=show_progress,
-    )  # fmt: skip
+    context = ProbeContext(load_encoder(str(path)), ClassFolders(root), layers=(1,))
     (found,) = [score for score in probe.run(context) if score.metric == "top1_k3"]
 
     assert log_rows(tmp_path)[-1]["knn_top1"] == pytest.approx(found.value)

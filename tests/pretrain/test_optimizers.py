@@ -1,8 +1,5 @@
 """Weight-decay groups and clipping, SOAP against a restatement in NumPy, steps that are lost."""
 
-# torch documents LinAlgError and start_processes but exports neither to type checkers.
-# pyright: reportPrivateImportUsage=false
-
 import copy
 import io
 import math

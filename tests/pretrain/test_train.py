@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from pretrain import logging
+from pretrain import logging, train
 from pretrain.checkpoints import LOG
 from pretrain.crops.multi import MultiCrop
 from pretrain.crops.single import SingleCrop
@@ -72,7 +72,8 @@ def test_a_run_leaves_an_encoder_that_is_its_teacher_and_a_row_a_step(
     path = plan_of(root).run(tmp_path, device="cpu")
 
     # Without a terminal a line now and then tells how far the run is.
-    first, *lines = capsys.readouterr().err.splitlines()
+    where, first, *lines = capsys.readouterr().err.splitlines()
+    assert where == f"run folder {tmp_path}"
     assert first == "13 images, 8 steps of 2, about 0.1 GiB of memory"
     assert len(lines) == 8
     assert re.fullmatch(
@@ -118,7 +119,7 @@ def test_a_killed_run_repeats_what_it_had_not_saved_with_other_workers(root, tmp
     plan = plan_of(root, model=replace(TINY, drop_path=0.2), checkpoint_epochs=1)
     plan.run(tmp_path / "whole", device="cpu")
 
-    do_at(monkeypatch, 8, lambda: os.abort_for_test())  # type: ignore[attr-defined]
+    do_at(monkeypatch, 8, lambda: os.abort_for_test())  # pyrefly: ignore[missing-attribute]
     with pytest.raises(AttributeError):
         plan.run(tmp_path / "killed", device="cpu")
     monkeypatch.undo()
@@ -129,6 +130,38 @@ def test_a_killed_run_repeats_what_it_had_not_saved_with_other_workers(root, tmp
     helped.run(tmp_path / "killed", resume=True, device="cpu")
 
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_who_asks_to_stop_before_the_first_step_waits_for_nothing(
+    root, tmp_path, monkeypatch, number, error
+):
+    def reads_the_images(images):
+        os.kill(os.getpid(), number)
+        pytest.fail("went on reading")
+
+    monkeypatch.setattr(train, "trained_on", reads_the_images)
+
+    with pytest.raises(error):
+        plan_of(root).run(tmp_path, device="cpu")
+
+    assert not (tmp_path / LOG).exists()
+
+
+def test_a_second_interrupt_does_not_wait_for_the_end_of_the_step(root, tmp_path, monkeypatch):
+    def interrupt_twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("went on with the step")
+
+    do_at(monkeypatch, 3, interrupt_twice)
+
+    with pytest.raises(KeyboardInterrupt):
+        plan_of(root).run(tmp_path, device="cpu")
+
+    assert len(log_rows(tmp_path)) == 2
 
 
 def test_a_run_asked_to_stop_in_its_last_step_is_simply_done(root, tmp_path, monkeypatch):

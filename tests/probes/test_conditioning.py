@@ -32,7 +32,7 @@ from ssl_bench.models import (
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
 from tests.support.matrices import condition, normal, rank
-from tests.support.own_module import own
+from tests.support.own_module import Layer, own
 from tests.support.photographs import evaluated
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
@@ -50,15 +50,15 @@ def passed(config=TINY, seed=0, tokens=5):
 @pytest.mark.parametrize("config", [TINY, BARE, replace(BARE, skip_mlp=True)])
 def test_the_parts_of_a_block_give_what_the_block_gives(config):
     block, x, left = passed(config)
-    parts = decompose_block(block, x, left, num_heads=2)
+    parts, _ = decompose_block(block, x, left, num_heads=2)
     assert parts is not None
     assert parts.heads is not None
     torch.testing.assert_close(parts(x), left, rtol=1e-12, atol=1e-12)
     normed = parts.norm1(x)
     torch.testing.assert_close(parts.heads.output(normed), parts.attention(normed))
-    assert decompose_block(block, x, left + 1e-3, num_heads=2) is None
+    assert decompose_block(block, x, left + 1e-3, num_heads=2)[0] is None
     # Three heads would be another encoder's matrices.
-    three = decompose_block(block, x, left, num_heads=3)
+    three, _ = decompose_block(block, x, left, num_heads=3)
     assert three is not None
     assert three.heads is None
 
@@ -70,7 +70,7 @@ def test_a_tensor_under_the_name_of_a_part_is_no_part():
     block.attention = normal(2, 5, 5)
     x = normal(5, 12, seed=9)
 
-    parts = decompose_block(block, x, block(x[None])[0], num_heads=2)
+    parts, _ = decompose_block(block, x, block(x[None])[0], num_heads=2)
 
     assert parts is not None
     assert parts.heads is not None
@@ -204,6 +204,61 @@ def test_a_pre_norm_block_of_ones_own_is_taken_apart(photographs, tmp_path, is_t
     assert not [line for line in said if "no number" in line]
 
 
+class _Told(nn.Module):
+    """Attention that is told where the tokens lie."""
+
+    def forward(self, tokens, positions):
+        return tokens * positions
+
+
+def without_mlp(layer, tokens):
+    layer._modules.pop("mlp", None)
+    return tokens + layer.ln_1(tokens)
+
+
+def post_norm(layer, tokens):
+    return layer.ln_1(tokens + layer.mlp(layer.ln_2(tokens)))
+
+
+def telling_positions(layer, tokens):
+    layer.attention = _Told()
+    middle = tokens + layer.attention(layer.ln_1(tokens), 1)
+    return middle + layer.mlp(layer.ln_2(middle))
+
+
+def linear(layer, tokens):
+    layer.attention = layer.mlp
+    middle = tokens + layer.attention(layer.ln_1(tokens))
+    return middle + layer.mlp(layer.ln_2(middle))
+
+
+NOT_PRE_NORM = "the block is not x + attn(norm1(x)), then that + mlp(norm2(that)), which "
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("forward", "why"),
+    [
+        (without_mlp, "the block has no part called mlp or ffn or feed_forward"),
+        (post_norm, f"{NOT_PRE_NORM}gives other numbers"),
+        (telling_positions, f"{NOT_PRE_NORM}ends in TypeError: _Told.forward() missing 1 required"),
+        (linear, "attention is not softmax of one Linear qkv, which Sequential has not"),
+    ],
+)
+def test_why_a_block_is_not_taken_apart_is_said(photographs, tmp_path, monkeypatch, forward, why):
+    monkeypatch.setattr(Layer, "forward", lambda *given: (forward(*given), None))
+    module, said = own(), []
+    encoder = Encoder.from_module(module, name="own", image_size=32)
+    encoder = replace(encoder, num_heads=2)
+
+    records = probe(photographs, tmp_path, encoder, said, image_size=32, num_images=1)
+
+    (line,) = [line for line in said if "no number for" in line]
+    assert line.startswith("conditioning: own, block 0, 1: no number for ")
+    assert f": {why}" in line
+    assert why in found(records, 1, "attention_matrix", "effective_rank").details["undefined"]
+
+
 class _Alone(nn.TransformerEncoderLayer):
     """Torch's layer, which gives a pair as those of the module do."""
 
@@ -211,7 +266,7 @@ class _Alone(nn.TransformerEncoderLayer):
         nn.Module.__init__(self)
         self.__dict__.update(layer.__dict__)
 
-    def forward(self, tokens):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, tokens):
         return super().forward(tokens), None
 
 

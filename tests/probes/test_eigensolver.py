@@ -29,7 +29,7 @@ def dense_solution(features, *, weighted=False, tau=TAU):
     np.fill_diagonal(weights, np.where(features.any(1), 1, EPS))
     degrees = np.diag(weights.sum(1))
     values, vectors = scipy.linalg.eigh(degrees - weights, degrees, subset_by_index=[1, 2])
-    return values, vectors[:, 0], degrees.diagonal()
+    return values, vectors[:, 0], degrees.diagonal()  # pyrefly: ignore[bad-index]
 
 
 def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
@@ -186,7 +186,7 @@ def promises(features: torch.Tensor, grid: PatchGrid) -> dict[str, bool]:
         cosine = abs(ours @ vector) / np.linalg.norm(ours) / np.linalg.norm(vector)
         kept["|cos| > .9999"] = bool(cosine > 0.9999)
     side, seed = vector > vector.mean(), int(np.argmax(abs(vector)))
-    labels, _ = scipy.ndimage.label((side == side[seed]).reshape(rows, cols))  # type: ignore[misc]
+    labels, _ = scipy.ndimage.label((side == side[seed]).reshape(rows, cols))
     mask = labels == labels[seed // cols, seed % cols]
     # As the gap and the seed decide, which no patch outside of the object may equal.
     tied = (abs(vector) >= (1 - 1e-6) * abs(vector).max()) & ~mask.ravel()

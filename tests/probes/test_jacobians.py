@@ -35,7 +35,7 @@ def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
     x = normal(tokens, config.dim, seed=1) if x is None else x
     left = block(x[None])[0]
-    return BlockPass(block, x, left, decompose_block(block, x, left, config.num_heads))
+    return BlockPass(block, x, left, *decompose_block(block, x, left, config.num_heads))
 
 
 def condition(values):

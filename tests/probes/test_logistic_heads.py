@@ -1,6 +1,7 @@
 """Logistic regressions side by side are those of scikit-learn one by one."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ NUM_IMAGES, SIDE, CLASSES = 12, 4, 10
 
 def _digits():
     """Two layers of 64 channels: digits as patches, and the same with the channels mixed."""
-    images, labels = load_digits(return_X_y=True)
+    digits: Any = load_digits(return_X_y=True)
+    images, labels = digits
     count = NUM_IMAGES * SIDE**2
     mixing = np.random.default_rng(0).standard_normal((64, 64)) / 8
     layers = np.stack([images[:count], images[:count] @ mixing]).astype(np.float16)

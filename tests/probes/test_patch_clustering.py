@@ -85,7 +85,7 @@ def test_scores_are_those_of_scikit_learn_on_single_pixels(tmp_path):
 
     found = {s.metric: s.value for s in clustering().run(context)}
 
-    shown = sklearn.metrics.cluster.contingency_matrix(truth, guess)
+    shown: Any = sklearn.metrics.cluster.contingency_matrix(truth, guess)
     accuracy, miou = best_of_all_matchings(guess, truth, 4)
     assert found == {
         "ami": pytest.approx(100 * sklearn.metrics.adjusted_mutual_info_score(truth, guess)),

@@ -230,7 +230,6 @@ def test_only_what_was_asked_for_is_in_the_report(tmp_path):
 @pytest.mark.slow
 def test_four_checkpoints_with_all_records_stay_small(tmp_path):
     source = Path(__file__).parents[2] / "results" / "dino_photographs"
-    shutil.copytree(source / "images", tmp_path / "images")
     packed = parquet.read_table(source / "records.parquet")
     trained = [b'"model": "random' not in record.as_py() for record in packed["record"]]
     parquet.write_table(packed.filter(trained), tmp_path / "records.parquet")

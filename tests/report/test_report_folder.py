@@ -4,26 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.report.writing import replacing
 from ssl_bench.results import ResultStore
+from tests.support.faults import fails
 from tests.support.report_cells import cell
 
 
-def test_a_folder_that_is_no_report_is_not_touched(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("into", "complaint"), [("thesis", "is no report"), ("thesis/chapter.txt", "is no folder")]
+)
+def test_what_is_no_report_is_not_touched(tmp_path, capsys, into, complaint):
     ResultStore(tmp_path / "results").save(cell())
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
 
-    arguments = ["report", "--out", str(tmp_path / "results"), "--into", str(tmp_path / "thesis")]
-    code = main(arguments)
+    report = ["report", "--out", str(tmp_path / "results"), "--into", str(tmp_path / into)]
+    said = fails(capsys, report, 2)
 
-    message = capsys.readouterr().err
-    assert code == 2
-    assert message.count("\n") == 1
-    assert "is no report" in message
-    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
+    assert complaint in said
+    assert [path.read_text() for path in (tmp_path / "thesis").iterdir()] == ["years of work"]
 
 
 def test_a_report_takes_the_place_of_an_older_one_only_when_it_is_whole(tmp_path):

@@ -130,8 +130,9 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
         if metric == "corloc":
             save(store, record, random.random(11) < 0.5)
         else:
-            right = random.integers(0, 9, (11, 1, 2))
-            save(store, record, np.concatenate([right, right + 2, right + 1], 1).astype(np.int32))
+            right, wrong = random.integers(0, 9, (11, 1, 2)), np.array([2, 1])
+            pixels = [right, right + wrong, right + wrong[::-1]]
+            save(store, record, np.concatenate(pixels, 1).astype(np.int32))
     records = store.records()
 
     compared = compared_pair(store, records)

@@ -170,7 +170,7 @@ def stopped_before_computing(*, through: bool) -> Iterator[None]:
     torch.nn.Module.__call__ = call if through else refuse
     # Its own processes would compute until they are done.
     processes = subprocess if through else SimpleNamespace(**vars(subprocess) | {"Popen": refuse})
-    sweep.subprocess = processes  # pyright: ignore[reportAttributeAccessIssue]
+    sweep.subprocess = processes
     try:
         yield
     finally:

@@ -35,17 +35,8 @@ def context_of(
     encoder: Encoder, dataset: Any, layers: Sequence[int], folder: Path, **changes: Any
 ) -> ProbeContext:
     """On the CPU, without a word; pictures go into the folder."""
-    usual: dict[str, Any] = {
-        "device": torch.device("cpu"), "dtype": torch.float32, "seed": 0,
-        "progress": silent, "say": lambda _: None,
-    }  # fmt: skip
-    return ProbeContext(
-        encoder=encoder,
-        dataset=dataset,
-        layers=tuple(layers),
-        artifacts=folder,
-        **{**usual, **changes},
-    )
+    usual: dict[str, Any] = {"progress": silent, "say": lambda _: None}
+    return ProbeContext(encoder, dataset, tuple(layers), artifacts=folder, **{**usual, **changes})
 
 
 def evaluated(

@@ -42,7 +42,7 @@ def end_after_parts(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
     """Send this process a signal when so many parts of batches have come to the device."""
-    finish, calls = crops.finish, []  # type: ignore[attr-defined]
+    finish, calls = crops.finish, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
         calls.append(1)
@@ -95,6 +95,6 @@ def assert_goes_on_to_the_bit(
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
         return {k: v for key in value for k, v in flat(value[key], f"{prefix}/{key}").items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return flat(dict(enumerate(value)), prefix)
     return {prefix: value}

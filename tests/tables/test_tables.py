@@ -96,7 +96,12 @@ def test_the_second_best_block_is_underlined_in_latex_alone():
     ]
     assert latex[1:] == [r"\textbf{3.0} \\", r"1.0 \\", r"\underline{2.0} \\"]
     assert "<ins>" not in render_tables([table], "markdown")
-    assert "_2.0_" not in render_tables([table], "text")
+    text = render_tables([table], "text")
+    assert "_2.0_" not in text
+    assert "*3.0*" in text
+    assert text.endswith("; marked: the highest of a column\n")
+    # Of a single block none is the best.
+    assert "marked" not in render_tables(depth_tables(records[:1]), "text")
 
 
 def test_json_carries_what_is_needed_to_trust_a_number():

@@ -335,8 +335,8 @@ class FileImageSet(FileSet):
 
     def files(self, index: int) -> tuple[Path, ...]:
         """All files of an image: its own, then those of its mask and its boxes."""
-        kinds = [self.images, self.masks and self.masks.files, self.boxes and self.boxes.files]
-        return tuple(kind.path(self.ids[index]) for kind in kinds if kind)
+        truths = [truth.files for truth in (self.masks, self.boxes) if truth]
+        return tuple(kind.path(self.ids[index]) for kind in (self.images, *truths) if kind)
 
     @cached_property
     def _known(self) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:

@@ -256,7 +256,7 @@ class DigestCache:
     """
 
     def __init__(self, subject: Path) -> None:
-        self._path = None
+        self._path: Path | None = None
         try:
             name = _hashed(str(subject.absolute()), _KEY).hex()
             self._path = cache_folder(None) / "digests" / name

@@ -227,7 +227,7 @@ def _brand(data: bytes) -> bytes:
 def _has_heif() -> bool:
     """Whether pillow-heif is there, which adds the format."""
     with suppress(ImportError):
-        import pillow_heif  # pyright: ignore[reportMissingImports]
+        import pillow_heif
 
         pillow_heif.register_heif_opener()
         return True

@@ -37,7 +37,7 @@ class LabelledImages(ImageView):
         labels: Index into `class_names`, image by image.
     """
 
-    class_names: tuple[str, ...] = ()  # pyright: ignore[reportIncompatibleMethodOverride]
+    class_names: tuple[str, ...] = ()
     labels: tuple[int, ...] = ()
 
     def __getitem__(self, index: int) -> Sample:

@@ -323,7 +323,7 @@ class ImageMaskFolders(PairedFolders):
 
     def _colour_masks(self, files: Files, count: int) -> ColourMasks:
         assert self.colours is not None
-        colours = [(int(r), int(g), int(b)) for r, g, b in (*self.colours, *self.ignored_colours)]
+        colours = [(r, g, b) for r, g, b in (*self.colours, *self.ignored_colours)]
         if len(self.colours) != count or len(set(colours)) != len(colours):
             raise ConfigurationError(
                 f"dataset.colours must be {count} different colours, one a class and none of "

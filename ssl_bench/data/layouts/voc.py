@@ -47,7 +47,7 @@ class VocBoxes(Boxes):
         exclude_difficult: Leave out objects marked difficult or truncated.
     """
 
-    files: Files  # pyright: ignore[reportIncompatibleVariableOverride]
+    files: Files
     exclude_difficult: bool = False
 
     def read(

@@ -57,7 +57,7 @@ def load_hugging_face(uri: str) -> Encoder:
         from ssl_bench.models.loading.timm_encoder import load_timm_folder
 
         return load_timm_folder(config, file(WEIGHTS_FILES), uri=uri, label=label)
-    model_type = config.get("model_type")
+    model_type = config.get("model_type", "")
     if model_type not in (*_TRANSFORMERS, _DINOV3):
         raise CheckpointError(
             f"{path} is neither timm's (architecture=...) nor of model_type "
@@ -73,7 +73,7 @@ def load_hugging_face(uri: str) -> Encoder:
         encoder = load_dinov3_folder(weights, uri=uri, label=label, colours=colours)
         encoder = replace(encoder, colours_from=colours_from)
         is_gated = any(".mlp.fc1_g." in name for name in encoder.module.state_dict())
-        built = {
+        built: dict[str, Any] = {
             "layer_norm_eps": encoder.module.get_submodule("norm").eps,
             "use_gated_mlp": is_gated,
             "hidden_act": "silu" if is_gated else "gelu",

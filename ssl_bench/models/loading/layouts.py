@@ -394,7 +394,7 @@ def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
             (_without(r"_\w+", k) if isinstance(k, str) else f"[{k!r}]", v)
             for k, v in value.items()
         )
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         items = ((f"[{index}]", item) for index, item in enumerate(value))
     else:
         yield name, value

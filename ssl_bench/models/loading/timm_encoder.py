@@ -77,7 +77,7 @@ def load_timm(uri: str) -> Encoder:
         if published is None or not (published.hf_hub_id or published.url):
             raise CheckpointError(f"timm publishes no weights for {name}; use timm:NAME@FILE")
         hub = published.hf_hub_id
-        path = hugging_face_file(str(hub)) if hub else downloaded_file(str(published.url))
+        path = hugging_face_file(hub) if hub else downloaded_file(str(published.url))
         return _from_file(uri, name, path, label=name, config={})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_RANDOM_SEED)
@@ -165,7 +165,7 @@ def _with_weights(
     arguments = dict(_mapping(config, "model_args", path))
     overlay: dict[str, Any] = {}
     if (given := pretrained.get("input_size", ...)) is not ...:
-        sizes = given if isinstance(given, list | tuple) else ()
+        sizes = given if isinstance(given, (list, tuple)) else ()
         if len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes):
             raise CheckpointError(
                 f"config.json beside {path} has input_size={given!r}, expected [3, HEIGHT, WIDTH]; "
@@ -235,14 +235,16 @@ def _create(
     device: str | None = None,
 ) -> Supported:
     family = family_of(name)
-    # Convolutions need nothing to take images of any size, CaiT gets it later.
-    any_size = {"dynamic_img_size": True} if family is None or family.dynamic else {}
+    options: dict[str, Any] = {**arguments, "num_classes": 0, "device": device}
+    if family is None or family.dynamic:
+        # Convolutions need nothing to take images of any size, CaiT gets it later.
+        options["dynamic_img_size"] = True
     try:
         model = timm.create_model(
             name,
             pretrained=pretrained,
             pretrained_cfg_overlay=dict(overlay) or None,
-            **{**arguments, "num_classes": 0, "device": device, **any_size},
+            **options,
         )
     except TypeError as error:
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
@@ -285,7 +287,8 @@ def timm_encoder(
     published: Any = model.pretrained_cfg
     published.pop("state_dict", None)
     architecture = published.get("architecture", type(model).__name__)
-    module, shape, staged = TimmBackbone(model), shape_of_model(model), dict[str, Any]()
+    module, shape = TimmBackbone(model), shape_of_model(model)
+    staged: dict[str, Any] = {}
     if isinstance(model, PlainViT):
         patch_embed: Any = model.patch_embed
         num_heads, native_size = _give_queries_keys_values(model.blocks), patch_embed.img_size

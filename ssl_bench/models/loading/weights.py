@@ -4,7 +4,7 @@ import argparse
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def check_readable(path: Path) -> None:
 
 
 @contextmanager
-def unreplaced(path: Path) -> Iterator[None]:
+def unreplaced(path: Path) -> Generator[None]:
     """Refuse what was read of a file that a running pretraining replaced meanwhile.
 
     Otherwise the sha256 of one checkpoint would stand beside the numbers of the next.
@@ -107,7 +107,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 def colour_of(described: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
     """Mean or deviation of red, green and blue in a configuration; a deviation ends with std."""
     value: Any = described.get(key)
-    numbers: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * 3
+    numbers: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * 3
     sound = len(numbers) == 3 and all(is_number(one) for one in numbers)
     if not sound or (key.endswith("std") and min(numbers) <= 0):
         raise CheckpointError(

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The true answer, which the modes cannot reach.
-_true_device = torch._C.TensorBase.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_true_device = torch._C.TensorBase.device.__get__
 
 
 # The type of the device that is simulated.
@@ -578,7 +578,7 @@ def _tolist(func: Callable, args: Arguments, options: Options) -> Any:
 
 
 def _unseen(func: Callable, args: Arguments, options: Options) -> Any:
-    with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+    with torch._C._DisableTorchDispatch():
         return func(*args, **options)
 
 

@@ -42,12 +42,13 @@ class Generator(torch.Generator):
     _place: torch.device
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
-        made = super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
+        made = super().__new__(cls, "cpu")  # pyrefly: ignore[bad-argument-count]
+        # pyrefly: ignore[read-only]
         made._place = torch.device(KIND[0] if names_device(device) else "cpu")
         return made
 
     @property
-    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def device(self) -> torch.device:
         return self._place
 
 
