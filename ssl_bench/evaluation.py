@@ -61,7 +61,7 @@ class ProbeContext:
     """Everything a probe needs for one checkpoint and one dataset.
 
     Attributes:
-        artifacts: Folder of the pictures that `Probe.run` draws.
+        artifacts: Folder of what `Probe.run` draws; the current one, where nothing is said.
         say: Tells the user one line that no record holds.
         known: Records of asked cells that are finished; their scores need not be given again.
         passed: What probes before this one got from this encoder of the same images.

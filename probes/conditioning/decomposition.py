@@ -109,17 +109,16 @@ def decompose_block(
         mlp=_of_one_image(found["mlp"], scales[1]),
         skip_attention=getattr(whole, "skip_attention", True),
         skip_mlp=getattr(whole, "skip_mlp", True),
-        heads=_heads(attention, scales[0], num_heads),
+        heads=None,
     )
     if why := _departure(parts, entered, left):
         return None, f"the block is not x + attn(norm1(x)), then that + mlp(norm2(that)), {why}"
-    why = f"which {type(attention).__name__} has not"
-    if parts.heads is not None:
+    heads, why = _heads(attention, scales[0], num_heads)
+    if heads is not None:
         normed = parts.norm1(parts.graying(entered))
-        why = _departure(parts.heads.output, normed, parts.attention(normed))
-    if not why:
-        return parts, ""
-    return replace(parts, heads=None), f"attention is not softmax of one Linear qkv, {why}"
+        if departure := _departure(heads.output, normed, parts.attention(normed)):
+            heads, why = None, f"attention is not softmax of its qkv, {departure}"
+    return replace(parts, heads=heads), why
 
 
 def _departure(function: Callable[[Tensor], Tensor], given: Tensor, expected: Tensor) -> str:
@@ -153,19 +152,22 @@ def _of_one_image(*functions: Any) -> Callable[[Tensor], Tensor]:
     return composed
 
 
-def _heads(layer: nn.Module, scale: nn.Module, num_heads: int) -> Heads | None:
-    """Plain softmax attention with the weights of a layer; whether it is that layer, is checked."""
+def _heads(layer: nn.Module, scale: nn.Module, num_heads: int) -> tuple[Heads | None, str]:
+    """Plain softmax attention with the weights of a layer, or why there is none.
+
+    Whether it is that layer, is checked.
+    """
     attention: Any = layer
     if isinstance(layer, nn.MultiheadAttention) and attention.in_proj_weight is not None:
         weights = attention.in_proj_weight, attention.in_proj_bias
         of_tokens, proj = lambda tokens: functional.linear(tokens, *weights), attention.out_proj
         num_heads = attention.num_heads
     elif all(isinstance(getattr(attention, n, None), nn.Linear) for n in ("qkv", "proj")):
-        if attention.qkv.out_features % (3 * num_heads):
-            return None
+        if (wide := attention.qkv.out_features) % (3 * num_heads):
+            return None, f"the {wide} numbers of its qkv are not those of {num_heads} heads"
         of_tokens, proj = attention.qkv, attention.proj
     else:
-        return None
+        return None, f"{type(layer).__name__} has no Linear layers called qkv and proj"
 
     def split(tokens: Tensor) -> tuple[Tensor, ...]:
         qkv = of_tokens(tokens).unflatten(1, (3, num_heads, -1))
@@ -180,7 +182,7 @@ def _heads(layer: nn.Module, scale: nn.Module, num_heads: int) -> Heads | None:
     def joined(weights: Tensor, values: Tensor) -> Tensor:
         return scale(proj((weights @ values).transpose(0, 1).flatten(1)))
 
-    return Heads(matrices, lambda tokens: split(tokens)[2], joined)
+    return Heads(matrices, lambda tokens: split(tokens)[2], joined), ""
 
 
 @dataclass(frozen=True)

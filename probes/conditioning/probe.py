@@ -279,17 +279,18 @@ class Conditioning(Probe):
         """No numbers, with a reason, for cells of blocks that cannot be taken apart."""
         have = {(score.layer, score.facet, score.metric) for score in found}
         missing = [cell for cell in self.cells(context.layers) if cell not in have]
+        why = {cell: self._why(*cell[:2], passes) for cell in missing}
         # Blocks that lack the same facets for the same reason are said in one line.
-        facets: dict[int, dict[str, None]] = {}
-        for layer, facet, _ in missing:
-            facets.setdefault(layer, {})[facet] = None
+        facets: dict[tuple[int, str], dict[str, None]] = {}
+        for (layer, facet, _), reason in why.items():
+            facets.setdefault((layer, reason), {})[facet] = None
         blocks: dict[tuple[str, str], list[int]] = {}
-        for layer, lacking in facets.items():
-            blocks.setdefault((", ".join(lacking), self._why(layer, passes)), []).append(layer)
-        for (lacking, why), layers in blocks.items():
+        for (layer, reason), lacking in facets.items():
+            blocks.setdefault((", ".join(lacking), reason), []).append(layer)
+        for (lacking, reason), layers in blocks.items():
             context.say(
                 f"conditioning: {context.encoder.name}, block {', '.join(map(str, layers))}: "
-                f"no number for {lacking}: {why}"
+                f"no number for {lacking}: {reason}"
             )
         for score in found:
             if np.isnan(score.value) and score.details["undefined"] == SAME:
@@ -297,20 +298,24 @@ class Conditioning(Probe):
                     f"conditioning: block {score.layer}: {score.metric} of {score.facet} is "
                     f"undefined, {SAME}"
                 )
-        for cell in missing:
-            yield plain(
-                *cell, float("nan"), None, num_images, {"undefined": self._why(cell[0], passes)}
-            )
+        for cell, reason in why.items():
+            yield plain(*cell, float("nan"), None, num_images, {"undefined": reason})
 
-    def _why(self, layer: int, passes: Passes) -> str:
+    def _why(self, layer: int, facet: str, passes: Passes) -> str:
         """Why a block has no number."""
         if self.protocol == "checkpoints":
             return "the other encoder has no such block"
+        if facet == "block":
+            return "called alone, the block does not give what it gave in the encoder"
         # A mean is over all blocks up to it.
-        first = 0 if self.protocol == "mean_log" else layer
-        lacking = [one for below in range(first, layer + 1) for one in passes[below] if one.why]
+        if self.protocol == "mean_log":
+            first = next(n for n in passes if any(one.parts is None for one in passes[n]))
+            where = "" if first == layer else f"block {first}: "
+            return where + next(one.why for one in passes[first] if one.parts is None)
         # What cannot be taken apart at all says more than one whose attention cannot.
-        return min(lacking, key=lambda one: one.parts is not None).why
+        return min(
+            (one for one in passes[layer] if one.why), key=lambda one: one.parts is not None
+        ).why
 
     def _title_and_path(self, context: ProbeContext, samples: Sequence[Sample]) -> tuple[str, Path]:
         """Of the figure."""

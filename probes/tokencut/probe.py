@@ -242,7 +242,8 @@ class TokenCut(Cut, Probe):
         }
         entries = dict(zip(images.ids, entries_of(images), strict=True))
         log = DiscoveryLog(folder, key, entries, forget=context.overwrite)
-        sets = folder.parents[2]
+        # Pictures of results lie in folders of task, set and encoder.
+        sets = folder.parents[2] if len(folder.parents) > 2 else folder
         is_stored = folder.parent == context.artifacts and sets.name == self.task
         if context.overwrite or not is_stored:
             return log

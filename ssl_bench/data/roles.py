@@ -1,6 +1,7 @@
 """What layouts have in common: their roles, where they lie, how many images were published."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -76,9 +77,14 @@ def datasets_with(role: str) -> list[str]:
     # Here, because Hydra takes longer than all that `data list` says.
     from ssl_bench.composition.compose import build, compose_config
 
-    # What each offers may hang on what its file says.
-    composed = {name: compose_config("data", [f"dataset={name}"]) for name in files("dataset")}
-    return sorted(name for name, one in composed.items() if role in build(one.dataset).supports)
+    found = []
+    for name in files("dataset"):
+        # One that cannot be built is no answer.
+        with suppress(Exception):
+            # What it offers may hang on what its file says.
+            dataset = build(compose_config("data", [f"dataset={name}"]).dataset)
+            found += [name] if role in dataset.supports else []
+    return sorted(found)
 
 
 def name_of_images(name: str, found: Mapping[str, Collection[str]]) -> str:

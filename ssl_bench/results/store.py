@@ -34,6 +34,8 @@ from ssl_bench.results.record import (
 )
 from ssl_bench.system.escaping import plain_json
 from ssl_bench.system.files import (
+    NAMES,
+    RECORDS,
     lock_when_free,
     read_within,
     write_atomically,
@@ -173,13 +175,10 @@ class ResultStore:
         path = self._ids_path(fingerprint)
         try:
             if (row := self._packed().get(path)) and not path.exists():
-                ids = json.loads(row.content)
-            else:
-                ids = json.loads(read_within(self.root, path, MOST_BYTES))
-        except (OSError, ValueError, RecursionError):
+                return _names_in(row.content)
+            return _names_in(read_within(self.root, path, MOST_BYTES))
+        except (OSError, *_UNREADABLE):
             return None
-        whole = isinstance(ids, list) and all(isinstance(name, str) for name in ids)
-        return tuple(ids) if whole else None
 
     def _ids_path(self, fingerprint: str) -> Path:
         return self.root / "images" / f"{fingerprint[:16]}.json"
@@ -192,7 +191,7 @@ class ResultStore:
         """
         self.unreadable = {}
         packed = filter(self._is_record, self._packed())
-        paths = {*(self.root / "records").glob("*/*/*.json"), *packed}
+        paths = {*self.root.glob(RECORDS), *packed}
         reader = RecordReader(self.root)
         with without_collections():
             ordered = sorted(paths, key=lambda path: path.parts)
@@ -237,16 +236,18 @@ class ResultStore:
             lock_when_free(folder)
             rows, moved = dict(self._packed()), list[tuple[Path, os.stat_result]]()
             reader = RecordReader(self.root)
-            files = (*self.root.glob("images/*.json"), *self.root.glob("records/*/*/*.json"))
-            for path in sorted(files):
+            for path in sorted((*self.root.glob(NAMES), *self.root.glob(RECORDS))):
                 npz = path.with_suffix(".npz")
+                files = (path, npz) if self._is_record(path) else (path,)
                 try:
-                    seen = [(file, file.lstat()) for file in (path, npz) if file.exists()]
+                    seen = [(file, file.lstat()) for file in files if file.exists()]
                     content = read_within(self.root, path, MOST_BYTES)
                     images = read_within(self.root, npz, _MOST_NPZ) if len(seen) > 1 else None
                     if self._is_record(path):
                         reader.record(content, path)
-                # What cannot be read stays where it is, for `records` to name.
+                    else:
+                        _names_in(content)
+                # What cannot be read stays where it is; `records` names it.
                 except (OSError, *_UNREADABLE):
                     continue
                 rows[path] = _Row(content, images)
@@ -327,6 +328,14 @@ class ResultStore:
         except _UNREADABLE as error:
             self.unreadable[path] = shortened(error)
         return None
+
+
+def _names_in(content: bytes) -> tuple[str, ...]:
+    """The names of a split's images in the content of their file."""
+    names = json.loads(content)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("expected a list of names")
+    return tuple(names)
 
 
 def first_few(reasons: Mapping[Path, str]) -> str:

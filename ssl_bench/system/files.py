@@ -250,7 +250,9 @@ def read_digests(sidecar: Path) -> list[tuple[str, str]]:
 
 REPORT = ".ssl-bench-report"
 _MARK = ".ssl-bench-written"
-_STORED = ("records.parquet", "records/*/*/*.json", f"images/{'[0-9a-f]' * 16}.json")
+RECORDS, NAMES = "records/*/*/*.json", f"images/{'[0-9a-f]' * 16}.json"
+"""Patterns of the files of a folder of results: records, and names of a split's images."""
+_STORED = ("records.parquet", RECORDS, NAMES)
 
 
 def mark_as_written(folder: Path) -> None:

@@ -20,7 +20,7 @@ from ssl_bench.tables.entries import (
     series_json,
     title,
 )
-from ssl_bench.tables.sheets import Cell, Sheet
+from ssl_bench.tables.sheets import SPELT, Cell, Sheet
 
 Row = int | float
 """A block, or an epoch."""
@@ -103,8 +103,7 @@ class DepthTable:
             for layer in self.layers
         ]
         note = self.footnote + dagger_note(self.entries.values())
-        # Bold says it where it is set.
-        if style in ("text", "terminal") and any(cell.marked for row in rows for cell in row):
+        if style in SPELT and any(cell.marked for row in rows for cell in row):
             note += "; marked: the highest of a column"
         first = (self.rows, "stride") if strides else (self.rows,)
         return Sheet(self.title, (*first, *self.models), tuple(rows), (note,))

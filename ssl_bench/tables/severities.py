@@ -17,7 +17,7 @@ from ssl_bench.tables.entries import (
     series_json,
     title,
 )
-from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
+from ssl_bench.tables.sheets import NO_VALUE, SPELT, Cell, Sheet
 
 CLEAN = 0
 """The severity of images as they are."""
@@ -82,14 +82,17 @@ class SeverityTable:
             layers=self.layers,
             entries={(layer, heads[at]): entry for (layer, at), entry in self.entries.items()},
             footnote=self.footnote,
-        ).sheet("markdown" if style == "latex" else style)
+        ).sheet("markdown")
         drops = []
         for layer in self.layers:
             lost = self.drop(layer)
             text = NO_VALUE if lost is None else f"{lost:.1f}"
             drops.append(Cell(text, marked=layer in self.survivors))
         rows = tuple((*row, drop) for row, drop in zip(sheet.rows, drops, strict=True))
-        return replace(sheet, head=(*sheet.head, "drop (%)"), rows=rows)
+        is_marked = any(cell.marked for row in rows for cell in row)
+        note = "; marked: the highest of a severity, the smallest drop"
+        notes = (sheet.notes[0] + note,) if is_marked and style in SPELT else sheet.notes
+        return replace(sheet, head=(*sheet.head, "drop (%)"), rows=rows, notes=notes)
 
     def csv_rows(self) -> list[dict[str, Any]]:
         """Fields of every cell, by block and severity."""

@@ -13,6 +13,8 @@ from ssl_bench.system.escaping import csv_field, json_text, latex, markdown, pri
 
 STYLES = ("text", "terminal", "markdown", "latex")
 FORMATS = (*STYLES, "csv", "json", "parquet")
+SPELT = ("text", "terminal")
+"""Styles of which a note says what marks mean; papers say it in their captions."""
 NO_VALUE = "\N{EN DASH}"
 """Stands where a value is no number."""
 _LINE = 100

@@ -32,7 +32,7 @@ from ssl_bench.models import (
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
 from tests.support.matrices import condition, normal, rank
-from tests.support.own_module import Layer, own
+from tests.support.own_module import Layer, Own, own
 from tests.support.photographs import evaluated
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
@@ -242,7 +242,7 @@ NOT_PRE_NORM = "the block is not x + attn(norm1(x)), then that + mlp(norm2(that)
         (without_mlp, "the block has no part called mlp or ffn or feed_forward"),
         (post_norm, f"{NOT_PRE_NORM}gives other numbers"),
         (telling_positions, f"{NOT_PRE_NORM}ends in TypeError: _Told.forward() missing 1 required"),
-        (linear, "attention is not softmax of one Linear qkv, which Sequential has not"),
+        (linear, "Sequential has no Linear layers called qkv and proj"),
     ],
 )
 def test_why_a_block_is_not_taken_apart_is_said(photographs, tmp_path, monkeypatch, forward, why):
@@ -257,6 +257,60 @@ def test_why_a_block_is_not_taken_apart_is_said(photographs, tmp_path, monkeypat
     assert line.startswith("conditioning: own, block 0, 1: no number for ")
     assert f": {why}" in line
     assert why in found(records, 1, "attention_matrix", "effective_rank").details["undefined"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_mean_over_blocks_names_the_one_that_is_not_taken_apart(
+    photographs, tmp_path, monkeypatch
+):
+    usual = Layer.forward
+
+    def forward(layer, tokens):
+        return (
+            (post_norm(layer, tokens), None) if hasattr(layer, "is_first") else usual(layer, tokens)
+        )
+
+    module, said = own(), []
+    module.trunk[0].is_first = True
+    monkeypatch.setattr(Layer, "forward", forward)
+    encoder = replace(Encoder.from_module(module, name="own", image_size=32), num_heads=2)
+
+    probe(photographs, tmp_path, encoder, said, image_size=32, num_images=1, protocol="mean_log")
+
+    lines = [line.split("no number for ")[1] for line in said if "no number for" in line]
+    assert [line.partition(": ")[2] for line in lines] == [
+        f"{NOT_PRE_NORM}gives other numbers",
+        f"block 0: {NOT_PRE_NORM}gives other numbers",
+    ]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_block_that_its_encoder_calls_otherwise_has_no_jacobian(
+    photographs, tmp_path, monkeypatch
+):
+    of_layer, of_module, module, said = Layer.forward, Own.forward, own(), []
+    running = []
+
+    def whole(self, images):
+        running.append(1)
+        try:
+            return of_module(self, images)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(Own, "forward", whole)
+    monkeypatch.setattr(
+        Layer, "forward", lambda self, tokens: of_layer(self, tokens + (0.0 if running else 0.1))
+    )
+    encoder = replace(Encoder.from_module(module, name="own", image_size=32), num_heads=2)
+
+    probe(
+        photographs, tmp_path, encoder, said,
+        image_size=32, num_images=1, protocol="jacobian_exact", layers=(0,),
+    )  # fmt: skip
+
+    (line,) = [line for line in said if "no number for" in line]
+    assert "no number for block: called alone, the block does not give" in line
 
 
 class _Alone(nn.TransformerEncoderLayer):
