@@ -107,8 +107,9 @@ class Batches(Dataset[Any]):
         """Images of a part, which one process takes in one go."""
         return self.batch_size // (self.num_parts * self.num_ranks)
 
-    def __getitem__(self, piece: int) -> Any:
-        part, place = divmod(piece, self.pieces)
+    def __getitem__(self, index: int) -> Any:
+        """A piece of a part."""
+        part, place = divmod(index, self.pieces)
         first, end = (self.size * edge // self.pieces for edge in (place, place + 1))
         keys, skip = self.keys(part)[first:end], bool(self.ids)
         indices = sorted({key[1] for key in keys})

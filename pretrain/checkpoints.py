@@ -140,10 +140,15 @@ class _State(dict[str, Any]):
         self._path = path
 
     def __missing__(self, key: str) -> NoReturn:
-        raise CheckpointError(
-            f"{self._path} lacks {key!r}, expected all that a run saves; use the ssl-bench that "
-            "wrote it, or start again with --overwrite in place of --resume"
-        )
+        raise unfit(self._path, f"lacks {key!r}")
+
+
+def unfit(path: Path, why: str) -> CheckpointError:
+    """The error of a state that no run of this version can go on from."""
+    return CheckpointError(
+        f"{path} {why}, expected all that a run saves; use the ssl-bench that wrote it, or start "
+        "again with --overwrite in place of --resume"
+    )
 
 
 def claim(out: Path, *, resume: bool, overwrite: bool) -> None:

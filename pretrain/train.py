@@ -49,7 +49,8 @@ from ssl_bench.models.loading.checkpoint import colours_metadata
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.endings import STOPPING, handled
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.progress import size_in_words
+from ssl_bench.system.memory import pass_on_memory
+from ssl_bench.system.progress import say, size_in_words
 
 # Weights' worth of moments, and of SOAP's statistics and bases in a ViT, that an optimizer holds.
 _ADAMW_HOLDS, _SOAP_HOLDS = 2, 10
@@ -58,7 +59,7 @@ _ADAMW_HOLDS, _SOAP_HOLDS = 2, 10
 _LEARNED, _LEFT_OUT, _UNLEARNED = "learned_files", "left_out", "left_out_unlearned"
 # In its description: a sha256 over the images, and what the warm-ups come to.
 _FILES, _WARMUPS = "image_files", "opening_steps"
-_NAMED_AT_MOST = 5
+_NAMED_AT_MOST, _LONGEST_REASON = 5, 300
 # A monitor that takes longer than both, the second of the training before it, is mentioned.
 _MONITOR_SECONDS, _MONITOR_SHARE = 1.0, 0.1
 
@@ -236,6 +237,7 @@ class Pretraining:
                 del found
                 if ranks.is_first:
                     run.write_config(config or describe(self))
+                    say(f"run folder {out}")
             run.go()
         return out / checkpoints.ENCODER
 
@@ -407,8 +409,7 @@ class Run:
         self.extensions: list[dict[str, int]] = []
         self.left_out, self._unlearned, self._told = set[int](), set[int](), set[int]()
         self._config: Mapping[str, Any] = {}
-        # Said when nothing can be refused any more.
-        self._news = [f"run folder {out}", plan.data.unreadable(images)] if ranks.is_first else []
+        self._news = [plan.data.unreadable(images)] if ranks.is_first else []
         self._fault: Exception | None = None
 
     def begin(self, *, instead: bool = False) -> None:
@@ -475,7 +476,12 @@ class Run:
                 )
             self.extensions.append({"step": state["step"], "from_steps": old, "to_steps": new})
             news += f" instead of {old}"
-        self.trainer.load_state_dict(state)
+        try:
+            self.trainer.load_state_dict(state)
+        except (KeyError, RuntimeError, ValueError) as error:
+            pass_on_memory(error)
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+            raise checkpoints.unfit(path, f"does not fit its run ({why})") from error
         self.step = state["step"]
         self._news.append(news)
 

@@ -425,9 +425,9 @@ class _Kept(UserDict[Any, Any]):
         self._asked.add(key)
         return super().__getitem__(key)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: Any, item: Any) -> None:
         self._asked.add(key)
-        super().__setitem__(key, value)
+        super().__setitem__(key, item)
 
 
 def pictures_folder(

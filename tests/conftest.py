@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from itertools import chain
@@ -21,8 +22,9 @@ if torch.__version__ >= "2.15" and not torch.cuda.is_available():
     files = chain.from_iterable(
         (root / n).rglob("*.py") for n in ("ssl_bench", "pretrain", "probes")
     )
-    # Where there are no shapes the types are known without running; a fifth of the time.
-    with_shapes = [path.relative_to(root) for path in files if "jaxtyping" in path.read_text()]
+    # Where nothing has a shape the types are known without running; a fifth of the time.
+    shapes = re.compile("jaxtyping|PerImage")
+    with_shapes = [path.relative_to(root) for path in files if shapes.search(path.read_text())]
     names = [".".join(path.with_suffix("").parts) for path in with_shapes]
     install_import_hook(names, f"{checked.__name__}.checked")
 
@@ -37,8 +39,6 @@ torch.set_num_threads(1)
 os.fsync = lambda _: None
 # The heap of torch and its kind stays; looking it through again took a tenth of the time.
 gc.set_threshold(20_000, 20, 20)
-# No test cuts the power, and a disk that is waited for takes longer than most of them.
-os.fsync = lambda _: None
 
 
 # A backward pass of tensors without values starts threads of autograd, whatever their device, and

@@ -298,7 +298,11 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     best = "of --pivot and --paper: the block that other images choose (default), or the best"
     add("--best-layer", metavar="holdout|oracle", help=best)
     add("--figure", metavar="FILE", help="draw the curves too (.png, .svg, .pdf)")
-    add("--pack", action="store_true", help="only move all records into OUT/records.parquet")
+    add(
+        "--pack",
+        action="store_true",
+        help="only move all records, and what images gave, to OUT/records.parquet",
+    )
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:

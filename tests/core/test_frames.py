@@ -86,6 +86,7 @@ def test_packed_records_are_read_like_files(tmp_path, capsys):
 
     before = printed()
     assert main(["table", "--pack", *out]) == 0
+    assert f"{len(whole)} records are in " in capsys.readouterr().err
 
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["records.parquet"]
     packed = ResultStore(tmp_path)
@@ -93,11 +94,15 @@ def test_packed_records_are_read_like_files(tmp_path, capsys):
     assert printed() == before
     assert packed.load(key) is not None
     assert packed.keeps_images(key)
+    assert packed.unreadable == {}
     assert packed.image_ids(RECORD.dataset_fingerprint) == tuple("abcde")
-    # A later file of the same cell counts, and joins the others.
+    # A later file counts, and joins the others.
+    packed.save_image_ids(RECORD.dataset_fingerprint, "fghij")
+    assert packed.image_ids(RECORD.dataset_fingerprint) == tuple("fghij")
     packed.save(replace(RECORD, layer=1, value=60.0, ci95=None, num_images=5), np.arange(5) < 3)
     assert main(["table", "--pack", *out]) == 0
     assert [record.value for record in ResultStore(tmp_path).records()][:3] == [40.0, 60.0, 40.0]
+    assert ResultStore(tmp_path).image_ids(RECORD.dataset_fingerprint) == tuple("fghij")
     assert not list((tmp_path / "records").rglob("*.*"))
 
 
@@ -159,9 +164,14 @@ def test_records_that_cannot_be_read_are_not_packed(tmp_path):
     ResultStore(tmp_path).save(first)
     path = ResultStore(tmp_path).save(replace(first, layer=1))
     path.write_text("{")
+    names = tmp_path / "images" / "0123456789abcdef.json"
+    names.parent.mkdir()
+    for own in (names, names.with_suffix(".npz"), names.with_name("cat.json")):
+        own.write_text('["a", "b"')
 
     assert ResultStore(tmp_path).pack() == 1
 
     left = ResultStore(tmp_path)
     assert len(left.records()) == 1
     assert list(left.unreadable) == [path]
+    assert len(list(names.parent.iterdir())) == 3

@@ -222,16 +222,30 @@ def test_fault_92_a_damaged_state_without_digest_is_not_trusted(capsys, begun, h
     assert "state.pt is cut or changed" in fails(capsys, resumed, 4)
 
 
-@pytest.mark.parametrize("key", ["configuration", "left_out", "optimizer"])
-def test_fault_92_a_state_without_one_of_its_parts_names_it(capsys, begun, key):
+@pytest.mark.parametrize(
+    ("within", "key", "complaint"),
+    [
+        ((), "configuration", "lacks 'configuration'"),
+        ((), "left_out", "lacks 'left_out'"),
+        ((), "optimizer", "lacks 'optimizer'"),
+        (("learner",), "center", "does not fit its run (RuntimeError: Error(s) in loading"),
+        (("optimizer",), "state", "does not fit its run (KeyError: 'state')"),
+    ],
+)
+def test_fault_92_a_state_without_one_of_its_parts_names_it(capsys, begun, within, key, complaint):
     state = Path("run/state.pt")
-    parts = torch.load(state, weights_only=True)
-    torch.save({name: part for name, part in parts.items() if name != key}, state)
+    whole = part = torch.load(state, weights_only=True)
+    for name in within:
+        part = part[name]
+    del part[key]
+    torch.save(whole, state)
     Path("run/state.pt.sha256").unlink()
 
     said = fails(capsys, [*begun, "--resume"], 4)
 
-    assert f"run/state.pt lacks '{key}', expected all that a run saves; use the " in said
+    assert f"run/state.pt {complaint}" in said
+    assert key in said
+    assert "expected all that a run saves; use the ssl-bench that wrote it, or start" in said
 
 
 def test_fault_92_the_advice_for_lost_states_and_digests_works(place, capsys, begun):

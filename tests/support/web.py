@@ -48,7 +48,7 @@ class WebServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: WebServer
+    server: WebServer  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def do_GET(self) -> None:
         server, asked = self.server, self.headers.get("Range", "")

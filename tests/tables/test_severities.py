@@ -45,6 +45,8 @@ def test_the_drop_is_the_share_of_the_clean_score_that_is_lost():
     # Means of 40 and 45: half of 80, and a tenth of 50.
     assert [table.drop(layer) for layer in (0, 1)] == pytest.approx([50.0, 10.0])
     sheet = table.sheet("text")
+    assert sheet.notes[0].endswith("; marked: the highest of a severity, the smallest drop")
+    assert table.sheet("latex").notes[0] == sheet.notes[0].partition("; marked")[0]
     assert sheet.title == ("knn: top1 (%) on photos val, key, protocol reference, snow, skip")
     assert sheet.head == ("block", "clean", "1", "2", "drop (%)")
     assert [[cell.text for cell in row] for row in sheet.rows] == [
