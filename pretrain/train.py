@@ -544,7 +544,7 @@ class Run:
                 return
             where = f"after step {self.step} {where}"
             if self.request.is_interrupt:
-                report.say(f"interrupted {where}; go on with --resume")
+                report.say(f"interrupted {where}")
                 raise KeyboardInterrupt
             if self.request.received is None and self._time_is_up():
                 report.say(f"time is up {where}; go on with --resume")

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return code
     except KeyboardInterrupt as reason:
-        return said_stopped(reason)
+        return said_stopped(reason, arguments)
     except BrokenPipeError:
         # The reader (such as `head`) has seen enough; Python would complain while closing stdout.
         sys.stdout = None

@@ -64,13 +64,18 @@ def stop(number: int, frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
-def said_stopped(reason: KeyboardInterrupt) -> int:
+def said_stopped(reason: KeyboardInterrupt, arguments: Sequence[str]) -> int:
     """Say in a line that somebody ended the command; its exit code."""
     name = next(iter(reason.args), "") if isinstance(reason, Stopped) else ""
     if is_heard():
         what = f"asked to stop ({name})" if name else "interrupted"
-        again = "what was finished is saved; the same command goes on with the rest"
-        print(f"ssl-bench: {what}; {again}", file=sys.stderr)
+        # A folder that holds a run takes no other one.
+        resume = " with --resume" if "pretrain" in arguments[:1] else ""
+        print(
+            f"ssl-bench: {what}; what was finished is saved; the same command{resume} goes on "
+            "with the rest",
+            file=sys.stderr,
+        )
     return Preempted.exit_code if name else INTERRUPTED
 
 

@@ -81,8 +81,17 @@ def test_fault_28_forty_kills_while_saving_leave_forty_checkpoints_that_load(pla
     assert not list(run.glob("*.tmp"))
 
 
-@pytest.mark.parametrize(("number", "workers"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 2)])
-def test_fault_29_a_run_that_is_told_to_stop_saves_its_step_and_says_75(place, number, workers):
+@pytest.mark.parametrize(
+    ("number", "workers", "code", "advised"),
+    [
+        (signal.SIGUSR1, 0, 75, "start it again with --resume"),
+        (signal.SIGTERM, 2, 75, "start it again with --resume"),
+        (signal.SIGINT, 0, 130, "the same command with --resume goes on with the rest"),
+    ],
+)
+def test_fault_29_a_run_that_is_told_to_stop_saves_its_step_and_says_so(
+    place, number, workers, code, advised
+):
     more = ["train.max_steps=2000", f"train.num_workers={workers}"]
     run = pretraining(place / "photos", "run", *more)
     child = fork(lambda: main(run), stderr=place / "said")
@@ -90,11 +99,12 @@ def test_fault_29_a_run_that_is_told_to_stop_saves_its_step_and_says_75(place, n
         time.sleep(0.01)
     os.kill(child, number)
 
-    assert exit_code(child) == 75
+    assert exit_code(child) == code
 
     steps = load_state(place / "run", CPU)[0]["step"]
     assert steps == len(log_rows("run"))
-    assert "start it again with --resume" in (place / "said").read_text()
+    assert (place / "said").read_text().count("--resume") == 1
+    assert advised in (place / "said").read_text().splitlines()[-1]
     assert main([*run, "--resume", NO_TIME]) == 0
     assert [row["step"] for row in log_rows("run")] == list(range(1, steps + 2))
 
