@@ -447,10 +447,15 @@ class Run:
                 news = "images that this run has not learned from are others than before"
                 self._news.append(news)
         if changed:
-            is_longer = not extend and new > old
+            # Digests and steps follow from what was typed, where that is another.
+            follows = ("images:", f"{_FILES}:", f"{_WARMUPS}.")
+            typed = [change for change in changed if not change.startswith(follows)]
+            is_longer = not extend and new > old and changed == longer
             raise ConfigurationError(
-                f"{path} is of a run with another configuration ({'; '.join(changed)}); put it "
-                f"back, {'go on for longer with --extend, ' if is_longer else ''}or start anew in "
+                f"{path} is of a run with another configuration ({'; '.join(typed or changed)}); "
+                "type the words of the first command again, with --resume (their values are in "
+                f"{self.out / checkpoints.CONFIG}), "
+                f"{'go on for longer with --extend, ' if is_longer else ''}or start anew in "
                 "another folder"
             )
 

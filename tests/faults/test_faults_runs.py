@@ -19,6 +19,7 @@ from ssl_bench.models import build_vit, load_encoder, save_encoder
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import sha256_of
 from tests.support.faults import (
+    PRETRAIN,
     TINY,
     class_folders,
     exit_code,
@@ -174,7 +175,15 @@ def test_fault_32_a_changed_configuration_is_refused_with_the_difference(capsys,
     assert "train.max_steps: 6 -> 7" in said
     assert "optimizer.lr" in said
     assert "num_workers" not in said
+    assert "--extend" not in said
     assert sha256_of(Path("run/state.pt")) == before
+
+    # Of what was forgotten to type again only that is named which can be typed.
+    forgetful = ["pretrain", "--out", "run", "--resume", *PRETRAIN[1:], "train.epochs=99"]
+    said = fails(capsys, [*forgetful, "model.depth=3"], 2)
+    assert "another configuration (model.depth: 2 -> 3; train.epochs: 300 -> 99); type" in said
+    assert "words of the first command again, with --resume (their values are in run/config" in said
+    assert main([*begun, "--resume"]) == 0
 
 
 def test_fault_34_a_half_written_record_is_said_and_computed_again(place, capsys):
