@@ -1,6 +1,7 @@
 """Encoders kept on the way, runs that go on for longer, and what there is to resume."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,22 @@ def test_an_encoder_is_found_by_its_epoch(kept):
     with pytest.raises(CheckpointError, match=r"kept no encoder after epoch 7; .*@1, @2, or"):
         load_encoder(f"{kept}@7")
     assert expand([f"{kept}/epoch*"]) == [str(kept / name) for name in names]
+    by_shell = sorted(map(str, kept.glob("epoch*")))
+    assert expand(by_shell) == [str(kept / name) for name in names]
+    assert expand(by_shell[1:2]) == by_shell[1:2]
     assert expand([f"{kept.parent}/*@2"]) == [str(kept / names[1])]
+    assert expand([f"{kept}@1,{kept}@2"]) == [f"{kept}@1", f"{kept}@2"]
+
+
+@pytest.mark.parametrize("epochs", ["*", "all", "1-2", "1,2", "1,7", "last"])
+def test_another_form_of_epochs_is_refused_with_that_of_all_of_them(kept, capsys, epochs):
+    assert main([*PCA, "--checkpoint", f"{kept}@{epochs}"]) == 4
+    said = capsys.readouterr().err
+    (pattern,) = re.findall(r"'([^']*/epoch\*)'", said)
+    assert main([*PCA, "--dry-run", "--checkpoint", pattern.replace("runs/*", str(kept))]) == 0
+    planned = capsys.readouterr().out
+    assert "run@1" in planned
+    assert "run@2" in planned
 
 
 def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):

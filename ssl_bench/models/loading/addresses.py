@@ -41,18 +41,22 @@ def file_of(uri: str) -> Path:
     path = expanded(uri)
     if path.is_dir():
         return path / LAST
-    run, at, epoch = uri.rpartition("@")
-    if path.exists() or not at or not re.fullmatch(r"\d{1,9}", epoch):
+    run, _, epoch = uri.rpartition("@")
+    # What has dots or slashes is a file that is not there.
+    if path.exists() or not run or not re.fullmatch(r"[\w,-]+", epoch):
         return path
     folder = expanded(run)
-    kept = folder / kept_name(int(epoch))
-    if not folder.is_dir() or kept.is_file():
-        return kept if folder.is_dir() else path
+    if not folder.is_dir():
+        return path
+    is_one = re.fullmatch(r"\d{1,9}", epoch)
+    if is_one and (kept := folder / kept_name(int(epoch))).is_file():
+        return kept
     epochs = sorted(n for other in folder.iterdir() if (n := kept_epoch(other)) is not None)
     there = ", ".join(f"@{n}" for n in epochs) or "none (train.keep_epochs, train.keep_every)"
+    every = f", or '{folder}/epoch*' for all that it kept" if epochs else ""
     raise CheckpointError(
         f"{folder} kept no encoder after epoch {epoch}; expected one of {there}, or {folder} for "
-        "its last"
+        f"its last{every}"
     )
 
 
@@ -68,12 +72,17 @@ def expand(patterns: Sequence[str]) -> list[str]:
     """Addresses of encoders, from addresses and patterns of files and run folders, or several."""
     found: list[str] = []
     for pattern in (part for text in patterns for part in _separated(text)):
-        found += _matching(pattern) if _is_pattern(pattern) else [pattern]
+        # A shell gives of RUN/epoch* the digests beside the weights, too.
+        if pattern.removesuffix(".sha256") not in found:
+            found += _matching(pattern) if _is_pattern(pattern) else [pattern]
     return list(dict.fromkeys(found))
 
 
 def _separated(text: str) -> list[str]:
     """The parts of "a,b" where one of them is known; commas of other addresses stay."""
+    # RUN@1,2 is no list: each epoch has an address of its own.
+    if re.fullmatch(r"[^,]*@[\d,-]+", text, re.DOTALL):
+        return [text]
     parts: list[str] = []
     for word in text.split(","):
         # Numbers of mean=0.5,std=0.5:URI, however many addresses stand before it.
@@ -134,7 +143,8 @@ def _matching(pattern: str) -> list[str]:
     if not found:
         raise CheckpointError(
             f"no checkpoint matches {pattern!r}; expected run folders or files of weights "
-            f"({', '.join(WEIGHTS)}), such as 'runs/*/last.safetensors'"
+            f"({', '.join(WEIGHTS)}), such as 'runs/*/last.safetensors', or 'runs/*/epoch*' for "
+            "all epochs that were kept"
         )
     return found
 
