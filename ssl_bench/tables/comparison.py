@@ -11,7 +11,14 @@ from ssl_bench.intervals import Estimate
 from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
 from ssl_bench.results.contributions import Scored, stored_curve
 from ssl_bench.tables.depth import by_run, epoch_of, require_one_encoder_an_epoch
-from ssl_bench.tables.entries import comparable_groups, differences, sizes_note, title, trusted_note
+from ssl_bench.tables.entries import (
+    comparable_groups,
+    differences,
+    mixed_notes,
+    sizes_note,
+    title,
+    trusted_note,
+)
 from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]
@@ -162,6 +169,9 @@ class Comparison:
         ]
         if not record.is_ranked:
             notes.append("more of it is not better: no block is best")
+        # Such as "held-out choice (9, 11)".
+        is_mixed = any(row.name.startswith("held-out") and "," in row.name for row in self.rows)
+        notes += mixed_notes([record.metric] if is_mixed else [])
         first, second = self.rows[-1].layers
         if len(self.encoders) > 1 and len(first) > 1 and set(first) != set(second):
             one, other = self.names

@@ -8,7 +8,14 @@ from typing import Any
 
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.contributions import FOLDS, stored_curve
-from ssl_bench.tables.entries import Entry, mean_entry, mean_of, mean_of_known, with_seeds_said
+from ssl_bench.tables.entries import (
+    Entry,
+    mean_entry,
+    mean_of,
+    mean_of_known,
+    mixed_notes,
+    with_seeds_said,
+)
 
 CHOICES = ("holdout", "oracle")
 CHOICE_NOTES = {
@@ -126,6 +133,8 @@ def choice_notes(cells: Mapping[tuple[str, str], LayerSelection | None], choice:
     """How blocks were chosen, as far as it concerns what stands in some cells."""
     chosen = [one for one in cells.values() if one is not None]
     notes = [CHOICE_NOTES[choice]] if any(len(one.offered) > 1 for one in chosen) else []
+    if choice == "holdout":
+        notes += mixed_notes(one.entry.records[0].metric for one in chosen if len(one.layers) > 1)
     if any(one.seeds_differ for one in chosen):
         notes.append("each seed chooses its own block (@: those of all); the mean is over seeds")
     if left_out := sorted({seed for one in chosen for seed in one.left_out}):

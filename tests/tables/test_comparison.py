@@ -275,6 +275,23 @@ def test_other_blocks_to_choose_from_are_said(tmp_path, capsys):
     assert "are among" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("metric", ["miou", "pixel_accuracy"])
+def test_a_choice_of_blocks_that_predict_other_classes_is_said(tmp_path, capsys, metric):
+    store = ResultStore(tmp_path)
+    # Of two images of class 0 each block takes another one for a class of its own.
+    for layer in (0, 1):
+        counts = np.zeros((2, 3, 3), np.int64)
+        counts[:, 2, 0] = counts[layer, :2, 0] = counts[1 - layer, 1, 1 + layer] = 10
+        found = {"num_images": 2, "value": {"miou": 25.0, "pixel_accuracy": 50.0}[metric]}
+        record = replace(RECORD, task="segmentation", metric=metric, layer=layer, **around(found))
+        store.save(record, counts)
+
+    for words in (["compare", record.model], ["table", "--pivot"]):
+        assert main([*words, "--out", str(tmp_path)]) == 0
+        said = "of several blocks counts the classes that any of them predicts: its mean IoU may be"
+        assert capsys.readouterr().out.count(said) == (metric == "miou")
+
+
 REASONS = {
     "other settings": (
         [("a", {0: IMAGES}, {"settings": {"size": 224}}), ("d", {0: IMAGES}, {"settings": {}})],
