@@ -405,7 +405,11 @@ def footnote(records: Sequence[Record]) -> str:
     known = {record.layer for record in records if record.ci95}
     lacking: dict[str, set[int]] = defaultdict(set)
     reasons: dict[str, set[int]] = defaultdict(set)
+    warned: dict[str, set[int]] = defaultdict(set)
     for record in records:
+        warnings = record.details.get("warnings")
+        for warning in warnings if isinstance(warnings, list) else ():
+            warned[printable(str(warning))].add(record.layer)
         if undefined := record.details.get("undefined"):
             reasons[printable(str(undefined))].add(record.layer)
         why = record.details.get("no_interval", "these images do not tell" if known else "")
@@ -416,6 +420,10 @@ def footnote(records: Sequence[Record]) -> str:
         notes.append(f"no interval{of}: {why}")
     for why, layers in reasons.items():
         notes.append(f"no number of block {', '.join(map(str, sorted(layers)))}: {why}")
+    for warning, layers in warned.items():
+        is_of_all = layers == {record.layer for record in records}
+        of = "" if is_of_all else f"block {', '.join(map(str, sorted(layers)))}: "
+        notes.append(f"{of}{warning}")
     limited = [r.details["rank_limit"] for r in records if r.details.get("limited_by_images")]
     if limited:
         notes.append(f"at most {max(limited)}, as there are so few images: more allow more")

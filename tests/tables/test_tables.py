@@ -293,6 +293,25 @@ def test_words_that_metrics_have_for_themselves_are_explained(tmp_path, capsys):
         assert out.count("degenerate: with patches so alike that rounding") == 1
 
 
+@pytest.mark.parametrize(
+    ("by_block", "said"),
+    [
+        ([["few images"], ["few images"]], "few images; 1 images"),
+        ([[], ["an edge\n", "few images"]], "block 1: an edge\\n; block 1: few images; 1 images"),
+        ([[], "not a list"], "1 images"),
+        ([[], []], "1 images"),
+    ],
+)
+def test_what_records_warn_of_stands_below_a_table(tmp_path, capsys, by_block, said):
+    for layer, warnings in enumerate(by_block):
+        details = {"warnings": warnings}
+        ResultStore(tmp_path).save(replace(RECORD, layer=layer, num_images=1, details=details))
+
+    assert main(["table", "--out", str(tmp_path)]) == 0
+
+    assert capsys.readouterr().out.splitlines()[-2].startswith(said)
+
+
 def test_the_digest_of_the_settings_depends_on_every_one_but_not_on_their_order():
     one = settings_digest(replace(RECORD, settings={"tau": 0.2, "eps": 1}))
 
