@@ -32,6 +32,7 @@ _Place = tuple[dict[Facet, Tensor], Grid, int]
 Layout = Literal["tokens", "channels_first", "channels_last"]
 
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
+_TAKE_TOKENS = "ask for probe.facet=token, or --facet token of `features`"
 # Rows and columns of the patches of the first pass; no square, so that it shows what is a row.
 _TRIAL_GRID = (2, 3)
 # Of timm's blocks the first also takes in LayerScale and, in post-norm blocks, the norm.
@@ -192,7 +193,7 @@ class FeatureExtractor:
             if silent:
                 raise UnfitEncoder(
                     f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
-                    "qkv layer; ask for the facet token"
+                    f"qkv layer; {_TAKE_TOKENS}"
                 )
         # Sums, because they are one pass without a copy.
         sums = [value.flatten(1).sum(1) for item in found.values() for value in item.values()]
@@ -293,7 +294,7 @@ class FeatureExtractor:
         if output.shape[:2] != (batch, tokens):
             raise UnfitEncoder(
                 f"layer {layer} of {self.encoder.name} computes queries, keys and values of "
-                "windows, expected those of an image; ask for the facet token"
+                f"windows, expected those of an image; {_TAKE_TOKENS}"
             )
         for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
             if facet in self.facets:
@@ -356,9 +357,9 @@ def _require_asked(encoder: Encoder, layers: Sequence[int], facets: Sequence[Fac
             f"got {', '.join(unknown) or 'none'}"
         )
     if {"cls", "cls_normed"} & set(facets) and not encoder.has_cls:
-        raise UnfitEncoder(f"{encoder.name} has no [CLS] token; ask for facet=token")
+        raise UnfitEncoder(f"{encoder.name} has no [CLS] token; {_TAKE_TOKENS}")
     if REGISTERS in facets and not encoder.num_registers:
-        raise UnfitEncoder(f"{encoder.name} has no registers; ask for facet=token")
+        raise UnfitEncoder(f"{encoder.name} has no registers; {_TAKE_TOKENS}")
     last = encoder.width(encoder.depth - 1)
     narrow = [layer for layer in layers if encoder.width(layer) != last]
     if narrow and {"token_normed", "cls_normed"} & set(facets):
@@ -421,7 +422,7 @@ def _tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
     if not found:
         raise UnfitEncoder(
             f"block {layer} of {encoder.name} has no {facet}, only {_children(list(parts), '')}; "
-            "ask for facet=token, or a submodule as blocks.*.NAME"
+            f"{_TAKE_TOKENS}, or a submodule as blocks.*.NAME"
         )
     return _Tap(layer, facet, f"{facet} of block {layer}", found, side)
 

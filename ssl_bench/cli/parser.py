@@ -112,7 +112,7 @@ def run(arguments: Sequence[str]) -> int:
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in overrides]
     if unknown:
-        hint = _near_flag(_flags(commands[options.command]), unknown[0])
+        hint = _near_flag(options.command, _flags(commands[options.command]), unknown[0])
         raise ConfigurationError(f"unknown argument {unknown[0]!r}; {hint}")
     if overrides and options.command not in WITH_OVERRIDES:
         raise ConfigurationError(f"`ssl-bench {options.command}` takes no {overrides[0]!r}")
@@ -142,7 +142,7 @@ def _require_known_words(
     for word in words:
         flag = word.partition("=")[0]
         if flag.startswith("--") and not any(one.startswith(flag) for one in known):
-            hint = _near_flag(_flags(commands[command]), flag)
+            hint = _near_flag(command, _flags(commands[command]), flag)
             raise ConfigurationError(f"unknown argument {word!r}; {hint}")
 
 
@@ -150,7 +150,7 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
     return [flag for action in parser._actions for flag in action.option_strings if flag != "-h"]
 
 
-def _near_flag(flags: Sequence[str], word: str) -> str:
+def _near_flag(command: str, flags: Sequence[str], word: str) -> str:
     """What may have been meant by a word that is none of the flags of a command."""
     root = next((flag for flag in ("--data-root", "--out") if flag in flags), None)
     if root and not word.startswith("-") and Path(word).is_dir():
@@ -158,7 +158,25 @@ def _near_flag(flags: Sequence[str], word: str) -> str:
     name, names = word[:100].lstrip("-").replace("_", "-"), [flag.lstrip("-") for flag in flags]
     if close := difflib.get_close_matches(name, names, n=1, cutoff=0.65):
         return f"did you mean --{close[0]}?"
+    if word.startswith("--") and (keys := _keys_called(word[2:].replace("-", "_"), command)):
+        return f"what has no flag is KEY=VALUE: {' or '.join(f'{key}=VALUE' for key in keys)}"
     return f"flags: {', '.join(flags)}; what has none is KEY=VALUE, which `ssl-bench keys` lists"
+
+
+def _keys_called(name: str, command: str) -> list[str]:
+    """Such as probe.facet of facet; takes seconds."""
+    if command not in _EXAMPLES:
+        return []
+    from ssl_bench.composition.choices import choices
+    from ssl_bench.composition.compose import compose_config, keys
+    from ssl_bench.planning import probing_config
+
+    if command == "pretrain":
+        configs = [compose_config("pretraining", [])]
+    else:
+        configs = [probing_config(task, "toy", []) for task in choices("probe")]
+    found = (key for config in configs for key in keys(config))
+    return list(dict.fromkeys(key for key in found if key.rpartition(".")[2] == name))
 
 
 def _with_values_joined(arguments: Sequence[str]) -> list[str]:

@@ -16,7 +16,12 @@ UNKNOWN = "probe --task pca --checkpoint "
 MISTAKES = [
     ("trian", "`ssl-bench pretrain`"),
     ("nothing --task pca", "commands: probe, features, sweep"),
-    ("probe --tau 0.3", "KEY=VALUE, which `ssl-bench keys` lists"),
+    ("probe --nothing 0.3", "KEY=VALUE, which `ssl-bench keys` lists"),
+    (f"{PCA} --facet token", "KEY=VALUE: probe.facet=VALUE"),
+    (f"{SWEEP} --image-size=64", "KEY=VALUE: probe.image_size=VALUE"),
+    ("probe --task segmentation --epochs 3", "KEY=VALUE: probe.training.epochs=VALUE"),
+    ("pretrain --epochs 3", "KEY=VALUE: train.epochs=VALUE"),
+    ("features --epochs 3 --out x", "KEY=VALUE, which `ssl-bench keys` lists"),
     ("probe --checkpoint x", "required: --task"),
     ("pretain", "`ssl-bench pretrain`"),
     ("--device cpu probe", "the command comes first"),
