@@ -101,6 +101,21 @@ def test_a_baseline_that_has_no_answer_is_left_out_and_an_asked_one_ends_the_com
     assert "colours" in fails(capsys, [*asked, "--checkpoint", "colours:16"], 2)
 
 
+@pytest.mark.parametrize("stem", ["checkpoint", "best"])
+def test_files_that_are_all_called_so_have_the_name_of_their_folder(place, capsys, stem):
+    for folder, dim in (("one", 64), ("other", 128)):
+        (place / folder).mkdir()
+        torch.save(timm_model(dim=dim, heads=dim // 64).state_dict(), f"{folder}/{stem}.pth")
+    words = ["probe", "--task", "correspondence", "--dataset", "folder", "--data-root", "photos"]
+    words += ["--layer", "0", "probe.image_size=32", "probe.num_points=16", "--checkpoint"]
+
+    assert main([*words, f"o*/{stem}.pth"]) == 0
+
+    assert {record.model for record in records()} == {f"one/{stem}", f"other/{stem}"}
+    assert main(["compare", f"one/{stem}", f"other/{stem}"]) == 0
+    assert main(["report"]) == 0
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "mine.pth"

@@ -16,6 +16,7 @@ DEMO, NAMES = "demo", ("skip", "skipless")
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".onnx")
 OWN = re.compile(r"(.+\.py):(\w+)", re.DOTALL)
 """`FILE.py:NAME`, a module of one's own."""
+_USUAL = ("checkpoint", "model", "pytorch_model", "last", "best")
 _KEPT = re.compile(r"epoch(\d{4,9})\.safetensors")
 
 
@@ -61,11 +62,16 @@ def file_of(uri: str) -> Path:
 
 
 def name_of(path: Path) -> str:
-    """The run's name for its last encoder, with @EPOCH for one it kept; else the file's own."""
-    epoch = kept_epoch(path)
+    """The run's name for its last encoder, with @EPOCH for one it kept; else the file's own.
+
+    Behind that of its folder where half of all files are called so.
+    """
+    epoch, folder = kept_epoch(path), real(path).parent.name
     if path.name == LAST:
-        return real(path).parent.name
-    return path.stem if epoch is None else f"{real(path).parent.name}@{epoch}"
+        return folder
+    if epoch is not None:
+        return f"{folder}@{epoch}"
+    return f"{folder}/{path.stem}" if path.stem in _USUAL else path.stem
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
