@@ -283,7 +283,10 @@ def run_in_processes(
 
     for job, outcome in _run_at_once(jobs, count, device_taken):
         if outcome.wants_memory and count > 1:
-            say(f"memory did not suffice for {job.title} beside others: later, alone")
+            if is_out_of_memory(MachineError(outcome.error)):
+                say(f"memory did not suffice for {job.title} beside others: later, alone")
+            else:
+                say(f"{job.title} was killed, perhaps for want of memory: later, alone")
             short.append(job)
         else:
             yield job, outcome
@@ -315,7 +318,8 @@ def _run_at_once(
             running.discard(process)
         code, error = process.returncode, ""
         if code < 0:
-            error = f"ended by signal {-code}; if memory was short, take --jobs 1"
+            remedy = "take --jobs 1" if count > 1 else "ask for fewer --layer"
+            error = f"ended by signal {-code}; if memory was short, {remedy}"
         elif code:
             last = "".join(said.strip().splitlines()[-1:])
             error = last.removeprefix("ssl-bench: ") or f"exit code {code}"

@@ -66,8 +66,8 @@ class Difference:
     def text(self) -> str:
         """Such as "+2.5 [-1.0, +6.0]"; a dash where one side has no value."""
         if math.isnan(self.value) or math.isnan(self.low + self.high):
-            return _shown(self.value, "+.1f")
-        return f"{self.value:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
+            return _shown(self.value, "+z.1f")
+        return f"{self.value:+z.1f} [{self.low:+z.1f}, {self.high:+z.1f}]"
 
     def as_json(self) -> dict[str, Any]:
         """Its numbers, null where they are none."""

@@ -78,13 +78,19 @@ def test_more_jobs_than_devices_share_them_evenly_or_see_what_this_process_sees(
     assert lines()[-1] == ["end", "one", "3"]
 
 
-@pytest.mark.parametrize("ends", ["short once", "killed once"])
-def test_a_job_that_wanted_memory_is_run_again_alone(place, capsys, ends):
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ("short once", "memory did not suffice for hungry beside others: later, alone"),
+        ("killed once", "hungry was killed, perhaps for want of memory: later, alone"),
+    ],
+)
+def test_a_job_that_wanted_memory_is_run_again_alone(place, capsys, ends, said):
     jobs = [_Job("hungry", ends), *(_Job(f"job{number}") for number in range(4))]
     outcomes = list(run_in_processes(jobs, 2))
     assert [outcome.state for _, outcome in outcomes] == ["finished"] * 5
     assert lines()[-2:] == [["begin", "hungry", "none"], ["end", "hungry", "none"]]
-    assert "memory did not suffice for hungry beside others" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines() == [said]
 
 
 def test_what_fails_alone_too_or_for_another_reason_has_failed(place):
@@ -95,6 +101,10 @@ def test_what_fails_alone_too_or_for_another_reason_has_failed(place):
         "wrong": 3,
         "good": 0,
     }
+    # It was alone when it ended.
+    assert (
+        outcomes["hungry"].error == "ended by signal 9; if memory was short, ask for fewer --layer"
+    )
     assert [name for what, name, _ in lines() if what == "begin"].count("wrong") == 1
     assert [name for what, name, _ in lines() if what == "begin"].count("hungry") == 2
 

@@ -1,6 +1,7 @@
 """Paired differences, by hand where a resample leaves no choice, else by an independent loop."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from ssl_bench.results.contributions import ImageCurve, Scored
 from ssl_bench.scores import iou_per_class
 from ssl_bench.tables.comparison import (
     Comparison,
+    Difference,
     between_checkpoints,
     comparisons,
     difference,
@@ -50,6 +52,13 @@ def test_a_difference_of_what_has_no_value_is_a_dash():
         ""
     )
     assert [word.text for word in sheet.rows[0]] == ["0", *[NO_VALUE] * 3]
+
+
+def test_a_difference_that_rounds_to_nothing_has_no_minus():
+    row = Difference("0", 50.0, 50.01, -0.04, 0.04, ((0,), (0,)))
+
+    assert row.text == "+0.0 [+0.0, +0.0]"
+    assert replace(row, low=math.nan).text == "+0.0"
 
 
 def test_four_images_that_all_change_do_not_prove_that_every_image_does():
