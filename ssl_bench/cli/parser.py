@@ -171,9 +171,8 @@ def _keys_called(name: str, command: str) -> list[str]:
     from ssl_bench.composition.compose import compose_config, keys
     from ssl_bench.planning import probing_config
 
-    if command == "pretrain":
-        configs = [compose_config("pretraining", [])]
-    else:
+    configs = [compose_config("pretraining", [])]
+    if command != "pretrain":
         configs = [probing_config(task, "toy", []) for task in choices("probe")]
     found = (key for config in configs for key in keys(config))
     return list(dict.fromkeys(key for key in found if key.rpartition(".")[2] == name))

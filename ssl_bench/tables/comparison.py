@@ -11,14 +11,8 @@ from ssl_bench.intervals import Estimate
 from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
 from ssl_bench.results.contributions import Scored, stored_curve
 from ssl_bench.tables.depth import by_run, epoch_of, require_one_encoder_an_epoch
-from ssl_bench.tables.entries import (
-    comparable_groups,
-    differences,
-    mixed_notes,
-    sizes_note,
-    title,
-    trusted_note,
-)
+from ssl_bench.tables.entries import comparable_groups, differences, sizes_note, title, trusted_note
+from ssl_bench.tables.layer_selection import mixed_notes
 from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]

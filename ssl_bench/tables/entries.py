@@ -328,16 +328,6 @@ def dagger_note(entries: Iterable[Entry]) -> str:
     return f"; †: percent of the images that are {_DEGENERATE}"
 
 
-def mixed_notes(metrics: Iterable[str]) -> list[str]:
-    """Of metrics of which several blocks stand for an encoder: a mean over classes that occur."""
-    if not any(metric.startswith("miou") for metric in metrics):
-        return []
-    return [
-        "a held-out choice of several blocks counts the classes that any of them predicts: its "
-        "mean IoU may be below that of each"
-    ]
-
-
 def metric_notes(records: Iterable[Record]) -> list[str]:
     """What a word in the names of some metrics means."""
     metrics = {record.metric for record in records}

@@ -2,20 +2,13 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.contributions import FOLDS, stored_curve
-from ssl_bench.tables.entries import (
-    Entry,
-    mean_entry,
-    mean_of,
-    mean_of_known,
-    mixed_notes,
-    with_seeds_said,
-)
+from ssl_bench.tables.entries import Entry, mean_entry, mean_of, mean_of_known, with_seeds_said
 
 CHOICES = ("holdout", "oracle")
 CHOICE_NOTES = {
@@ -143,6 +136,16 @@ def choice_notes(cells: Mapping[tuple[str, str], LayerSelection | None], choice:
             "than the seeds shown"
         )
     return notes
+
+
+def mixed_notes(metrics: Iterable[str]) -> list[str]:
+    """Of metrics of which several blocks stand for an encoder: a mean over classes that occur."""
+    if not any(metric.startswith("miou") for metric in metrics):
+        return []
+    return [
+        "a held-out choice of several blocks counts the classes that any of them predicts: its "
+        "mean IoU may be below that of each"
+    ]
 
 
 def columns_with_seeds_said(
