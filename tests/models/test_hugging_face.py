@@ -237,6 +237,10 @@ def test_fault_79_a_grid_nobody_states_is_announced(tmp_path, capsys):
         ({"num_attention_heads": None}, "has num_attention_heads=None, expected a whole number"),
         ({"num_attention_heads": 3}, "model.dim must be a multiple of model.num_heads"),
         ({"model_type": "swin"}, "vit_mae, dinov2, dinov2_with_registers, dinov3_vit, but 'swin'"),
+        (
+            {"model_type": "clip"},
+            "FILE.py:NAME (docs/python.md), such as AutoModel.from_pretrained(",
+        ),
         ({"image_size": 64}, "pos_embed for 16 patches; config.json says images of 64 x 64"),
         ({"image_size": [32]}, "has image_size=[32], expected pixels or [HEIGHT, WIDTH]"),
         ({"patch_size": 16}, "says patch_size=16, the encoder of model.safetensors has 8"),

@@ -82,7 +82,7 @@ def load_foreign(
                 f"{path} is a DINOv3, whose rotary positions the ViT of this suite does not have; "
                 f"type timm:{architecture}@{path}"
             )
-        refuse_strangers(names, path)
+        refuse_strangers(backbone.weights, path)
         weights, dropped = renamed(layout, backbone.weights, path)
         used = len(weights)
         note = backbone.note + _fuse_queries_keys_values(weights, path)

@@ -15,7 +15,7 @@ from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Encoder
 from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
 from ssl_bench.models.loading.layouts import Description
-from ssl_bench.models.loading.weights import colour_of, is_number
+from ssl_bench.models.loading.weights import IN_PYTHON, colour_of, is_number
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.paths import expanded, real
 
@@ -62,7 +62,7 @@ def load_hugging_face(uri: str) -> Encoder:
         raise CheckpointError(
             f"{path} is neither timm's (architecture=...) nor of model_type "
             f"{', '.join((*_TRANSFORMERS, _DINOV3))}, but {config.get('model_type', 'unnamed')!r}; "
-            "use timm:NAME@FILE"
+            f"{IN_PYTHON}, such as AutoModel.from_pretrained({str(path.parent)!r}) of transformers"
         )
     weights = file(WEIGHTS_FILES)
     described = None if model_type == _DINOV3 else _described(config, path)
@@ -114,7 +114,7 @@ def load_hugging_face(uri: str) -> Encoder:
         if theirs != value and theirs != [value, value]:
             raise CheckpointError(
                 f"{path} says {key}={theirs!r}, the encoder of {weights.name} has {value!r}; fetch "
-                "both again, or use timm:NAME@FILE if there is a NAME of this architecture"
+                f"both again, or {IN_PYTHON}"
             )
     return encoder
 

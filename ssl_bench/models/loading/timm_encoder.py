@@ -38,6 +38,7 @@ from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
 from ssl_bench.models.loading.weights import (
+    IN_PYTHON,
     colour_of,
     read_weights,
     shape_text,
@@ -58,7 +59,8 @@ _RANDOM_SEED = 0
 _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
 _SUPPORTED = (
     "supported are timm's plain Vision Transformers, which take dynamic_img_size and images of any "
-    "size, for example vit_small_patch16_224, and its Swin, CaiT, PVT v2 and ConvNeXt"
+    "size, for example vit_small_patch16_224, and its Swin, CaiT, PVT v2 and ConvNeXt; of others "
+    f"{IN_PYTHON}"
 )
 
 
@@ -121,7 +123,7 @@ def _from_file(
             backbone = dinov3_weights(backbone, path)
             name = dinov3_architecture(backbone.weights)
         if name is None:
-            raise CheckpointError(f"{path} is no DINOv3 of a published size; use timm:NAME@FILE")
+            raise CheckpointError(f"{path} is no DINOv3 of a published size; {IN_PYTHON}")
         if not backbone.weights:
             # timm would take "no weights" for "none given" and ask the network.
             raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")

@@ -19,6 +19,9 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.system.files import open_regular, read_digests, sha256_of
 from ssl_bench.system.memory import pass_on_memory
 
+IN_PYTHON = "name a function that loads it in Python, FILE.py:NAME (docs/python.md)"
+"""What to do with any encoder that no other address takes."""
+
 _SMALL_FILE = 2**20
 # Of numbers in a config.json.
 _LARGEST = 1e9
@@ -186,7 +189,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
         fitting = len(wanted) - len(wrong["missing"]) - len(wrong["of another shape"])
         raise CheckpointError(
             f"{path} does not fit the encoder: {fitting}/{len(wanted)} keys fit; "
-            f"{'; '.join(faults)}; for another architecture use timm:NAME@{path.name}"
+            f"{'; '.join(faults)}; for another architecture use timm:NAME@{path}"
         )
     model.load_state_dict(dict(weights))
 
@@ -197,6 +200,19 @@ def _no_weights(path: Path, reason: str) -> str:
     if begins and begins.isascii() and b"\0" not in begins:
         reason = "it begins as a text does"
     return f"{path} is no weights file, or a damaged one ({reason}); copy or download it again"
+
+
+def in_folder(path: Path) -> str:
+    """What a file is called in a folder of Hugging Face."""
+    return "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
+
+
+def with_model_args(path: Path, different: str) -> str:
+    """What to do with a model that timm made with arguments of one's own."""
+    return (
+        f'put it as {in_folder(path)} into a folder with a config.json, {{"architecture": '
+        f'"NAME", "model_args": {{{different}}}}}, and type local-dir:FOLDER'
+    )
 
 
 def shape_text(tensor: Tensor) -> str:
