@@ -4,8 +4,9 @@ import argparse
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ _LARGEST = 1e9
 # Not those of 8 bits: the factors that they are stored with stand elsewhere.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
+# Other zips than torch.save writes: by a name in them, what they are and what gives their weights.
+_ARCHIVES = (
+    (r".*/code/.*", "a TorchScript module", "torch.jit.load({!r}).state_dict()"),
+    (r".*/archive_format", "a program of torch.export", "torch.export.load({!r}).state_dict"),
+    (
+        r".*\.npy",
+        "an archive of NumPy",
+        "{{name: torch.from_numpy(value) for name, value in numpy.load({!r}).items()}}",
+    ),
+)
 _NUMPY_SCALAR = np.float64(0).__reduce__()[0]
 # Plain data that official DINO checkpoints hold beside the weights. None of them runs code.
 _HARMLESS: list[Any] = [
@@ -195,6 +206,13 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
 
 
 def _no_weights(path: Path, reason: str) -> str:
+    with suppress(Exception), zipfile.ZipFile(path) as archive:
+        for pattern, what, weights in _ARCHIVES:
+            if any(re.fullmatch(pattern, name) for name in archive.namelist()):
+                return (
+                    f"{path} is {what}, expected names and tensors; save them: "
+                    f"torch.save({weights.format(str(path))}, 'weights.pth')"
+                )
     with path.open("rb") as file:
         begins = file.read(64)
     if begins and begins.isascii() and b"\0" not in begins:
