@@ -32,6 +32,7 @@ from ssl_bench.models.loading.layouts import (
     renamed,
 )
 from ssl_bench.models.loading.weights import (
+    IN_PYTHON,
     load_weights,
     read_weights,
     unreplaced,
@@ -72,10 +73,12 @@ def load_foreign(
         backbone = backbone_weights(content, path)
         names = list(backbone.weights)
         layout = recognised(names, backbone.prefixes)
-        if layout is TRANSFORMERS and described is None:
+        is_transformers = layout is TRANSFORMERS or any(n.startswith("embeddings.") for n in names)
+        if is_transformers and described is None:
             raise CheckpointError(
                 f"{path} has the layout of transformers, whose heads and norms stand in "
-                f"config.json; put both into a folder and type local-dir:{path.parent}"
+                f"config.json; type local-dir:{path.parent} once "
+                f"model.save_pretrained({str(path.parent)!r}) has written both there"
             )
         if (architecture := dinov3_architecture(backbone.weights)) is not None:
             raise CheckpointError(
@@ -227,7 +230,8 @@ def _require_needed(
         came = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
             f"{path} is no Vision Transformer in DINO's layout or one that is like it: expected "
-            f"{', '.join(missing)}, came {came}; rename its keys, or use timm:NAME@{path.name}"
+            f"{', '.join(missing)}, came {came}; rename its keys, use timm:NAME@{path}, "
+            f"or {IN_PYTHON}"
         )
     _, positions, kernel, linear = (weights[name] for name in _NEEDED)
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):
@@ -241,5 +245,5 @@ def _require_needed(
         came = (f"{name} {tuple(weights[name].shape)}" for name in _NEEDED)
         raise CheckpointError(
             f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
-            f"multiple of {head_dim}, came {', '.join(came)}; use timm:NAME@{path.name}"
+            f"multiple of {head_dim}, came {', '.join(came)}; use timm:NAME@{path}"
         )

@@ -36,11 +36,12 @@ _STEPS = (
 _DONE_TO_COLOURS = re.compile("bgr|channel_order|offset|gr[ae]y")
 
 
-def load_hugging_face(uri: str) -> Encoder:
+def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
     """Load `hf-hub:ORG/NAME@REVISION` or `local-dir:FOLDER`.
 
     The folder is one of timm's (config.json names the architecture) or of transformers'
-    (`model_type` is vit, vit_mae, dinov2, dinov2_with_registers or dinov3_vit).
+    (`model_type` is vit, vit_mae, dinov2, dinov2_with_registers or dinov3_vit). Where the address
+    states mean and deviation, none have to be there.
     """
     scheme, _, place = uri.partition(":")
     if scheme == "local-dir":
@@ -56,7 +57,7 @@ def load_hugging_face(uri: str) -> Encoder:
         # timm takes seconds to import.
         from ssl_bench.models.loading.timm_encoder import load_timm_folder
 
-        return load_timm_folder(config, file(WEIGHTS_FILES), uri=uri, label=label)
+        return load_timm_folder(config, _weights_file(file), uri=uri, label=label)
     model_type = config.get("model_type", "")
     if model_type not in (*_TRANSFORMERS, _DINOV3):
         raise CheckpointError(
@@ -64,9 +65,21 @@ def load_hugging_face(uri: str) -> Encoder:
             f"{', '.join((*_TRANSFORMERS, _DINOV3))}, but {config.get('model_type', 'unnamed')!r}; "
             f"{IN_PYTHON}, such as AutoModel.from_pretrained({str(path.parent)!r}) of transformers"
         )
-    weights = file(WEIGHTS_FILES)
+    weights = _weights_file(file)
     described = None if model_type == _DINOV3 else _described(config, path)
-    colours, colours_from = _colours(model_type, file)
+    colours, colours_from = IMAGENET_COLOURS, ASSUMED
+    try:
+        preprocessor = file([_PREPROCESSOR])
+    except CheckpointError as error:
+        # Of the others there are models with either: guessing would make every feature wrong.
+        if model_type not in _ON_IMAGENET_COLOURS and not colours_stated:
+            raise CheckpointError(
+                f"{uri} has no {_PREPROCESSOR} here, which would say the mean and deviation of its "
+                "images; save its image processor beside the weights, or say them: "
+                f"mean=0.5,std=0.5:{uri}"
+            ) from error
+    else:
+        colours, colours_from = _preprocessed(_read(preprocessor), preprocessor), preprocessor.name
     if described is None:
         from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
 
@@ -130,6 +143,21 @@ def _file_in(folder: Path, names: Sequence[str]) -> Path:
     )
 
 
+def _weights_file(file: _Find) -> Path:
+    """The one that holds all tensors; parts of it are refused."""
+    try:
+        return file(WEIGHTS_FILES)
+    except CheckpointError as missing:
+        try:
+            index = file([f"{name}.index.json" for name in WEIGHTS_FILES])
+        except CheckpointError:
+            raise missing from None
+        raise CheckpointError(
+            f"{index.parent} holds its weights in parts, which {index.name} lists, expected "
+            "one file; save them in one: model.save_pretrained(FOLDER, max_shard_size='100GB')"
+        ) from missing
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_regular(path))
@@ -161,18 +189,6 @@ def _described(config: Mapping[str, Any], path: Path) -> Description:
                 "config.to_json_file(..., use_diff=False)"
             )
     return Description(int(heads), float(eps), None if size is None else (sides[0], sides[1]))
-
-
-def _colours(model_type: str, file: _Find) -> tuple[Colours, str]:
-    """Mean and deviation, and who says so."""
-    try:
-        path = file([_PREPROCESSOR])
-    except CheckpointError:
-        # Of `vit` there are models with either: guessing would make every feature wrong.
-        if model_type in _ON_IMAGENET_COLOURS:
-            return IMAGENET_COLOURS, ASSUMED
-        raise
-    return _preprocessed(_read(path), path), path.name
 
 
 def _preprocessed(described: Mapping[str, Any], path: Path) -> Colours:

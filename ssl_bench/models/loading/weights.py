@@ -220,15 +220,11 @@ def _no_weights(path: Path, reason: str) -> str:
     return f"{path} is no weights file, or a damaged one ({reason}); copy or download it again"
 
 
-def in_folder(path: Path) -> str:
-    """What a file is called in a folder of Hugging Face."""
-    return "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
-
-
 def with_model_args(path: Path, different: str) -> str:
     """What to do with a model that timm made with arguments of one's own."""
+    name = "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
     return (
-        f'put it as {in_folder(path)} into a folder with a config.json, {{"architecture": '
+        f'put it as {name} into a folder with a config.json, {{"architecture": '
         f'"NAME", "model_args": {{{different}}}}}, and type local-dir:FOLDER'
     )
 
