@@ -1,5 +1,7 @@
 """Shapes are the file's: nothing is resized between a weights file and an encoder."""
 
+import json
+import re
 from functools import cache
 from typing import Any
 
@@ -81,6 +83,37 @@ def test_fault_79_a_tensor_of_another_shape_is_named(tmp_path, capsys, name, cha
     assert said in error
     assert "nothing is resized" in error
     assert error.count("\n") == 1
+
+
+ATTO = "convnext_atto"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "changes", "said"),
+    [
+        (NAME, NAME, {"depth": 2}, "has 2 blocks of width 192, timm:{} 12 of width 192"),
+        (NAME, NAME, {"depth": 2, "reg_tokens": 4}, "has 2 blocks of width 192, timm:{} 12 of"),
+        (NAME, "vit_small_patch16_224", {"depth": 2}, "timm:{} 12 of width 384; take timm's name"),
+        (ATTO, ATTO, {"depths": (1, 1, 2, 1)}, "has 5 blocks of width 40, timm:{} 12 of width 40"),
+    ],
+)
+def test_a_file_of_another_depth_is_told_what_loads_it(tmp_path, name, asked, changes, said):
+    weights = weights_of(name, **changes)
+    path = saved(tmp_path / "w.pth", weights)
+
+    line = message_of(f"timm:{asked}@{path}")
+
+    assert said.format(asked) in line
+    config = re.search(r"config\.json, (\{.*\}), and type local-dir", line)
+    assert bool(config) == (name == asked)
+    if config is not None:
+        changed = json.loads(config[1])
+        changed["model_args"] |= changes
+        encoder = load_encoder(folder_of(tmp_path / "f", weights, changed))
+        assert encoder.depth == int(line.partition("has ")[2].split()[0])
+    bare = re.search(r"or type (mean=\S+)", line)
+    assert bool(bare) == ("reg_token" not in weights and name == NAME)
+    assert bare is None or load_encoder(bare[1]).depth == 2
 
 
 @pytest.mark.parametrize(

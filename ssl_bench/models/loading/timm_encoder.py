@@ -6,7 +6,10 @@ is held against the file.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import signature
@@ -36,7 +39,12 @@ from ssl_bench.models.encoder import (
 )
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
-from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
+from ssl_bench.models.loading.layouts import (
+    Backbone,
+    backbone_weights,
+    dinov3_architecture,
+    refuse_strangers,
+)
 from ssl_bench.models.loading.weights import (
     IN_PYTHON,
     colour_of,
@@ -44,6 +52,7 @@ from ssl_bench.models.loading.weights import (
     shape_text,
     unreplaced,
     verified_sha256,
+    with_model_args,
 )
 from ssl_bench.models.timm_config import family_of
 from ssl_bench.models.timm_model import STAGED, TimmBackbone, shape_of_model
@@ -57,6 +66,7 @@ Weights = Mapping[str, Tensor]
 
 _RANDOM_SEED = 0
 _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
+_KERNELS = (_KERNEL, "stem.0.weight")
 _SUPPORTED = (
     "supported are timm's plain Vision Transformers, which take dynamic_img_size and images of any "
     "size, for example vit_small_patch16_224, and its Swin, CaiT, PVT v2 and ConvNeXt; of others "
@@ -122,6 +132,8 @@ def _from_file(
         if name is None:
             backbone = dinov3_weights(backbone, path)
             name = dinov3_architecture(backbone.weights)
+            depths, _ = _depths_and_width(backbone.weights)
+            config = {**config, "model_args": {"depth": depths[0]} if depths else {}}
         if name is None:
             raise CheckpointError(f"{path} is no DINOv3 of a published size; {IN_PYTHON}")
         if not backbone.weights:
@@ -200,6 +212,7 @@ def _with_weights(
     if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
         # Else timm would take positions of equally many patches for those of another grid.
         overlay["input_size"] = (3, *size)
+    _require_depth(name, plan, weights, path)
     shapes = {ours: value for ours, value in plan.state_dict().items() if ours in weights}
     if wrong := {o: value for o, value in shapes.items() if weights[o].shape != value.shape}:
         raise CheckpointError(_mismatch(path, name, weights, wrong))
@@ -252,9 +265,10 @@ def _create(
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
     except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
         pass_on_memory(error)
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        ways = f"; take timm's name of the file's architecture, or {IN_PYTHON}" if path else ""
         file = path or "its random weights"
-        raise CheckpointError(f"timm:{name} does not fit {file}: {reason}") from error
+        raise CheckpointError(f"timm:{name} does not fit {file}: {reason}{ways}") from error
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     channels = next((convolution.in_channels for convolution in convolutions), 3)
     if channels != 3:
@@ -399,6 +413,33 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
         raise CheckpointError(_mismatch(path, name, weights, made))
 
 
+def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
+    """Blocks of each stage and width of the patches, where the names are timm's."""
+    found = (re.match(r"((?:(?:layers|stages)\.\d+\.)?blocks\.)(\d+)\.\D", n) for n in weights)
+    blocks = sorted({(one[1], one[2]) for one in found if one})
+    widths = (len(weights[n]) for n in _KERNELS if n in weights and weights[n].ndim)
+    return list(Counter(stage for stage, _ in blocks).values()), next(widths, 0)
+
+
+def _require_depth(name: str, plan: Supported, weights: Weights, path: Path) -> None:
+    depths, width = _depths_and_width(weights)
+    expected, own_width = _depths_and_width(plan.state_dict())
+    if depths == expected or len(depths) != len(expected):
+        return
+    way = f"take timm's name of an architecture of width {width}"
+    if width == own_width:
+        said = f'"depths": {depths}' if len(depths) > 1 else f'"depth": {depths[0]}'
+        way = with_model_args(path, said, name)
+    # That of this suite has any depth.
+    with suppress(CheckpointError):
+        refuse_strangers(weights, path)
+        way += f", or type mean=0.5,std=0.5:{path}" if "cls_token" in weights else ""
+    raise CheckpointError(
+        f"{path} has {sum(depths)} blocks of width {width}, timm:{name} {sum(expected)} of width "
+        f"{own_width}; {way}"
+    )
+
+
 def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> str:
     shown = "; ".join(
         f"{ours} is {shape_text(weights[ours]) if ours in weights else 'of no such name'}, "
@@ -406,13 +447,10 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> str:
         for ours, value in list(wrong.items())[:3]
     )
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    rows = (
-        ", or say img_size=[HEIGHT, WIDTH] among model_args of a config.json beside it and type "
-        "local-dir:FOLDER"
-    )
+    different = '"img_size": [HEIGHT, WIDTH]' if _POSITIONS in wrong else "..."
     return (
         f"timm:{name} does not fit {path}: {shown}{more}, and nothing is resized; take timm's "
-        f"name of the file's architecture{rows if _POSITIONS in wrong else ''}"
+        f"name of the file's architecture, or {with_model_args(path, different, name)}"
     )
 
 

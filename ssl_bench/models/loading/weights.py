@@ -220,12 +220,12 @@ def _no_weights(path: Path, reason: str) -> str:
     return f"{path} is no weights file, or a damaged one ({reason}); copy or download it again"
 
 
-def with_model_args(path: Path, different: str) -> str:
+def with_model_args(path: Path, different: str, name: str = "NAME") -> str:
     """What to do with a model that timm made with arguments of one's own."""
-    name = "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
+    file = "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
     return (
-        f'put it as {name} into a folder with a config.json, {{"architecture": '
-        f'"NAME", "model_args": {{{different}}}}}, and type local-dir:FOLDER'
+        f'put it as {file} into a folder with a config.json, {{"architecture": '
+        f'"{name}", "model_args": {{{different}}}}}, and type local-dir:FOLDER'
     )
 
 
