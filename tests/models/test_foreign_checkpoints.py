@@ -197,7 +197,7 @@ def _first_names(found: re.Match[str]) -> str:
     ("extra", "dim", "said", "name"),
     [
         ("dist_token", 192, "a distillation token", "deit_tiny_distilled_patch16_224"),
-        ("blocks.0.mlp.w12.weight", 128, "ViT-g (blocks.0.mlp.w12.weight)", "NAME"),
+        ("blocks.0.mlp.w12.weight", 128, "(blocks.0.mlp.w12.weight)", "vit_giant_patch14_dinov2"),
         ("rope_embed.periods", 128, "the rotary positions of DINOv3", "NAME"),
         ("norm_pre.weight", 768, "a norm before the first block", "vit_base_patch16_clip_224"),
         ("blocks.0.attn.q_norm.weight", 128, "norms of queries and keys", "NAME"),

@@ -98,7 +98,7 @@ OTHER_ARCHIVES = {
     "torch.export": lambda model, shown, path: torch.export.save(
         torch.export.export(model, (shown,)), path
     ),
-    "archive of NumPy": lambda model, _, path: np.savez(
+    "NumPy arrays": lambda model, _, path: np.savez(
         path.open("wb"), **{name: value.numpy() for name, value in model.state_dict().items()}
     ),
 }

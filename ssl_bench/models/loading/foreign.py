@@ -21,6 +21,7 @@ from ssl_bench.models.encoder import (
 )
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
+    TORCHVISION,
     TRANSFORMERS,
     Backbone,
     Description,
@@ -37,6 +38,7 @@ from ssl_bench.models.loading.weights import (
     read_weights,
     unreplaced,
     verified_sha256,
+    with_model_args,
 )
 from ssl_bench.models.vit import VisionTransformer
 
@@ -178,7 +180,9 @@ def _inferred_config(
     rows, cols, assumed = _grid_size(described, positions.shape[1] - 1, patch_size, path)
     if described is None:
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
-        assumed += f"{heads} heads of {dim // heads} channels assumed; "
+        # timm reads all of these names but torchvision's.
+        other = IN_PYTHON if layout is TORCHVISION else with_model_args(path, '"num_heads": N')
+        assumed += f"{heads} heads of {dim // heads} channels assumed, if it has others {other}; "
     else:
         heads = described.num_heads
     try:

@@ -57,7 +57,7 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
         # timm takes seconds to import.
         from ssl_bench.models.loading.timm_encoder import load_timm_folder
 
-        return load_timm_folder(config, _weights_file(file), uri=uri, label=label)
+        return load_timm_folder(config, file(WEIGHTS_FILES), uri=uri, label=label)
     model_type = config.get("model_type", "")
     if model_type not in (*_TRANSFORMERS, _DINOV3):
         raise CheckpointError(
@@ -65,7 +65,7 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
             f"{', '.join((*_TRANSFORMERS, _DINOV3))}, but {config.get('model_type', 'unnamed')!r}; "
             f"{IN_PYTHON}, such as AutoModel.from_pretrained({str(path.parent)!r}) of transformers"
         )
-    weights = _weights_file(file)
+    weights = file(WEIGHTS_FILES)
     described = None if model_type == _DINOV3 else _described(config, path)
     colours, colours_from = IMAGENET_COLOURS, ASSUMED
     try:
@@ -137,25 +137,15 @@ def _file_in(folder: Path, names: Sequence[str]) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
+    if any((folder / f"{name}.index.json").is_file() for name in names):
+        raise CheckpointError(
+            f"{folder} holds its weights in parts, expected one file; save them in one: "
+            "model.save_pretrained(FOLDER, max_shard_size='100GB')"
+        )
     raise CheckpointError(
         f"{folder} has no {' or '.join(names)}; expected a folder of Hugging Face with "
         f"{_CONFIG} and {WEIGHTS_FILES[0]}"
     )
-
-
-def _weights_file(file: _Find) -> Path:
-    """The one that holds all tensors; parts of it are refused."""
-    try:
-        return file(WEIGHTS_FILES)
-    except CheckpointError as missing:
-        try:
-            index = file([f"{name}.index.json" for name in WEIGHTS_FILES])
-        except CheckpointError:
-            raise missing from None
-        raise CheckpointError(
-            f"{index.parent} holds its weights in parts, which {index.name} lists, expected "
-            "one file; save them in one: model.save_pretrained(FOLDER, max_shard_size='100GB')"
-        ) from missing
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -170,11 +170,10 @@ DINOV3_TRANSFORMERS = Layout(
 LAYOUTS = (TRANSFORMERS, TORCHVISION, MOCO_V3, DINOV2, MAE, IBOT, DINO)
 """In the order in which they are tried; the last takes what nothing else marks."""
 
-# What tells an encoder that our ViT is not, and the architecture of timm that is the same, where
-# there is one of its width.
+# What tells an encoder that our ViT is not, and the architecture of timm that is, of its width.
 _STRANGERS = (
-    (r"blocks\.(?:\d+\.)+mlp\.w12\.\w+", "the SwiGLU MLP of ViT-g", "vit_{}_patch14_dinov2"),
-    (r".*\.mlp\.weights_in\.\w+", "the SwiGLU MLP of ViT-g", "vit_{}_patch14_dinov2"),
+    (r"blocks\.(?:\d+\.)+mlp\.w12\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
+    (r".*\.mlp\.weights_in\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
     (r"dist_token", "a distillation token", "deit_{}_distilled_patch16_224"),
     (r"storage_tokens|rope_embed\..*", "the rotary positions of DINOv3", "NAME"),
     (r"norm_pre\.\w+", "a norm before the first block", "vit_{}_patch16_clip_224"),
@@ -182,7 +181,10 @@ _STRANGERS = (
     (r"reg_token", "registers as timm stores them", "vit_{}_patch14_reg4_dinov2"),
     (r"attn_pool\..*", "attention pooling", "vit_{}_patch16_siglip_224"),
 )
-_SIZES = MappingProxyType({192: "tiny", 384: "small", 768: "base", 1024: "large", 1536: "giant"})
+# Width to timm's word; of DINOv3 the ones with a gate in their MLP are its "plus".
+_SIZES = MappingProxyType(
+    {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
+)
 _BY_NAME = "use timm:NAME@FILE with timm's name of its architecture"
 _BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r}, patch_size=16)"
 # Other networks, and who takes them.
@@ -238,16 +240,14 @@ def recognised(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
 
 def refuse_strangers(weights: Mapping[str, Tensor], path: Path) -> None:
     """Refuse encoders of another kind, with who takes them."""
-    names = list(weights)
     for pattern, what, way in _OTHERS:
-        if (found := _fitting(names, pattern)) is not None:
+        if (found := _fitting(weights, pattern)) is not None:
             raise CheckpointError(
                 f"{path} holds {what} ({found}), expected a Vision Transformer in one of the "
                 f"layouts that `ssl-bench models` lists; {way}"
             )
     for pattern, what, architecture in _STRANGERS:
-        found = _fitting(names, pattern)
-        if found is not None:
+        if (found := _fitting(weights, pattern)) is not None:
             # timm takes seconds to import.
             import timm
 
@@ -261,12 +261,6 @@ def refuse_strangers(weights: Mapping[str, Tensor], path: Path) -> None:
             )
 
 
-# Width to timm's word; the ones with a gate in their MLP are its "plus".
-_DINOV3_SIZES = MappingProxyType(
-    {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
-)
-
-
 def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
     """Timm's architecture of the weights of a DINOv3 in its own or timm's names; else None.
 
@@ -277,17 +271,16 @@ def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
     is_timms = {"cls_token", "reg_token"} <= weights.keys() and "pos_embed" not in weights
     if kernel is None or kernel.ndim != 4 or not ("storage_tokens" in weights or is_timms):
         return None
-    size = _DINOV3_SIZES.get(len(kernel))
+    size = _SIZES.get(len(kernel))
     if size is None:
         return None
-    gates = {"blocks.0.mlp.w1.weight", "blocks.0.mlp.fc1_g.weight"}
-    plus = "_plus" if gates & weights.keys() and size != "7b" else ""
-    added = {"blocks.0.attn.qkv.bias", "blocks.0.attn.q_bias"}
-    biases = "_qkvb" if added & weights.keys() else ""
+    is_gated = _fitting(weights, r"blocks\.0\.mlp\.(?:w1|fc1_g)\.weight") is not None
+    biases = "_qkvb" if _fitting(weights, r"blocks\.0\.attn\.(?:qkv\.bias|q_bias)") else ""
+    plus = "_plus" if is_gated and size != "7b" else ""
     return f"vit_{size}{plus}_patch16_dinov3{biases}"
 
 
-def _fitting(names: Sequence[str], pattern: str) -> str | None:
+def _fitting(names: Iterable[str], pattern: str) -> str | None:
     return next((name for name in names if re.fullmatch(pattern, name)), None)
 
 

@@ -9,7 +9,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import signature
@@ -39,12 +38,7 @@ from ssl_bench.models.encoder import (
 )
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
-from ssl_bench.models.loading.layouts import (
-    Backbone,
-    backbone_weights,
-    dinov3_architecture,
-    refuse_strangers,
-)
+from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
 from ssl_bench.models.loading.weights import (
     IN_PYTHON,
     colour_of,
@@ -66,7 +60,6 @@ Weights = Mapping[str, Tensor]
 
 _RANDOM_SEED = 0
 _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
-_KERNELS = (_KERNEL, "stem.0.weight")
 _SUPPORTED = (
     "supported are timm's plain Vision Transformers, which take dynamic_img_size and images of any "
     "size, for example vit_small_patch16_224, and its Swin, CaiT, PVT v2 and ConvNeXt; of others "
@@ -266,9 +259,9 @@ def _create(
     except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
         pass_on_memory(error)
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        ways = f"; take timm's name of the file's architecture, or {IN_PYTHON}" if path else ""
         file = path or "its random weights"
-        raise CheckpointError(f"timm:{name} does not fit {file}: {reason}{ways}") from error
+        way = f"take timm's name of another architecture, or {IN_PYTHON}"
+        raise CheckpointError(f"timm:{name} does not fit {file}: {reason}; {way}") from error
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     channels = next((convolution.in_channels for convolution in convolutions), 3)
     if channels != 3:
@@ -414,29 +407,26 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
 
 
 def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
-    """Blocks of each stage and width of the patches, where the names are timm's."""
+    """Blocks of each stage, where the names are timm's, and width of the first convolution."""
     found = (re.match(r"((?:(?:layers|stages)\.\d+\.)?blocks\.)(\d+)\.\D", n) for n in weights)
     blocks = sorted({(one[1], one[2]) for one in found if one})
-    widths = (len(weights[n]) for n in _KERNELS if n in weights and weights[n].ndim)
-    return list(Counter(stage for stage, _ in blocks).values()), next(widths, 0)
+    width = next((len(value) for value in weights.values() if value.ndim == 4), 0)
+    return list(Counter(stage for stage, _ in blocks).values()), width
 
 
 def _require_depth(name: str, plan: Supported, weights: Weights, path: Path) -> None:
     depths, width = _depths_and_width(weights)
     expected, own_width = _depths_and_width(plan.state_dict())
-    if depths == expected or len(depths) != len(expected):
+    if depths == expected or len(depths) != len(expected) or width != own_width:
         return
-    way = f"take timm's name of an architecture of width {width}"
-    if width == own_width:
-        said = f'"depths": {depths}' if len(depths) > 1 else f'"depth": {depths[0]}'
-        way = with_model_args(path, said, name)
-    # That of this suite has any depth.
-    with suppress(CheckpointError):
-        refuse_strangers(weights, path)
-        way += f", or type mean=0.5,std=0.5:{path}" if "cls_token" in weights else ""
+    different = f'"depths": {depths}' if len(depths) > 1 else f'"depth": {depths[0]}'
+    way = with_model_args(path, different, name)
+    # The ViT of this suite has any depth.
+    plain = VisionTransformer(depth=1, num_classes=0).state_dict().keys()
+    if plain == {re.sub(r"^blocks\.\d+", "blocks.0", key) for key in weights}:
+        way += f", or type mean=0.5,std=0.5:{path}"
     raise CheckpointError(
-        f"{path} has {sum(depths)} blocks of width {width}, timm:{name} {sum(expected)} of width "
-        f"{own_width}; {way}"
+        f"{path} has {sum(depths)} blocks of width {width}, timm:{name} {sum(expected)}; {way}"
     )
 
 

@@ -21,7 +21,6 @@ from ssl_bench.system.files import open_regular, read_digests, sha256_of
 from ssl_bench.system.memory import pass_on_memory
 
 IN_PYTHON = "name a function that loads it in Python, FILE.py:NAME (docs/python.md)"
-"""What to do with any encoder that no other address takes."""
 
 _SMALL_FILE = 2**20
 # Of numbers in a config.json.
@@ -32,12 +31,8 @@ _INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index
 # Other zips than torch.save writes: by a name in them, what they are and what gives their weights.
 _ARCHIVES = (
     (r".*/code/.*", "a TorchScript module", "torch.jit.load({!r}).state_dict()"),
-    (r".*/archive_format", "a program of torch.export", "torch.export.load({!r}).state_dict"),
-    (
-        r".*\.npy",
-        "an archive of NumPy",
-        "{{name: torch.from_numpy(value) for name, value in numpy.load({!r}).items()}}",
-    ),
+    (r".*/archive_format", "a torch.export program", "torch.export.load({!r}).state_dict"),
+    (r".*\.npy", "NumPy arrays", "{{n: torch.tensor(v) for n, v in numpy.load({!r}).items()}}"),
 )
 _NUMPY_SCALAR = np.float64(0).__reduce__()[0]
 # Plain data that official DINO checkpoints hold beside the weights. None of them runs code.
@@ -210,7 +205,7 @@ def _no_weights(path: Path, reason: str) -> str:
         for pattern, what, weights in _ARCHIVES:
             if any(re.fullmatch(pattern, name) for name in archive.namelist()):
                 return (
-                    f"{path} is {what}, expected names and tensors; save them: "
+                    f"{path} holds {what}, expected names and tensors; save them: "
                     f"torch.save({weights.format(str(path))}, 'weights.pth')"
                 )
     with path.open("rb") as file:
