@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ _OF_MACHINE = frozenset({"training", "fused_attn"})
 _NORMS = ("norm", "layernorm", "ln_f", "ln_post", "final_norm", "norm_final", "post_layernorm")
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads")
 _USUAL_SIZE = 224
+# Change of a token, as a share of the largest, that is rounding.
+_NOISE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -174,12 +177,14 @@ class Encoder(_Identified):
         """An encoder of one's own: any module that takes images and has a list of blocks.
 
         One pass over two black images shows what is not said: depth, width, tokens before the
-        patches, and whether other sizes are taken. The module itself is used, not a copy, and is in
-        evaluation mode afterwards; `ssl_bench.probe(module, ...)` gives its mode back.
+        patches, and whether other sizes are taken; patches that are changed show where they are
+        among the tokens. The module itself is used, not a copy, and is in evaluation mode
+        afterwards; `ssl_bench.probe(module, ...)` gives its mode back.
 
         Args:
             module: Takes batch x 3 x height x width, normalised by `mean` and `std`; its blocks
-                give tokens (batch x tokens x dim), maps, or tuples that begin with one.
+                give tokens (batch x tokens x dim: [CLS], registers, then patches row by row),
+                maps, or tuples that begin with one.
             patch_size: Pixels; else the kernel of the convolution that makes patches.
             blocks: Name of the list of blocks, such as "blocks" or "encoder.layers"; else the
                 longest list of modules of one kind.
@@ -196,6 +201,11 @@ class Encoder(_Identified):
             CheckpointError: What was expected of the module, what came and what to say.
         """
         called = name or type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CheckpointError(
+                f"{called} is TorchScript, whose blocks cannot be heard; hand on the module of "
+                "Python that it was made of, with the same state_dict()"
+            )
         colour = _rgb(IMAGENET_MEAN if mean is None else mean, f"{called}: expected mean")
         deviation = _rgb(IMAGENET_STD if std is None else std, f"{called}: expected std")
         if 0 in deviation:
@@ -227,6 +237,8 @@ class Encoder(_Identified):
             any_size = False
         grid = (size[0] // patch, size[1] // patch)
         widths, prefix, channels_last = _anatomy(outputs, grid, called)
+        shape = outputs[0].shape[1:]
+        _require_row_by_row(own, grid, patch, prefix, shape, channels_last, called)
         inner = next(own.blocks.children()).modules()
         heads = [getattr(part, name, None) for part in inner for name in _HEADS]
         # The layer that keys are taken from.
@@ -424,6 +436,11 @@ def _first_pass(
         except Exception as error:  # Somebody's forward may fail in any way.
             why = why or " ".join(f"{type(error).__name__}: {error}".split())[:200]
     tried = ", ".join(f"{h} x {w}" for h, w in dict.fromkeys(sizes))
+    if short := [p.dtype for p in own.parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
+        raise CheckpointError(
+            f"{called} has weights of {short[0]} and takes no images of float32 ({why}); hand on "
+            "module.float()"
+        )
     raise CheckpointError(
         f"{called} takes no images (batch x 3 x height x width) of {tried}: {why}; say what it "
         "takes and hand on the encoder: Encoder.from_module(module, image_size=...)"
@@ -442,12 +459,64 @@ def _anatomy(
         return [output.shape[1] for output in outputs], 0, False
     if all(output.ndim == 4 and tuple(output.shape[1:3]) == grid for output in outputs):
         return [output.shape[-1] for output in outputs], 0, True
-    came = " x ".join(map(str, first.shape))
+    came, what = " x ".join(map(str, first.shape)), "name another list of blocks, or the true "
+    has_batch_second = first.ndim == 3 and first.shape[1] == 2
+    what = "put the batch first" if has_batch_second else f"{what}patch_size"
     raise CheckpointError(
         f"{called}: expected blocks that give tokens (batch x tokens x dim) or maps of "
-        f"{grid[0]} x {grid[1]} patches for two images, came {came}; name another list of blocks, "
-        "or the true patch_size"
+        f"{grid[0]} x {grid[1]} patches for two images, came {came}; {what}"
     )
+
+
+class _Seen(Exception):
+    """What enters the first block is known."""
+
+
+def _require_row_by_row(
+    own: OwnModule,
+    grid: tuple[int, int],
+    patch: int,
+    prefix: int,
+    shape: torch.Size,
+    channels_last: bool,
+    called: str,
+) -> None:
+    """Refuse tokens in another order than [CLS], registers, then patches row by row.
+
+    Pixels of one patch of an image are changed, and what enters the first block of shape `shape`
+    shows which tokens change with them. Where pixels reach all tokens there, nothing is refused.
+    """
+    (rows, cols), found = grid, list[Tensor]()
+
+    def keep(_module: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
+        found.extend(one for one in (*inputs, *options.values()) if isinstance(one, Tensor))
+        raise _Seen
+
+    device = next((p.device for p in own.parameters()), torch.device("cpu"))
+    images = torch.zeros(3, 3, rows * patch, cols * patch, device=device)
+    pixels = torch.linspace(0, 1, 3 * patch**2, device=device).view(3, patch, patch)
+    places = [(0, min(1, cols - 1)), (rows - 1, 0)]
+    for image, (row, col) in zip(images[1:], places, strict=True):
+        image[:, row * patch : (row + 1) * patch, col * patch : (col + 1) * patch] = pixels
+    handle = next(own.blocks.children()).register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with torch.no_grad(), suppress(_Seen):
+            own(images)
+    finally:
+        handle.remove()
+    if not found or found[0].shape[1:] != shape:
+        return
+    channels = 0 if len(shape) == 3 and not channels_last else -1
+    for tokens, (row, col) in zip(found[0][1:], places, strict=True):
+        change = (tokens - found[0][0]).abs().amax(channels).flatten()
+        moved = (change > _NOISE * change.max()).nonzero().flatten().tolist()
+        expected = prefix + row * cols + col
+        if moved and expected not in moved:
+            raise CheckpointError(
+                f"{called}: the patch in row {row}, column {col} is token {moved[0]} of "
+                f"{len(change)}, expected {expected}; give blocks their tokens in the order [CLS], "
+                "registers, then patches row by row"
+            )
 
 
 def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:

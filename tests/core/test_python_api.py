@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import safetensors.numpy
 import timm
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 import ssl_bench
 from ssl_bench.cli.__main__ import main
@@ -202,9 +203,34 @@ def test_who_imports_the_file_of_a_module_does_not_make_another_encoder():
     assert one.sha256 == other.sha256
 
 
+class _Reordered(own_module.Own):
+    """The same tokens in another order."""
+
+    def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.embed(images).flatten(2).transpose(1, 2) + self.positions[:, 1:]
+        tokens = self.order(torch.cat([self.first.expand(len(patches), -1, -1), patches], 1))
+        for layer in self.trunk:
+            tokens, _ = layer(tokens)
+        return self.ln_f(tokens).mean(1)
+
+
+def _by_columns(tokens: Tensor) -> Tensor:
+    grid = tokens[:, 1:].unflatten(1, (4, 4)).transpose(1, 2)
+    return torch.cat([tokens[:, :1], grid.flatten(1, 2)], 1)
+
+
 @pytest.mark.parametrize(
     ("module", "settings", "said"),
     [
+        (_Reordered(lambda x: x.roll(-1, 1)), {}, "row 0, column 1 is token 1 of 17, expected 2;"),
+        (_Reordered(_by_columns), {}, "row 0, column 1 is token 5 of 17, expected 2; give blocks"),
+        (_Reordered(lambda x: x.flip(1)), {}, r"the order \[CLS\], registers, then patches row"),
+        (own_module.own().bfloat16(), {}, r"weights of torch.bfloat16 .* hand on module.float\(\)"),
+        (torch.jit.script(nn.Linear(3, 3)), {}, "is TorchScript, whose blocks cannot be heard"),
         (nn.Linear(3, 3), {}, "expected one longest list of blocks"),
         (own_module.Own(), {"blocks": "nothing"}, "such as trunk"),
         (own_module.Own(), {"image_size": 48}, "takes no images .* of 48 x 48"),
@@ -218,6 +244,16 @@ def test_what_is_no_encoder_is_refused_in_one_line(module, settings, said):
     with pytest.raises(CheckpointError, match=said) as caught:
         ssl_bench.Encoder.from_module(module, **settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stem", [8, 12])
+def test_tokens_in_order_are_taken_also_where_patches_overlap(stem):
+    module = _Reordered(lambda tokens: tokens)
+    module.embed = nn.Conv2d(3, 16, stem, 8, padding=(stem - 8) // 2)
+
+    encoder = ssl_bench.Encoder.from_module(module, patch_size=8, image_size=32)
+
+    assert encoder.num_prefix_tokens == 1
 
 
 def test_a_norm_that_is_not_there_is_refused_when_asked():
