@@ -22,7 +22,6 @@ from ssl_bench.models.encoder import (
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
     TORCHVISION,
-    TRANSFORMERS,
     Backbone,
     Description,
     Layout,
@@ -75,8 +74,7 @@ def load_foreign(
         backbone = backbone_weights(content, path)
         names = list(backbone.weights)
         layout = recognised(names, backbone.prefixes)
-        is_transformers = layout is TRANSFORMERS or any(n.startswith("embeddings.") for n in names)
-        if is_transformers and described is None:
+        if described is None and any(one.startswith("embeddings.") for one in names):
             raise CheckpointError(
                 f"{path} has the layout of transformers, whose heads and norms stand in "
                 f"config.json; type local-dir:{path.parent} once "
@@ -217,11 +215,12 @@ def _grid_size(
         return rows, cols, ""
     side = math.isqrt(num_patches)
     if side**2 != num_patches:
+        way = "say image_size=[HEIGHT, WIDTH] in its config.json"
+        if described is None:
+            way = with_model_args(path, '"img_size": [HEIGHT, WIDTH]')
         raise CheckpointError(
-            f"{path} has pos_embed for {num_patches} patches, which are no square, and says "
-            "nothing of rows and columns; put it beside a config.json that does (image_size="
-            "[HEIGHT, WIDTH] of transformers; architecture=NAME, model_args={img_size: [HEIGHT, "
-            "WIDTH]} of timm) and type local-dir:FOLDER"
+            f"{path} has pos_embed for {num_patches} patches, which are no square, and nothing "
+            f"says rows and columns; {way}"
         )
     return side, side, f"{ASSUMED_GRID.format(side, side)}; "
 
