@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from ssl_bench.system.device import (
     free_memory,
     source_commit,
 )
+from ssl_bench.system.memory import free_host_memory
 from tests.support.places import one_of
 from tests.support.without_torch import REPOSITORY
 
@@ -217,6 +219,16 @@ def test_what_torch_keeps_for_reuse_counts_as_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25)
 
     assert free_memory(torch.device("cuda")) == 10 + 35
+
+
+def test_half_of_the_memory_counts_as_free_where_the_system_does_not_say(monkeypatch):
+    def unknown(path, *_args, **_options):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", unknown)
+
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert free_host_memory() == whole // 2
 
 
 def test_a_checkout_on_a_machine_without_git_has_no_commit(monkeypatch, tmp_path):

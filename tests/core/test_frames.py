@@ -4,7 +4,6 @@ import io
 import json
 import math
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -45,15 +44,14 @@ def test_pandas_has_a_row_of_plain_values_for_each_record(results):
     assert row["encoder_id"] == record.encoder_id
 
 
-def test_parquet_is_the_rows_of_csv_and_null_where_csv_has_nothing(results):
+def test_parquet_is_the_rows_of_csv_and_null_where_csv_has_nothing(results, capsysbinary):
     ResultStore(results).save(replace(RECORD, ci95=None))
-    words = [sys.executable, "-m", "ssl_bench", "table", "--format"]
 
-    written = subprocess.run([*words, "parquet"], capture_output=True, check=True).stdout
-    text = subprocess.run([*words, "csv"], capture_output=True, check=True, text=True).stdout
+    assert main(["table", "--format", "parquet"]) == 0
+    table = pyarrow.parquet.read_table(io.BytesIO(capsysbinary.readouterr().out))
+    assert main(["table", "--format", "csv"]) == 0
+    lines = capsysbinary.readouterr().out.decode().splitlines()
 
-    table = pyarrow.parquet.read_table(io.BytesIO(written))
-    lines = text.splitlines()
     assert table.column_names == lines[0].split(",")
     assert table.num_rows == len(lines) - 1
     assert table["low_95"].null_count == 1

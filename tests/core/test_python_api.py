@@ -229,6 +229,7 @@ def _by_columns(tokens: Tensor) -> Tensor:
         (_Reordered(lambda x: x.roll(-1, 1)), {}, "row 0, column 1 is token 1 of 17, expected 2;"),
         (_Reordered(_by_columns), {}, "row 0, column 1 is token 5 of 17, expected 2; give blocks"),
         (_Reordered(lambda x: x.flip(1)), {}, r"the order \[CLS\], registers, then patches row"),
+        (_Reordered(lambda x: x.transpose(0, 1)), {}, "came 17 x 2 x 16; put the batch first"),
         (own_module.own().bfloat16(), {}, r"weights of torch.bfloat16 .* hand on module.float\(\)"),
         (torch.jit.script(nn.Linear(3, 3)), {}, "is TorchScript, whose blocks cannot be heard"),
         (nn.Linear(3, 3), {}, "expected one longest list of blocks"),

@@ -152,6 +152,17 @@ def launched(monkeypatch: pytest.MonkeyPatch, **values: str | None) -> None:
             monkeypatch.setenv(name, value)
 
 
+def test_who_stops_a_process_of_such_a_launcher_hears_of_it(capsys, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    launched(monkeypatch, WORLD_SIZE="2", RANK="none")
+    monkeypatch.setattr("ssl_bench.cli.__main__.run", interrupted)
+
+    assert main(["probe"]) == 130
+    assert capsys.readouterr().err.startswith("ssl-bench: interrupted; ")
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_fault_92_a_launcher_that_says_too_little_is_named(place, capsys, monkeypatch, launcher):
     changed, said = launcher
