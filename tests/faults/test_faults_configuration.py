@@ -274,23 +274,44 @@ def test_fault_74_a_link_that_leads_to_itself_ends_no_walk_in_a_traceback(place,
 
 
 @pytest.mark.parametrize(
-    ("weights", "what"),
+    ("weights", "what", "way"),
     [
-        (lambda: torchvision.models.resnet18().state_dict(), "holds a ResNet"),
-        (lambda: torchvision.models.convnext_tiny().state_dict(), "holds a network of torchvision"),
-        (lambda: {"stages.0.blocks.0.gamma": torch.ones(3)}, "such as ConvNeXt"),
-        (lambda: {"layers.0.blocks.0.norm1.weight": torch.ones(3)}, "a Swin Transformer"),
+        (torchvision.models.resnet18, "holds a ResNet", "from_module(model, blocks='layer3'"),
+        (
+            torchvision.models.convnext_tiny,
+            "holds a network of torchvision",
+            "FILE.py:NAME (docs/python.md), with Encoder.from_module(model, blocks='features.5'",
+        ),
+        ("stages.0.blocks.0.gamma", "holds stages, such as a ConvNeXt's", "use timm:NAME@FILE"),
+        ("layers.0.blocks.0.norm1.weight", "holds a Swin Transformer", "use timm:NAME@FILE"),
+        ("blocks.0.attn.relative_position_bias_table", "such as a BEiT's", "Python, FILE.py:NAME"),
     ],
 )
-def test_fault_75_weights_of_other_networks_are_named_with_what_is_supported(
-    place, capsys, weights, what
+def test_fault_75_weights_of_other_networks_are_named_with_who_takes_them(
+    place, capsys, weights, what, way
 ):
-    torch.save(weights(), "weights.pth")
+    content = {weights: torch.ones(3)} if isinstance(weights, str) else weights().state_dict()
+    torch.save(content, "weights.pth")
 
     line = fails(capsys, ["models", "weights.pth"], 4)
 
     assert what in line
-    assert "which is not supported; supported are Vision Transformers" in line
+    assert "expected a Vision Transformer in one of the layouts" in line
+    assert way in line
+
+
+def test_fault_75_what_is_advised_for_a_network_of_torchvision_loads_it(place, capsys):
+    torch.save(torchvision.models.convnext_tiny().state_dict(), "weights.pth")
+    advised = fails(capsys, ["models", "weights.pth"], 4).rpartition("with ")[2]
+    (place / "mine.py").write_text(
+        "import torch, torchvision\nfrom ssl_bench import Encoder\n\ndef encoder():\n"
+        "    model = torchvision.models.convnext_tiny()\n"
+        f"    model.load_state_dict(torch.load('weights.pth'))\n    return {advised}\n"
+    )
+
+    assert main(["models", "mine.py:encoder"]) == 0
+
+    assert "9 blocks, width 384" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("address", ["torchvision:resnet50", "timm:resnet50"])

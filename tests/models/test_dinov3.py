@@ -5,6 +5,7 @@ models/dinov3_vit/modeling_dinov3_vit.py.
 """
 
 import re
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,8 @@ def own_names(model: nn.Module) -> dict[str, Tensor]:
         new = re.sub(r"gamma_([12])", r"ls\1.gamma", name).replace("reg_token", "storage_tokens")
         if not name.endswith(("q_bias", "k_bias", "v_bias")):
             weights[new] = value
-    for block in range(12):
-        attention = model.get_submodule(f"blocks.{block}.attn")
+    for block, parts in enumerate(model.get_submodule("blocks").children()):
+        attention = parts.get_submodule("attn")
         query, value = attention.get_parameter("q_bias"), attention.get_parameter("v_bias")
         thirds = torch.cat([query, torch.zeros_like(query), value]).detach()
         weights[f"blocks.{block}.attn.qkv.bias"] = thirds
@@ -82,12 +83,13 @@ def assert_same_features(uri: str, model: nn.Module) -> None:
     encoder = load_encoder(uri)
     assert (encoder.num_prefix_tokens, encoder.num_registers) == (5, 4)
     image = torch.rand(1, 3, 32, 48)
-    features = FeatureExtractor(encoder, layers=[11], facets=["token_normed"])(image)
+    last = encoder.depth - 1
+    features = FeatureExtractor(encoder, layers=[last], facets=["token_normed"])(image)
     mean, std = (torch.tensor(colour).view(3, 1, 1) for colour in (encoder.mean, encoder.std))
     with torch.no_grad():
         expected = model.forward_features((image - mean) / std)[:, 5:]  # pyrefly: ignore[not-callable]
     torch.testing.assert_close(
-        features[11]["token_normed"].flatten(1, 2), expected, rtol=1e-4, atol=1e-4
+        features[last]["token_normed"].flatten(1, 2), expected, rtol=1e-4, atol=1e-4
     )
 
 
@@ -103,7 +105,10 @@ def test_the_advice_for_a_file_of_dinov3_loads_it_with_its_biases(tmp_path, mode
     assert_same_features(advice[1], model)
 
 
-def test_a_folder_of_transformers_is_loaded_with_its_own_colours(tmp_path, model):
+@pytest.mark.parametrize("depth", [12, 3])
+def test_a_folder_of_transformers_is_loaded_with_its_own_colours_and_depth(tmp_path, model, depth):
+    model = deepcopy(model)
+    model.blocks = nn.ModuleList(list(model.blocks)[:depth])
     folder = folder_of_transformers(tmp_path / "dinov3", model)
 
     assert_same_features(folder, model)

@@ -194,21 +194,30 @@ def _first_names(found: re.Match[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "dim", "said", "name"),
     [
-        ("dist_token", "a distillation token"),
-        ("blocks.0.mlp.w12.weight", "SwiGLU MLP of ViT-g (blocks.0.mlp.w12.weight)"),
-        ("rope_embed.periods", "the rotary positions of DINOv3"),
-        ("norm_pre.weight", "a norm before the first block"),
-        ("blocks.0.attn.q_norm.weight", "norms of queries and keys"),
-        ("reg_token", "registers as timm stores them"),
+        ("dist_token", 192, "a distillation token", "deit_tiny_distilled_patch16_224"),
+        ("blocks.0.mlp.w12.weight", 128, "(blocks.0.mlp.w12.weight)", "vit_giant_patch14_dinov2"),
+        ("rope_embed.periods", 128, "the rotary positions of DINOv3", "NAME"),
+        ("norm_pre.weight", 768, "a norm before the first block", "vit_base_patch16_clip_224"),
+        ("blocks.0.attn.q_norm.weight", 128, "norms of queries and keys", "NAME"),
+        ("reg_token", 192, "registers as timm stores them", "NAME"),
+        ("reg_token", 384, "registers as timm stores them", "vit_small_patch14_reg4_dinov2"),
     ],
 )
-def test_encoders_that_ours_is_not_are_named(tmp_path, extra, said):
-    weights = {**timm_model().state_dict(), extra: torch.zeros(1, 1, 128)}
+def test_encoders_that_ours_is_not_are_named(tmp_path, extra, dim, said, name):
+    model = timm_model(dim=dim, mlp_ratio=1)
+    weights = {**model.state_dict(), extra: torch.zeros(1, 1, dim)}
     message = message_of(saved(tmp_path / "w.pth", weights))
     assert said in message
-    assert "use timm:" in message
+    assert f"use timm:{name}@FILE" in message
+
+
+@pytest.mark.parametrize("qkv_bias", ["_qkvb", ""])
+def test_a_dinov3_that_timm_saved_is_told_by_its_width(tmp_path, qkv_bias):
+    name = f"vit_small_patch16_dinov3{qkv_bias}"
+    path = saved(tmp_path / "w.pth", timm.create_model(name, depth=1).state_dict())
+    assert f"type timm:{name}@{path}" in message_of(path)
 
 
 def test_the_hub_of_dinov2_gives_a_file_in_its_layout(tmp_path, monkeypatch):

@@ -126,13 +126,31 @@ def test_colours_come_from_the_folder_and_are_never_guessed_where_they_differ(tm
     encoder = load_encoder(f"local-dir:{folder}")
     assert (encoder.mean, encoder.std) == ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
     (folder / "preprocessor_config.json").unlink()
-    assert "has no preprocessor_config.json" in message_of(f"local-dir:{folder}")
+    said, _, advised = message_of(f"local-dir:{folder}").partition("say them: ")
+    assert "has no preprocessor_config.json" in said
+    told = load_encoder(advised)
+    assert (told.mean, told.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert told.sha256 == encoder.sha256
 
 
 def test_a_file_of_transformers_alone_asks_for_its_folder(tmp_path):
     folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
-    assert f"local-dir:{folder}" in message_of(folder / "model.safetensors")
+    assert f"type local-dir:{folder} once" in message_of(folder / "model.safetensors")
     assert f"local-dir:{folder}" in message_of(folder)
+    torch.save({"embeddings.cls_token": torch.ones(1), "layer.0.x": torch.ones(1)}, folder / "x.pt")
+    assert f"model.save_pretrained('{folder}') has written" in message_of(folder / "x.pt")
+
+
+@pytest.mark.parametrize("written", ["vit", "timm"])
+def test_weights_in_parts_are_asked_for_in_one_file(tmp_path, written):
+    if written == "vit":
+        folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
+    else:
+        folder, _ = timm_folder(tmp_path / "hf")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    assert "has no model.safetensors" in message_of(f"local-dir:{folder}")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert "save_pretrained(FOLDER, max_shard_size='100GB')" in message_of(f"local-dir:{folder}")
 
 
 def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
@@ -237,6 +255,10 @@ def test_fault_79_a_grid_nobody_states_is_announced(tmp_path, capsys):
         ({"num_attention_heads": None}, "has num_attention_heads=None, expected a whole number"),
         ({"num_attention_heads": 3}, "model.dim must be a multiple of model.num_heads"),
         ({"model_type": "swin"}, "vit_mae, dinov2, dinov2_with_registers, dinov3_vit, but 'swin'"),
+        (
+            {"model_type": "clip"},
+            "FILE.py:NAME (docs/python.md), such as AutoModel.from_pretrained(",
+        ),
         ({"image_size": 64}, "pos_embed for 16 patches; config.json says images of 64 x 64"),
         ({"image_size": [32]}, "has image_size=[32], expected pixels or [HEIGHT, WIDTH]"),
         ({"patch_size": 16}, "says patch_size=16, the encoder of model.safetensors has 8"),

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -16,7 +17,7 @@ from ssl_bench.models import (
 )
 from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.system.files import sha256_of
-from tests.support.foreign_weights import message_of
+from tests.support.foreign_weights import message_of, timm_model
 
 TINY = ViTConfig(
     image_size=32, patch_size=8, dim=64, depth=2, num_heads=1, init="skipless",
@@ -88,6 +89,35 @@ def test_a_web_page_in_place_of_weights_is_recognised(tmp_path, name):
     path = tmp_path / name
     path.write_text("<!DOCTYPE html><html><body>404</body></html>")
     assert "web page" in message_of(path)
+
+
+OTHER_ARCHIVES = {
+    "TorchScript module": lambda model, shown, path: torch.jit.save(
+        torch.jit.trace(model, shown), path
+    ),
+    "torch.export": lambda model, shown, path: torch.export.save(
+        torch.export.export(model, (shown,)), path
+    ),
+    "NumPy arrays": lambda model, _, path: np.savez(
+        path.open("wb"), **{name: value.numpy() for name, value in model.state_dict().items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_ARCHIVES)
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_of_another_archive_than_torch_saves_the_line_gives_the_weights(
+    tmp_path, monkeypatch, what
+):
+    model, path = timm_model(), tmp_path / "mine.pth"
+    OTHER_ARCHIVES[what](model, torch.zeros(1, 3, 32, 32), path)
+    monkeypatch.chdir(tmp_path)
+
+    said, _, advised = message_of(path).partition("; save them: ")
+    exec(advised, {"torch": torch, "numpy": np})
+
+    assert what in said
+    assert_same_weights(load_encoder("weights.pth").module, model)
 
 
 @pytest.mark.parametrize(

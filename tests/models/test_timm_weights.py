@@ -1,5 +1,7 @@
 """Shapes are the file's: nothing is resized between a weights file and an encoder."""
 
+import json
+import re
 from functools import cache
 from typing import Any
 
@@ -81,6 +83,39 @@ def test_fault_79_a_tensor_of_another_shape_is_named(tmp_path, capsys, name, cha
     assert said in error
     assert "nothing is resized" in error
     assert error.count("\n") == 1
+
+
+ATTO = "convnext_atto"
+
+
+def advised_config(line: str) -> dict[str, Any]:
+    found = re.search(r"config\.json, (\{.*\}), and type local-dir", line)
+    assert found is not None, line
+    return json.loads(found[1].replace("N}", "6}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        (NAME, {"depth": 2}, "has 2 blocks of width 192, timm:vit_tiny_patch16_224 12; put"),
+        (NAME, {"depth": 2, "reg_tokens": 4}, "has 2 blocks of width 192, timm:vit_tiny_"),
+        (ATTO, {"depths": (1, 1, 2, 1)}, "has 5 blocks of width 40, timm:convnext_atto 12; put"),
+    ],
+)
+def test_a_file_of_another_depth_is_told_what_loads_it(tmp_path, name, changes, said):
+    weights = weights_of(name, **changes)
+    path = saved(tmp_path / "w.pth", weights)
+
+    line = message_of(f"timm:{name}@{path}")
+
+    assert said in line
+    config = advised_config(line)
+    config["model_args"] |= changes
+    encoder = load_encoder(folder_of(tmp_path / "f", weights, config))
+    assert encoder.depth == int(line.partition("has ")[2].split()[0])
+    bare = re.search(r"or type (mean=\S+)", line)
+    assert bool(bare) == ("reg_token" not in weights and name == NAME)
+    assert bare is None or load_encoder(bare[1]).depth == 2
 
 
 @pytest.mark.parametrize(
@@ -201,7 +236,18 @@ def test_fault_79_heads_and_grid_of_bare_files_are_announced(tmp_path, capsys):
     assert main(["models", str(path)]) == 0
 
     said = capsys.readouterr().out
-    assert "square grid assumed, 4 x 4 patches; 6 heads of 64 channels assumed" in said
+    assert "square grid assumed, 4 x 4 patches; 6 heads of 64 channels assumed, if it has" in said
+
+
+def test_heads_that_are_assumed_otherwise_are_said_as_the_note_says(tmp_path):
+    changes = {"depth": 2, "img_size": 32, "num_heads": 6}
+    weights = weights_of(**changes)
+    bare = load_encoder(str(saved(tmp_path / "w.pth", weights)))
+    config = advised_config(bare.contents.note) | {"architecture": NAME}
+    assert (bare.num_heads, config["model_args"]) == (3, {"num_heads": 6})
+    config["model_args"] |= {"depth": 2}
+
+    assert load_encoder(folder_of(tmp_path / "f", weights, config)).num_heads == 6
 
 
 def test_registers_of_dinov2_under_its_own_names_are_timms(tmp_path):

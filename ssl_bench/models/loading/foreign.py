@@ -21,7 +21,7 @@ from ssl_bench.models.encoder import (
 )
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
-    TRANSFORMERS,
+    TORCHVISION,
     Backbone,
     Description,
     Layout,
@@ -32,10 +32,12 @@ from ssl_bench.models.loading.layouts import (
     renamed,
 )
 from ssl_bench.models.loading.weights import (
+    IN_PYTHON,
     load_weights,
     read_weights,
     unreplaced,
     verified_sha256,
+    with_model_args,
 )
 from ssl_bench.models.vit import VisionTransformer
 
@@ -72,17 +74,18 @@ def load_foreign(
         backbone = backbone_weights(content, path)
         names = list(backbone.weights)
         layout = recognised(names, backbone.prefixes)
-        if layout is TRANSFORMERS and described is None:
+        if described is None and any(one.startswith("embeddings.") for one in names):
             raise CheckpointError(
                 f"{path} has the layout of transformers, whose heads and norms stand in "
-                f"config.json; put both into a folder and type local-dir:{path.parent}"
+                f"config.json; type local-dir:{path.parent} once "
+                f"model.save_pretrained({str(path.parent)!r}) has written both there"
             )
         if (architecture := dinov3_architecture(backbone.weights)) is not None:
             raise CheckpointError(
                 f"{path} is a DINOv3, whose rotary positions the ViT of this suite does not have; "
                 f"type timm:{architecture}@{path}"
             )
-        refuse_strangers(names, path)
+        refuse_strangers(backbone.weights, path)
         weights, dropped = renamed(layout, backbone.weights, path)
         used = len(weights)
         note = backbone.note + _fuse_queries_keys_values(weights, path)
@@ -175,7 +178,9 @@ def _inferred_config(
     rows, cols, assumed = _grid_size(described, positions.shape[1] - 1, patch_size, path)
     if described is None:
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
-        assumed += f"{heads} heads of {dim // heads} channels assumed; "
+        # timm reads all of these names but torchvision's.
+        other = IN_PYTHON if layout is TORCHVISION else with_model_args(path, '"num_heads": N')
+        assumed += f"{heads} heads of {dim // heads} channels assumed, if it has others {other}; "
     else:
         heads = described.num_heads
     try:
@@ -210,11 +215,12 @@ def _grid_size(
         return rows, cols, ""
     side = math.isqrt(num_patches)
     if side**2 != num_patches:
+        way = "say image_size=[HEIGHT, WIDTH] in its config.json"
+        if described is None:
+            way = with_model_args(path, '"img_size": [HEIGHT, WIDTH]')
         raise CheckpointError(
-            f"{path} has pos_embed for {num_patches} patches, which are no square, and says "
-            "nothing of rows and columns; put it beside a config.json that does (image_size="
-            "[HEIGHT, WIDTH] of transformers; architecture=NAME, model_args={img_size: [HEIGHT, "
-            "WIDTH]} of timm) and type local-dir:FOLDER"
+            f"{path} has pos_embed for {num_patches} patches, which are no square, and nothing "
+            f"says rows and columns; {way}"
         )
     return side, side, f"{ASSUMED_GRID.format(side, side)}; "
 
@@ -227,7 +233,8 @@ def _require_needed(
         came = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
             f"{path} is no Vision Transformer in DINO's layout or one that is like it: expected "
-            f"{', '.join(missing)}, came {came}; rename its keys, or use timm:NAME@{path.name}"
+            f"{', '.join(missing)}, came {came}; rename its keys, use timm:NAME@{path}, "
+            f"or {IN_PYTHON}"
         )
     _, positions, kernel, linear = (weights[name] for name in _NEEDED)
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):
@@ -241,5 +248,5 @@ def _require_needed(
         came = (f"{name} {tuple(weights[name].shape)}" for name in _NEEDED)
         raise CheckpointError(
             f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
-            f"multiple of {head_dim}, came {', '.join(came)}; use timm:NAME@{path.name}"
+            f"multiple of {head_dim}, came {', '.join(came)}; use timm:NAME@{path}"
         )

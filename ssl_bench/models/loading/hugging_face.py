@@ -15,7 +15,7 @@ from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Encoder
 from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
 from ssl_bench.models.loading.layouts import Description
-from ssl_bench.models.loading.weights import colour_of, is_number
+from ssl_bench.models.loading.weights import IN_PYTHON, colour_of, is_number
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.paths import expanded, real
 
@@ -36,11 +36,12 @@ _STEPS = (
 _DONE_TO_COLOURS = re.compile("bgr|channel_order|offset|gr[ae]y")
 
 
-def load_hugging_face(uri: str) -> Encoder:
+def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
     """Load `hf-hub:ORG/NAME@REVISION` or `local-dir:FOLDER`.
 
     The folder is one of timm's (config.json names the architecture) or of transformers'
-    (`model_type` is vit, vit_mae, dinov2, dinov2_with_registers or dinov3_vit).
+    (`model_type` is vit, vit_mae, dinov2, dinov2_with_registers or dinov3_vit). Where the address
+    states mean and deviation, none have to be there.
     """
     scheme, _, place = uri.partition(":")
     if scheme == "local-dir":
@@ -62,11 +63,23 @@ def load_hugging_face(uri: str) -> Encoder:
         raise CheckpointError(
             f"{path} is neither timm's (architecture=...) nor of model_type "
             f"{', '.join((*_TRANSFORMERS, _DINOV3))}, but {config.get('model_type', 'unnamed')!r}; "
-            "use timm:NAME@FILE"
+            f"{IN_PYTHON}, such as AutoModel.from_pretrained({str(path.parent)!r}) of transformers"
         )
     weights = file(WEIGHTS_FILES)
     described = None if model_type == _DINOV3 else _described(config, path)
-    colours, colours_from = _colours(model_type, file)
+    colours, colours_from = IMAGENET_COLOURS, ASSUMED
+    try:
+        preprocessor = file([_PREPROCESSOR])
+    except CheckpointError as error:
+        # Of the others there are models with either: guessing would make every feature wrong.
+        if model_type not in _ON_IMAGENET_COLOURS and not colours_stated:
+            raise CheckpointError(
+                f"{uri} has no {_PREPROCESSOR} here, which would say the mean and deviation of its "
+                "images; save its image processor beside the weights, or say them: "
+                f"mean=0.5,std=0.5:{uri}"
+            ) from error
+    else:
+        colours, colours_from = _preprocessed(_read(preprocessor), preprocessor), preprocessor.name
     if described is None:
         from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
 
@@ -114,7 +127,7 @@ def load_hugging_face(uri: str) -> Encoder:
         if theirs != value and theirs != [value, value]:
             raise CheckpointError(
                 f"{path} says {key}={theirs!r}, the encoder of {weights.name} has {value!r}; fetch "
-                "both again, or use timm:NAME@FILE if there is a NAME of this architecture"
+                f"both again, or {IN_PYTHON}"
             )
     return encoder
 
@@ -124,6 +137,11 @@ def _file_in(folder: Path, names: Sequence[str]) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
+    if any((folder / f"{name}.index.json").is_file() for name in names):
+        raise CheckpointError(
+            f"{folder} holds its weights in parts, expected one file; save them in one: "
+            "model.save_pretrained(FOLDER, max_shard_size='100GB')"
+        )
     raise CheckpointError(
         f"{folder} has no {' or '.join(names)}; expected a folder of Hugging Face with "
         f"{_CONFIG} and {WEIGHTS_FILES[0]}"
@@ -161,18 +179,6 @@ def _described(config: Mapping[str, Any], path: Path) -> Description:
                 "config.to_json_file(..., use_diff=False)"
             )
     return Description(int(heads), float(eps), None if size is None else (sides[0], sides[1]))
-
-
-def _colours(model_type: str, file: _Find) -> tuple[Colours, str]:
-    """Mean and deviation, and who says so."""
-    try:
-        path = file([_PREPROCESSOR])
-    except CheckpointError:
-        # Of `vit` there are models with either: guessing would make every feature wrong.
-        if model_type in _ON_IMAGENET_COLOURS:
-            return IMAGENET_COLOURS, ASSUMED
-        raise
-    return _preprocessed(_read(path), path), path.name
 
 
 def _preprocessed(described: Mapping[str, Any], path: Path) -> Colours:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.encoder import DINO_NAMES
-from ssl_bench.models.loading.weights import named, usable
+from ssl_bench.models.loading.weights import IN_PYTHON, named, usable, with_model_args
 from ssl_bench.models.vit import DINO_MARGIN
 
 _MASKED = "stands for masked patches, of which probes have none"
@@ -170,26 +170,30 @@ DINOV3_TRANSFORMERS = Layout(
 LAYOUTS = (TRANSFORMERS, TORCHVISION, MOCO_V3, DINOV2, MAE, IBOT, DINO)
 """In the order in which they are tried; the last takes what nothing else marks."""
 
-# What tells an encoder that our ViT is not, and the architecture of timm that is the same.
+# What tells an encoder that our ViT is not, and the architecture of timm that is, of its width.
 _STRANGERS = (
     (r"blocks\.(?:\d+\.)+mlp\.w12\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
     (r".*\.mlp\.weights_in\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
-    (r"dist_token", "a distillation token", "deit_small_distilled_patch16_224"),
+    (r"dist_token", "a distillation token", "deit_{}_distilled_patch16_224"),
     (r"storage_tokens|rope_embed\..*", "the rotary positions of DINOv3", "NAME"),
-    (r"norm_pre\.\w+", "a norm before the first block", "vit_base_patch16_clip_224"),
+    (r"norm_pre\.\w+", "a norm before the first block", "vit_{}_patch16_clip_224"),
     (r".*\.attn\.[qk]_norm\.\w+", "norms of queries and keys", "NAME"),
-    (r".*relative_position_bias_table", "relative positions", "NAME"),
-    (r"reg_token", "registers as timm stores them", "vit_base_patch14_reg4_dinov2"),
-    (r"attn_pool\..*", "attention pooling", "vit_base_patch16_siglip_224"),
+    (r"reg_token", "registers as timm stores them", "vit_{}_patch14_reg4_dinov2"),
+    (r"attn_pool\..*", "attention pooling", "vit_{}_patch16_siglip_224"),
 )
-
-
-# Networks without blocks that take tokens; nothing here reads their features.
-_UNSUPPORTED = (
-    (r"conv1\.weight|layer\d\.\d+\.conv\d\.weight", "a ResNet"),
-    (r"stages\.\d+\..*|downsample_layers\..*", "a network of stages, such as ConvNeXt"),
-    (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer"),
-    (r"features\.\d+\..*", "a network of torchvision"),
+# Width to timm's word; of DINOv3 the ones with a gate in their MLP are its "plus".
+_SIZES = MappingProxyType(
+    {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
+)
+_BY_NAME = "use timm:NAME@FILE with timm's name of its architecture"
+_BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r}, patch_size=16)"
+# Other networks, and who takes them.
+_OTHERS = (
+    (r"conv1\.weight|layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_BLOCKS.format("layer3")),
+    (r"stages\.\d+\..*|downsample_layers\..*", "stages, such as a ConvNeXt's", _BY_NAME),
+    (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer", _BY_NAME),
+    (r"features\.\d+\..*", "a network of torchvision", _BY_BLOCKS.format("features.5")),
+    (r".*relative_position_bias_table", "relative positions, such as a BEiT's", IN_PYTHON),
 )
 
 
@@ -234,48 +238,49 @@ def recognised(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
     return next(marked, DINO)
 
 
-def refuse_strangers(names: Sequence[str], path: object) -> None:
-    """Refuse encoders of another kind."""
-    for pattern, what in _UNSUPPORTED:
-        if (found := _fitting(names, pattern)) is not None:
+def refuse_strangers(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Refuse encoders of another kind, with who takes them."""
+    for pattern, what, way in _OTHERS:
+        if (found := _fitting(weights, pattern)) is not None:
             raise CheckpointError(
-                f"{path} holds {what} ({found}), which is not supported; supported are Vision "
-                "Transformers in the layouts that `ssl-bench models` lists, those of timm, and "
-                "ConvMixers of this suite"
+                f"{path} holds {what} ({found}), expected a Vision Transformer in one of the "
+                f"layouts that `ssl-bench models` lists; {way}"
             )
     for pattern, what, architecture in _STRANGERS:
-        found = _fitting(names, pattern)
-        if found is not None:
+        if (found := _fitting(weights, pattern)) is not None:
+            # timm takes seconds to import.
+            import timm
+
+            kernel = weights.get("patch_embed.proj.weight")
+            width = len(kernel) if kernel is not None and kernel.ndim else 0
+            name = architecture.format(_SIZES.get(width))
             raise CheckpointError(
                 f"{path} has {what} ({found}), which the ViT of this suite does not have; "
-                f"use timm:{architecture}@FILE with timm's name of its architecture"
+                f"{_BY_NAME.replace('NAME', name) if timm.is_model(name) else _BY_NAME}, or, if it "
+                f"differs from that, {with_model_args(path, '...')}"
             )
-
-
-# Width to timm's word; the ones with a gate in their MLP are its "plus".
-_DINOV3_SIZES = MappingProxyType(
-    {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
-)
 
 
 def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
-    """Timm's architecture of the weights of a DINOv3 in its own names; None of another encoder.
+    """Timm's architecture of the weights of a DINOv3 in its own or timm's names; else None.
 
     With the biases of query and value, which timm's other architectures leave out, though not all
     files have zeros there.
     """
     kernel = weights.get("patch_embed.proj.weight")
-    if kernel is None or kernel.ndim != 4 or "storage_tokens" not in weights:
+    is_timms = {"cls_token", "reg_token"} <= weights.keys() and "pos_embed" not in weights
+    if kernel is None or kernel.ndim != 4 or not ("storage_tokens" in weights or is_timms):
         return None
-    size = _DINOV3_SIZES.get(len(kernel))
+    size = _SIZES.get(len(kernel))
     if size is None:
         return None
-    plus = "_plus" if "blocks.0.mlp.w1.weight" in weights and size != "7b" else ""
-    biases = "_qkvb" if "blocks.0.attn.qkv.bias" in weights else ""
+    is_gated = _fitting(weights, r"blocks\.0\.mlp\.(?:w1|fc1_g)\.weight") is not None
+    biases = "_qkvb" if _fitting(weights, r"blocks\.0\.attn\.(?:qkv\.bias|q_bias)") else ""
+    plus = "_plus" if is_gated and size != "7b" else ""
     return f"vit_{size}{plus}_patch16_dinov3{biases}"
 
 
-def _fitting(names: Sequence[str], pattern: str) -> str | None:
+def _fitting(names: Iterable[str], pattern: str) -> str | None:
     return next((name for name in names if re.fullmatch(pattern, name)), None)
 
 
@@ -371,7 +376,7 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     weights = _once(inside, path)
     if unknown:
         if not encoders:
-            refuse_strangers(list(weights), path)
+            refuse_strangers(weights, path)
         raise CheckpointError(
             f"{path} holds {named(list(dict.fromkeys(unknown)))}, which is neither an encoder's "
             "nor known to be left out; save the encoder's state_dict alone"

@@ -133,7 +133,12 @@ def _with_stated_colours(uri: str) -> Encoder:
             "such as mean=0.5,std=0.5:my_vit.pth or "
             f"mean=0.48/0.46/0.41,std=0.27/0.26/0.28:my_vit.pth; got {uri!r}"
         )
-    encoder = load_encoder(found[3])
+    if found[3].startswith(("hf-hub:", "local-dir:")):
+        from ssl_bench.models.loading.hugging_face import load_hugging_face
+
+        encoder = load_hugging_face(found[3], colours_stated=True)
+    else:
+        encoder = load_encoder(found[3])
     if not encoder.colours_from.startswith("assumed"):
         raise CheckpointError(
             f"{encoder.uri} has a mean and deviation of its own ({encoder.colours_from}), got "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.models.loading.layouts import Description
-from ssl_bench.models.loading.weights import check_readable
+from ssl_bench.models.loading.weights import check_readable, named
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _EMBEDDINGS = "embeddings.patch_embeddings.projection.weight"
@@ -51,7 +51,8 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
     if prefix is None:
         raise CheckpointError(
             f"{path} has no {_EMBEDDINGS}: expected the export of a ViT, DeiT or DINOv2 of "
-            "transformers; export it with the names of its parameters, or give its .safetensors"
+            f"transformers, came {named(list(weights)) or 'no names of parameters'}; give the "
+            "model's state_dict(), saved with torch.save, in its place"
         )
     if f"{prefix}{_POSITIONS}" not in weights:
         # 1 x (1 + patches) x dim, from the two halves that are resized, [CLS] and patches.

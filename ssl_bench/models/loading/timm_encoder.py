@@ -6,7 +6,9 @@ is held against the file.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import signature
@@ -38,11 +40,13 @@ from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
 from ssl_bench.models.loading.weights import (
+    IN_PYTHON,
     colour_of,
     read_weights,
     shape_text,
     unreplaced,
     verified_sha256,
+    with_model_args,
 )
 from ssl_bench.models.timm_config import family_of
 from ssl_bench.models.timm_model import STAGED, TimmBackbone, shape_of_model
@@ -58,7 +62,8 @@ _RANDOM_SEED = 0
 _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
 _SUPPORTED = (
     "supported are timm's plain Vision Transformers, which take dynamic_img_size and images of any "
-    "size, for example vit_small_patch16_224, and its Swin, CaiT, PVT v2 and ConvNeXt"
+    "size, for example vit_small_patch16_224, and its Swin, CaiT, PVT v2 and ConvNeXt; of others "
+    f"{IN_PYTHON}"
 )
 
 
@@ -120,8 +125,10 @@ def _from_file(
         if name is None:
             backbone = dinov3_weights(backbone, path)
             name = dinov3_architecture(backbone.weights)
+            depths, _ = _depths_and_width(backbone.weights)
+            config = {**config, "model_args": {"depth": depths[0]} if depths else {}}
         if name is None:
-            raise CheckpointError(f"{path} is no DINOv3 of a published size; use timm:NAME@FILE")
+            raise CheckpointError(f"{path} is no DINOv3 of a published size; {IN_PYTHON}")
         if not backbone.weights:
             # timm would take "no weights" for "none given" and ask the network.
             raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")
@@ -198,6 +205,7 @@ def _with_weights(
     if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
         # Else timm would take positions of equally many patches for those of another grid.
         overlay["input_size"] = (3, *size)
+    _require_depth(name, plan, weights, path)
     shapes = {ours: value for ours, value in plan.state_dict().items() if ours in weights}
     if wrong := {o: value for o, value in shapes.items() if weights[o].shape != value.shape}:
         raise CheckpointError(_mismatch(path, name, weights, wrong))
@@ -250,9 +258,10 @@ def _create(
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
     except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
         pass_on_memory(error)
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
         file = path or "its random weights"
-        raise CheckpointError(f"timm:{name} does not fit {file}: {reason}") from error
+        way = f"take timm's name of another architecture, or {IN_PYTHON}"
+        raise CheckpointError(f"timm:{name} does not fit {file}: {reason}; {way}") from error
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     channels = next((convolution.in_channels for convolution in convolutions), 3)
     if channels != 3:
@@ -397,6 +406,30 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
         raise CheckpointError(_mismatch(path, name, weights, made))
 
 
+def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
+    """Blocks of each stage, where the names are timm's, and width of the first convolution."""
+    found = (re.match(r"((?:(?:layers|stages)\.\d+\.)?blocks\.)(\d+)\.\D", n) for n in weights)
+    blocks = sorted({(one[1], one[2]) for one in found if one})
+    width = next((len(value) for value in weights.values() if value.ndim == 4), 0)
+    return list(Counter(stage for stage, _ in blocks).values()), width
+
+
+def _require_depth(name: str, plan: Supported, weights: Weights, path: Path) -> None:
+    depths, width = _depths_and_width(weights)
+    expected, own_width = _depths_and_width(plan.state_dict())
+    if depths == expected or len(depths) != len(expected) or width != own_width:
+        return
+    different = f'"depths": {depths}' if len(depths) > 1 else f'"depth": {depths[0]}'
+    way = with_model_args(path, different, name)
+    # The ViT of this suite has any depth.
+    plain = VisionTransformer(depth=1, num_classes=0).state_dict().keys()
+    if plain == {re.sub(r"^blocks\.\d+", "blocks.0", key) for key in weights}:
+        way += f", or type mean=0.5,std=0.5:{path}"
+    raise CheckpointError(
+        f"{path} has {sum(depths)} blocks of width {width}, timm:{name} {sum(expected)}; {way}"
+    )
+
+
 def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> str:
     shown = "; ".join(
         f"{ours} is {shape_text(weights[ours]) if ours in weights else 'of no such name'}, "
@@ -404,13 +437,10 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> str:
         for ours, value in list(wrong.items())[:3]
     )
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    rows = (
-        ", or say img_size=[HEIGHT, WIDTH] among model_args of a config.json beside it and type "
-        "local-dir:FOLDER"
-    )
+    different = '"img_size": [HEIGHT, WIDTH]' if _POSITIONS in wrong else "..."
     return (
         f"timm:{name} does not fit {path}: {shown}{more}, and nothing is resized; take timm's "
-        f"name of the file's architecture{rows if _POSITIONS in wrong else ''}"
+        f"name of the file's architecture, or {with_model_args(path, different, name)}"
     )
 
 

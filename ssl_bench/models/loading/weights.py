@@ -4,8 +4,9 @@ import argparse
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,20 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.system.files import open_regular, read_digests, sha256_of
 from ssl_bench.system.memory import pass_on_memory
 
+IN_PYTHON = "name a function that loads it in Python, FILE.py:NAME (docs/python.md)"
+
 _SMALL_FILE = 2**20
 # Of numbers in a config.json.
 _LARGEST = 1e9
 # Not those of 8 bits: the factors that they are stored with stand elsewhere.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
+# Other zips than torch.save writes: by a name in them, what they are and what gives their weights.
+_ARCHIVES = (
+    (r".*/code/.*", "a TorchScript module", "torch.jit.load({!r}).state_dict()"),
+    (r".*/archive_format", "a torch.export program", "torch.export.load({!r}).state_dict"),
+    (r".*\.npy", "NumPy arrays", "{{n: torch.tensor(v) for n, v in numpy.load({!r}).items()}}"),
+)
 _NUMPY_SCALAR = np.float64(0).__reduce__()[0]
 # Plain data that official DINO checkpoints hold beside the weights. None of them runs code.
 _HARMLESS: list[Any] = [
@@ -186,17 +195,33 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
         fitting = len(wanted) - len(wrong["missing"]) - len(wrong["of another shape"])
         raise CheckpointError(
             f"{path} does not fit the encoder: {fitting}/{len(wanted)} keys fit; "
-            f"{'; '.join(faults)}; for another architecture use timm:NAME@{path.name}"
+            f"{'; '.join(faults)}; for another architecture use timm:NAME@{path}"
         )
     model.load_state_dict(dict(weights))
 
 
 def _no_weights(path: Path, reason: str) -> str:
+    with suppress(Exception), zipfile.ZipFile(path) as archive:
+        for pattern, what, weights in _ARCHIVES:
+            if any(re.fullmatch(pattern, name) for name in archive.namelist()):
+                return (
+                    f"{path} holds {what}, expected names and tensors; save them: "
+                    f"torch.save({weights.format(str(path))}, 'weights.pth')"
+                )
     with path.open("rb") as file:
         begins = file.read(64)
     if begins and begins.isascii() and b"\0" not in begins:
         reason = "it begins as a text does"
     return f"{path} is no weights file, or a damaged one ({reason}); copy or download it again"
+
+
+def with_model_args(path: Path, different: str, name: str = "NAME") -> str:
+    """What to do with a model that timm made with arguments of one's own."""
+    file = "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
+    return (
+        f'put it as {file} into a folder with a config.json, {{"architecture": '
+        f'"{name}", "model_args": {{{different}}}}}, and type local-dir:FOLDER'
+    )
 
 
 def shape_text(tensor: Tensor) -> str:
