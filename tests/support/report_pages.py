@@ -29,7 +29,9 @@ def browsed_report(root: Path) -> Path:
         ):
             save(store, record, np.arange(12) < hits)
             right = random.integers(0, 9, (4, 1, 2))
-            pixels = counts(*np.concatenate([right, right + [2, 1], right + [1, 2]], 1))
+            pixels = counts(
+                *np.concatenate([right, np.add(right, [2, 1]), np.add(right, [1, 2])], 1)
+            )
             names = {"task": "segmentation", "dataset": "scenes", "metric": "miou_oracle"}
             save(store, replace(record, **names, details={"iou_by_class": {NAME: 50.0}}), pixels)
             draw(root, record)
