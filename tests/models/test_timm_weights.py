@@ -16,6 +16,7 @@ from ssl_bench.models import load_encoder
 from tests.support.foreign_weights import folder_of, message_of, saved, timm_model
 
 NAME = "vit_tiny_patch16_224"
+DINO_NAME = "vit_small_patch16_224.dino"
 
 
 @cache
@@ -98,6 +99,7 @@ def advised_config(line: str) -> dict[str, Any]:
     ("name", "changes", "said"),
     [
         (NAME, {"depth": 2}, "has 2 blocks of width 192, timm:vit_tiny_patch16_224 12; put"),
+        (DINO_NAME, {"depth": 2}, f"has 2 blocks of width 384, timm:{DINO_NAME} 12; put"),
         (NAME, {"depth": 2, "reg_tokens": 4}, "has 2 blocks of width 192, timm:vit_tiny_"),
         (ATTO, {"depths": (1, 1, 2, 1)}, "has 5 blocks of width 40, timm:convnext_atto 12; put"),
     ],
@@ -114,8 +116,12 @@ def test_a_file_of_another_depth_is_told_what_loads_it(tmp_path, name, changes, 
     encoder = load_encoder(folder_of(tmp_path / "f", weights, config))
     assert encoder.depth == int(line.partition("has ")[2].split()[0])
     bare = re.search(r"or type (mean=\S+)", line)
-    assert bool(bare) == ("reg_token" not in weights and name == NAME)
-    assert bare is None or load_encoder(bare[1]).depth == 2
+    assert bool(bare) == ("reg_token" not in weights and name != ATTO)
+    if bare:
+        told = load_encoder(bare[1])
+        usual: Any = timm.get_pretrained_cfg(name)
+        assert told.depth == 2
+        assert (told.mean, told.std) == (usual.mean, usual.std)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def file_of(uri: str) -> Path:
 def name_of(path: Path) -> str:
     """The run's name for its last encoder, with @EPOCH for one it kept; else the file's own.
 
-    Behind that of its folder where half of all files are called so.
+    Of a name that every run gives its files, such as `checkpoint`, with the folder before it.
     """
     epoch, folder = kept_epoch(path), real(path).parent.name
     if path.name == LAST:

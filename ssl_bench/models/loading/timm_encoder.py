@@ -424,7 +424,9 @@ def _require_depth(name: str, plan: Supported, weights: Weights, path: Path) -> 
     # The ViT of this suite has any depth.
     plain = VisionTransformer(depth=1, num_classes=0).state_dict().keys()
     if plain == {re.sub(r"^blocks\.\d+", "blocks.0", key) for key in weights}:
-        way += f", or type mean=0.5,std=0.5:{path}"
+        known: Any = plan.pretrained_cfg
+        mean, std = ("/".join(f"{one:g}" for one in known[key]) for key in ("mean", "std"))
+        way += f", or type mean={mean},std={std}:{path}"
     raise CheckpointError(
         f"{path} has {sum(depths)} blocks of width {width}, timm:{name} {sum(expected)}; {way}"
     )
