@@ -9,11 +9,18 @@ class SslBenchError(Exception):
     """Base of everything the command line reports in one line instead of a traceback.
 
     Attributes:
+        hint: The words to type instead, where the message recommends some: flags, keys with their
+            values, or a whole command that begins with "ssl-bench". "{name}" stands for what only
+            the user knows.
         is_shared: All processes of a run end with it, so that the first alone says it.
     """
 
     exit_code = 1
     is_shared = False
+
+    def __init__(self, message: str = "", *, hint: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.hint = tuple(hint)
 
 
 class ConfigurationError(SslBenchError, ValueError):
@@ -35,8 +42,8 @@ class UnreadableImage(DataError):
         remedy: What reads files of this kind, which is whole and named HEIC, for example.
     """
 
-    def __init__(self, message: str, remedy: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, remedy: str = "", *, hint: Sequence[str] = ()) -> None:
+        super().__init__(message, hint=hint)
         self.remedy = remedy
 
 
