@@ -8,7 +8,7 @@ READY := .venv/.ready
 # computes with one thread: two that take all cores wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test quick-tests test-all all-tests test-device gpu-report coverage lint check-evidence wheel-check constraints audit clean
+.PHONY: quickstart test quick-tests test-all all-tests test-device mutants gpu-report coverage lint check-evidence wheel-check constraints audit clean
 
 quickstart: $(READY)
 	$(BIN)/ssl-bench quickstart
@@ -26,6 +26,10 @@ all-tests: $(READY)
 # What needs a GPU, on one that exists in Python alone; patches torch, so in processes of its own.
 test-device: $(READY)
 	$(PYTEST) -p tests.support.simulated_cuda.plugin -m gpu --durations=8
+
+# An hour on one core; touches no file of the checkout. JOBS=N plants N faults at a time.
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1)
 
 # On a machine with a GPU, in nine minutes: what it makes of this suite, as results/devices.
 gpu-report: $(READY)
