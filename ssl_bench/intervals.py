@@ -5,7 +5,7 @@ results/tables/intervals.md.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +22,10 @@ FEW_IMAGES = 60
 """Below it the intervals of mean IoU may hold the truth in less than 90 % of all cases."""
 
 _TAIL = 0.025
+
+SIGNIFICANT = 2 * _TAIL
+"""Below it the p of a difference goes with a 95 % interval that leaves out 0."""
+
 _DRAWS, _DRAWS_AT_ONCE = 1000, 50
 # Scores are percent; what images change less is rounding.
 _NO_CHANGE = 1e-9
@@ -40,6 +44,13 @@ class Estimate(Protocol):
 
     def difference_ci95(self, first: Any) -> Interval | None:
         """Of this score minus another one of the same kind and images."""
+        ...
+
+    def difference_p(self, first: Any) -> float:
+        """Return the two-sided p that belongs to `difference_ci95`; NaN if the images do not tell.
+
+        It is the smallest share for which the interval that misses as often leaves out 0.
+        """
         ...
 
 
@@ -73,12 +84,22 @@ class Share:
         """
         from scipy.special import ndtri
 
+        difference, error = self._difference(first)
+        center, margin = 100.0 * difference, -100.0 * float(ndtri(_TAIL) * error)
+        return max(center - margin, -100.0), min(center + margin, 100.0)
+
+    def difference_p(self, first: "Share") -> float:
+        from scipy.special import ndtr
+
+        difference, error = self._difference(first)
+        return 2 * float(ndtr(-abs(difference) / error))
+
+    def _difference(self, first: "Share") -> tuple[float, float]:
+        """Return the share gained minus the one lost, and its standard error."""
         total = len(self.hits) + 2
         gained = (int((self.hits & ~first.hits).sum()) + 1) / total
         lost = (int((~self.hits & first.hits).sum()) + 1) / total
-        error = np.sqrt((gained + lost - (gained - lost) ** 2) / total)
-        center, margin = 100.0 * (gained - lost), -100.0 * float(ndtri(_TAIL) * error)
-        return max(center - margin, -100.0), min(center + margin, 100.0)
+        return gained - lost, np.sqrt((gained + lost - (gained - lost) ** 2) / total)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +132,15 @@ class Jackknife:
 
     def difference_ci95(self, first: "Jackknife") -> Interval | None:
         """Without a correction: most of the bias is that of both scores."""
-        both = Jackknife(self.value - first.value, self.without - first.without)
+        both = self._minus(first)
         return _within(both.value - both.margin, both.value + both.margin, least=-100.0)
+
+    def difference_p(self, first: "Jackknife") -> float:
+        both = self._minus(first)
+        return _p_of_student(both.value, both.margin, len(both.without) - 1)
+
+    def _minus(self, first: "Jackknife") -> "Jackknife":
+        return Jackknife(self.value - first.value, self.without - first.without)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,8 +199,15 @@ class Bootstrap:
         return float(low), float(high)
 
     def difference_ci95(self, first: "Bootstrap") -> Interval | None:
-        both = Bootstrap(self.value - first.value, self.drawn - first.drawn, self.num_images)
+        both = self._minus(first)
         return _within(both.value - both.margin, both.value + both.margin, least=-100.0)
+
+    def difference_p(self, first: "Bootstrap") -> float:
+        both = self._minus(first)
+        return _p_of_student(both.value, both.margin, both.num_images - 1)
+
+    def _minus(self, first: "Bootstrap") -> "Bootstrap":
+        return Bootstrap(self.value - first.value, self.drawn - first.drawn, self.num_images)
 
 
 def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
@@ -238,6 +273,30 @@ def holds(ci95: Interval | None, value: float) -> bool:
         one > other and not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
         for one, other in ascending
     )
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Correct some p for their number; each is significant where its corrected one is.
+
+    NaN stays NaN and does not count: there was no test. An error of the first kind in any of the
+    tests is as rare as it was in one, however they depend on each other.
+
+    Source: Holm, Scandinavian Journal of Statistics 6, 1979.
+    """
+    order = sorted((p, n) for n, p in enumerate(ps) if not math.isnan(p))
+    corrected, least = [math.nan] * len(ps), 0.0
+    for rank, (p, n) in enumerate(order):
+        corrected[n] = least = max(least, min(1.0, (len(order) - rank) * p))
+    return corrected
+
+
+def _p_of_student(value: float, margin: float, others: int) -> float:
+    """Return the two-sided p of a value whose 95 % interval has this margin; NaN without one."""
+    from scipy.special import stdtr, stdtrit
+
+    if math.isnan(margin):
+        return math.nan
+    return 2 * float(stdtr(others, stdtrit(others, _TAIL) * abs(value) / margin))
 
 
 def _within(low: float, high: float, *, least: float) -> Interval | None:

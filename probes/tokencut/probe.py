@@ -46,7 +46,7 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.layers import INNER_FACETS
-from ssl_bench.results import Baseline, encoder_id
+from ssl_bench.results import Baseline, encoder_id, is_degenerate
 from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
 from ssl_bench.system.escaping import printable
 from ssl_bench.system.files import write_atomically
@@ -55,8 +55,6 @@ TOKENS_A_BATCH = 8192
 _DECODERS = 4
 _WAITING_PIXELS = 64_000_000
 """Decoded images that wait for others of their shape, together: 192 MB."""
-# Percent of degenerate graphs above which a block's numbers say nothing.
-_MOST_DEGENERATE = 50.0
 # Percent of the image that the largest object covers.
 _SIZES = {
     "below_10_percent": (0.0, 10.0),
@@ -315,7 +313,7 @@ class TokenCut(Cut, Probe):
             for layer in context.layers:
                 cells = [result.cells[cell_name(layer, facet)] for result in results]
                 share = flags(cells)["degenerate_percent"]
-                if share > _MOST_DEGENERATE:
+                if is_degenerate(share):
                     shares[layer] = share
             if shares:
                 ends = dict.fromkeys(f"{end(shares.values()):.0f}" for end in (min, max))

@@ -20,7 +20,7 @@ from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
-from ssl_bench.system.device import source_commit
+from ssl_bench.system.commit import source_commit
 from ssl_bench.system.escaping import json_text, one_line, printable_lines
 from ssl_bench.system.launch import usable_cores
 from ssl_bench.system.paths import real

@@ -72,7 +72,7 @@ class PanelPair(NamedTuple):
     Attributes:
         rows: First minus second block by block.
         summary: Best blocks on the scored images, then those that held-out images choose; none
-            where more is not better.
+            where no block may be best.
         layers: The best block of each side.
         images: Those whose mean IoUs at these blocks differ most: name, both, difference.
         tally: Of images that are right or wrong: both, only the first, only the second, neither.
@@ -135,13 +135,9 @@ def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
 
     best = (first.scored.best, second.scored.best)
     sides = (first.curve.per_image[best[0]], second.curve.per_image[best[1]])
-    tally = None
-    # Floats are percentages, which have no right and wrong, as has what is not ranked.
-    if (
-        first.scored.is_ranked
-        and sides[0].ndim == 1
-        and "f" not in (side.dtype.kind for side in sides)
-    ):
+    have_best, tally = first.scored.has_best and second.scored.has_best, None
+    # Floats are percentages, which have no right and wrong.
+    if have_best and sides[0].ndim == 1 and "f" not in (side.dtype.kind for side in sides):
         one, other = (side.astype(bool) for side in sides)
         right = (one & other, one & ~other, ~one & other, ~one & ~other)
         tally = [int(some.sum()) for some in right]
@@ -150,7 +146,7 @@ def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
         rows=list(map(row, block_by_block(first.scored, second.scored))),
         summary=list(map(row, best_blocks(first.scored, second.scored))),
         layers=best,
-        images=_images(panel.metric, first.names, sides),
+        images=_images(panel.metric, first.names, sides) if have_best else [],
         tally=tally,
     )
 

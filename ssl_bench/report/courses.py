@@ -40,11 +40,9 @@ class Course:
 
     @property
     def highest(self) -> float:
-        """The highest value at any block and epoch; below all others where more is not better."""
-        if not self.table.record.is_ranked:
-            return -math.inf
-        values = [entry.value for entry in self.table.entries.values()]
-        return max((value for value in values if value == value), default=-math.inf)
+        """The highest value at any block and epoch; below all others if none may be best."""
+        entries = self.table.entries.values()
+        return max((one.value for one in entries if one.may_be_best), default=-math.inf)
 
     def at(self, row: Row, block: str) -> Entry | None:
         """The score of a column."""

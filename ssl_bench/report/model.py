@@ -22,6 +22,7 @@ from ssl_bench.tables.entries import (
     baselines,
     chosen_metric,
     comparable_groups,
+    dagger_meaning,
     differing_settings,
     footnote,
     mean_entries,
@@ -151,8 +152,6 @@ FIRST_TASKS = ("segmentation", "tokencut")
 _UNLABELLED = frozenset({"pca", "conditioning", "geometry", "warps", "degenerate"})
 """Tasks, protocols and metrics that take photographs as they are."""
 
-_DOUBTFUL_PERCENT = 50.0
-
 MOST_DRAWN = 24
 """Curves of checkpoints, or drawings of runs, in a panel; with more nobody tells them apart."""
 
@@ -166,25 +165,29 @@ class Line:
 
     @cached_property
     def best(self) -> Entry | None:
-        """The highest point; None when no block has a value or more is not better."""
-        ranked = [p for p in self.points if p.records[0].is_ranked and not math.isnan(p.value)]
-        return max(ranked, key=lambda point: point.value, default=None)
+        """The highest point; None when no block may be best, see `Entry.may_be_best`."""
+        candidates = [point for point in self.points if point.may_be_best]
+        return max(candidates, key=lambda point: point.value, default=None)
 
     @cached_property
     def bests(self) -> tuple[Entry, ...]:
         """All points as high as the best one; none where all of several are."""
         if self.best is None:
             return ()
-        found = tuple(point for point in self.points if point.value == self.best.value)
-        return found if len(found) < len(self.points) or len(found) == 1 else ()
+        found = tuple(point for point in self._sound if point.value == self.best.value)
+        return found if len(found) < len(self._sound) or len(found) == 1 else ()
 
     @property
     def said_best(self) -> str:
         """Such as "block 3", "blocks 0, 4", or that no block stands out."""
-        if self.best is not None and not self.bests:
-            return f"all {len(self.points)} alike"
+        if not self.bests and self.best is not None:
+            return f"all {len(self._sound)} alike"
         shown = [point.layer for point in self.bests or self.points[-1:]]
         return f"block{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown))}"
+
+    @property
+    def _sound(self) -> tuple[Entry, ...]:
+        return tuple(point for point in self.points if not point.is_degenerate)
 
     @property
     def last(self) -> Entry:
@@ -238,7 +241,9 @@ class Panel:
 
     @property
     def is_ranked(self) -> bool:
-        return any(line.best for line in self.lines)
+        """Whether more is better, and some block has a value."""
+        has_value = any(not math.isnan(point.value) for point in self.points)
+        return has_value and self.record.is_ranked
 
     @property
     def has_labels(self) -> bool:
@@ -272,8 +277,9 @@ class Panel:
         return tuple(sorted({point.layer for point in self.points}))
 
     @cached_property
-    def has_arbitrary(self) -> bool:
-        return any(point.arbitrary for point in self.points)
+    def dagger_meaning(self) -> str:
+        """What a dagger beside its numbers means; empty if there is none."""
+        return dagger_meaning(point.arbitrary for point in self.points)
 
     @cached_property
     def baselines(self) -> tuple[tuple[str, float], ...]:
@@ -291,7 +297,7 @@ class Panel:
         return f"not above {' and '.join(found)}" if found else ""
 
     def shown(self, checkpoint: Checkpoint) -> Entry | None:
-        """The best point of a checkpoint, or where more is not better that of its last block."""
+        """The best point of a checkpoint, or that of its last block if none may be best."""
         line = self.line(checkpoint)
         return (line.best or line.last) if line else None
 
@@ -351,10 +357,9 @@ def _facts(record: Record, differing: Sequence[str]) -> dict[str, str]:
 
 
 def spot_of(point: Entry, x: int | float, where: str) -> Spot:
-    """A score in a drawing, a cross where most images have an arbitrary box."""
-    doubtful = (point.arbitrary or 0.0) >= _DOUBTFUL_PERCENT
+    """A score in a drawing, a cross where it is degenerate."""
     hint = f"{where}: {point.text()}"
-    return Spot(x, point.value, point.low, point.high, hint, doubtful)
+    return Spot(x, point.value, point.low, point.high, hint, point.is_degenerate)
 
 
 def said_baselines(records: Sequence[Record]) -> tuple[tuple[str, float], ...]:

@@ -22,7 +22,7 @@ from ssl_bench.report.model import (
     spot_of,
 )
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.comparison import difference
+from ssl_bench.tables.comparison import at_block, difference
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -72,8 +72,6 @@ _PLAIN = ("metric", "on", "facet")
 _IN_HEADS = ("on", "facet", "protocol")
 # For programs; the page of the checkpoint has it.
 _NO_COLUMN = ("modules sha256", "position margin")
-# Percent of degenerate graphs above which the numbers of a block say nothing.
-_MOST_ARBITRARY = 50.0
 
 _NUMBERS = (
     "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
@@ -227,10 +225,11 @@ def profiles_of(
             told = told_apart(store, panel, line, paired=paired)
             protocol = f", {panel.protocol}," if len(protocols[task, where]) > 1 else ""
             answers.append(f"{task}{protocol} on {panel.dataset}: {answer(panel, line, told)}")
-            if sum(not math.isnan(point.value) for point in line.points) < FEWEST_RANKED:
+            ranked = [one for one in line.points if not one.is_degenerate]
+            if sum(not math.isnan(point.value) for point in ranked) < FEWEST_RANKED:
                 continue
             style = checkpoint.style if panel.is_ranked else _UNRANKED
-            spots = [spot_of(one, one.layer, f"block {one.layer}") for one in line.points]
+            spots = [spot_of(one, one.layer, f"block {one.layer}") for one in ranked]
             about = f"{panel.metric}\n{panel.dataset}"
             questions.append(Curve(task, style, checkpoint.number, spots, about))
             has_unranked |= not panel.is_ranked
@@ -255,21 +254,22 @@ def _left_out(record: Record) -> str:
 def told_apart(store: ResultStore, panel: Panel, line: Line, *, paired: bool) -> set[int] | None:
     """Blocks that are lower than the best one: by pairs of images, or else by their intervals.
 
-    Of several seeds the lowest is paired. None where there are neither.
+    Degenerate blocks are not among them. Of several seeds the lowest is paired. None where there
+    are neither.
     """
     best = line.best
     if best is None:
         return None
     side = side_of(store, panel, line.checkpoint) if paired else None
     if side is not None and best.layer in side.scored.blocks:
-        blocks = side.scored.blocks
+        highest = at_block(side.scored, best.layer)
         return {
             layer
-            for layer, estimate in blocks.items()
-            if difference("", blocks[best.layer], estimate, ((), ())).is_clear
+            for layer in side.scored.blocks
+            if difference("", highest, at_block(side.scored, layer)).is_clear
         }
     low = best.low
-    ends = {point.layer: point.high for point in line.points}
+    ends = {point.layer: point.high for point in line.points if not point.is_degenerate}
     if low is None or any(high is None for high in ends.values()):
         return None
     return {layer for layer, high in ends.items() if high is not None and high < low}
@@ -298,20 +298,25 @@ def answer(panel: Panel, line: Line, told: set[int] | None) -> str:
             f"{metric} from {low.parts[0]} at block {low.layer} to {high.parts[0]} at block "
             f"{high.layer} {of}, where more is not better"
         )
+    candidates = [point for point in known if point.may_be_best]
+    degenerate = [point.layer for point in known if point.is_degenerate]
+    arbitrary = "rounding, not the image, decides most answers"
+    if not candidates:
+        return f"no block is best: {arbitrary} at {_blocks(degenerate)} (degenerate)"
     if len(known) == 1:
         best = known[0]
         text = f"{metric} {best.parts[0]} at block {best.layer}, the only one with a value"
     elif not line.bests:
-        best = known[0]
-        text = f"all {_count(len(known))} blocks are alike, {metric} {best.parts[0]}"
+        best = candidates[0]
+        text = f"all {_count(len(candidates))} blocks are alike, {metric} {best.parts[0]}"
     else:
         best, layers = line.bests[0], [point.layer for point in line.bests]
-        others = len(known) - len(layers)
+        others = len(candidates) - len(layers)
         where, number = _blocks(layers), panel.record.num_images
         it = "it" if len(layers) == 1 else "them"
         untold = None if told is None else others - len(told)
         text = f"best at {where}, {metric} {best.parts[0]}"
-        if untold == others:
+        if untold == others > 0:
             which = (
                 f"none of the other {_count(others)}" if others > 1 else "not even the other one"
             )
@@ -319,7 +324,7 @@ def answer(panel: Panel, line: Line, told: set[int] | None) -> str:
                 f"no block stands out; {metric} is highest at {where}, {best.parts[0]}, but "
                 f"{which} can be told from {it} on {number} images"
             )
-        elif untold == 0:
+        elif untold == 0 < others:
             which = "the other is" if others == 1 else "all others are"
             text += f"; {which} lower on the same {number} images"
         elif untold:
@@ -327,12 +332,9 @@ def answer(panel: Panel, line: Line, told: set[int] | None) -> str:
             text += f"{it} on {number} images"
     unbeaten = panel.unbeaten(best)
     text += f"; that is {unbeaten}" if unbeaten else ""
-    arbitrary = [point.layer for point in known if (point.arbitrary or 0) > _MOST_ARBITRARY]
-    return text + (
-        f"; rounding, not the image, decides most answers at {_blocks(arbitrary)} (degenerate)"
-        if arbitrary
-        else ""
-    )
+    if degenerate:
+        text += f"; left out: {_blocks(degenerate)}, where {arbitrary} (degenerate)"
+    return text
 
 
 def _metric(name: str) -> str:

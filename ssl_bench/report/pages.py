@@ -56,7 +56,8 @@ from ssl_bench.report.pictures import (
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.system.paths import image_digits, image_name
-from ssl_bench.tables.entries import footnote, sizes_note
+from ssl_bench.tables.comparison import difference_marks
+from ssl_bench.tables.entries import dagger_meaning, footnote, sizes_note
 from ssl_bench.tables.published import PublishedValue, published_beside
 from ssl_bench.tables.severities import SeverityTable
 
@@ -165,7 +166,7 @@ def index_page(report: Report) -> Page:
         # Whether there is more to read than to look at.
         "has_labels": any(panel.has_labels for panel in panels),
         "has_skipless": any(checkpoint.skipless for checkpoint in report.checkpoints),
-        "has_arbitrary": any(panel.has_arbitrary for panel in panels),
+        "dagger": dagger_meaning(point.arbitrary for panel in panels for point in panel.points),
         "filters": _filters(panels),
         "sections": [
             {
@@ -274,7 +275,7 @@ def checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         "properties": block_groups([one for one in lines if one[0].task not in ranked]),
         "units": said_units([panel for panel, _ in lines]),
         "reasons": said_reasons(points),
-        "has_arbitrary": any(point.arbitrary for point in points),
+        "dagger": dagger_meaning(point.arbitrary for point in points),
         "has_one_seed_of_several": several and bool(outcomes or extremes or classes),
         "outcomes": outcomes,
         "extremes": extremes,
@@ -366,7 +367,7 @@ def pair_page(report: Report, pair: Pair, compared: Sequence[PanelPair]) -> Page
     for one in sorted(compared, key=lambda one: order.index(one.panel.number)):
         differences = [row.difference for row in one.rows]
         spots = tuple(
-            Spot(int(d.name), d.value, d.low, d.high, f"block {d.name}: {d.text}")
+            Spot(int(d.name), d.value, d.low, d.high, f"block {d.name}: {d.text}", d.is_degenerate)
             for d in differences
             if d.name.isdigit()
         )
@@ -374,7 +375,8 @@ def pair_page(report: Report, pair: Pair, compared: Sequence[PanelPair]) -> Page
         measured = f"difference in {one.panel.metric} (points)"
         chart = draw([curve], measured=measured) if spots else None
         seen = sizes_note([record for row in one.rows for record in (*row.first, *row.second)])
-        views.append({"compared": one, "chart": chart, "seen": seen})
+        marks = difference_marks([differences])
+        views.append({"compared": one, "chart": chart, "seen": seen, "marks": marks})
     sides = [[(first.name, one), (second.name, other)] for one, other in shared]
     return {"pair": pair, "views": views, "galleries": sections_of(sides)}
 
@@ -390,5 +392,4 @@ def epochs_page(followed: Sequence[PanelCourses]) -> Page:
         "blocks": [curve for _, curve in sorted(blocks.items())],
         "filters": _filters(panels),
         "units": said_units(panels),
-        "has_arbitrary": any(panel.has_arbitrary for panel in panels),
     }

@@ -3,6 +3,7 @@
 from ssl_bench.results.record import (
     CORRUPTED,
     ENCODER,
+    MOST_DEGENERATE,
     OUTDATED,
     SUPERVISED,
     TRAINED_ON,
@@ -13,6 +14,7 @@ from ssl_bench.results.record import (
     Record,
     TrainingImages,
     encoder_id,
+    is_degenerate,
     stride_of,
 )
 from ssl_bench.results.store import ResultStore, to_pandas
@@ -20,6 +22,7 @@ from ssl_bench.results.store import ResultStore, to_pandas
 __all__ = [
     "CORRUPTED",
     "ENCODER",
+    "MOST_DEGENERATE",
     "OUTDATED",
     "SUPERVISED",
     "TRAINED_ON",
@@ -31,6 +34,7 @@ __all__ = [
     "ResultStore",
     "TrainingImages",
     "encoder_id",
+    "is_degenerate",
     "stride_of",
     "to_pandas",
 ]

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from ssl_bench.intervals import (
     mean_iou_estimate,
     pixel_accuracy_estimate,
 )
-from ssl_bench.results.record import PerImage, Record
+from ssl_bench.results.record import PerImage, Record, is_degenerate
 from ssl_bench.results.store import ResultStore
 from ssl_bench.scores import (
     OBJECT_SCORES,
@@ -125,11 +125,20 @@ class ImageCurve:
     Attributes:
         per_image: By block.
         is_ranked: Whether more is better, see `Record.is_ranked`.
+        degenerate: Percent of degenerate images by block, where it is known.
     """
 
     metric: str
     per_image: Mapping[int, PerImage]
     is_ranked: bool = True
+    degenerate: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """The blocks that may be best: none if more is not better, and no degenerate one."""
+        if not self.is_ranked:
+            return ()
+        return tuple(n for n in self.per_image if not is_degenerate(self.degenerate.get(n)))
 
     def value(self, per_image: PerImage) -> float:
         """The metric, of some of the images."""
@@ -140,12 +149,14 @@ class ImageCurve:
         return kind_of(self.metric, per_image).estimate(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
-        """The block with the largest value on some of the images."""
-        values = {layer: self.value(counts[images]) for layer, counts in self.per_image.items()}
+        """The candidate with the largest value on some of the images; there must be one."""
+        values = {layer: self.value(self.per_image[layer][images]) for layer in self.candidates}
         return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
 
     def held_out(self) -> tuple[PerImage, list[int]]:
         """Every image as the block sees it that the images of the other folds choose.
+
+        There must be a candidate.
 
         Returns:
             The contributions, and the block that each fold was given.
@@ -168,14 +179,16 @@ class Scored:
 
     Attributes:
         blocks: By layer.
-        is_ranked: Whether more is better; else no block is best, and none is chosen.
-        best: The layer with the largest value; where more is not better the last one.
-        held_out: Of every image as the block sees it that other images choose.
-        layers_held_out: The blocks that were chosen.
+        degenerate: Percent of degenerate images by block, where it is known.
+        has_best: Whether a block may be best, see `ImageCurve.candidates`.
+        best: The candidate with the largest value; the last block if there is no candidate.
+        held_out: Every image as the block sees it that other images choose.
+        layers_held_out: The blocks that were chosen, fold by fold.
     """
 
     blocks: Mapping[int, Estimate]
-    is_ranked: bool
+    degenerate: Mapping[int, float]
+    has_best: bool
     best: int
     held_out: Estimate
     layers_held_out: tuple[int, ...]
@@ -184,18 +197,26 @@ class Scored:
     def of(cls, curve: ImageCurve) -> "Scored":
         """Of at least one block, all of the same images."""
         blocks = {layer: curve.estimate(some) for layer, some in curve.per_image.items()}
-        if not curve.is_ranked:
+        if not curve.candidates:
             last = max(blocks)
-            return cls(blocks, False, last, blocks[last], (last,))
+            return cls(blocks, curve.degenerate, False, last, blocks[last], (last,))
         mixed, layers = curve.held_out()
         return cls(
             blocks=blocks,
-            is_ranked=True,
+            degenerate=curve.degenerate,
+            has_best=True,
             best=curve.best_layer(),
             # A block that all folds choose is that block, and no different from itself.
             held_out=blocks[layers[0]] if len(set(layers)) == 1 else curve.estimate(mixed),
-            layers_held_out=tuple(sorted(set(layers))),
+            layers_held_out=tuple(layers),
         )
+
+    @property
+    def degenerate_held_out(self) -> float | None:
+        """Percent of degenerate images behind `held_out`."""
+        # Folds are of equal size, so a block counts as often as it was chosen.
+        chosen = [self.degenerate[n] for n in self.layers_held_out if n in self.degenerate]
+        return sum(chosen) / len(chosen) if chosen else None
 
 
 def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
@@ -213,4 +234,6 @@ def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
             store.damaged.append(store.per_image_path(record))
     if not records:
         return ImageCurve("", {})
-    return ImageCurve(records[0].metric, kept, records[0].is_ranked)
+    shares = {record.layer: record.degenerate_percent for record in records}
+    known = {layer: share for layer, share in shares.items() if share is not None}
+    return ImageCurve(records[0].metric, kept, records[0].is_ranked, known)

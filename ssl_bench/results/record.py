@@ -35,6 +35,10 @@ stand side by side (images x draws)."""
 UNRANKED_METRICS = frozenset({"explained_variance", "outlier_share", "degenerate"})
 """In percent, and yet more is not better."""
 
+MOST_DEGENERATE = 50.0
+"""Percent of degenerate images above which a value says nothing: it is never best, see
+`is_degenerate`."""
+
 SUPERVISED = "supervised"
 """Task of the record that a supervised run leaves of itself; no probe asks for it."""
 
@@ -104,6 +108,15 @@ class Baseline:
         return None if told is None else cls(**told)
 
     @classmethod
+    def best(cls, values: Mapping[str, float]) -> "Baseline":
+        """Return the best of some constant answers, by answer the score; of equals the first.
+
+        A score that is not a number is never better than another one.
+        """
+        answer = max(values, key=lambda one: -math.inf if math.isnan(values[one]) else values[one])
+        return cls(answer, values[answer])
+
+    @classmethod
     def most_frequent(cls, counts: Sequence[int], top: int) -> "Baseline":
         """Naming the classes that most of the scored images are of, the same ones for each.
 
@@ -113,6 +126,11 @@ class Baseline:
         """
         share = 100.0 * sum(sorted(counts, reverse=True)[:top]) / sum(counts)
         return cls("most frequent class" if top == 1 else f"{top} most frequent classes", share)
+
+
+def is_degenerate(percent: float | None) -> bool:
+    """Return whether so many images are degenerate that a value cannot be best."""
+    return percent is not None and percent > MOST_DEGENERATE
 
 
 def stride_of(architecture: Mapping[str, Any], layer: int) -> int | None:
@@ -221,6 +239,11 @@ class Record:
     def is_ranked(self) -> bool:
         """Whether more is better; of a plain number nobody knows."""
         return self.unit == "%" and self.metric not in UNRANKED_METRICS
+
+    @property
+    def degenerate_percent(self) -> float | None:
+        """Percent of the images whose answer rounding chose; None where that cannot happen."""
+        return self.details.get("degenerate_percent")
 
     @property
     def stride(self) -> int | None:

@@ -2,11 +2,9 @@
 
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError, MachineError
+from ssl_bench.system.commit import source_commit
 from ssl_bench.system.launch import place_of_process
-from ssl_bench.system.paths import PACKAGE
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -211,24 +209,3 @@ def device_name(device: torch.device) -> str:
         tf32 = "on" if torch.backends.cudnn.allow_tf32 else "off"
         return f"cuda: {torch.cuda.get_device_name(device)}, TF32 {tf32}"
     return f"{device.type}: {platform.machine()}, {torch.get_num_threads()} threads"
-
-
-@cache
-def source_commit() -> str | None:
-    """Commit of the checkout that runs, with "-dirty" for uncommitted changes; None for a wheel."""
-    source = PACKAGE.parent
-    if not (source / ".git").exists():
-        return None
-
-    def git(*arguments: str) -> str:
-        words = ["git", "-C", str(source), *arguments]
-        return subprocess.run(
-            words, capture_output=True, check=True, text=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit + ("-dirty" if changed else "")

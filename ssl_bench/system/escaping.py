@@ -25,6 +25,7 @@ _LATEX = {
     "∞": r"$\infty$",
     "†": r"$\dagger$",
     "‡": r"$\ddagger$",
+    "§": r"\S{}",
 }
 # A bar of a table, tags, code, emphasis, attribute lists and mathematics; underscores at the edge
 # of a word, brackets before an address, and addresses that become links by themselves.

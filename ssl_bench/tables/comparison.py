@@ -4,14 +4,22 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ssl_bench.errors import DataError
-from ssl_bench.intervals import Estimate
-from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
+from ssl_bench.intervals import SIGNIFICANT, Estimate, holm
+from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore, is_degenerate
 from ssl_bench.results.contributions import Scored, stored_curve
 from ssl_bench.tables.depth import by_run, epoch_of, require_one_encoder_an_epoch
-from ssl_bench.tables.entries import comparable_groups, differences, sizes_note, title, trusted_note
+from ssl_bench.tables.entries import (
+    comparable_groups,
+    dagger,
+    dagger_meaning,
+    differences,
+    sizes_note,
+    title,
+    trusted_note,
+)
 from ssl_bench.tables.layer_selection import mixed_notes
 from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
@@ -29,6 +37,9 @@ class Difference:
         low: Of the 95 % interval, NaN where the images do not tell.
         high: As `low`.
         layers: The blocks behind both sides.
+        degenerate: Percent of degenerate images on both sides, where it is known.
+        p: Two-sided, of the same test as the interval; NaN where there is none.
+        p_holm: The same after Holm's correction over the blocks; NaN for what is no single block.
     """
 
     name: str
@@ -37,77 +48,133 @@ class Difference:
     low: float
     high: float
     layers: Layers
+    degenerate: tuple[float | None, float | None] = (None, None)
+    p: float = math.nan
+    p_holm: float = math.nan
 
     @property
     def value(self) -> float:
         return self.first - self.second
 
     @property
-    def is_clear(self) -> bool:
-        """Whether the interval leaves out 0."""
+    def leaves_out_0(self) -> bool:
+        """Whether the interval does."""
         return self.low > 0 or self.high < 0
 
     @property
+    def is_degenerate(self) -> bool:
+        """Whether rounding, not the images, decides most answers of a side."""
+        return any(map(is_degenerate, self.degenerate))
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out 0 and neither side is degenerate."""
+        return self.leaves_out_0 and not self.is_degenerate
+
+    @property
+    def is_clear_among_blocks(self) -> bool:
+        """Whether it is clear after Holm's correction over the blocks too."""
+        return self.is_clear and self.p_holm < SIGNIFICANT
+
+    @property
     def first_text(self) -> str:
-        """The value of the first; a dash where it has none."""
-        return _shown(self.first, ".1f")
+        """The value of the first with its dagger; a dash where it has none."""
+        return _shown(self.first, ".1f") + dagger(self.degenerate[0])
 
     @property
     def second_text(self) -> str:
-        return _shown(self.second, ".1f")
+        return _shown(self.second, ".1f") + dagger(self.degenerate[1])
 
     @property
     def text(self) -> str:
-        """Such as "+2.5 [-1.0, +6.0]"; a dash where one side has no value."""
+        """Such as "+2.5 [+1.0, +4.0] §"; a dash where one side has no value."""
         if math.isnan(self.value) or math.isnan(self.low + self.high):
             return _shown(self.value, "+z.1f")
-        return f"{self.value:+z.1f} [{self.low:+z.1f}, {self.high:+z.1f}]"
+        sign = " §" if self.is_clear_among_blocks else ""
+        return f"{self.value:+z.1f} [{self.low:+z.1f}, {self.high:+z.1f}]{sign}"
 
     def as_json(self) -> dict[str, Any]:
         """Its numbers, null where they are none."""
         values = {"first": self.first, "second": self.second, "difference": self.value}
-        values |= {"low": self.low, "high": self.high}
+        values |= {"low": self.low, "high": self.high, "p": self.p, "p_holm": self.p_holm}
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
-        return {**finite, "interval_leaves_out_0": self.is_clear}
+        first, second = self.degenerate
+        return {
+            **finite,
+            "interval_leaves_out_0": self.leaves_out_0,
+            "significant_after_holm": self.is_clear_among_blocks,
+            "first_degenerate_percent": first,
+            "second_degenerate_percent": second,
+        }
 
 
-def difference(name: str, first: Estimate, second: Estimate, layers: Layers) -> Difference:
-    """Compare two estimates from the same images; nothing is uncertain between one and itself."""
-    interval = None if first is second else first.difference_ci95(second)
+class Side(NamedTuple):
+    """One side of a difference: a score, the blocks behind it, its percent of degenerate images."""
+
+    estimate: Estimate
+    layers: tuple[int, ...]
+    degenerate: float | None = None
+
+
+def at_block(scored: Scored, layer: int) -> Side:
+    """Return the score of one block."""
+    return Side(scored.blocks[layer], (layer,), scored.degenerate.get(layer))
+
+
+def held_out(scored: Scored) -> Side:
+    """Return the score with the blocks that other images choose, all of which took part."""
+    return Side(scored.held_out, tuple(scored.blocks), scored.degenerate_held_out)
+
+
+def difference(name: str, first: Side, second: Side) -> Difference:
+    """Compare two scores of the same images; nothing is uncertain between one and itself."""
+    one, other = first.estimate, second.estimate
+    interval = None if one is other else one.difference_ci95(other)
     low, high = interval or (math.nan, math.nan)
-    return Difference(name, first.value, second.value, low, high, layers)
+    return Difference(
+        name,
+        one.value,
+        other.value,
+        low,
+        high,
+        (first.layers, second.layers),
+        (first.degenerate, second.degenerate),
+        math.nan if interval is None else one.difference_p(other),
+    )
+
+
+def corrected_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
+    """Add Holm's correction to differences of single blocks; degenerate ones are not tested."""
+    ps = holm([math.nan if row.is_degenerate else row.p for row in rows])
+    return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]
 
 
 def block_by_block(first: Scored, second: Scored) -> list[Difference]:
     """The blocks that both have; and the last of each, where these are others."""
-    rows = [
-        difference(str(layer), first.blocks[layer], second.blocks[layer], ((layer,), (layer,)))
-        for layer in sorted(first.blocks.keys() & second.blocks.keys())
-    ]
+    pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
     one, other = max(first.blocks), max(second.blocks)
-    if one == other:
-        return rows
-    last = (first.blocks[one], second.blocks[other], ((one,), (other,)))
-    return [*rows, difference(f"last ({one}, {other})", *last)]
+    if one != other:
+        pairs.append((f"last ({one}, {other})", one, other))
+    return corrected_over_blocks(
+        [difference(name, at_block(first, n), at_block(second, m)) for name, n, m in pairs]
+    )
 
 
 def best_blocks(first: Scored, second: Scored) -> list[Difference]:
     """The best blocks, chosen on the scored images, and the held-out choice.
 
     The best block on the scored images flatters both sides; the held-out one is what somebody
-    gets who must choose a block before seeing the image. None where more is not better.
+    gets who must choose a block before seeing the image. None where no block of a side may be
+    best.
     """
-    if not first.is_ranked:
+    if not (first.has_best and second.has_best):
         return []
     one, other = first.best, second.best
-    best = (first.blocks[one], second.blocks[other], ((one,), (other,)))
     chosen = (_named(first.layers_held_out), _named(second.layers_held_out))
-    # All blocks took part in the choice.
-    every = (tuple(first.blocks), tuple(second.blocks))
     name = f"held-out choice ({chosen[0]}; {chosen[1]})"
     return [
-        difference(f"best ({one}, {other})", *best),
-        difference(name, first.held_out, second.held_out, every),
+        difference(f"best ({one}, {other})", at_block(first, one), at_block(second, other)),
+        difference(name, held_out(first), held_out(second)),
     ]
 
 
@@ -121,18 +188,16 @@ def between_checkpoints(first: Scored, second: Scored) -> list[Difference]:
 def between_blocks(scored: Scored) -> list[Difference]:
     """Every block, and the held-out choice, minus the best block on the scored images.
 
-    Where more is not better, minus the last block, and nothing is chosen.
+    Where no block may be best, minus the last block, and nothing is chosen.
     """
-    best, blocks = scored.blocks[scored.best], sorted(scored.blocks)
-    rows = [
-        difference(str(layer), scored.blocks[layer], best, ((layer,), (scored.best,)))
-        for layer in blocks
-    ]
-    if not scored.is_ranked:
+    best = at_block(scored, scored.best)
+    rows = corrected_over_blocks(
+        [difference(str(n), at_block(scored, n), best) for n in sorted(scored.blocks)]
+    )
+    if not scored.has_best:
         return rows
     name = f"held-out choice ({_named(scored.layers_held_out)})"
-    layers = (tuple(blocks), (scored.best,))
-    return [*rows, difference(name, scored.held_out, best, layers)]
+    return [*rows, difference(name, held_out(scored), best)]
 
 
 @dataclass(frozen=True)
@@ -144,6 +209,7 @@ class Comparison:
         names: Heads of the two columns of values.
         encoders: A record of each that was compared, one or two.
         differing: What sets it apart from others of the same title, see `entries.differences`.
+        without_best: Names of the encoders all of whose blocks are degenerate.
     """
 
     record: Record
@@ -151,6 +217,7 @@ class Comparison:
     names: tuple[str, str]
     encoders: tuple[Record, ...]
     differing: str = ""
+    without_best: tuple[str, ...] = ()
 
     def sheet(self, style: str) -> Sheet:
         """Differences whose interval leaves out 0 are marked."""
@@ -163,6 +230,9 @@ class Comparison:
         ]
         if not record.is_ranked:
             notes.append("more of it is not better: no block is best")
+        if self.without_best:
+            words = " and ".join(self.without_best)
+            notes.append(f"no block of {words} is best: all are degenerate")
         # Such as "held-out choice (9, 11)".
         is_mixed = any(row.name.startswith("held-out") and "," in row.name for row in self.rows)
         notes += mixed_notes([record.metric] if is_mixed else [])
@@ -184,6 +254,7 @@ class Comparison:
                 for row in self.rows
             ),
             notes=tuple(notes),
+            marks=difference_marks([self.rows]),
         )
 
     def csv_rows(self) -> list[dict[str, Any]]:
@@ -217,6 +288,23 @@ class Comparison:
         }
 
 
+def difference_marks(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
+    """Explain the signs in the rows of one table, or of several, each corrected by itself."""
+    rows, marks = list(itertools.chain(*tables)), []
+    tested = [sum(not math.isnan(row.p_holm) for row in table) for table in tables]
+    if most := max(tested, default=0):
+        is_any = any(row.is_clear_among_blocks for row in rows)
+        which = "§: significant" if is_any else "§ (none here): significant"
+        counts = " or ".join(map(str, sorted(set(tested))))
+        blocks = f"{counts} block{'s' if most > 1 else ''}"
+        each = " at each epoch" if len(tables) > 1 else ""
+        marks.append(f"{which} at 5 % after Holm's correction over {blocks}{each}")
+    is_any = any(row.is_degenerate for row in rows)
+    dagger = dagger_meaning(percent for row in rows for percent in row.degenerate)
+    marks.append(f"{dagger}, nor is its difference marked" if is_any else dagger)
+    return tuple(filter(None, marks))
+
+
 def comparisons(
     store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]
 ) -> tuple[list[Comparison], dict[str, str]]:
@@ -239,9 +327,9 @@ def comparisons(
     if len(set(names)) < len(names):
         names = [f"{name} {one[:6]}" for one, name in zip(asked, names, strict=True)]
     found = [
-        (group, rows)
+        (group, sides)
         for group in _paired_groups(records)
-        if (rows := _rows_of(store, group, asked))
+        if (sides := _sides_of(store, group, asked))
     ]
     tasks = {r.task for r in records if r.encoder_id in encoders}
     reasons = {
@@ -257,27 +345,34 @@ def comparisons(
         )
     apart = differences([group[:1] for group, _ in found])
     tables = []
-    for (group, rows), differing in zip(found, apart, strict=True):
+    for (group, sides), differing in zip(found, apart, strict=True):
         of = {record.encoder_id: record for record in group}
-        heads = (names[0], _beside(group[0], names))
-        sides = tuple(of[one] for one in asked)
-        tables.append(Comparison(group[0], tuple(rows), heads, sides, differing))
+        beside = names[1:] or ["best block" if sides[0].has_best else "last block"]
+        lacking = [
+            name
+            for name, side in zip(names, sides, strict=True)
+            if group[0].is_ranked and not side.has_best and len(side.blocks) > 1
+        ]
+        tables.append(
+            Comparison(
+                record=group[0],
+                rows=tuple(_rows_of(sides)),
+                names=(names[0], beside[0]),
+                encoders=tuple(of[one] for one in asked),
+                differing=differing,
+                without_best=tuple(lacking),
+            )
+        )
     return tables, reasons
 
 
-def _beside(record: Record, names: Sequence[str]) -> str:
-    if len(names) == 2:
-        return names[1]
-    return "best block" if record.is_ranked else "last block"
-
-
-def _rows_of(
-    store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
-) -> list[Difference]:
+def _sides_of(store: ResultStore, group: Sequence[Record], encoders: Sequence[str]) -> list[Scored]:
+    """Return one a side; none if the values of single images of a side were not kept."""
     curves = [stored_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
-    if not all(curve.per_image for curve in curves):
-        return []
-    sides = [Scored.of(curve) for curve in curves]
+    return list(map(Scored.of, curves)) if all(curve.per_image for curve in curves) else []
+
+
+def _rows_of(sides: Sequence[Scored]) -> list[Difference]:
     return between_blocks(sides[0]) if len(sides) == 1 else between_checkpoints(*sides)
 
 
@@ -366,6 +461,7 @@ class EpochComparison:
             head=(whole.head[0], "epoch", *whole.head[1:]),
             # Stable: the epochs stay in their order.
             rows=tuple(sorted(rows, key=lambda row: int(row[0].text))),
+            marks=difference_marks([one.rows for one in self.by_epoch.values()]),
         )
 
     def csv_rows(self) -> list[dict[str, Any]]:
@@ -405,7 +501,8 @@ def epoch_comparisons(
         by_epoch = {}
         for epoch in sorted(encoders[0].keys() & encoders[1].keys()):
             pair = tuple(of_epoch[epoch] for of_epoch in encoders)
-            rows = _rows_of(store, group, [record.encoder_id for record in pair])
+            sides = _sides_of(store, group, [record.encoder_id for record in pair])
+            rows = _rows_of(sides) if sides else []
             # Not the best block: it is another one at each epoch.
             if blocks := tuple(row for row in rows if row.name.isdigit()):
                 by_epoch[epoch] = Comparison(pair[0], blocks, runs, pair)

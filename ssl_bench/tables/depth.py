@@ -12,7 +12,7 @@ from ssl_bench.system.paths import in_order
 from ssl_bench.tables.entries import (
     Entry,
     comparable_groups,
-    dagger_note,
+    dagger_meaning,
     differences,
     footnote,
     mean_entries,
@@ -71,21 +71,25 @@ class DepthTable:
         return any(not math.isnan(entry.value) for entry in self.entries.values())
 
     def best_layer(self, model: str) -> Row | None:
-        """The block with the highest value of a model; None when none has one or is better."""
+        """The block with the highest value of a model, if one may be best and they differ."""
         return next(iter(self._ranked(model)), None)
 
     def _ranked(self, model: str) -> list[Row]:
-        """The highest first; none where all are equal."""
+        """Those that may be best, the highest first; none where all are equal."""
         values = {
-            layer: self.entries[layer, model].value
-            for layer in self.layers
-            if (layer, model) in self.entries
-            and not math.isnan(self.entries[layer, model].value)
-            and self.entries[layer, model].records[0].is_ranked
+            layer: entry.value for layer, entry in self._of(model).items() if entry.may_be_best
         }
         if len(values) > 1 and len(set(values.values())) == 1:
             return []
         return sorted(values, key=lambda layer: -values[layer])
+
+    def _of(self, model: str) -> dict[Row, Entry]:
+        """Return the entries of a model by row."""
+        return {
+            layer: self.entries[layer, model]
+            for layer in self.layers
+            if (layer, model) in self.entries
+        }
 
     def sheet(self, style: str) -> Sheet:
         """The best of several blocks are marked, unless all are equal; the second in LaTeX alone.
@@ -102,11 +106,13 @@ class DepthTable:
             )
             for layer in self.layers
         ]
-        note = self.footnote + dagger_note(self.entries.values())
+        note = self.footnote
         if style in SPELT and any(cell.marked for row in rows for cell in row):
             note += "; marked: the highest of a column"
         first = (self.rows, "stride") if strides else (self.rows,)
-        return Sheet(self.title, (*first, *self.models), tuple(rows), (note,))
+        dagger = dagger_meaning(entry.arbitrary for entry in self.entries.values())
+        marks = (dagger,) if dagger else ()
+        return Sheet(self.title, (*first, *self.models), tuple(rows), (note,), marks)
 
     def _strides(self) -> dict[Row, str]:
         """By block, those of all models; nothing where every model has one grid of patches."""
@@ -122,7 +128,8 @@ class DepthTable:
             return Cell("")
         entry, best = self.entries[layer, model], ranked[model]
         heights = sorted({self.entries[one, model].value for one in best}, reverse=True)
-        marked = len(best) > 1 and layer in best and entry.value == heights[0]
+        is_one_of_several = sum(not math.isnan(e.value) for e in self._of(model).values()) > 1
+        marked = is_one_of_several and layer in best and entry.value == heights[0]
         second = style == "latex" and layer in best and heights[1:2] == [entry.value]
         return Cell(entry.text(), marked=marked, second=second)
 

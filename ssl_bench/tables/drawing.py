@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssl_bench.results import MOST_DEGENERATE
 from ssl_bench.system.escaping import in_figure, printable
 from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.entries import baselines
@@ -18,6 +19,8 @@ _PANEL_INCHES = (4.2, 3.4)
 _LINE_INCHES = 0.18
 # Of text as wide as a panel; a key of the legend with its gaps is as wide as nine of them.
 _LETTERS, _KEY_LETTERS = 56, 9
+_HOLLOW: Mapping[str, Any] = {"marker": "o", "markersize": 5, "markerfacecolor": "white"}
+"""Marker of a degenerate value."""
 
 
 def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
@@ -48,6 +51,10 @@ def curves_figure(tables: Sequence[DepthTable]) -> "Figure":
     columns = min(len(tables), _PANELS_A_ROW)
     titles = [_wrapped(table.title) for table in tables]
     names = [_wrapped(model, _LETTERS - _KEY_LETTERS) for model in models]
+    lines = [Line2D([], [], color=colours[model], marker="o") for model in models]
+    if any(entry.is_degenerate for table in tables for entry in table.entries.values()):
+        names.append(f"more than {MOST_DEGENERATE:.0f} % degenerate")
+        lines.append(Line2D([], [], color="0.4", linestyle="", **_HOLLOW))
     names_a_row = _names_a_row(names, columns)
     figure = Figure(
         figsize=_inches(titles, columns, -(-len(names) // names_a_row)), layout="constrained"
@@ -58,7 +65,6 @@ def curves_figure(tables: Sequence[DepthTable]) -> "Figure":
         axis.set_title(title, fontsize=8)
     for axis in axes.flat[len(tables) :]:
         axis.set_axis_off()
-    lines = [Line2D([], [], color=colours[model], marker="o") for model in models]
     figure.legend(lines, names, loc="outside lower center", ncols=names_a_row, fontsize=8)
     return figure
 
@@ -117,6 +123,8 @@ def _draw_curve(axis: Any, table: DepthTable, model: str, colour: Any, top: floa
     }
     values = [min(entry.value, top) for entry in cells.values()]
     axis.plot(list(cells), values, marker="o", markersize=3, color=colour)
+    hollow = {x: value for x, value in zip(cells, values, strict=True) if cells[x].is_degenerate}
+    axis.plot(list(hollow), list(hollow.values()), linestyle="", color=colour, **_HOLLOW)
     for layer in (layer for layer, entry in cells.items() if entry.value == math.inf):
         axis.annotate("∞", (layer, top), color=colour, ha="center", va="bottom")
     low = [entry.value if entry.low is None else min(entry.low, top) for entry in cells.values()]

@@ -14,7 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ssl_bench.data.files.fingerprints import kind_of, shortened
-from ssl_bench.results import CORRUPTED, ENCODER, TRAINED_ON, Baseline, Record
+from ssl_bench.results import (
+    CORRUPTED,
+    ENCODER,
+    MOST_DEGENERATE,
+    TRAINED_ON,
+    Baseline,
+    Record,
+    is_degenerate,
+)
 from ssl_bench.results.record import cell_filename
 from ssl_bench.system.escaping import printable
 from ssl_bench.tables.sheets import NO_VALUE
@@ -180,6 +188,17 @@ class Entry:
         return self.records[0].layer
 
     @property
+    def is_degenerate(self) -> bool:
+        """Whether rounding, not the images, decides most of its answers."""
+        return is_degenerate(self.arbitrary)
+
+    @property
+    def may_be_best(self) -> bool:
+        """Whether it takes part where values are ranked."""
+        is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
+        return is_ranked and not self.is_degenerate
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The value and what is behind it, which may stand below it."""
         return tuple(filter(None, self.text().partition(" ")[::2]))
@@ -205,15 +224,12 @@ class Entry:
         said = f" ({count} seed{'s' if count > 1 else ''})" if self.says_seeds else ""
         if self.records[0].unit != "%":
             return _plain(self.value) + self._ends(_plain) + said
-        dagger = ""
-        if self.arbitrary:
-            dagger = f" †{self.arbitrary:.{0 if self.arbitrary >= 1 else 1}f}"
         below, above = (
             "" if end is None else f"{abs(end - self.value):.1f}" for end in (self.low, self.high)
         )
         if below and below == above:
-            return f"{self.value:.1f} ± {above}{dagger}{said}"
-        return f"{self.value:.1f}{self._ends('{:.1f}'.format)}{dagger}{said}"
+            return f"{self.value:.1f} ± {above}{dagger(self.arbitrary)}{said}"
+        return f"{self.value:.1f}{self._ends('{:.1f}'.format)}{dagger(self.arbitrary)}{said}"
 
     def _ends(self, shown: Callable[[float], str]) -> str:
         """The interval, where it is not symmetric."""
@@ -232,6 +248,7 @@ class Entry:
             "high_95": "" if self.high is None else self.high,
             "baseline": "" if baseline is None else baseline.value,
             "baseline_answer": "" if baseline is None else baseline.answer,
+            "degenerate_percent": "" if self.arbitrary is None else self.arbitrary,
             **{name: getattr(first, name) for name in SERIES},
             "num_images": first.num_images,
             "seeds": " ".join(map(str, self.seeds)),
@@ -279,8 +296,7 @@ def mean_entry(seeds: Sequence[Record]) -> Entry:
         # An interval that knows one end alone says nothing.
         if low is None or high is None or math.isnan(low + high):
             low = high = None
-        share = record.details.get("degenerate_percent")
-        entries.append(Entry(record.value, low, high, share, (record,)))
+        entries.append(Entry(record.value, low, high, record.degenerate_percent, (record,)))
     return mean_of(entries)
 
 
@@ -321,11 +337,19 @@ def mean_entries(records: Iterable[Record], place: Callable[[Record], K]) -> dic
 _DEGENERATE = "degenerate: with patches so alike that rounding, not the image, decides the cut"
 
 
-def dagger_note(entries: Iterable[Entry]) -> str:
-    """What a dagger means, if there is one."""
-    if not any(entry.arbitrary for entry in entries):
+def dagger(percent: float | None) -> str:
+    """Return the mark of a value with degenerate images, such as " †2"; empty if there are none."""
+    return f" †{percent:.{0 if percent >= 1 else 1}f}" if percent else ""
+
+
+def dagger_meaning(percents: Iterable[float | None]) -> str:
+    """Explain the dagger; empty if none of these percents of degenerate images has one."""
+    if not any(percents):
         return ""
-    return f"; †: percent of the images that are {_DEGENERATE}"
+    return (
+        f"†: percent of the images that are {_DEGENERATE}; a value with more than "
+        f"{MOST_DEGENERATE:.0f} is never the best"
+    )
 
 
 def metric_notes(records: Iterable[Record]) -> list[str]:

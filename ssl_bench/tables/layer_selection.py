@@ -21,9 +21,10 @@ CHOICE_NOTES = {
         "which flatters every encoder"
     ),
 }
-NO_IMAGES_NOTE = (
-    "‡: no block was chosen: no values of single images were kept to choose on other images; "
-    "--layer N shows one block, --best-layer oracle the best"
+NO_CHOICE_MARK = (
+    "‡: no block was chosen: either no values of single images were kept to choose on other images "
+    "(--best-layer oracle needs none), or most images are degenerate at every block; --layer N "
+    "shows one block"
 )
 
 
@@ -69,7 +70,8 @@ def choose_block(
         choice: "holdout" or "oracle"; ignored where there is one block.
 
     Returns:
-        None where a held-out choice lacks the values of single images, and for what is not ranked.
+        None where a held-out choice lacks the values of single images, for what is not ranked, and
+        where every block is degenerate.
     """
     by_seed: dict[int, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.seed):
@@ -86,9 +88,12 @@ def choose_block(
             mean_entry([record for those in seeds for record in those if record.layer == layer])
             for layer in offered
         ]
-        values = [-math.inf if math.isnan(entry.value) else entry.value for entry in entries]
-        best = values.index(max(values))
-        return LayerSelection(entries[best], (offered[best],), offered, left_out)
+        if len(offered) > 1:
+            entries = [entry for entry in entries if not entry.is_degenerate]
+        if not entries:
+            return None
+        best = max(entries, key=lambda one: -math.inf if math.isnan(one.value) else one.value)
+        return LayerSelection(best, (best.layer,), offered, left_out)
     found = [_held_out(those, store) for those in seeds]
     entries = [entry for entry in found if entry is not None]
     if len(entries) < len(seeds):
@@ -106,14 +111,14 @@ def choose_block(
 def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
     curve = stored_curve(store, records)
     by_layer = {record.layer: record for record in records}
-    if curve.per_image.keys() != by_layer.keys():
+    if curve.per_image.keys() != by_layer.keys() or not curve.candidates:
         return None
     mixed, layers = curve.held_out()
     if len(set(layers)) == 1:
         return mean_entry([by_layer[layers[0]]])
     estimate = curve.estimate(mixed)
     # Folds are of equal size, so a block counts as often as it was chosen.
-    shares = [by_layer[layer].details.get("degenerate_percent") for layer in layers]
+    shares = [by_layer[layer].degenerate_percent for layer in layers]
     return Entry(
         estimate.value,
         *(estimate.ci95() or (None, None)),

@@ -7,9 +7,9 @@ from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
 from ssl_bench.system.paths import in_order
-from ssl_bench.tables.entries import baseline_note, comparable_groups, dagger_note, provenance
+from ssl_bench.tables.entries import baseline_note, comparable_groups, dagger_meaning, provenance
 from ssl_bench.tables.layer_selection import (
-    NO_IMAGES_NOTE,
+    NO_CHOICE_MARK,
     LayerSelection,
     choice_notes,
     choose_block,
@@ -52,6 +52,7 @@ class PaperTable:
             head=("encoder", *(column.name for column in self.published.columns)),
             rows=tuple(rows),
             notes=tuple(self.notes()),
+            marks=self._marks(),
         )
 
     def _word(self, row: str, column: str) -> Cell:
@@ -98,10 +99,8 @@ class PaperTable:
             sha = f"sha256 {record.checkpoint_sha256[:8]}"
             notes.append(f"{row!r} here: {record.model}, {record.depth} blocks, {sha}")
         notes += choice_notes(self.ours, self.choice)
-        if None in self.ours.values():
-            notes.append(NO_IMAGES_NOTE)
         if chosen:
-            notes.append(provenance(records) + dagger_note(one.entry for one in chosen))
+            notes.append(provenance(records))
         if rows := [row for row in published.rows if row not in self.encoders]:
             notes.append(
                 f"no encoder for {', '.join(map(repr, rows))}; give one with --as 'ROW'=CHECKPOINT,"
@@ -113,6 +112,12 @@ class PaperTable:
         if wanted and self.encoders:
             notes.append(f"no record of these encoders for: {', '.join(wanted)}")
         return notes
+
+    def _marks(self) -> tuple[str, ...]:
+        chosen = [one for one in self.ours.values() if one is not None]
+        lacking = NO_CHOICE_MARK if None in self.ours.values() else ""
+        dagger = dagger_meaning(one.entry.arbitrary for one in chosen)
+        return tuple(filter(None, (lacking, dagger)))
 
     def _records(self, row: str, column: str) -> Sequence[Record]:
         """Behind our number in a cell."""
@@ -157,7 +162,7 @@ class PaperTable:
             "source": self.published.source,
             "layer_selection": self.choice,
             "cells": cells,
-            "notes": self.notes(),
+            "notes": [*self.notes(), *self._marks()],
         }
 
 

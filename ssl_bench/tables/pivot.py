@@ -10,7 +10,7 @@ from ssl_bench.system.paths import in_order
 from ssl_bench.tables.entries import (
     baseline_note,
     comparable_groups,
-    dagger_note,
+    dagger_meaning,
     differing_settings,
     metric_notes,
     model_names,
@@ -18,7 +18,7 @@ from ssl_bench.tables.entries import (
     series_json,
 )
 from ssl_bench.tables.layer_selection import (
-    NO_IMAGES_NOTE,
+    NO_CHOICE_MARK,
     LayerSelection,
     choice_notes,
     choose_block,
@@ -54,20 +54,20 @@ class PivotTable:
             for model in self.models
         ]
         head = ("encoder", *self.columns)
-        return Sheet(self._title(), head, tuple(rows), tuple(self._notes()))
+        return Sheet(self._title(), head, tuple(rows), tuple(self._notes()), self._marks())
 
     def _ranks(self, column: str) -> list[str]:
         if not self.columns[column].is_ranked or len(self.models) == 1:
             return []
-        values = {chosen.entry.value for chosen in self._chosen(column)}
-        printed = dict.fromkeys(f"{v:.1f}" for v in sorted(values, reverse=True) if v == v)
+        values = {one.entry.value for one in self._chosen(column) if one.entry.may_be_best}
+        printed = dict.fromkeys(f"{v:.1f}" for v in sorted(values, reverse=True))
         return list(printed)[:2]
 
     def _word(self, model: str, column: str, ranks: Sequence[str]) -> Cell:
         chosen = self.cells.get((model, column))
         if chosen is None:
             return Cell("‡" if (model, column) in self.cells else "")
-        printed = f"{chosen.entry.value:.1f}"
+        printed = f"{chosen.entry.value:.1f}" if chosen.entry.may_be_best else None
         blocks = "" if self.choice == "block" else f" @{','.join(map(str, chosen.layers))}"
         return Cell(
             chosen.entry.text() + blocks,
@@ -99,14 +99,6 @@ class PivotTable:
     def _notes(self) -> list[str]:
         chosen, several = self._chosen(), len(self.models) > 1
         notes = choice_notes(self.cells, self.choice)
-        lacking = [self.columns[column] for (_, column), one in self.cells.items() if one is None]
-        if any(record.is_ranked for record in lacking):
-            notes.append(NO_IMAGES_NOTE)
-        if unranked := sorted({record.metric for record in lacking if not record.is_ranked}):
-            notes.append(
-                f"‡ of {', '.join(unranked)}: no block was chosen: more of it is not better; "
-                "--layer N shows one block"
-            )
         if several and len({one.offered for one in chosen}) > 1:
             notes.append("not every encoder was probed at the same blocks in every column")
         for name, one in self.columns.items():
@@ -121,9 +113,22 @@ class PivotTable:
         records = [record for one in chosen for record in one.entry.records]
         if records:
             notes += metric_notes(self.columns.values())
-            notes.append(provenance(records) + dagger_note(one.entry for one in chosen))
+            notes.append(provenance(records))
         marked = "marked: the highest and the second of a column; no test of the difference"
         return [*notes, marked] if several else notes
+
+    def _marks(self) -> tuple[str, ...]:
+        marks = []
+        lacking = [self.columns[column] for (_, column), one in self.cells.items() if one is None]
+        if any(record.is_ranked for record in lacking):
+            marks.append(NO_CHOICE_MARK)
+        if unranked := sorted({record.metric for record in lacking if not record.is_ranked}):
+            marks.append(
+                f"‡ of {', '.join(unranked)}: no block was chosen: more of it is not better; "
+                "--layer N shows one block"
+            )
+        marks.append(dagger_meaning(one.entry.arbitrary for one in self._chosen()))
+        return tuple(filter(None, marks))
 
     def csv_rows(self) -> list[dict[str, Any]]:
         """A cell a row."""
@@ -155,7 +160,7 @@ class PivotTable:
                 }
                 for (model, column), chosen in self.cells.items()
             ],
-            "notes": self._notes(),
+            "notes": [*self._notes(), *self._marks()],
         }
 
 

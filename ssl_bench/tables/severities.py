@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ssl_bench.errors import DataError
@@ -10,6 +11,7 @@ from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.entries import (
     Entry,
     comparable_groups,
+    dagger_meaning,
     differences,
     footnote,
     mean_entries,
@@ -21,6 +23,7 @@ from ssl_bench.tables.sheets import NO_VALUE, SPELT, Cell, Sheet
 
 CLEAN = 0
 """The severity of images as they are."""
+_LACKING = "‡"
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,54 @@ class SeverityTable:
     def severities(self) -> tuple[int, ...]:
         return tuple(sorted({severity for _, severity in self.entries}))
 
-    def drop(self, layer: int) -> float | None:
-        """How much of the clean score is lost, in percent of it, in the mean over severities.
+    @cached_property
+    def common_severities(self) -> tuple[int, ...]:
+        """The severities of every block that has a clean score and another one, without `CLEAN`.
 
-        None where more is not better, and where nothing is there to be lost: no clean score, or one
-        that is no higher than that of an answer that looks at no image.
+        Drops over different severities could not be compared.
+        """
+        found = [
+            {severity for at, severity in self.entries if at == layer} for layer in self.layers
+        ]
+        measured = [some - {CLEAN} for some in found if CLEAN in some and len(some) > 1]
+        return tuple(sorted(set.intersection(*measured))) if measured else ()
+
+    @property
+    def lacking(self) -> dict[int, tuple[int, ...]]:
+        """By block the severities that others have and it has not."""
+        found = {
+            layer: tuple(one for one in self.severities if (layer, one) not in self.entries)
+            for layer in self.layers
+        }
+        return {layer: severities for layer, severities in found.items() if severities}
+
+    @property
+    def lacking_note(self) -> str:
+        """Say over which severities drops are, where not every block has all; else empty."""
+        if not self.lacking:
+            return ""
+        over = ", ".join(map(str, self.common_severities))
+        blocks = ", ".join(map(str, self.lacking))
+        return (
+            f"not every block has all severities ({blocks} not); drops are over the severities "
+            f"that all share: {over or 'none'}"
+        )
+
+    @property
+    def dagger_meaning(self) -> str:
+        """What a dagger beside its values means; empty if there is none."""
+        return dagger_meaning(entry.arbitrary for entry in self.entries.values())
+
+    def drop(self, layer: int) -> float | None:
+        """Return the lost share of the clean score, in percent, as a mean over severities.
+
+        The mean is over `common_severities`. None where more is not better, and where nothing can
+        be lost: no clean score, or one that is no higher than that of an image-independent
+        baseline.
         """
         clean = self.entries.get((layer, CLEAN))
-        values = [self.entries[at].value for at in self.entries if at[0] == layer and at[1]]
+        common = [self.entries.get((layer, severity)) for severity in self.common_severities]
+        values = [entry.value for entry in common if entry is not None]
         if clean is None or not values or not clean.records[0].is_ranked:
             return None
         baseline = Baseline.of(clean.records[0].details)
@@ -68,8 +111,17 @@ class SeverityTable:
 
     @property
     def survivors(self) -> frozenset[int]:
-        """The blocks with the smallest drop; none where several all have the same."""
-        drops = {layer: lost for layer in self.layers if (lost := self.drop(layer)) is not None}
+        """The blocks with the smallest drop; none where several all have the same.
+
+        A block that is degenerate at any of these severities, or clean, does not take part.
+        """
+        behind = (CLEAN, *self.common_severities)
+        drops = {
+            layer: lost
+            for layer in self.layers
+            if (lost := self.drop(layer)) is not None
+            and not any(self.entries[layer, severity].is_degenerate for severity in behind)
+        }
         found = {layer for layer, lost in drops.items() if lost == min(drops.values())}
         return frozenset() if 1 < len(drops) == len(found) else frozenset(found)
 
@@ -88,11 +140,16 @@ class SeverityTable:
             lost = self.drop(layer)
             text = NO_VALUE if lost is None else f"{lost:.1f}"
             drops.append(Cell(text, marked=layer in self.survivors))
-        rows = tuple((*row, drop) for row, drop in zip(sheet.rows, drops, strict=True))
+        rows = tuple(
+            (*(word if word.text else Cell(_LACKING) for word in row), drop)
+            for row, drop in zip(sheet.rows, drops, strict=True)
+        )
         is_marked = any(cell.marked for row in rows for cell in row)
         note = "; marked: the highest of a severity, the smallest drop"
         notes = (sheet.notes[0] + note,) if is_marked and style in SPELT else sheet.notes
-        return replace(sheet, head=(*sheet.head, "drop (%)"), rows=rows, notes=notes)
+        marks = (f"{_LACKING}: {self.lacking_note}",) if self.lacking else ()
+        head = (*sheet.head, "drop (%)")
+        return replace(sheet, head=head, rows=rows, notes=notes, marks=(*marks, *sheet.marks))
 
     def csv_rows(self) -> list[dict[str, Any]]:
         """Fields of every cell, by block and severity."""
@@ -100,6 +157,7 @@ class SeverityTable:
             {"title": self.title, "block": layer, "severity": severity, "model": self.model}
             | {"drop": "" if (lost := self.drop(layer)) is None else lost}
             | entry.csv_fields()
+            | {"drop_severities": " ".join(map(str, self.common_severities))}
             for (layer, severity), entry in sorted(self.entries.items(), key=lambda one: one[0])
         ]
 
@@ -112,7 +170,14 @@ class SeverityTable:
         drops = [{"layer": layer, "drop": self.drop(layer)} for layer in self.layers]
         hardest = self.entries[max(self.entries, key=lambda at: at[1])]
         series = series_json(hardest.records[0])
-        return {"kind": "severities", "title": self.title, **series, "drops": drops, "cells": cells}
+        return {
+            "kind": "severities",
+            "title": self.title,
+            **series,
+            "drops": drops,
+            "drop_severities": list(self.common_severities),
+            "cells": cells,
+        }
 
     def curves(self) -> DepthTable:
         """Severities as rows and blocks as columns, as they are drawn."""

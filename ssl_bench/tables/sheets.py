@@ -37,12 +37,14 @@ class Sheet:
     Attributes:
         rows: Each starts with the name of the row, which is never marked.
         notes: Where the numbers are from, set below them line by line.
+        marks: What signs in the cells mean. LaTeX prints them; the notes are comments there.
     """
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...]
+    marks: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -133,7 +135,7 @@ def _as_markdown(sheet: Sheet) -> str:
     lines.append("|---|" + "---:|" * (len(sheet.head) - 1))
     for row in sheet.rows:
         lines.append(_piped(_emphasised(w, "**{}**", "<ins>{}</ins>", markdown) for w in row))
-    note = "<br>".join(map(markdown, sheet.notes))
+    note = "<br>".join(map(markdown, (*sheet.notes, *sheet.marks)))
     return "\n".join([*lines, "", f"<sub>{note}</sub>"]) + "\n"
 
 
@@ -159,7 +161,7 @@ def _ruled(sheet: Sheet, bold: str, underlined: str) -> str:
     parts = [printable(sheet.title), rule]
     for head, *body in blocks:
         parts += [head, rule, *body, rule]
-    return "\n".join([*parts, *map(printable, sheet.notes)]) + "\n"
+    return "\n".join([*parts, *map(printable, (*sheet.notes, *sheet.marks))]) + "\n"
 
 
 def _beside(widths: Sequence[int]) -> list[list[int]]:
@@ -193,14 +195,13 @@ def _as_latex(sheet: Sheet) -> str:
         *(row + r" \\" for row in body),
         r"\bottomrule",
         r"\end{tabular}",
+        *(rf"\par{{\footnotesize {latex(mark)}.\par}}" for mark in sheet.marks),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _emphasised(word: Cell, bold: str, underlined: str, escape: Callable[[str], str]) -> str:
-    text = escape(word.text)
-    if not text:
-        return ""
-    if word.marked:
-        return bold.format(text)
-    return underlined.format(text) if word.second else text
+    # A dagger questions the value, so it is never emphasised with it.
+    value, space, dagger = word.text.partition(" †")
+    frame = bold if word.marked else underlined if word.second else "{}"
+    return (frame.format(escape(value)) if value else "") + escape(space + dagger)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.models import ViTConfig, build_vit
 from ssl_bench.system import device as module
+from ssl_bench.system.commit import source_commit
 from ssl_bench.system.device import (
     RoundedProducts,
     autocast,
@@ -21,7 +22,6 @@ from ssl_bench.system.device import (
     computed_in,
     device_name,
     free_memory,
-    source_commit,
 )
 from ssl_bench.system.memory import free_host_memory
 from tests.support.places import one_of

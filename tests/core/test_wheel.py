@@ -1,21 +1,38 @@
+import json
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ssl_bench.system.commit import source_commit
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def unpacked(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "-q", "--wheel", "--no-isolation"]
-    subprocess.run([*command, "--outdir", str(folder), str(ROOT)], check=True, capture_output=True)
+def built(source: Path, folder: Path, *options: str) -> Path:
+    """The unpacked wheel of a source tree."""
+    command = [sys.executable, "-m", "build", "-q", "--no-isolation", *options]
+    subprocess.run([*command, "--outdir", str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
     return folder / "site"
+
+
+def printed(code: str, site: Path, folder: Path) -> str:
+    """What code prints that imports the packages of an unpacked wheel."""
+    code = f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    return built(ROOT, tmp_path_factory.mktemp("wheel"), "--wheel")
 
 
 def test_the_wheel_carries_every_configuration_file(unpacked):
@@ -40,17 +57,48 @@ def test_the_wheel_carries_the_folder_of_demonstration_encoders(unpacked):
 @pytest.mark.slow
 def test_the_unpacked_wheel_finds_its_own_configuration_from_another_folder(unpacked, tmp_path):
     code = (
-        f"import sys; sys.path.insert(0, {str(unpacked)!r})\n"
         "from ssl_bench.composition.compose import build, compose_config, config_folder\n"
         "from ssl_bench.tables.published import published_tables\n"
-        "from ssl_bench.system.device import source_commit\n"
+        "from ssl_bench.system.commit import source_commit\n"
         "build(compose_config('probing', ['probe=pca']).probe)\n"
         "assert published_tables()\n"
         "print(config_folder(), source_commit())"
     )
 
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    found = printed(code, unpacked, tmp_path).split()
 
-    assert run.stdout.split() == [str(unpacked / "ssl_bench" / "configs"), "None"]
+    assert found == [str(unpacked / "ssl_bench" / "configs"), str(source_commit())]
+
+
+PROVENANCE = """
+import json, torch
+from ssl_bench.system.device import provenance
+print(json.dumps(provenance(torch.device("cpu"), 1.0)))
+"""
+
+
+@pytest.mark.slow
+def test_records_of_an_installed_copy_say_the_commit_and_changes(tmp_path):
+    source = tmp_path / "source"
+    for name in ("ssl_bench", "pretrain", "probes", "configs", "results/demo"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+
+    def git(*words: str) -> str:
+        author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        command = ["git", "-C", str(source), *author, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def recorded(site: Path) -> Any:
+        return json.loads(printed(PROVENANCE, site, tmp_path))["git_commit"]
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "a")
+    commit = git("rev-parse", "HEAD")
+
+    # By way of the source archive, in which there is no git, as `python -m build` makes wheels.
+    assert recorded(built(source, tmp_path / "clean")) == commit
+    (source / "README.md").write_text("changed")
+    assert recorded(built(source, tmp_path / "dirty", "--wheel")) == f"{commit}-dirty"

@@ -119,7 +119,10 @@ def test_blocks_whose_cuts_rounding_decides_are_named(tmp_path):
             for n, one in enumerate(shares)
         ),
     )
-    assert said.endswith("; rounding, not the image, decides most answers at block 1 (degenerate).")
+    assert said.endswith(
+        "best at block 0, CorLoc 9.0; left out: block 1, where rounding, not the "
+        "image, decides most answers (degenerate)."
+    )
 
 
 def test_without_values_of_images_intervals_and_ends_are_said(tmp_path):

@@ -16,6 +16,7 @@ from ssl_bench.scores import iou_per_class
 from ssl_bench.tables.comparison import (
     Comparison,
     Difference,
+    Side,
     between_checkpoints,
     comparisons,
     difference,
@@ -38,7 +39,7 @@ def curve(**layers):
 def between(first, second, metric="corloc"):
     """The row of the first minus the second of two arrays of contributions."""
     curve = ImageCurve(metric, {})
-    return difference("0", curve.estimate(first), curve.estimate(second), ((0,), (0,)))
+    return difference("0", Side(curve.estimate(first), (0,)), Side(curve.estimate(second), (0,)))
 
 
 @pytest.mark.filterwarnings("error")

@@ -24,7 +24,7 @@ def test_latex_is_escaped_and_set_with_booktabs():
         r"\toprule",
         r"encoder & voc\_1 & b$\mid$c \\",
         r"\midrule",
-        r"skip \& 100\% & \textbf{32.3 $\pm$ 1.2 $\dagger$4} & 5.0 \\",
+        r"skip \& 100\% & \textbf{32.3 $\pm$ 1.2} $\dagger$4 & 5.0 \\",
         r"{[}x] & \underline{7.0} &  \\",
         r"\bottomrule",
         r"\end{tabular}",
@@ -58,7 +58,7 @@ def test_columns_of_text_end_at_the_same_place_and_names_begin_at_it():
     assert lines == [
         "encoder                voc_1  b|c",
         "---------------------------------",
-        "skip & 100%  *32.3 ± 1.2 †4*  5.0",
+        "skip & 100%  *32.3 ± 1.2* †4  5.0",
         "[x]                    _7.0_",
     ]
     # Numbers of blocks are read from the right.

@@ -78,7 +78,7 @@ def test_the_share_of_arbitrary_images_stands_beside_the_number():
         f"{value} †99",
         f"{value} ± 2.0 †100",
     ]
-    assert "; †: percent of the images that are degenerate" in text
+    assert "<br>†: percent of the images that are degenerate" in text
     assert rf"{value} $\dagger$99 \\" in latex
     assert averaged.entries[0, "skip"].arbitrary == 1.0
     assert "†" not in render_tables(depth_tables(RECORDS)[:1], "text")
