@@ -293,6 +293,8 @@ def _add_reproduce(parser: argparse.ArgumentParser) -> None:
     add("--runs", default="runs", metavar="DIR", help="where run folders are (default runs)")
     add("--out", default="results", metavar="DIR", help="records and pictures (default results)")
     add("--device", help=_DEVICE)
+    gpus = "with --print: trainings by torchrun on N GPUs, probes one a GPU in turn"
+    add("--gpus", type=int, metavar="N", help=gpus)
     way = parser.add_mutually_exclusive_group().add_argument
     way("--run", action="store_true", help="run it here; what is finished is skipped")
     way("--print", action="store_true", help="print its commands in order")

@@ -1,20 +1,18 @@
 """`ssl-bench reproduce`: from a published table to its runs and probes, and ours beside it.
 
 `plan_table` gives the commands of a table, in order, each of which can be given again; `shown_plan`
-says what lies there already; `carry_out` runs them.
+says what lies there already; `printed_lines` are for a shell, `carry_out` runs them here.
 """
 
 import argparse
 import difflib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
-
-import safetensors
-import yaml
+from typing import Any
 
 from ssl_bench.cli.parser import run as run_command
 from ssl_bench.composition.choices import (
@@ -33,10 +31,17 @@ from ssl_bench.results.store import ResultStore
 from ssl_bench.system.endings import Outcome, attempted
 from ssl_bench.system.escaping import aligned, printable_lines, shell_words
 from ssl_bench.system.files import read_digests
+from ssl_bench.system.launch import place_of_process
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say
 from ssl_bench.tables.paper import PaperTable, paper_table
-from ssl_bench.tables.published import PublishedColumn, PublishedTable, published_tables
+from ssl_bench.tables.published import (
+    RUN,
+    PublishedColumn,
+    PublishedTable,
+    published_tables,
+)
+from ssl_bench.tables.run_logs import RunState, run_state
 from ssl_bench.tables.sheets import default_format, render_tables
 
 TRAINING_GB = {
@@ -51,7 +56,6 @@ TRAINING_GB = {
 """Gigabytes of the published archives that runs train on: the training and validation images of
 ILSVRC 2012 (147.9 and 6.7), tiny-imagenet-200.zip, cifar-10-python.tar.gz, cifar-100-python.tar.gz,
 SVHN's train_32x32.mat and test_32x32.mat, MNIST's four files. What is copied lies nowhere."""
-_IN_EPOCHS = ("train.warmup_epochs", "objective.teacher_temperature_epochs")
 _OF_PROBES = ("probe.", "dataset.")
 _PLAIN = re.compile(r"[A-Za-z/._][\w/.-]*")
 
@@ -63,6 +67,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         The exit code of the first step that failed, else 0.
     """
     acts = [name for name in ("run", "print", "table") if getattr(options, name)]
+    _require_one_process(options)
     tables = list(published_tables()) if options.name is None else tables_of(options.name)
     if options.name is None or len(tables) > 1:
         if acts or overrides:
@@ -80,10 +85,11 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         device=options.device,
         rows=tuple(options.row or ()),
         datasets=tuple(options.dataset.split(",") if options.dataset else ()),
+        gpus=_gpus(options),
     )
     plan = plan_table(tables[0], asked)
     if options.print:
-        print("\n".join(shell_words(["ssl-bench", *step.words]) for step in plan.steps))
+        print("\n".join(printed_lines(plan)))
         return 0
     if not (options.run or options.table):
         print(printable_lines(shown_plan(plan).splitlines()))
@@ -101,6 +107,43 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             say("the same command again goes on with what is not finished")
     print(render_tables([table_beside(plan)], default_format()))
     return next((one.exit_code for one in outcomes if one.exit_code), 0)
+
+
+def _require_one_process(options: argparse.Namespace) -> None:
+    """Refuse to carry out one plan in several processes.
+
+    Raises:
+        ConfigurationError: torchrun started others beside this one.
+    """
+    count = place_of_process().count
+    if count > 1:
+        hint = ("ssl-bench", "reproduce", options.name or "{table}", "--print", f"--gpus={count}")
+        raise ConfigurationError(
+            f"`ssl-bench reproduce` expects one process, got {count} (WORLD_SIZE); start it "
+            f"without torchrun and run the lines that it prints: {' '.join(hint)}",
+            hint=hint,
+        )
+
+
+def _gpus(options: argparse.Namespace) -> int | None:
+    """Return for how many GPUs lines are printed.
+
+    Raises:
+        ConfigurationError: No such number, or nothing is printed, or for another device.
+    """
+    if options.gpus is None:
+        return None
+    if options.gpus < 1:
+        raise ConfigurationError(f"--gpus expects a number from 1 on, got {options.gpus}")
+    if not options.print or options.device:
+        instead = "--print" if not options.print else "no --device"
+        hint = ("ssl-bench", "reproduce", options.name or "{table}", "--print", "--gpus={number}")
+        raise ConfigurationError(
+            f"--gpus {options.gpus} goes with {instead}: it prints lines that use so many GPUs; "
+            f"pipe them to a shell: {' '.join(hint)} | sh",
+            hint=hint,
+        )
+    return options.gpus
 
 
 def _roots(text: str | None) -> dict[str, str]:
@@ -189,6 +232,7 @@ class Asked:
         overrides: Those of probes and datasets reach the probes, all others every run.
         rows: Only these; all if there is none.
         datasets: Only these; all if there is none.
+        gpus: Of this machine, which the printed lines use; None for one device.
     """
 
     runs: Path
@@ -198,6 +242,7 @@ class Asked:
     device: str | None = None
     rows: tuple[str, ...] = ()
     datasets: tuple[str, ...] = ()
+    gpus: int | None = None
 
     @property
     def of_runs(self) -> list[str]:
@@ -205,6 +250,10 @@ class Asked:
 
     def checkpoint(self, address: str) -> str:
         return str(self.runs / address) if is_run(address) else address
+
+    @property
+    def of_runs_by_key(self) -> dict[str, str]:
+        return dict(word.split("=", 1) for word in self.of_runs)
 
     def where(self, images: str) -> list[str]:
         """Flags for where images lie and what computes."""
@@ -220,7 +269,7 @@ class Step:
         run: The run that it makes or probes; None for published weights.
         needs: The run that must be finished before; None where there is none.
         words: `ssl-bench` with these.
-        columns: Of the table, which it fills; none for a run.
+        columns: Of the table, which it fills.
     """
 
     title: str
@@ -231,7 +280,7 @@ class Step:
 
     @property
     def is_run(self) -> bool:
-        return not self.columns
+        return self.words[0] == "pretrain"
 
 
 @dataclass(frozen=True)
@@ -286,7 +335,7 @@ def plan_table(table: PublishedTable, asked: Asked) -> Plan:
     names = {split_address(address)[0] for address in filter(is_run, addresses.values())}
     names |= {run.after for run in runs_of(table) if run.name in names and run.after}
     runs = [run for run in runs_of(table) if run.name in names]
-    probed = [column for column in columns if column.task != SUPERVISED]
+    probed = [column for column in columns if column.is_probed]
     return Plan(
         table=table,
         asked=asked,
@@ -304,16 +353,55 @@ def plan_table(table: PublishedTable, asked: Asked) -> Plan:
 
 def _reaches(asked: Asked, epoch: int | None) -> bool:
     """Whether a run with the asked overrides may come to an epoch in its middle."""
-    said = dict(word.split("=", 1) for word in asked.of_runs)
+    said = asked.of_runs_by_key
     epochs = said.get("train.epochs", "")
     is_shorter = epochs.isdecimal() and epoch is not None and int(epochs) < epoch
     return epoch is None or not ("train.max_steps" in said or is_shorter)
 
 
+def lengths_in_epochs(run: Experiment) -> dict[str, float]:
+    """Return the keys that a run sets to a length in epochs, such as "train.warmup_epochs".
+
+    A recipe writes lengths as decimal fractions (`10.0`), and numbers of whole epochs, such as how
+    often something is measured, without (`5`).
+    """
+    values = _by_full_key(read_file(config_folder() / "experiment" / f"{run.recipe}.yaml"))
+    values |= run.changes
+    return {
+        key: value
+        for key, value in values.items()
+        if key.endswith("_epochs") and isinstance(value, float)
+    }
+
+
+def _by_full_key(node: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        key = f"{above}{name}"
+        found |= _by_full_key(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return found
+
+
+def _shortened(run: Experiment, asked: Asked) -> list[str]:
+    """Return overrides of the lengths in epochs that a short run would not reach the end of.
+
+    With null each is a share of the run.
+    """
+    said = asked.of_runs_by_key
+    epochs = said.get("train.epochs", "")
+    most = int(epochs) if epochs.isdecimal() else None
+    return [
+        f"{key}=null"
+        for key, length in lengths_in_epochs(run).items()
+        if key not in said
+        and length > 0
+        and ("train.max_steps" in said or (most is not None and length >= most))
+    ]
+
+
 def _run_step(
     run: Experiment, table: PublishedTable, columns: Sequence[PublishedColumn], asked: Asked
 ) -> Step:
-    said = {word.partition("=")[0] for word in asked.of_runs}
     own = [f"experiment={run.name}"]
     # Of all tables of its paper, so that one run serves them all.
     kept = {
@@ -324,39 +412,54 @@ def _run_step(
         if address.startswith(f"{run.name}@")
     }
     kept = {epoch for epoch in kept if epoch is not None and _reaches(asked, epoch)}
-    if kept and "train.keep_epochs" not in said:
+    if kept and "train.keep_epochs" not in asked.of_runs_by_key:
         own.append(f"train.keep_epochs=[{','.join(map(str, sorted(kept)))}]")
-    if "train.max_steps" in said:
-        # Schedules that a run of a few steps would not reach the end of; null is a share of it.
-        recipe = read_file(config_folder() / "experiment" / f"{run.recipe}.yaml")
-        for part, name in (key.split(".") for key in _IN_EPOCHS if key not in said):
-            own += [f"{part}.{name}=null"] if recipe.get(part, {}).get(name) else []
+    own += _shortened(run, asked)
     is_row = run.name in table.runs.values()
-    if is_row and any(column.task == SUPERVISED for column in columns):
+    filled = tuple(c for c in columns if is_row and c.task in (SUPERVISED, RUN))
+    if any(column.task == SUPERVISED for column in filled):
         own.append(f"monitor.results={_quoted(asked.out)}")
     if run.after is not None:
         own.append(f"init_from={_quoted(asked.runs / run.after)}")
     place = ["--out", str(asked.runs / run.name), "--resume", *asked.where(run.images)]
     words = ("pretrain", *own, *asked.of_runs, *place)
-    return Step(f"pretrain {run.name}", run.name, run.after, words)
+    return Step(f"pretrain {run.name}", run.name, run.after, words, filled)
 
 
 def _probe_steps(address: str, columns: Sequence[PublishedColumn], asked: Asked) -> Iterator[Step]:
-    questions: dict[tuple[str, str, tuple[str, ...]], list[PublishedColumn]] = {}
+    questions: dict[tuple[str, ...], list[PublishedColumn]] = {}
     for column in columns:
-        questions.setdefault((column.task, column.dataset, column.probe), []).append(column)
+        questions.setdefault(
+            (column.task, *_dataset(column), *_question(column, asked)), []
+        ).append(column)
     run = split_address(address)[0] if is_run(address) else None
     of_probes = [word for word in asked.overrides if word.startswith(_OF_PROBES)]
-    for (task, dataset, overrides), filled in questions.items():
+    for filled in questions.values():
+        first = filled[0]
+        question = _question(first, asked)
         place = ["--checkpoint", asked.checkpoint(address), "--out", str(asked.out)]
-        more = [*overrides, *of_probes, *asked.where(dataset)]
+        more = [*question, *of_probes, *asked.where(first.dataset)]
         yield Step(
-            title=f"{' '.join([task, *overrides])} on {dataset}, {address}",
+            title=f"{' '.join([first.task, *question])} on {first.dataset}, {address}",
             run=run,
             needs=run,
-            words=("probe", "--task", task, "--dataset", dataset, *place, *more),
+            words=("probe", "--task", first.task, *_dataset(first), *place, *more),
             columns=tuple(filled),
         )
+
+
+def _dataset(column: PublishedColumn) -> list[str]:
+    """Return the words that choose the images of a column, under the name that records have."""
+    if not column.layout:
+        return ["--dataset", column.dataset]
+    return ["--dataset", column.layout, f"dataset.name={column.dataset}"]
+
+
+def _question(column: PublishedColumn, asked: Asked) -> list[str]:
+    """Return the words that ask a probe a column's question, of a run with the asked blocks."""
+    depth = asked.of_runs_by_key.get("model.depth", "")
+    block = column.block(int(depth) if depth.isdecimal() and int(depth) else None)
+    return [*([] if block is None else ["--layer", str(block)]), *column.probe]
 
 
 def _quoted(path: Path) -> str:
@@ -364,30 +467,19 @@ def _quoted(path: Path) -> str:
     return str(path) if _PLAIN.fullmatch(str(path)) else "'" + str(path).replace("'", "\\'") + "'"
 
 
-class RunState(NamedTuple):
-    """How far a run came: optimizer steps taken, and whether these were all."""
+def printed_lines(plan: Plan) -> Iterator[str]:
+    """Give the commands of a plan for a shell, in order.
 
-    step: int
-    is_finished: bool
-
-    def __str__(self) -> str:
-        return f"{'finished' if self.is_finished else 'begun'}, {self.step} steps"
-
-
-def run_state(folder: Path) -> RunState | None:
-    """What the weights and the configuration of a run folder say; None where there is no run."""
-    try:
-        with safetensors.safe_open(folder / "last.safetensors", "numpy") as file:
-            said = file.metadata()
-        config = (folder / "config.yaml").read_text(encoding="utf-8")
-        train = yaml.load(config, yaml.CSafeLoader)["train"]
-        step, epoch = int(said["step"]), float(said["epoch"])
-        most = train["max_steps"]
-        is_finished = epoch >= train["epochs"] or (most is not None and step >= most)
-    # Somebody's own files may hold anything.
-    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError, yaml.YAMLError):
-        return None
-    return RunState(step, is_finished)
+    For several GPUs each training uses all of them, and probes take one each, in turn.
+    """
+    gpus, probes = plan.asked.gpus, itertools.count()
+    for step in plan.steps:
+        words = ["ssl-bench", *step.words]
+        if gpus and step.is_run:
+            words = ["torchrun", f"--nproc-per-node={gpus}", "-m", "ssl_bench", *step.words]
+        elif gpus:
+            words += ["--device", f"cuda:{next(probes) % gpus}"]
+        yield shell_words(words)
 
 
 def _recorded(out: Path) -> list[Record]:
@@ -492,12 +584,14 @@ def carry_out(
 
 
 def table_beside(plan: Plan) -> PaperTable:
-    """The published table with what was recorded of the plan's encoders."""
+    """Return the published table with records of the plan's encoders and measures of its runs."""
     from ssl_bench.models import identify_encoder
 
-    records, encoders = _recorded(plan.asked.out), {}
+    records, encoders, runs = _recorded(plan.asked.out), {}, {}
     known = {record.encoder_id for record in records}
     for row, address in plan.checkpoints.items():
+        if is_run(plan.table.runs[row]):
+            runs[row] = Path(address)
         try:
             encoders[row] = encoder_id(identify_encoder(address).identity())
         # There is none yet.
@@ -508,5 +602,5 @@ def table_beside(plan: Plan) -> PaperTable:
         records,
         ResultStore(plan.asked.out),
         encoders={row: one for row, one in encoders.items() if one in known},
-        choice="holdout",
+        runs=runs,
     )

@@ -81,12 +81,11 @@ def _check_together(options: argparse.Namespace) -> None:
 def _tables(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> Sequence[Printable]:
-    choice = options.best_layer or "holdout"
     if options.pivot:
         # Programs that read it are given all columns.
         if options.metric is None and options.format not in ("csv", "json", "parquet"):
             records = _headlines(records)
-        return [pivot_table(records, store, choice)]
+        return [pivot_table(records, store, options.best_layer or "holdout")]
     if options.over_epochs:
         return epoch_tables(records)
     if options.over_severity:
@@ -95,7 +94,7 @@ def _tables(
         return depth_tables(records)
     published = published_table(options.paper)
     encoders = _encoders(options.encoders or [], published, records, store)
-    return [paper_table(published, records, store, encoders=encoders, choice=choice)]
+    return [paper_table(published, records, store, encoders=encoders, choice=options.best_layer)]
 
 
 def _headlines(records: Sequence[Record]) -> list[Record]:

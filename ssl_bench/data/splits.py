@@ -29,6 +29,7 @@ SHARED: Mapping[str, Any] = {
     "data.fingerprint": FingerprintKind,
     "data.bits": Bits,
     "data.limit": Limit,
+    "data.first": Limit,
     "data.allow_overlap": bool,
     CORRUPT: str | None,
     "seed": Seed,
@@ -144,15 +145,27 @@ def shared_values(config: Any) -> dict[str, Any]:
 
 
 def as_asked(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
-    """A dataset, its files read in one of several ways, perhaps a part of it, perhaps corrupted.
+    """Return a dataset as its keys ask: read in one of several ways, in part, corrupted.
 
-    The values are those that `shared_values` found.
+    Args:
+        dataset: As the configuration builds it.
+        values: As `shared_values` returns them.
+
+    Raises:
+        ConfigurationError: `data.first` and `data.limit` are both set.
     """
+    first, limit = values["data.first"], values["data.limit"]
+    if first and limit:
+        raise ConfigurationError(
+            f"data.first={first} takes the first images, data.limit={limit} spreads them over the "
+            "split; set one of the two to null, such as data.limit=null",
+            hint=("data.limit=null",),
+        )
     found: Dataset = dataset_read_as(
         dataset, ReadOptions(values["data.fingerprint"], values["data.bits"])
     )
-    if values["data.limit"]:
-        found = limited_dataset(found, values["data.limit"])
+    if first or limit:
+        found = limited_dataset(found, first or limit, first=bool(first))
     corrupt = values.get(CORRUPT)
     return corrupted_dataset(found, Corruption.of(corrupt)) if corrupt else found
 
@@ -191,20 +204,29 @@ def _unread(images: ImageSet) -> ImageSet:
     return replace(images, **{k: _unread(v) for k, v in parts.items() if isinstance(v, ImageSet)})
 
 
-def limited_dataset(dataset: Dataset, limit: int) -> DatasetView:
-    """A dataset with at most `limit` images in each split, under a name of its own."""
-    name = f"{dataset.name}-limit{limit}"
-    return DatasetView(dataset, lambda _, images: limited(images, limit), name)
+def limited_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> DatasetView:
+    """Return a dataset with at most `limit` images in each split, under a name of its own."""
+    name = _limited_name(dataset.name, limit, first)
+    return DatasetView(dataset, lambda _, images: limited(images, limit, first=first), name)
 
 
-def limited(images: ImageSet, limit: int) -> ImageSet:
-    """At most `limit` images, spread evenly over a split that may be sorted by class.
+def limited(images: ImageSet, limit: int, *, first: bool = False) -> ImageSet:
+    """Return at most `limit` images, under a name such as "voc2012-limit64" or "voc2012-first64".
 
-    They are named "voc2012-limit64", so that no table shows a score of them beside one of all.
+    So no table shows a score of some images beside one of all.
+
+    Args:
+        images: A split, which may be sorted by class.
+        limit: How many.
+        first: Take the first ones in the order of the split; otherwise spread them evenly over it.
     """
     count = min(limit, len(images))
-    kept = [index * len(images) // count for index in range(count)]
-    return some_of(images, f"{images.name}-limit{limit}", kept)
+    kept = [index if first else index * len(images) // count for index in range(count)]
+    return some_of(images, _limited_name(images.name, limit, first), kept)
+
+
+def _limited_name(name: str, limit: int, first: bool) -> str:
+    return f"{name}-{'first' if first else 'limit'}{limit}"
 
 
 def sampled(ids: Sequence[str], count: int) -> tuple[str, ...]:

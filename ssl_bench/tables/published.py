@@ -1,6 +1,7 @@
 """Published values, and how the experiments behind them differ from a record of this suite."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,7 +11,15 @@ from typing import Any
 from ssl_bench.composition.choices import Paper, config_folder, papers
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import SUPERVISED, Record
+from ssl_bench.tables.layer_selection import CHOICES
+from ssl_bench.tables.run_logs import RUN_MEASURES
 
+RUN = "run"
+"""Task of a column that is read from the log of a run, in place of a record."""
+DIFFERENCE = "difference"
+"""Task of a column that holds differences between two rows of another column."""
+LAST = "last"
+"""Choice of the last block, in a column whose number of a block counts all blocks up to it."""
 SINGLE = "single"
 _AS_THEY_STAND = ("name", "title", "setup", "unknown", "where", "doubts", "in_reports")
 _CHOSEN_BY = {
@@ -24,13 +33,21 @@ class PublishedColumn:
     """What a published column measures.
 
     Attributes:
-        task: Name of this suite's probe; empty where there is none.
+        task: Name of this suite's probe, "supervised", "run" or "difference"; empty where this
+            suite measures no such thing.
         dataset: Name of its dataset; empty where there is none.
         metric: Name in its records; empty where there is none.
         facets: Of records that measure the same kind of feature; any if there are none.
         layers_modes: How many blocks a head sees there: one, unless something else is said.
         num_images: Of the usual whole split, which papers do not always name; None for times.
         probe: Overrides with which the probe asks the column's question.
+        layout: Name of the dataset component that reads the images, if that is another.
+        layer: The block that the column is of, negative ones from the last; None for a chosen one.
+        choice: How the paper chose the block where several were probed: "oracle" on the scored
+            images, "holdout" where it does not say, or "last".
+        of: The column whose rows are subtracted, for the task "difference".
+        reference: The row that others are subtracted from, or that is subtracted from them.
+        is_loss: Whether the others are subtracted from the reference.
     """
 
     name: str
@@ -41,11 +58,37 @@ class PublishedColumn:
     num_images: int | None
     probe: tuple[str, ...] = ()
     layers_modes: tuple[str, ...] = (SINGLE,)
+    layout: str = ""
+    layer: int | None = None
+    choice: str = "holdout"
+    of: str = ""
+    reference: str = ""
+    is_loss: bool = False
+
+    def __post_init__(self) -> None:
+        if self.choice not in (*CHOICES, LAST):
+            raise ValueError(f"column {self.name}: unknown choice of the block {self.choice!r}")
+        if self.task == RUN and self.metric not in RUN_MEASURES:
+            raise ValueError(f"column {self.name}: no run measures {self.metric!r}")
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether a probe fills it, and not a run."""
+        return self.task not in ("", SUPERVISED, RUN, DIFFERENCE)
+
+    def block(self, depth: int | None) -> int | None:
+        """Return the number of its block in an encoder of some depth; None for a chosen one.
+
+        A shallower encoder than the paper's has its last block there.
+        """
+        if self.layer is None or depth is None:
+            return self.layer
+        return max(self.layer + depth, 0) if self.layer < 0 else min(self.layer, depth - 1)
 
     def is_measured_by(self, record: Record) -> bool:
         """Whether a record, of whatever protocol, answers the same question on the same data."""
         names = (record.task, _family(record.metric))
-        if not self.task or names != (self.task, _family(self.metric)):
+        if names != (self.task, _family(self.metric)):
             return False
         # A dataset of fewer images than published carries their number after a dash.
         same_data = record.dataset == self.dataset or record.dataset.startswith(f"{self.dataset}-")
@@ -195,23 +238,22 @@ def settings_of(record: Record) -> str:
 
 
 def _family(metric: str) -> str:
-    return "miou" if metric.startswith("miou") else metric
+    """Return the name that variants of a metric share: of mean IoUs, of k-NN by any neighbours."""
+    if metric.startswith("miou"):
+        return "miou"
+    return re.sub(r"_k\d+$", "_k", metric)
 
 
 def _table(paper: Paper, told: Mapping[str, Any]) -> PublishedTable:
-    columns = tuple(
-        PublishedColumn(
-            facets=tuple(one["facets"]),
-            num_images=one["images"],
-            layers_modes=tuple(one.get("layers_modes", [SINGLE])),
-            probe=tuple(one.get("probe", ())),
-            **{key: one[key] for key in ("name", "task", "dataset", "metric")},
-        )
-        for one in told["columns"]
-    )
+    columns = tuple(map(_column, told["columns"]))
     names = tuple(row["name"] for row in told["rows"])
     if len(set(names)) < len(names) or len({c.name for c in columns}) < len(columns):
         raise ValueError(f"rows or columns of {told['name']} share a name")
+    for column in columns:
+        if column.task == DIFFERENCE and not (
+            column.reference in names and column.of in {c.name for c in columns}
+        ):
+            raise ValueError(f"column {column.name} expects a row and a column of {told['name']}")
 
     def cells(key: str) -> dict[tuple[str, str], float]:
         return {
@@ -233,3 +275,11 @@ def _table(paper: Paper, told: Mapping[str, Any]) -> PublishedTable:
         runs={row["name"]: row["run"] for row in told["rows"] if "run" in row},
         **{key: told[key] for key in _AS_THEY_STAND if key in told},
     )
+
+
+def _column(told: Mapping[str, Any]) -> PublishedColumn:
+    def plain(value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    values = {key: plain(value) for key, value in told.items()}
+    return PublishedColumn(num_images=values.pop("images"), **values)

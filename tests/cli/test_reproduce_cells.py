@@ -1,0 +1,187 @@
+"""After `reproduce --run` no cell of a finished row is empty, in any published table.
+
+Training and probing all tables takes GPU-years. Here the commands of each plan are given to
+stand-ins that leave what the real ones would: run folders with encoders and logs, and a record for
+each cell that the real probe, composed from the words of its command, says that it has.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from pretrain.checkpoints import CONFIG, ENCODER, LOG
+from ssl_bench.cli import reproduce as reproduce_command
+from ssl_bench.cli.__main__ import main
+from ssl_bench.cli.parser import build_parser
+from ssl_bench.cli.reproduce import full_name, is_run
+from ssl_bench.composition.choices import experiments
+from ssl_bench.composition.compose import build
+from ssl_bench.data.samples import Dataset
+from ssl_bench.data.splits import as_asked, shared_values
+from ssl_bench.evaluation import Probe
+from ssl_bench.layers import layers_of
+from ssl_bench.models import ViTConfig, build_encoder, identify_encoder
+from ssl_bench.models.loading import checkpoint
+from ssl_bench.planning import probing_config
+from ssl_bench.results import CellKey, ResultStore
+from ssl_bench.results.contributions import kind_of
+from ssl_bench.tables.published import DIFFERENCE, SUPERVISED, PublishedTable, published_tables
+from tests.core.test_results import RECORD
+
+PARSER = build_parser()
+DEPTH, STEPS = 12, 2
+PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "mean", "std")}
+
+
+@cache
+def composed(
+    task: str, dataset: str, overrides: tuple[str, ...]
+) -> tuple[Probe, Dataset, dict[str, Any]]:
+    """The real probe and dataset of a command."""
+    config = probing_config(task, dataset, overrides, "/nowhere")
+    values = shared_values(config)
+    return build(config.probe), as_asked(build(config.dataset), values), values
+
+
+class StandIn:
+    """Leaves behind what `ssl-bench pretrain` and `ssl-bench probe` would, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.model = build_encoder(
+            ViTConfig(image_size=16, patch_size=8, dim=12, depth=DEPTH, num_heads=2), seed=0
+        )
+
+    def __call__(self, words: Sequence[str]) -> int:
+        options, overrides = PARSER.parse_known_args(list(words))
+        if options.command == "pretrain":
+            self._train(
+                Path(options.out), options.data_root, dict(w.split("=", 1) for w in overrides)
+            )
+        else:
+            self._probe(options, tuple(overrides))
+        return 0
+
+    def _train(self, folder: Path, images: str | None, said: dict[str, str]) -> None:
+        folder.mkdir(parents=True)
+        with torch.no_grad():
+            # Another encoder for each run.
+            self.model.norm.bias += 1.0
+        metadata = {"step": str(STEPS), "epoch": "300.0"}
+        kept = yaml.safe_load(said.get("train.keep_epochs", "[]"))
+        for name in (ENCODER, *(f"epoch{epoch:04}.safetensors" for epoch in kept)):
+            checkpoint.save_encoder(folder / name, self.model, metadata)
+            with torch.no_grad():
+                self.model.norm.bias += 1.0
+        run = experiments()[said["experiment"]]
+        objective = {"length": run.changes.get("objective.length", 16)}
+        train = {"epochs": 300, "max_steps": STEPS, "batch_size": 4}
+        (folder / CONFIG).write_text(yaml.safe_dump({"train": train, "objective": objective}))
+        # As pretrain/logging.py writes them; a run that copies strings tests itself at the end.
+        rows: list[dict[str, Any]] = [
+            {"step": n + 1, "images_per_second": 8.0} for n in range(STEPS)
+        ]
+        if run.images == "copying":
+            rows[-1] |= {f"letters_{objective['length']}": 4.5, "strings_16": 0.0}
+        (folder / LOG).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        if "monitor.results" in said:
+            assert images is not None
+            cells = [(DEPTH - 1, "head", metric) for metric in ("top1", "top5")]
+            record(Path(said["monitor.results"]), folder, SUPERVISED, Path(images).name, cells)
+
+    def _probe(self, options: Any, overrides: tuple[str, ...]) -> None:
+        probe, dataset, values = composed(options.task, options.dataset, overrides)
+        layers = layers_of(probe.asked_facets, options.layer, DEPTH)
+        record(
+            Path(options.out),
+            options.checkpoint[0],
+            probe.task,
+            dataset.name,
+            probe.cells(layers),
+            protocol=probe.protocol,
+            settings={**probe.settings(), "dtype": values["dtype"]},
+        )
+
+
+def record(
+    out: Path, address: str | Path, task: str, dataset: str, cells: Sequence[tuple[int, str, str]],
+    **more: Any,
+) -> None:  # fmt: skip
+    """Save records of these cells, with contributions of ten images where a percentage has some."""
+    store = ResultStore(out)
+    identity = reproduce_identity(str(address)).identity()
+    for layer, facet, metric in cells:
+        per_image = None
+        if metric.startswith("miou"):
+            per_image = np.full((10, 3, 2), 10 + layer, np.int64)
+        elif metric.startswith(("top", "corloc")):
+            per_image = np.arange(10) < 2 + layer % 5
+        value = 3.5 if per_image is None else kind_of(metric, per_image).value(per_image)
+        key = CellKey(
+            task=task, dataset=dataset, split="val", layer=layer, facet=facet, metric=metric,
+            **identity, **{"protocol": "own", "settings": {}, **more},
+            dataset_fingerprint="b" * 64, seed=0,
+        )  # fmt: skip
+        measured = {
+            name: getattr(RECORD, name)
+            for name in ("model", "version", "git_commit", "torch", "device", "seconds", "created")
+        }
+        one = key.record(
+            depth=DEPTH, value=value, ci95=None, num_images=10, **measured,
+            unit="%" if per_image is not None or metric == "explained_variance" else "",
+        )  # fmt: skip
+        store.save(one, per_image)
+
+
+def reproduce_identity(address: str) -> Any:
+    """As `identify_encoder`, but that of published weights is made up: they lie on no disk here."""
+    if is_run(address):
+        return identify_encoder(address)
+    return SimpleNamespace(identity=lambda: {"checkpoint_sha256": "c" * 64, **PUBLISHED_WEIGHTS})
+
+
+def reproduced(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
+    """What `reproduce --run` prints of a table as JSON, its steps done by a stand-in."""
+    monkeypatch.setattr(reproduce_command, "run_command", StandIn())
+    monkeypatch.setattr("ssl_bench.models.identify_encoder", reproduce_identity)
+    monkeypatch.setattr(reproduce_command, "default_format", lambda: "json")
+    roots = {run.images for run in reproduce_command.runs_of(table)} - {"copying"}
+    roots |= {column.dataset for column in table.columns if column.is_probed}
+    words = ["--data-root", ",".join(f"{name}=/data/{name}" for name in roots)] if roots else []
+    assert main(["reproduce", full_name(table), "--run", *words]) == 0
+    (printed,) = json.loads(capsys.readouterr().out)
+    return printed["cells"]
+
+
+def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
+    """The cells of rows with a run, without supervised columns on images of another run."""
+    runs = experiments()
+    for row, address in table.runs.items():
+        for column in table.columns:
+            images = runs[address.partition("@")[0]].images if is_run(address) else None
+            if column.task not in (SUPERVISED, DIFFERENCE) or column.dataset == images:
+                yield row, column.name
+
+
+WITH_RUNS = [table for table in published_tables() if table.runs]
+
+
+@pytest.mark.parametrize("table", WITH_RUNS, ids=full_name)
+def test_no_cell_of_a_finished_row_is_empty(table, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    cells = reproduced(table, monkeypatch, capsys)
+
+    ours = {(cell["row"], cell["column"]): cell["ours"] for cell in cells}
+    empty = [place for place in expected_cells(table) if ours[place] is None]
+    assert not empty
+    assert {cell for cell in ours if ours[cell]} == {*expected_cells(table)}
+    # What is published has a cell of ours wherever the row has a run.
+    assert {place for place in table.values if place[0] in table.runs} <= {*expected_cells(table)}
