@@ -72,7 +72,8 @@ _WHY = {
 }
 # Of the images, for reading positions: to choose the penalty with, and to score on.
 _SHARE = 0.2
-RANKME_EPS = 1e-7
+# Added to each share of a spectrum in RankMe and LiDAR.
+SHARE_EPS = 1e-7
 # Features that are equal but for the rounding of float32 count as constant.
 _CONSTANT = 1e-12
 # Vectors whose distances to all others are in memory at once.
@@ -122,6 +123,8 @@ class Geometry(Probe):
     num_workers: Threads = 4
 
     task = "geometry"
+    # 2: LiDAR has the constant of its paper.
+    metric_version = 2
     role = "images"
     takes_long = True
     known_facets = ("cls", "patch_mean", *INNER_FACETS)
@@ -429,8 +432,7 @@ def rankme(moments: Moments) -> float:
     values = eigenvalues(energy, min(moments.count, len(energy))).sqrt()
     if not values.any():
         return math.nan
-    shares = values / values.sum() + RANKME_EPS
-    return float(torch.special.entr(shares).sum().exp())
+    return _raised_rank(values)
 
 
 def spread_rank(moments: Moments) -> float:
@@ -469,13 +471,19 @@ def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[in
 
 
 def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
-    """Effective rank of what differs between images, measured by what differs between their views.
+    """Compute the effective rank of what differs between images, relative to their views.
 
-    The eigenvalues of W^-1/2 B W^-1/2, B the covariance of the images' means and W that of views
-    around them plus delta on its diagonal; in [1, min(images - 1, dim)], NaN for a single image and
-    where the means do not vary.
+    It is exp(-sum p ln p) with p = l / sum(l) + 1e-7, not normalised again. l are all `dim`
+    eigenvalues of W^-1/2 B W^-1/2, where B is the covariance of the images' means and W that of
+    views around them plus delta on its diagonal. Zeros among them count, so that the largest value
+    is a little above min(images - 1, dim).
 
-    Source: Thilak et al., "LiDAR", 2023, https://arxiv.org/abs/2312.04000.
+    Returns:
+        NaN for a single image and where the means do not vary.
+
+    Source: Thilak et al., "LiDAR", ICLR 2024, https://arxiv.org/abs/2312.04000. Its shares have a
+    small constant added, as those of RankMe, but no value for it; 1e-7 is RankMe's, which
+    https://github.com/arnab39/reptrix takes too.
     """
     count, times, dim = views.shape
     means = views.mean(1)
@@ -489,7 +497,13 @@ def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
     # The same eigenvalues but for zeros, and a smaller matrix where images are few.
     white = (away @ axes) / sizes.clamp(min=delta).sqrt()
     product = white @ white.T if count < dim else white.T @ white
-    return float(effective_rank(eigenvalues(product, min(count - 1, dim))))
+    found = eigenvalues(product, min(count - 1, dim))
+    return _raised_rank(F.pad(found, (0, dim - len(found))))
+
+
+def _raised_rank(values: Float64[Tensor, " values"]) -> float:
+    """Exponential of the entropy of shares that are each raised by `SHARE_EPS`."""
+    return float(torch.special.entr(values / values.sum() + SHARE_EPS).sum().exp())
 
 
 def _variances(moments: Moments) -> Float64[Tensor, " values"]:

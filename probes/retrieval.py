@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float16, Int64, UInt8
@@ -31,12 +32,14 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import AskedFacets
-from ssl_bench.metrics import class_counts
+from ssl_bench.metrics import class_counts, confusion_counts
 from ssl_bench.neighbours import faiss_nearest, takes_faiss
-from ssl_bench.scores import IGNORED
+from ssl_bench.results import Baseline
+from ssl_bench.scores import IGNORED, matched_mean_iou
 from ssl_bench.system.device import fetched, sent
 
 METRICS = ("miou", "pixel_accuracy")
+MATCHED = "miou_matched"
 # Similarities that are in GPU memory at once.
 _SIMILARITIES = 2**28
 
@@ -62,7 +65,9 @@ class Retrieval(Probe):
 
     Source: Balazevic et al., "Towards In-Context Scene Understanding",
     https://arxiv.org/abs/2306.01667. Ignored pixels are left out of the label histograms, where
-    https://github.com/vpariza/open-hummingbird-eval counts them as class 0.
+    https://github.com/vpariza/open-hummingbird-eval counts them as class 0. The protocol "hbird"
+    has a further metric, `miou_matched`: the mean IoU of that code, which renames the predicted
+    classes one to one before it scores them.
     """
 
     protocol: str = "ssl_bench"
@@ -85,14 +90,21 @@ class Retrieval(Probe):
     task = "retrieval"
     role = "segmentation"
     keeps_images = True
+    metrics_of_sets = (MATCHED,)
     not_settings = (*Probe.not_settings, "batch_size", "memory_gib", "engine")
 
     @property
     def asked_facets(self) -> AskedFacets:
         return asked_patches(self.facet, self.norm)
 
+    @property
+    def is_matched(self) -> bool:
+        """Whether predicted classes are also scored after they are renamed."""
+        return self.protocol == "hbird"
+
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        return [(layer, self.scored_facet, m) for layer in sorted(layers) for m in METRICS]
+        metrics = (*METRICS, MATCHED) if self.is_matched else METRICS
+        return [(layer, self.scored_facet, m) for layer in sorted(layers) for m in metrics]
 
     def training_images(self, dataset: Dataset) -> ImageSet:
         return dataset.train()
@@ -116,7 +128,8 @@ class Retrieval(Probe):
                 layer: F.normalize(of_layer.to(context.device).float(), dim=1)
                 for layer, of_layer in zip(layers, features, strict=True)
             }
-            counts = self._count(memory, shares.to(context.device), training_pass, images)
+            labels = shares.to(context.device)
+            counts, confusions = self._count(memory, labels, training_pass, images)
             for index, (layer, unit) in enumerate(memory.items()):
                 details = {
                     "memory_patches": len(unit),
@@ -127,6 +140,8 @@ class Retrieval(Probe):
                 cell, names = (layer, self.scored_facet), images.class_names
                 for metric in METRICS:
                     yield mask_score(cell, metric, counts, (index, 0), names, details)
+                if confusions is not None:
+                    yield matched_score(cell, confusions[index], names, len(images), details)
 
     def training_pass(self, context: ProbeContext) -> TrainingPass:
         """How training images become features and labels."""
@@ -153,12 +168,17 @@ class Retrieval(Probe):
         labels: Float[Tensor, "memory classes"],
         training_pass: TrainingPass,
         images: ImageSet,
-    ) -> ImageCounts:
-        """Stream the scored images once through the encoder and the memories of some layers."""
+    ) -> tuple[ImageCounts, Int64[np.ndarray, "layers classes classes"] | None]:
+        """Stream the scored images once through the encoder and the memories of some layers.
+
+        Returns:
+            The counts of each image, and the confusion matrices of all images if they are scored.
+        """
         classes = labels.shape[1]
         inference = Squashed(self.score_size)
         prepare = partial(inference.prepare, size=self.image_size)
         per_image = ImageCounts(len(memory), 1, classes)
+        total = np.zeros((len(memory), classes, classes), np.int64) if self.is_matched else None
         every = range(len(images))
         items = read_ahead(images, every, prepare, workers=self.num_workers)
         shown = training_pass.context.progress(items, "scored images", len(images))
@@ -167,15 +187,52 @@ class Retrieval(Probe):
             ids = [item.image_id for item in batch]
             blocks, sums = extract(training_pass.extractor, windows, ids)
             votes = [patch_votes(self, blocks[i], unit, labels) for i, unit in memory.items()]
-            counts = []
+            counts, confusions = [], []
             for position, item in enumerate(batch):
                 logits = torch.stack([vote[position] for vote in votes])[None]
                 predicted = inference.predict(logits, item)
                 target = sent(item.mask, predicted.device)
                 counts.append(class_counts(predicted, target, classes))
-            (counts,) = checked(training_pass.extractor, sums, ids, [torch.stack(counts)])
+                if total is not None:
+                    confusions.append(confusion_counts(predicted, target, classes))
+            found = [torch.stack(counts), *([torch.stack(confusions).sum(0)] if confusions else [])]
+            counts, *summed = checked(training_pass.extractor, sums, ids, found)
             per_image.add(counts[:, :, None])
-        return per_image
+            if total is not None:
+                total += summed[0].numpy()
+        return per_image, total
+
+
+def matched_score(
+    cell: tuple[int, str],
+    confusion: Int64[np.ndarray, "classes classes"],
+    class_names: Sequence[str],
+    num_images: int,
+    details: Mapping[str, Any],
+) -> Score:
+    """Score the predictions of all images after their classes are renamed one to one.
+
+    It has no interval and no values of images: which names match best depends on all of them.
+    """
+    value, names = matched_mean_iou(confusion)
+    true, constant = confusion.sum(1), np.zeros_like(confusion)
+    named = int(true.argmax())
+    constant[:, named] = true
+    baseline = Baseline(f"constant class {class_names[named]}", matched_mean_iou(constant)[0])
+    renamed = {
+        class_names[old]: class_names[new]
+        for old, new in enumerate(names)
+        if old != new and confusion[new, old]
+    }
+    more = {
+        "renamed_classes": renamed,
+        "absent_classes": "absent_from_both_is_0",
+        "no_interval": "which names match depends on all images",
+        **details,
+        "warnings": [],  # They are of intervals.
+        **baseline.as_details(),
+    }
+    return Score(*cell, MATCHED, value, None, num_images, more)
 
 
 def labelled_patches(training_pass: TrainingPass, patch: int) -> Int64[Tensor, " labelled"]:

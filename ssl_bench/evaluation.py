@@ -600,11 +600,12 @@ class Evaluation:
                 # Those of finished cells stay as they are.
                 if key not in pending.finished:
                     seconds = time.monotonic() - start
-                    if not holds(score.ci95, score.value):
+                    if score.ci95 and not holds(score.ci95, score.value):
+                        low, high = score.ci95
                         say(
                             f"{probe.task}: block {score.layer}: {score.metric} of {score.facet} "
-                            f"is {score.value:.6g}, which its interval {score.ci95} does not hold; "
-                            "it is recorded without one"
+                            f"is {score.value:.6g}, outside of its interval [{low:.6g}, "
+                            f"{high:.6g}]; it is recorded without one"
                         )
                         # Of one that leaves its own value out nobody knows what it says.
                         why = "of so few images it would not hold the value"

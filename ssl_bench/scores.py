@@ -52,6 +52,30 @@ def mean_iou(counts: Counts) -> Float64[np.ndarray, "*some"]:
     return mean_of_known(iou_per_class(counts))
 
 
+def matched_mean_iou(
+    confusion: Integer[np.ndarray, "classes classes"],
+) -> tuple[float, Integer[np.ndarray, " classes"]]:
+    """Compute the largest mean IoU, in percent, that renaming predicted classes one to one gives.
+
+    The mean is over all classes: one that is in neither truth nor prediction counts as 0.
+
+    Args:
+        confusion: Pixels by true and predicted class.
+
+    Returns:
+        The mean, and the new name of each predicted class.
+
+    Source: Hungarian matching of PredsmIoU in https://github.com/vpariza/open-hummingbird-eval.
+    """
+    # Here, because a table need not wait for scipy.
+    from scipy.optimize import linear_sum_assignment
+
+    union = confusion.sum(1, keepdims=True) + confusion.sum(0, keepdims=True) - confusion
+    iou = confusion / np.maximum(union, 1)
+    predicted, names = linear_sum_assignment(iou.T, maximize=True)
+    return 100.0 * float(iou[names, predicted].mean()), names
+
+
 def of_constant_class(
     counts: Integer[np.ndarray, "3 classes"],
 ) -> tuple[int, Integer[np.ndarray, "3 classes"]]:

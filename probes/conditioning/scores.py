@@ -259,10 +259,15 @@ def linear_cka(x: Tokens, y: Float[Tensor, "images tokens other_dim"]) -> float:
 
 
 def linear_cka_ci95(x: Tokens, y: Float[Tensor, "images tokens other_dim"]) -> Interval | None:
-    """95 % interval of `linear_cka` over images: a jackknife of its logit, bias corrected.
+    """Return the 95 % interval of `linear_cka` over images, or None.
 
-    Leaving an image out costs images^2 operations, not a pass over the tokens. None where the
-    images do not tell: a single one, a constant side, the same on both sides.
+    It is a bias-corrected jackknife of the logit. Leaving an image out costs images^2 operations,
+    not a pass over the tokens.
+
+    Returns:
+        None for a single image, a constant side, or the same on both sides. None, too, where the
+        correction exceeds the margin: of so few tokens it misses a part of the bias, and the
+        interval, which leaves out the value, the CKA of very many images as well.
     """
     count = len(x)
     one, other = _centered(x), _centered(y)
@@ -278,7 +283,7 @@ def linear_cka_ci95(x: Tokens, y: Float[Tensor, "images tokens other_dim"]) -> I
         return None
     jackknife = Jackknife(float(logits[0]), logits[1:])
     center, margin = jackknife.value + jackknife.correction, jackknife.margin
-    if np.isnan(margin):
+    if np.isnan(margin) or abs(jackknife.correction) > margin:
         return None
     return float(expit(center - margin)), float(expit(center + margin))
 

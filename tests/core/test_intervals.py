@@ -5,8 +5,6 @@ import pytest
 import scipy.stats
 from scipy.special import expit
 
-from probes.conditioning.probe import draw
-from ssl_bench.evaluation import Score
 from ssl_bench.intervals import (
     FEW_IMAGES,
     Bootstrap,
@@ -191,23 +189,6 @@ def test_intervals_of_average_precision_hold_it_of_few_images():
     ends = [bootstrap_estimate(one, average_precision).ci95() or (0, 0) for one in samples]
 
     assert sum(low <= truth <= high for low, high in ends) >= 39
-
-
-def test_a_picture_draws_no_interval_that_its_record_leaves_out(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        "matplotlib.axes.Axes.fill_between",
-        lambda _, at, low, high, **_style: drawn.append((at, low, high)),
-    )
-    # Corrected for its bias, an interval may leave out its own value.
-    scores = [
-        Score(layer, "token", "cka_with_input", 0.5, ci95, 4, {}, unit="")
-        for layer, ci95 in enumerate([(0.4, 0.6), (0.55, 0.7)])
-    ]
-
-    draw(scores, "", tmp_path / "a.png")
-
-    assert drawn == [((0,), (0.4,), (0.6,))]
 
 
 def test_few_images_are_warned_of():

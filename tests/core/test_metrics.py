@@ -1,10 +1,19 @@
+import itertools
+
 import numpy as np
 import pytest
+import sklearn.metrics
 import torch
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from ssl_bench.metrics import class_counts, scattered_counts
-from ssl_bench.scores import iou_per_class, is_hit, mean_iou, pixel_accuracy
+from ssl_bench.metrics import class_counts, confusion_counts, scattered_counts
+from ssl_bench.scores import (
+    iou_per_class,
+    is_hit,
+    matched_mean_iou,
+    mean_iou,
+    pixel_accuracy,
+)
 
 
 def _masks(*rows):
@@ -89,3 +98,53 @@ def test_counts_added_on_the_spot_are_those_of_bincount():
         scattered_counts(values.to(torch.uint8), 11, weights),
         torch.bincount(values, weights.double(), 11),
     )
+
+
+def restated_matched_iou(confusion):
+    """The best of all ways to rename the predicted classes, and its mean over all classes."""
+    classes = range(len(confusion))
+    best = 0.0
+    for names in itertools.permutations(classes):
+        total = 0.0
+        for old, new in enumerate(names):
+            right = confusion[new][old]
+            union = sum(confusion[new]) + sum(row[old] for row in confusion) - right
+            total += right / union if union else 0.0
+        best = max(best, total / len(confusion))
+    return 100 * best
+
+
+@pytest.mark.parametrize(
+    ("confusion", "by_hand"),
+    [
+        # Two classes are taken for each other; the third is in neither and counts as 0.
+        ([[1, 7, 0], [6, 2, 0], [0, 0, 0]], 100 * (7 / 10 + 6 / 9) / 3),
+        ([[5, 0], [0, 5]], 100),
+        # To name every pixel 0 is right for the larger class.
+        ([[2, 0, 0], [8, 0, 0], [0, 0, 0]], 100 * 0.8 / 3),
+    ],
+)
+def test_classes_are_renamed_one_to_one_before_they_are_scored(confusion, by_hand):
+    value, names = matched_mean_iou(np.array(confusion))
+
+    assert value == pytest.approx(by_hand)
+    assert value == pytest.approx(restated_matched_iou(confusion))
+    assert sorted(names) == list(range(len(confusion)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_confusion_of_all_pixels_gives_the_best_matched_iou(seed):
+    predicted, target = _dataset(4, 5, seed)
+    heads = torch.stack([predicted, (predicted + 2) % 5])
+    counts = confusion_counts(heads, target, 6).numpy()
+    known = (target != 255).numpy()
+    for found, given in zip(counts, heads.numpy(), strict=True):
+        expected = sklearn.metrics.confusion_matrix(
+            target.numpy()[known], given[known], labels=range(6)
+        )
+        assert np.array_equal(found, expected)
+        value, _ = matched_mean_iou(found)
+        assert value == pytest.approx(restated_matched_iou(expected.tolist()))
+    # A cyclic renaming changes mIoU, but not the matched one.
+    one, other = (matched_mean_iou(found)[0] for found in counts)
+    assert one == pytest.approx(other)

@@ -97,11 +97,9 @@ def test_percentages_of_images_are_neither_right_nor_wrong(probed):
 def test_an_interval_without_its_value_is_left_out_and_that_is_said(probed, capsys):
     said = [line for line in probed() if "interval" in line]
 
-    assert said == [
-        f"geometry: block {layer}: odd of token is 50, which its interval (60.0, 70.0) does not "
-        "hold; it is recorded without one"
-        for layer in (0, 1)
-    ]
+    assert len(said) == 2
+    for layer, line in enumerate(said):
+        assert f"block {layer}: odd of token is 50, outside of its interval [60, 70]" in line
     records = ResultStore(Path("results")).records()
     assert {(r.value, r.ci95) for r in records if r.metric == "odd"} == {(50.0, None)}
     capsys.readouterr()

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,12 @@ import torch.nn.functional as F
 from probes.features.views import WholeImage, nearest_labels
 from probes.heads.scored_images import Squashed
 from probes.retrieval import Retrieval
+from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.results import ResultStore
 from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
+from tests.support.faults import probing, records, voc
 
 QUICK: dict[str, Any] = {"neighbours": 5, "image_size": 32, "batch_size": 4, "num_workers": 1}
 
@@ -117,3 +121,43 @@ def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(protocol):
     assert (probe.protocol, probe.image_size) == (protocol, 64)
     assert bool(probe.guesses) == (protocol != "ssl_bench")
     assert json.loads(json.dumps(probe.settings())) == probe.settings()
+
+
+def test_hbird_also_scores_renamed_classes(tmp_path):
+    context = probe_context(tmp_path, layers=(3,))
+    found = {score.metric: score for score in _probe(protocol="hbird").run(context)}
+    plain = {score.metric: score for score in _probe().run(context)}
+
+    assert set(plain) == {"miou", "pixel_accuracy"}
+    assert {metric: found[metric].value for metric in plain} == {
+        metric: score.value for metric, score in plain.items()
+    }
+    matched = found["miou_matched"]
+    # Colours are recognised, so that no new name helps; the class that never occurs counts as 0.
+    assert matched.value == pytest.approx(0.75 * found["miou"].value)
+    assert matched.details["baseline"]["value"] < matched.value
+    assert (matched.ci95, matched.per_image) == (None, None)
+
+
+def test_a_metric_more_leaves_finished_scores_as_they_are(place, capsys):
+    voc(place / "voc")
+    words = probing("retrieval", "voc2012", place / "voc", "probe.protocol=hbird")
+    assert main(words) == 0
+    before = {record.key(): record for record in records()}
+    assert {key.metric for key in before} == {"miou", "pixel_accuracy", "miou_matched"}
+    store = ResultStore(Path("results"))
+    for key in before:
+        if key.metric == "miou_matched":
+            store.path(key).unlink()
+
+    capsys.readouterr()
+    assert main(words) == 0
+
+    assert "2 of 3 scores finished before" in capsys.readouterr().err
+    after = {record.key(): record for record in records()}
+    assert {key: one.value for key, one in after.items()} == {
+        key: one.value for key, one in before.items()
+    }
+    assert all(after[key] == one for key, one in before.items() if key.metric != "miou_matched")
+    assert main(["table", "--metric", "miou_matched"]) == 0
+    assert "which names match depends on all images" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import torch
 
 from probes.conditioning.scores import linear_cka, linear_cka_ci95
 from probes.spectra import mean_cosine, median_with_ci95
+from ssl_bench.intervals import holds
 from tests.support.matrices import condition, normal, rank, rotation
 
 
@@ -106,3 +107,22 @@ def test_the_interval_of_cka_is_the_jackknife_of_its_logit():
     ends = scipy.stats.t.interval(0.95, 3, pseudo.mean(), pseudo.std(ddof=1) / 2)
     assert linear_cka_ci95(x, y) == pytest.approx(scipy.special.expit(ends), rel=1e-9)
     assert linear_cka_ci95(x, x) is None
+
+
+@pytest.mark.parametrize(("dim", "has_any"), [(64, False), (16, True)])
+def test_cka_of_too_few_tokens_has_no_interval_instead_of_a_wrong_one(dim, has_any):
+    def draw(images, seed):
+        x, noise = (
+            normal(images, 16, dim, seed=s) + normal(images, 1, dim, seed=s + 1)
+            for s in (seed, seed + 2)
+        )
+        return x, 2 * x + noise
+
+    truth, pairs = linear_cka(*draw(2000, 0)), [draw(8, 4 * seed) for seed in range(100, 140)]
+    found = [(linear_cka(*pair), linear_cka_ci95(*pair)) for pair in pairs]
+    ends = [one for _, one in found if one is not None]
+
+    # In 64 dimensions the value is .94 and the truth .80.
+    assert bool(ends) == has_any
+    assert all(holds(one, value) for value, one in found)
+    assert sum(low <= truth <= high for low, high in ends) >= 0.9 * len(ends)
