@@ -22,6 +22,8 @@ from ssl_bench.system.progress import bar_class
 REACH_SECONDS = 3.0
 STALL_SECONDS = 60.0
 _CHUNK = 2**18
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+"""Those of huggingface_hub that forbid the network. Here they hold for every host."""
 
 
 class NotFetched(MachineError):
@@ -102,6 +104,14 @@ def download(published: Published, path: Path, check: Check | None = None) -> Pa
     return path
 
 
+def offline_variable() -> str | None:
+    """Return the name of the environment variable that forbids the network, if one does."""
+    switched_on = ("1", "on", "yes", "true")
+    return next(
+        (v for v in OFFLINE_VARIABLES if os.environ.get(v, "").lower() in switched_on), None
+    )
+
+
 def part_of(path: Path) -> Path:
     """Where the bytes of a file are that is not complete."""
     return path.with_name(f"{path.name}.part")
@@ -112,8 +122,10 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
 
     Raises:
         urllib.error.HTTPError: it says no.
-        NotFetched: there is none in time.
+        NotFetched: there is none in time, or the network must not be used.
     """
+    if (variable := offline_variable()) is not None:
+        raise NotFetched(f"{request.full_url} was not requested because {variable} is set")
     answers: SimpleQueue[http.client.HTTPResponse | Exception] = SimpleQueue()
 
     def wait() -> None:

@@ -59,6 +59,8 @@ from ssl_bench.system.progress import say
 PROTOCOL = "probe.protocol"
 BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
 """What --batch-size is short for."""
+PICTURES = "probe.panels"
+"""What --pictures is short for."""
 
 
 @dataclass(frozen=True)
@@ -321,10 +323,13 @@ def plan_probes(
     for override in overrides:
         takers = {pair.task for pair in pairs if override in pair.taken}
         others = {pair.task for pair in pairs} - takers
+        if not takers and override == f"{PICTURES}=0":
+            # A task without pictures draws none already.
+            continue
         if not takers:
             raise _refused(override, pairs)
         # What --batch-size and --pictures are short for reaches whom it may.
-        if others and override.partition("=")[0] not in (*BATCH_SIZES, "probe.panels"):
+        if others and override.partition("=")[0] not in (*BATCH_SIZES, PICTURES):
             unconcerned[override] = others
     listed, looked = dict[str, Dataset](), Looked()
     plan = [
@@ -415,7 +420,8 @@ def _refused(override: str, pairs: Sequence[_Pair]) -> ConfigurationError:
             {name for pair in pairs for name in keys(pair.default) if name.endswith(_SIDES)}
         )
         instead = f"; what is asked has {' and '.join(own)}" if own and key.endswith(_SIDES) else ""
-        alone = f"{key} is a setting of --task {', '.join(owners)} alone"
+        typed = f"--pictures ({key})" if key == PICTURES else key
+        alone = f"{typed} is a setting of --task {', '.join(owners)} alone"
         return ConfigurationError(f"{alone}{instead}")
     every = {name for pair in pairs for name in keys(pair.default)}
     return ConfigurationError(f"unknown key {shown(key)}; {nearest(key, every)}")

@@ -4,10 +4,10 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ssl_bench.errors import MachineError
 
@@ -42,14 +42,30 @@ class CommandTask:
         return DelayedSubmission(self)
 
 
+def array_settings(
+    *, minutes: int, gpus: int, cpus: int, partition: str | None = None
+) -> dict[str, str | int]:
+    """Return the parameters of a SLURM array, as submitit names them.
+
+    Args:
+        minutes: Time limit of a task. SLURM queues the task again after it.
+        gpus: GPUs for each task.
+        cpus: Cores for each task.
+        partition: None for the cluster's own.
+    """
+    settings = {"timeout_min": minutes, "gpus_per_node": gpus, "cpus_per_task": cpus}
+    return {
+        "name": "ssl-bench",
+        **settings,
+        **({"slurm_partition": partition} if partition else {}),
+    }
+
+
 def submit_array(
     commands: Sequence[Sequence[str]],
     *,
     logs: Path,
-    minutes: int,
-    gpus: int,
-    cpus: int,
-    partition: str | None = None,
+    settings: Mapping[str, Any],
     cluster: Literal["slurm", "local", "debug"] = "slurm",
 ) -> "list[submitit.Job[None]]":
     """Submit one task a command and do not wait; on `cluster` "local" and "debug" they run here.
@@ -59,10 +75,7 @@ def submit_array(
     Args:
         commands: Words of each.
         logs: Folder that every node sees; gets output and errors of each task.
-        minutes: After which SLURM stops a task; it is queued again and goes on.
-        gpus: Of each task.
-        cpus: Of each task.
-        partition: None for the cluster's own.
+        settings: From `array_settings`.
         cluster: Where they run.
 
     Raises:
@@ -82,15 +95,11 @@ def submit_array(
             "--slurm needs submitit; run: pip install 'ssl-bench[slurm]', or use --print"
         ) from error
     executor = submitit.AutoExecutor(logs, cluster=cluster, slurm_max_num_timeout=_MOST_RESTARTS)
-    executor.update_parameters(
-        name="ssl-bench",
-        timeout_min=minutes,
-        gpus_per_node=gpus,
-        cpus_per_task=cpus,
-        **({"slurm_partition": partition} if partition else {}),
-    )
+    executor.update_parameters(**settings)
     try:
         with executor.batch():
-            return [executor.submit(CommandTask(tuple(w), cpus)) for w in commands]
+            return [
+                executor.submit(CommandTask(tuple(w), settings["cpus_per_task"])) for w in commands
+            ]
     except FailedJobError as error:
         raise MachineError(f"sbatch refused the array: {error}") from error

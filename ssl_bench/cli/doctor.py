@@ -20,6 +20,7 @@ from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
+from ssl_bench.network import OFFLINE_VARIABLES, offline_variable
 from ssl_bench.system.commit import source_commit
 from ssl_bench.system.escaping import json_text, one_line, printable_lines
 from ssl_bench.system.launch import usable_cores
@@ -43,7 +44,9 @@ EXTRAS = (
     ("wandb", "wandb", "train.wandb"),
 )
 """Packages that something optional needs, what to install for it, and what needs it."""
-CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME", "XDG_CACHE_HOME")
+CACHE_VARIABLES = (
+    *("HF_HOME", "HF_HUB_CACHE", *OFFLINE_VARIABLES, "TORCH_HOME", "XDG_CACHE_HOME"),
+)
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
 
 
@@ -92,7 +95,7 @@ def _findings(data_root: str | None) -> Iterator[Finding]:
     yield from _gpus()
     yield from _disks()
     # What moves them and whether the network is asked; docs/daily.md has all of them.
-    network = "offline" if hub.HF_HUB_OFFLINE else "the network is asked for what is not there"
+    network = "offline" if offline_variable() else "the network is asked for what is not there"
     yield Finding("caches", f"{_set(CACHE_VARIABLES) or 'where they usually are'}; {network}")
     none = "no sbatch in PATH; sweep --print works everywhere"
     yield Finding("slurm", shutil.which("sbatch") or none)

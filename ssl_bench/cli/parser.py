@@ -6,6 +6,7 @@ help answers at once.
 
 import argparse
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -48,6 +49,7 @@ _DEVICE = "cpu, cuda, cuda:1 (default: a GPU if there is one)"
 _RECORDS = "where the records are (default results)"
 _LIMIT = "at most N images of each split, spread evenly over it: data.limit=N"
 _BATCH = "images that the encoder takes at once"
+_TRAINING_BATCH = "images in one optimisation step, over all GPUs: train.batch_size=N"
 _SKIP = (
     "skip: leave out images that cannot be read and say so in what is written (default fail; of "
     "folder skip)"
@@ -105,7 +107,11 @@ def run(arguments: Sequence[str]) -> int:
         next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
     )
     _require_known_words(parser, commands, arguments)
-    options, rest = parser.parse_known_args(_with_values_joined(arguments))
+    words = _with_values_joined(arguments)
+    # argparse takes this value for the end of all flags, and then has none to convert.
+    if valueless := next((word for word in words if re.fullmatch(r"--.+=--", word)), None):
+        raise ConfigurationError(f"{valueless.removesuffix('=--')} expects a value, got '--'")
+    options, rest = parser.parse_known_args(words)
     for name in _PATHS:
         if (text := getattr(options, name, None)) is not None:
             setattr(options, name, str(expanded(text)))
@@ -223,7 +229,7 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
         "--pictures",
         type=int,
         metavar="N",
-        help="draw so many images, of hits and misses so many each: probe.panels=N",
+        help="draw N images, of hits and misses N each (0: none): probe.panels=N",
     )
     add("--overwrite", action="store_true", help="compute again what is finished")
     _add_showing(add)
@@ -256,8 +262,8 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     jobs = "processes at a time (default 1); more than there are jobs share their blocks"
     add("--jobs", type=int, default=1, metavar="N", help=jobs)
     add("--json", action="store_true", help="print plan and outcome as JSON")
+    add("--dry-run", action="store_true", help="only show the plan (with --slurm: of the array)")
     way = parser.add_mutually_exclusive_group().add_argument
-    way("--dry-run", action="store_true", help="only show the plan")
     way("--print", action="store_true", help="print a command for each job that is not finished")
     way("--slurm", action="store_true", help="submit the jobs as a SLURM array (extra: slurm)")
     # The rest goes through sbatch's SBATCH_* variables.
@@ -280,7 +286,7 @@ def _add_pretrain(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="begin anew in a folder that holds a run")
     skip = "skip: take the next one for an image that cannot be read (data.on_bad_image)"
     add("--on-bad-image", metavar="fail|skip", help=skip)
-    _add_short(add)
+    _add_short(add, batch=_TRAINING_BATCH)
     _add_showing(add)
 
 
@@ -414,11 +420,11 @@ def _add_probing(add: _Add) -> None:
     _add_short(add)
 
 
-def _add_short(add: _Add) -> None:
+def _add_short(add: _Add, batch: str = _BATCH) -> None:
     """Short forms of keys, which are where their defaults stand; see `_SHORT`."""
     add("--limit", type=int, metavar="N", help=_LIMIT)
     add("--seed", type=int, metavar="N", help="short for seed=N; of pretrain train.seed=N")
-    add("--batch-size", type=int, metavar="N", help=_BATCH)
+    add("--batch-size", type=int, metavar="N", help=batch)
 
 
 def _add_showing(add: _Add) -> None:

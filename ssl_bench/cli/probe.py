@@ -20,7 +20,7 @@ from ssl_bench.planning import (
     planned_probes,
     probing_config,
 )
-from ssl_bench.results import Record
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
 from ssl_bench.system.launch import require_single_process
@@ -43,9 +43,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     require_single_process("probe")
     device = choose_device(options.device)
     require_layers(options.layer, options.checkpoint)
-    # Before the folder, which no wrong word leaves.
     plan = asked_probes(options, overrides)
-    store = opened_store(options.out)
     records, passed = list[Record](), PassedImages()
     named, uris = expand(options.checkpoint or []), asked_encoders(options)
     # What is wrong with the last one is known before the first is probed.
@@ -53,9 +51,12 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         encoder = identify_encoder(uri)
         resolve_layers(layers_asked(uri, options.layer), encoder.depth)
         _require_fitting_sizes(plan, encoder)
+    store: ResultStore | None = None
     for uri in uris:
         encoder = announced_encoder(uri)
         _require_fitting_sizes(plan, encoder)
+        # Only now, so that no mistyped word leaves an empty folder behind.
+        store = store or opened_store(options.out)
         records += evaluate(
             plan,
             encoder,
@@ -68,6 +69,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             needs_any=uri in named or not is_baseline(uri),
             passed=passed,
         )
+    assert store is not None
     if options.json:
         print(json_text([record.as_json() for record in records]))
     elif records:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.planning import opened_store
-from ssl_bench.slurm import submit_array
+from ssl_bench.slurm import array_settings, submit_array
 from ssl_bench.sweep import (
     Job,
     plan_sweep,
@@ -37,11 +37,18 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.jobs < 1:
         raise ConfigurationError(f"--jobs must be at least 1, got {options.jobs}")
     jobs = plan_sweep(options, overrides, at_least=options.jobs)
-    shown_on = sys.stdout if options.dry_run and not options.json else sys.stderr
+    is_plan_alone = options.dry_run and not (options.json or options.print)
+    shown_on = sys.stdout if is_plan_alone else sys.stderr
     print(plan_table(jobs), file=shown_on, flush=True)
     pending = [job for job in jobs if job.pending]
     outcomes: Outcomes = {}
-    if options.slurm and pending:
+    if options.slurm and options.dry_run:
+        settings = _array_settings(options).items()
+        said = ", ".join(f"{name}={value}" for name, value in settings)
+        print(
+            f"SLURM array of {len(pending)} tasks: {said}; logs in {_logs(options)}", file=shown_on
+        )
+    elif options.slurm and pending:
         _submit(pending, options)
     elif options.print and not options.json:
         for job in pending:
@@ -85,19 +92,27 @@ def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
 
 def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     opened_store(options.out)
-    logs = Path(options.slurm_logs or Path(options.out) / "slurm")
+    logs = _logs(options)
     submitted = submit_array(
-        [probe_command(job) for job in jobs],
-        partition=options.slurm_partition,
-        minutes=options.slurm_minutes,
-        gpus=options.slurm_gpus,
-        cpus=options.slurm_cpus,
-        logs=logs,
+        [probe_command(job) for job in jobs], settings=_array_settings(options), logs=logs
     )
     array = submitted[0].job_id.partition("_")[0]
     say(
         f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {logs}; when it has "
         "ended, the same command submits what is still pending"
+    )
+
+
+def _logs(options: argparse.Namespace) -> Path:
+    return Path(options.slurm_logs or Path(options.out) / "slurm")
+
+
+def _array_settings(options: argparse.Namespace) -> dict[str, Any]:
+    return array_settings(
+        partition=options.slurm_partition,
+        minutes=options.slurm_minutes,
+        gpus=options.slurm_gpus,
+        cpus=options.slurm_cpus,
     )
 
 

@@ -1,13 +1,16 @@
 """Curves over depth, drawn by matplotlib from tables."""
 
+import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import MOST_DEGENERATE
 from ssl_bench.system.escaping import in_figure, printable
+from ssl_bench.system.files import write_atomically
 from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.entries import baselines
 
@@ -24,9 +27,22 @@ _HOLLOW: Mapping[str, Any] = {"marker": "o", "markersize": 5, "markerfacecolor":
 
 
 def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
-    """Write `curves_figure`; the suffix of the path chooses the format, such as .png or .svg."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    curves_figure(tables).savefig(path, dpi=120)
+    """Write `curves_figure`; the suffix of the path chooses the format, such as .png or .svg.
+
+    Raises:
+        ConfigurationError: The suffix names no format.
+        MachineError: The file cannot be written.
+    """
+    figure, kind = curves_figure(tables), path.suffix.removeprefix(".").lower()
+    if kind not in figure.canvas.get_supported_filetypes():
+        raise ConfigurationError(
+            f"expected a figure that ends with .png, .svg or .pdf, got {path}",
+            hint=("--figure", "{file}.png"),
+        )
+    # In memory first: on a full disk matplotlib's own writers end with errors that hide that of it.
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind, dpi=120)
+    write_atomically(path, lambda file: file.write(drawn.getbuffer()))
 
 
 def curves_figure(tables: Sequence[DepthTable]) -> "Figure":

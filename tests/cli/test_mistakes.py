@@ -1,18 +1,25 @@
 """What people mistype, and the line that tells them how it is done."""
 
+import argparse
 import shlex
 
 import pytest
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.cli.parser import build_parser
 from ssl_bench.composition.choices import choices
 from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
 from ssl_bench.results import ResultStore
-from tests.support.faults import class_folders
+from tests.support.faults import class_folders, fails
 
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
 SWEEP = PCA.replace("probe", "sweep", 1)
 UNKNOWN = "probe --task pca --checkpoint "
+(COMMANDS,) = (
+    action.choices
+    for action in build_parser()._actions
+    if isinstance(action, argparse._SubParsersAction)
+)
 MISTAKES = [
     ("trian", "`ssl-bench pretrain`"),
     ("nothing --task pca", "commands: probe, features, sweep"),
@@ -80,7 +87,7 @@ MISTAKES = [
     (f"{PCA} --checkpoint 'oth*'", "no checkpoint matches 'oth*'"),
     (f"{SWEEP} --jobs 0", "--jobs must be at least 1"),
     (f"{SWEEP} --slurm-gpus 2", "--slurm-gpus"),
-    (f"{SWEEP} --dry-run --print", "not allowed with"),
+    (f"{SWEEP} --slurm --print", "not allowed with"),
     *((f"{SWEEP} --device gpu {way}", "expected --device cpu, cuda or cuda:N, got 'gpu'")
       for way in ("--dry-run", "--print", "--slurm")),
     ("completion ksh", "choose from"),
@@ -128,6 +135,26 @@ def test_a_typical_mistake_gets_one_line_with_its_mend(place, capsys, words, men
     assert mend in line
     assert "[" not in line.partition(mend)[0], "no Python lists"
     assert not list(place.rglob("*.json"))
+
+
+FLAGS_WITH_VALUES = [
+    (name, action.option_strings[0])
+    for name, command in COMMANDS.items()
+    for action in command._actions
+    if action.option_strings and action.nargs is None
+]
+
+
+@pytest.mark.parametrize(("command", "flag"), FLAGS_WITH_VALUES)
+def test_a_value_of_two_hyphens_is_refused(place, capsys, command, flag):
+    assert flag in fails(capsys, [command, f"{flag}=--"], 2)
+    assert not (place / "results").exists()
+
+
+def test_a_refused_probe_leaves_no_folder_behind(place, capsys):
+    for words in ([], ["--checkpoint", "nowhere.pth"], ["--checkpoint", "demo:skip@9"]):
+        fails(capsys, ["probe", "--task", "tokencut", "--layer", "11", *words], 4)
+        assert not (place / "results").exists()
 
 
 @pytest.fixture

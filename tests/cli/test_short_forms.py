@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 from ssl_bench.cli.__main__ import main
-from tests.support.faults import fails, pretraining
+from tests.support.faults import fails, pretraining, records
 
 PROBE = ["probe", "--checkpoint", "encoder.safetensors", "--dataset", "folder"]
 PROBE += ["--data-root", "photos"]
@@ -43,6 +44,25 @@ def test_a_batch_of_probes_is_what_the_encoder_takes_at_once(place, capsys):
     assert found["segmentation"]["probe"]["training"]["batch_size"] == 16
     said = fails(capsys, ["probe", "--task", "segmentation", "--batch-size", "3"], 2)
     assert "probe.training.batch_size=3" in said
+
+
+def test_no_pictures_are_drawn_when_none_are_wanted(place, capsys):
+    words = ["--checkpoint", "encoder.safetensors", "--layer", "0", "dataset.num_train=10"]
+    words += ["dataset.num_val=2", "--pictures", "0"]
+    knn = ["probe", "--task", "knn", "--dataset", "toy_objects"]
+    tokencut = ["probe", "--task", "tokencut", "--dataset", "toy", "probe.longer_side=32"]
+    for task, command in (("knn", knn), ("tokencut", tokencut)):
+        assert main([*command, "--out", task, *words]) == 0
+        assert records(Path(task))
+        assert not [*Path(task).rglob("*.png")]
+    said = fails(capsys, [*knn, *words[:-1], "3"], 2)
+    assert "--pictures" in said
+
+
+def test_a_batch_of_pretraining_is_that_of_an_optimisation_step(capsys):
+    with pytest.raises(SystemExit):
+        main(["pretrain", "--help"])
+    assert "train.batch_size=N" in " ".join(capsys.readouterr().out.split())
 
 
 def test_flags_are_short_for_keys_of_runs(place, capsys):

@@ -21,7 +21,7 @@ from ssl_bench.composition.choices import choices
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import dataset_roots
 from ssl_bench.results import ResultStore
-from ssl_bench.slurm import submit_array
+from ssl_bench.slurm import array_settings, submit_array
 from tests.support.faults import (
     class_folders,
     encoder_file,
@@ -37,6 +37,7 @@ from tests.support.places import one_of
 
 PHOTOS = ["--task", "pca", "--dataset", "folder", "--data-root", "photos"]
 PHOTOS += ["probe.image_size=32", "probe.panels=1"]
+ONE_CORE = array_settings(minutes=1, gpus=0, cpus=1)
 SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"]
 
 
@@ -359,6 +360,21 @@ def test_an_array_with_a_task_for_each_job_is_submitted(place, cluster, capsys):
     assert "4 jobs submitted" in capsys.readouterr().err
 
 
+def test_a_dry_run_shows_an_array_and_submits_nothing(place, cluster, capsys):
+    sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--slurm", "--dry-run"]
+
+    assert main([*sweep, "--slurm-minutes", "90", "--slurm-partition", "short"]) == 0
+
+    *plan, array = capsys.readouterr().out.splitlines()
+    assert "2 pending" in plan[-1] or "4 pending" in plan[-1]
+    for setting in ("2 tasks", "timeout_min=90", "cpus_per_task=8", "slurm_partition=short"):
+        assert setting in array
+    assert not cluster.exists()
+    assert not Path("results").exists()
+    assert main([*sweep, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pending"]
+
+
 @pytest.mark.slow
 def test_tasks_of_an_array_leave_the_cells_of_the_plan(place, cluster):
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*"]
@@ -377,7 +393,7 @@ def test_tasks_of_an_array_leave_the_cells_of_the_plan(place, cluster):
 def test_submitit_learns_of_the_exit_code_of_a_task(tmp_path):
     bad = [sys.executable, "-c", "raise SystemExit(3)"]
 
-    (job,) = submit_array([bad], minutes=1, gpus=0, cpus=1, logs=tmp_path, cluster="local")
+    (job,) = submit_array([bad], settings=ONE_CORE, logs=tmp_path, cluster="local")
 
     assert "exit code 3" in str(job.exception())
 
@@ -393,7 +409,8 @@ def test_a_task_that_slurm_takes_the_node_from_runs_again(tmp_path, minutes, why
         "runs.open('a').write(f'{os.getppid()}\\n'); time.sleep(20 * first)"
     )
     words = [sys.executable, "-c", script, str(runs)]
-    (job,) = submit_array([words], minutes=minutes, gpus=0, cpus=1, logs=tmp_path, cluster="local")
+    settings = array_settings(minutes=minutes, gpus=0, cpus=1)
+    (job,) = submit_array([words], settings=settings, logs=tmp_path, cluster="local")
     end = time.monotonic() + 60
     while not (runs.exists() and runs.read_text()) and time.monotonic() < end:
         time.sleep(0.1)

@@ -1,6 +1,8 @@
 import hashlib
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import huggingface_hub
 import pytest
@@ -10,6 +12,7 @@ import torch
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models import ViTConfig, build_vit, load_encoder
 from ssl_bench.models.loading import hub
+from tests.support.faults import fails
 
 
 @pytest.fixture
@@ -42,6 +45,22 @@ def refuses() -> str:
         load_encoder(DINO)
     assert "FILE.pth for DINO" in str(raised.value)
     return str(raised.value)
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+@pytest.mark.parametrize("uri", [DINO, "hf-hub:org/name", "timm:vit_small_patch16_224.dino"])
+def test_offline_no_socket_is_opened_and_no_name_resolved(
+    uri, variable, empty_caches, monkeypatch, capsys
+):
+    def refuse(*_: object) -> NoReturn:
+        pytest.fail("the network was used")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setenv(variable, "1")
+    line = fails(capsys, ["models", uri], 4)
+    assert variable in line
+    assert "FILE.pth" in line
 
 
 @pytest.mark.parametrize("kind", ["text/html", "application/octet-stream"])

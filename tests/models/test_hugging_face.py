@@ -206,14 +206,14 @@ def test_a_cached_repository_needs_no_network(tmp_path, monkeypatch, revision):
     asked = []
 
     # The cache's own layout is huggingface_hub's affair; this stands for a filled one.
-    def cached(repository, name, revision=None, local_files_only=False):
-        asked.append((repository, revision, local_files_only))
+    def cached(repository, name, revision=None):
+        asked.append((repository, revision))
         return str(folder / name)
 
-    monkeypatch.setattr(hub.huggingface_hub, "hf_hub_download", cached)
+    monkeypatch.setattr(hub.huggingface_hub, "try_to_load_from_cache", cached)
     encoder = same_features(f"hf-hub:org/mine{revision}", model)
     assert encoder.name == f"mine{revision}"
-    assert set(asked) == {("org/mine", revision[1:] or None, True)}
+    assert set(asked) == {("org/mine", revision[1:] or None)}
 
 
 def test_a_wrong_name_of_a_repository_is_told():

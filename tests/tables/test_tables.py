@@ -17,6 +17,7 @@ from ssl_bench.tables.drawing import curves_figure, draw_curves
 from ssl_bench.tables.entries import provenance, settings_digest
 from ssl_bench.tables.sheets import NO_VALUE, render_tables
 from tests.core.test_results import RECORD
+from tests.support.faults import small_files
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
 NAMES = tuple(sorted(f"skip {record.encoder_id[:6]}" for record in (RECORD, SKIPLESS)))
@@ -350,3 +351,14 @@ def test_the_size_of_the_images_stands_below_a_table():
     # Beside records that say nothing of it.
     together = provenance([sized(RECORD, 512), replace(RECORD, task="tokencut")])
     assert together.startswith(f"{images}, image_size=512 ({task} of skip); ")
+
+
+@pytest.mark.parametrize("kind", ["pdf", "svg", "png"])
+def test_a_figure_on_a_full_disk_is_one_line(tmp_path, capsys, kind):
+    ResultStore(tmp_path).save(RECORD)
+    words = ["table", "--out", str(tmp_path), "--figure", str(tmp_path / f"curves.{kind}")]
+    with small_files(2000):
+        assert main(words) == 5
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not [*tmp_path.glob("curves*")]
+    assert main([*words[:-1], "curves.nothing"]) == 2

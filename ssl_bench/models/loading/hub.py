@@ -5,7 +5,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -77,11 +76,12 @@ def hugging_face_file(
         names: Any of these will do; earlier ones come first.
         revision: Branch, tag or commit; the main branch without.
     """
-    fetch = partial(huggingface_hub.hf_hub_download, repository, revision=revision)
     try:
         for name in names:
-            with suppress(LocalEntryNotFoundError):
-                return Path(fetch(name, local_files_only=True))
+            # Not hf_hub_download, which may ask the hub for other things first.
+            found = huggingface_hub.try_to_load_from_cache(repository, name, revision=revision)
+            if isinstance(found, str):
+                return Path(found)
     except HFValidationError as error:
         raise CheckpointError(
             f"{repository!r} is no name of a repository; expected hf-hub:ORG/NAME"
@@ -95,7 +95,7 @@ def hugging_face_file(
         raise CheckpointError(f"{error}; {_local_ways(url)}") from error
     for name in names:
         with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
-            return Path(fetch(name, local_files_only=False))
+            return Path(huggingface_hub.hf_hub_download(repository, name, revision=revision))
     at = f" at {revision}" if revision else ""
     raise CheckpointError(f"{url}{at} gave no {' or '.join(names)}; {_local_ways(url)}")
 
