@@ -270,6 +270,7 @@ class Observer(Measuring):
                 ci95=Share(hits).ci95(),
                 num_images=len(hits),
                 model=encoder.name,
+                per_image_kind="hits",
                 details={
                     "training": recipe_of(description, self.timeline),
                     "configuration": {k: v for k, v in description.items() if k not in _PLACES},

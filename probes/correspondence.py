@@ -286,7 +286,15 @@ class Correspondence(Probe):
                 details["reachable"] = float(np.mean(100.0 * reachable[:, number] / points))
             cell, value = (layer, facet, self.metrics[number]), estimate.value
             kept = np.stack([of_cell, points], 1)
-            yield Score(*cell, value, estimate.ci95(), len(images), details, per_image=kept)
+            yield Score(
+                *cell,
+                value,
+                estimate.ci95(),
+                len(images),
+                details,
+                per_image=kept,
+                per_image_kind="points",
+            )
 
 
 def by_category(ids: Sequence[str]) -> list[int]:

@@ -107,8 +107,17 @@ def scores_of_block(
         if metric != "ar100":
             more["if_equally_sure"] = float(score(in_one_rank(those).sum(0)))
         value, ci95, kept = estimate.value, estimate.ci95(), those.astype(np.uint16)
-        more = {**details, **more}
-        yield Score(layer, facet, metric, value, ci95, len(judged), more, per_image=kept)
+        yield Score(
+            layer,
+            facet,
+            metric,
+            value,
+            ci95,
+            len(judged),
+            {**details, **more},
+            per_image=kept,
+            per_image_kind="average_recall" if metric == "ar100" else "average_precision",
+        )
     details |= centre_baseline(coco_average_precision(centred))
     value = coco_average_precision(counts)
     yield Score(layer, facet, "ap_coco", value, None, len(judged), details)

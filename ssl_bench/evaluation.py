@@ -22,10 +22,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ssl_bench.composition.compose import changed_settings, usual_values
-from ssl_bench.composition.fields import check_fields
+from ssl_bench.composition.fields import check_fields, require
 from ssl_bench.data.corruptions import as_settings, corruption_of
 from ssl_bench.data.files.readable import (
     ReadableDataset,
@@ -41,7 +42,13 @@ from ssl_bench.intervals import holds
 from ssl_bench.layers import AskedFacets, Facet, asked_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id, stride_of
-from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, TrainingImages
+from ssl_bench.results.record import (
+    CORRUPTED,
+    TRAINED_ON,
+    PerImage,
+    PerImageKind,
+    TrainingImages,
+)
 from ssl_bench.results.store import first_few
 from ssl_bench.system import paths
 from ssl_bench.system.device import provenance
@@ -102,8 +109,13 @@ class Score:
         unit: "%", or nothing for a plain number.
         details: What else a record says; "undefined" is why the value is NaN, which tables print.
         per_image: What each image contributes to a percentage, in the same order for all blocks,
-            facets and encoders; pairs images when two scores are compared. Floats are finite
-            percentages whose mean is the value. Of a plain number it is not kept.
+            facets and encoders; pairs images when two scores are compared. Of a plain number it is
+            not kept.
+        per_image_kind: How the value comes from `per_image`. It may be left out for hits (a boolean
+            or a 0 or 1 an image) and for percentages (finite floats whose mean is the value).
+
+    Raises:
+        ConfigurationError: Counts do not state their kind, or it is not one of `PerImageKind`.
     """
 
     layer: int
@@ -115,6 +127,17 @@ class Score:
     details: Mapping[str, Any] = field(default_factory=dict)
     per_image: PerImage | None = field(default=None, repr=False, compare=False)
     unit: str = "%"
+    per_image_kind: PerImageKind | None = None
+
+    def __post_init__(self) -> None:
+        if self.per_image is None:
+            return
+        per_image, kind = np.asarray(self.per_image), self.per_image_kind
+        if kind is None and per_image.ndim == 1:
+            kind = "percent" if per_image.dtype.kind == "f" else "hits"
+        require(f"per_image_kind of the score {self.metric}", PerImageKind, kind)
+        object.__setattr__(self, "per_image", per_image)
+        object.__setattr__(self, "per_image_kind", kind)
 
 
 class Probe:
@@ -611,8 +634,10 @@ class Evaluation:
                         why = "of so few images it would not hold the value"
                         details = {**score.details, "no_interval": why}
                         score = replace(score, ci95=None, details=details)
+                    if score.unit != "%":
+                        score = replace(score, per_image=None, per_image_kind=None)
                     records[key] = self._record(key, score, left_out(dataset), seconds)
-                    store.save(records[key], score.per_image if score.unit == "%" else None)
+                    store.save(records[key], score.per_image)
         return [records[key] for key in keys if key in records]
 
     def _tell(
@@ -654,6 +679,7 @@ class Evaluation:
                 **({"epoch": epoch} if epoch is not None else {}),
             },
             unit=score.unit,
+            per_image_kind=score.per_image_kind,
             changed=changed_settings(self.probe) if self.changed is None else self.changed,
             **provenance(self.device, seconds),
         )

@@ -272,4 +272,5 @@ def over_draws(draws: Sequence[Sequence[Score]], count: int) -> Iterator[Score]:
             ci95=mean_estimate(np.array(by_draw)).ci95() if has_meaning else None,
             details=details,
             per_image=hits,
+            per_image_kind="hits_of_draws",
         )

@@ -246,6 +246,7 @@ def mask_score(
             **baseline.as_details(),
         },
         per_image,
+        per_image_kind="pixel_accuracy" if is_accuracy else "mean_iou",
     )
 
 

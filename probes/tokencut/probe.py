@@ -46,7 +46,7 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.layers import INNER_FACETS
-from ssl_bench.results import Baseline, encoder_id, is_degenerate
+from ssl_bench.results import Baseline, PerImageKind, encoder_id, is_degenerate
 from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
 from ssl_bench.system.escaping import printable
 from ssl_bench.system.files import write_atomically
@@ -60,6 +60,11 @@ _SIZES = {
     "below_10_percent": (0.0, 10.0),
     "10_to_40_percent": (10.0, 40.0),
     "from_40_percent": (40.0, np.inf),
+}
+_OBJECT_KINDS: Mapping[str, PerImageKind] = {
+    "max_f_beta": "object_f_beta",
+    "iou": "object_iou",
+    "accuracy": "object_accuracy",
 }
 _COUNTS = {"1": (1.0, 2.0), "2_to_3": (2.0, 4.0), "from_4": (4.0, np.inf)}
 
@@ -482,8 +487,17 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
             **centre_baseline(float(score(centred).mean())),
             "images_without_object": int((counts[:, 2] == 0).sum()),
         }
-        cell = (layer, facet, metric)
-        yield Score(*cell, found.value, found.ci95(), len(counts), details, per_image=counts)
+        yield Score(
+            layer,
+            facet,
+            metric,
+            found.value,
+            found.ci95(),
+            len(counts),
+            details,
+            per_image=counts,
+            per_image_kind=_OBJECT_KINDS[metric],
+        )
 
 
 def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:

@@ -21,10 +21,12 @@ from ssl_bench.intervals import (
 from ssl_bench.results.record import PerImage, Record, is_degenerate
 from ssl_bench.results.store import ResultStore
 from ssl_bench.scores import (
-    OBJECT_SCORES,
     average_precision,
     average_recall,
     mean_iou,
+    object_accuracy,
+    object_f_beta,
+    object_iou,
     pixel_accuracy,
 )
 
@@ -77,33 +79,59 @@ def _detections(score: Callable[[Any], Any]) -> Kind:
 
 
 _PIXELS = (3, None)
-_HITS = Kind((), _share, lambda hits: Share(hits.astype(bool)))
-_PERCENT = _of_each(lambda percent: percent.astype(np.float64), ())
-_KINDS = {
-    "miou.*": _of_total(mean_iou, _PIXELS, mean_iou_estimate),
+_KINDS: Mapping[str, Kind] = {
+    "hits": Kind((), _share, lambda hits: Share(hits.astype(bool))),
+    "percent": _of_each(lambda percent: percent.astype(np.float64), ()),
+    # The share of the draws of training images with which an image was right.
+    "hits_of_draws": Kind((None,), _share, lambda hits: mean_estimate(100.0 * hits.mean(1))),
+    "points": _of_each(_points, (2,)),
+    "mean_iou": _of_total(mean_iou, _PIXELS, mean_iou_estimate),
     "pixel_accuracy": _of_total(pixel_accuracy, _PIXELS, pixel_accuracy_estimate),
-    # Of each image the share of the draws of training images with which it was right.
-    r".*_\d+shot": Kind((None,), _share, lambda hits: mean_estimate(100.0 * hits.mean(1))),
-    "pck_.*": _of_each(_points, (2,)),
-    "ap|ap50": _detections(average_precision),
-    "ar100": _detections(average_recall),
-    **{name: _of_each(score, (4,)) for name, score in OBJECT_SCORES.items()},
+    "average_precision": _detections(average_precision),
+    "average_recall": _detections(average_recall),
+    "object_f_beta": _of_each(object_f_beta, (4,)),
+    "object_iou": _of_each(object_iou, (4,)),
+    "object_accuracy": _of_each(object_accuracy, (4,)),
 }
-"""By the names of metrics, as regular expressions; all others are hits."""
+"""By the names in `PerImageKind`."""
+
+_OLDER_NAMES = {
+    "miou.*": "mean_iou",
+    "pixel_accuracy": "pixel_accuracy",
+    r".*_\d+shot": "hits_of_draws",
+    "pck_.*": "points",
+    "ap|ap50": "average_precision",
+    "ar100": "average_recall",
+    "max_f_beta": "object_f_beta",
+    "iou": "object_iou",
+    "accuracy": "object_accuracy",
+}
 
 
-def kind_of(metric: str, per_image: PerImage) -> Kind:
-    """Floats are the percentage of each image, whatever the metric is called."""
+def guessed_kind(metric: str, per_image: PerImage) -> str:
+    """Guess the kind of the values in a record that was written before records stated it.
+
+    Floats were percentages and single numbers hits, whatever the metric was called. Only counts
+    were known by the name of their metric.
+    """
     if per_image.dtype.kind == "f":
-        return _PERCENT
-    return next((kind for name, kind in _KINDS.items() if re.fullmatch(name, metric)), _HITS)
+        return "percent"
+    if per_image.ndim == 1:
+        return "hits"
+    return next((kind for name, kind in _OLDER_NAMES.items() if re.fullmatch(name, metric)), "hits")
 
 
 def adds_up(per_image: PerImage, record: Record) -> bool:
-    """Whether the value of a record comes from these contributions."""
-    kind, sides = kind_of(record.metric, per_image), per_image.shape[1:]
-    if len(sides) != len(kind.shape) or any(
-        wanted not in (None, side) for side, wanted in zip(sides, kind.shape, strict=True)
+    """Return whether the value of a record comes from these contributions.
+
+    They do not where a later version wrote them in a kind that this one does not know.
+    """
+    kind = _KINDS.get(record.per_image_kind or guessed_kind(record.metric, per_image))
+    sides = per_image.shape[1:]
+    if (
+        kind is None
+        or len(sides) != len(kind.shape)
+        or any(wanted not in (None, side) for side, wanted in zip(sides, kind.shape, strict=True))
     ):
         return False
     if kind.shape == _PIXELS:
@@ -125,12 +153,14 @@ class ImageCurve:
     Attributes:
         per_image: By block.
         is_ranked: Whether more is better, see `Record.is_ranked`.
+        kind: Name of what an image contributes; None in records that do not state it.
         degenerate: Percent of degenerate images by block, where it is known.
     """
 
     metric: str
     per_image: Mapping[int, PerImage]
     is_ranked: bool = True
+    kind: str | None = None
     degenerate: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -141,12 +171,15 @@ class ImageCurve:
         return tuple(n for n in self.per_image if not is_degenerate(self.degenerate.get(n)))
 
     def value(self, per_image: PerImage) -> float:
-        """The metric, of some of the images."""
-        return kind_of(self.metric, per_image).value(per_image)
+        """Return the metric of some of the images."""
+        return self._kind(per_image).value(per_image)
 
     def estimate(self, per_image: PerImage) -> Estimate:
-        """The metric with its interval."""
-        return kind_of(self.metric, per_image).estimate(per_image)
+        """Return the metric of some of the images with its interval."""
+        return self._kind(per_image).estimate(per_image)
+
+    def _kind(self, per_image: PerImage) -> Kind:
+        return _KINDS[self.kind or guessed_kind(self.metric, per_image)]
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
         """The candidate with the largest value on some of the images; there must be one."""
@@ -220,20 +253,30 @@ class Scored:
 
 
 def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
-    """Of records of one checkpoint and seed; without blocks whose images were not kept.
+    """Read the contributions to records of one checkpoint and seed.
 
-    Contributions that do not add up to the value of their record join `store.damaged`.
+    Blocks whose contributions were not kept, or do not fit, are left out.
     """
-    kept = {}
-    for record in records:
-        per_image = store.per_image(record)
-        if per_image is not None and adds_up(per_image, record):
-            kept[record.layer] = per_image
-        # Without a meaning, as top-5 of two classes, there is nothing that they add up to.
-        elif per_image is not None and not math.isnan(record.value):
-            store.damaged.append(store.per_image_path(record))
     if not records:
         return ImageCurve("", {})
+    read = {record.layer: fitting_contributions(store, record) for record in records}
+    kept = {layer: per_image for layer, per_image in read.items() if per_image is not None}
     shares = {record.layer: record.degenerate_percent for record in records}
     known = {layer: share for layer, share in shares.items() if share is not None}
-    return ImageCurve(records[0].metric, kept, records[0].is_ranked, known)
+    first = records[0]
+    return ImageCurve(first.metric, kept, first.is_ranked, first.per_image_kind, known)
+
+
+def fitting_contributions(store: ResultStore, record: Record) -> PerImage | None:
+    """Read what each image contributed to a record; None where nothing was kept.
+
+    None as well where the contributions do not add up to the value of the record: then their file
+    joins `store.damaged`.
+    """
+    per_image = store.per_image(record)
+    if per_image is None or adds_up(per_image, record):
+        return per_image
+    # Without a meaning, as top-5 of two classes, there is nothing that they add up to.
+    if not math.isnan(record.value):
+        store.damaged.append(store.per_image_path(record))
+    return None

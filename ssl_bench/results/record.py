@@ -14,7 +14,7 @@ from functools import cached_property
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Shaped
@@ -31,6 +31,24 @@ predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy;
 right, and all points (images x 2), to a PCK; boxes by rank (see `ssl_bench.scores.DetectionCounts`)
 to an average precision or recall; a float, its own percentage, to a mean. Hits of several draws
 stand side by side (images x draws)."""
+
+PerImageKind = Literal[
+    "hits",
+    "percent",
+    "hits_of_draws",
+    "points",
+    "mean_iou",
+    "pixel_accuracy",
+    "average_precision",
+    "average_recall",
+    "object_f_beta",
+    "object_iou",
+    "object_accuracy",
+]
+"""How a value comes from what its images contribute: their share, the mean of their percentages,
+the mean of their shares of draws or of points; from the sums of class counts the mean IoU or the
+accuracy, from those of boxes the average precision or recall; from the object counts of each image
+the mean F-beta, IoU or accuracy."""
 
 UNRANKED_METRICS = frozenset({"explained_variance", "outlier_share", "degenerate"})
 """In percent, and yet more is not better."""
@@ -204,6 +222,8 @@ class Record:
         details: What the probe adds, such as per-class IoU; does not identify the cell.
         changed: The settings among `settings` that are not those of the protocol.
         unit: "%", or nothing for a plain number.
+        per_image_kind: One of `PerImageKind`; None where nothing was kept of single images, and in
+            records of versions that did not state it.
     """
 
     task: str
@@ -234,6 +254,7 @@ class Record:
     details: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "%"
     changed: Mapping[str, Any] = field(default_factory=dict)
+    per_image_kind: str | None = None
 
     @property
     def is_ranked(self) -> bool:

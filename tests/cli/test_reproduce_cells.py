@@ -32,7 +32,7 @@ from ssl_bench.models import ViTConfig, build_encoder, identify_encoder
 from ssl_bench.models.loading import checkpoint
 from ssl_bench.planning import probing_config
 from ssl_bench.results import CellKey, ResultStore
-from ssl_bench.results.contributions import kind_of
+from ssl_bench.results.contributions import ImageCurve
 from ssl_bench.tables.published import DIFFERENCE, SUPERVISED, PublishedTable, published_tables
 from tests.core.test_results import RECORD
 
@@ -123,7 +123,7 @@ def record(
             per_image = np.full((10, 3, 2), 10 + layer, np.int64)
         elif metric.startswith(("top", "corloc")):
             per_image = np.arange(10) < 2 + layer % 5
-        value = 3.5 if per_image is None else kind_of(metric, per_image).value(per_image)
+        value = 3.5 if per_image is None else ImageCurve(metric, {}).value(per_image)
         key = CellKey(
             task=task, dataset=dataset, split="val", layer=layer, facet=facet, metric=metric,
             **identity, **{"protocol": "own", "settings": {}, **more},

@@ -9,6 +9,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
@@ -53,10 +54,10 @@ def probed(tmp_path, monkeypatch):
     photographs = noise_photographs(tmp_path / "photos")
     config = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 
-    def run(name: str = "a", seed: int = 0) -> list[str]:
+    def run(name: str = "a", seed: int = 0, probe: Probe | None = None) -> list[str]:
         encoder = encoder_from_model(build_vit(config, seed=seed), name=name)
         said, store = [], ResultStore(Path("results"))
-        asked = (Brightness(), photographs, store, encoder, (0, 1))
+        asked = (probe or Brightness(), photographs, store, encoder, (0, 1))
         evaluated(*asked, say=said.append, overwrite=False)
         return said
 
@@ -105,3 +106,40 @@ def test_an_interval_without_its_value_is_left_out_and_that_is_said(probed, caps
     capsys.readouterr()
     assert main(["table", "--metric", "odd"]) == 0
     assert "no interval: of so few images it would not hold the value" in capsys.readouterr().out
+
+
+@dataclass(frozen=True)
+class Coin(Brightness):
+    """Which images are right by the luck of a coin, under any name."""
+
+    metric: str = "accuracy"
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        return [(n, "token", self.metric) for n in layers]
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        count = len(self.split(context.dataset))
+        for layer in context.layers:
+            hits = np.arange(count) % (layer + 2) == 0
+            value = 100.0 * float(hits.mean())
+            yield Score(layer, "token", self.metric, value, None, count, per_image=hits)
+
+
+@pytest.mark.parametrize("metric", ["rightness", "accuracy", "iou", "ap", "pixel_accuracy", "miou"])
+def test_hits_are_compared_whatever_their_metric_is_called(probed, capsys, metric):
+    probed(probe=Coin(metric=metric))
+
+    assert main(["compare", "a", "--metric", metric]) == 0
+
+    came = capsys.readouterr()
+    assert "ignored" not in came.err
+    assert [line.split()[0] for line in came.out.splitlines() if line.split()[:1] == ["1"]]
+    assert {record.per_image_kind for record in ResultStore(Path("results")).records()} == {"hits"}
+
+
+def test_counts_state_how_a_value_comes_from_them():
+    counts = np.ones((4, 3, 2), np.int64)
+    Score(0, "token", "iou", 50.0, None, 4, per_image=counts, per_image_kind="mean_iou")
+
+    with pytest.raises(ConfigurationError, match="per_image_kind"):
+        Score(0, "token", "iou", 50.0, None, 4, per_image=counts)
