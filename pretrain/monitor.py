@@ -36,6 +36,7 @@ from ssl_bench.models import identify_encoder
 from ssl_bench.models.encoder import Colours
 from ssl_bench.neighbours import knn_ranks
 from ssl_bench.results import SUPERVISED, TRAINED_ON, CellKey, ResultStore, TrainingImages
+from ssl_bench.system.caller_state import evaluation_mode
 from ssl_bench.system.device import in_float64, provenance
 from ssl_bench.system.launch import usable_cores
 from ssl_bench.system.paths import expanded, real
@@ -294,20 +295,16 @@ class Observer(Measuring):
             return central_square(sample.image, size, share=share), sample.label
 
         outputs, labels = [], []
-        training = [part for part in self.learner.modules() if part.training]
-        self.learner.eval()
-        try:
-            with ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as pool:
-                for start in range(0, len(images), self.options.batch_size):
-                    end = min(start + self.options.batch_size, len(images))
-                    views = list(pool.map(view, range(start, end)))
-                    pixels = torch.stack([pixels for pixels, _ in views]).to(device)
-                    outputs.append(compute(normalise(pixels.float() / 255, self.colours)).float())
-                    labels += [label for _, label in views]
-        finally:
-            # Each part is as it was.
-            for part in training:
-                part.training = True
+        with (
+            evaluation_mode(self.learner),
+            ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as pool,
+        ):
+            for start in range(0, len(images), self.options.batch_size):
+                end = min(start + self.options.batch_size, len(images))
+                views = list(pool.map(view, range(start, end)))
+                pixels = torch.stack([pixels for pixels, _ in views]).to(device)
+                outputs.append(compute(normalise(pixels.float() / 255, self.colours)).float())
+                labels += [label for _, label in views]
         return LabelledFeatures(torch.cat(outputs), torch.tensor(labels, device=device))
 
 

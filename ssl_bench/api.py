@@ -21,8 +21,10 @@ from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.features import FeatureExtractor, Features, squashed
 from ssl_bench.layers import Facet, resolve_layers
 from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.models.encoder import OwnModule
 from ssl_bench.planning import asked_probes, evaluate, opened_store
 from ssl_bench.results import Record, ResultStore, to_pandas
+from ssl_bench.system.caller_state import memory_restored, undisturbed
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.progress import reworded, say_once
 from ssl_bench.tables.depth import DepthTable, depth_tables
@@ -145,6 +147,7 @@ class Results:
 
 
 @_said_in_python()
+@undisturbed()
 def probe(
     encoder: "str | Encoder | nn.Module",
     *,
@@ -212,6 +215,7 @@ def read_results(folder: str | Path = "results") -> Results:
 
 
 @_said_in_python()
+@undisturbed()
 def extract_features(
     encoder: "str | Encoder | nn.Module",
     images: Sequence[Images] | Float[Tensor, "batch 3 height width"],
@@ -305,30 +309,27 @@ def _in_range(images: Tensor, dimensions: int) -> Tensor:
 def _as_encoder(
     given: "str | Encoder | nn.Module", device: str | None
 ) -> Generator[tuple[Encoder, torch.device]]:
-    """An encoder and where it computes; a module gets its modes and its place back."""
+    """Return an encoder and where it computes; a module gets its memory back."""
     if isinstance(given, str):
         yield load_encoder(given), choose_device(device)
         return
     if isinstance(given, Encoder):
-        yield given, choose_device(device)
-        return
-    if not isinstance(given, nn.Module):
-        raise ConfigurationError(
-            f"expected an address, an Encoder or a torch.nn.Module, got {type(given).__name__}"
-        )
-    modes = {part: part.training for part in given.modules()}
-    home = next((p.device for p in given.parameters()), torch.device("cpu"))
-    try:
+        encoder = given
+    elif isinstance(given, nn.Module):
         encoder = Encoder.from_module(given)
         say_once(
             "ImageNet's mean and deviation are assumed; Encoder.from_module(module, mean=..., "
             "std=...) takes others"
         )
-        yield encoder, choose_device(device or str(home))
-    finally:
-        given.to(home)
-        for part, mode in modes.items():
-            part.training = mode
+    else:
+        raise ConfigurationError(
+            f"expected an address, an Encoder or a torch.nn.Module, got {type(given).__name__}"
+        )
+    module = encoder.module
+    if device is None and isinstance(module, OwnModule):
+        device = next((str(p.device) for p in module.parameters()), "cpu")
+    with memory_restored(module):
+        yield encoder, choose_device(device)
 
 
 def _overrides(settings: dict[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.layers import FACETS, INNER_FACETS, REGISTERS, Facet, submodule_of
 from ssl_bench.models import Encoder
+from ssl_bench.system.caller_state import evaluation_mode
 from ssl_bench.system.device import autocast, fetched, sent
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
@@ -178,6 +179,7 @@ class FeatureExtractor:
         grids = {layer: (height // n, width // n) for layer, n in strides.items()}
         found: Features = {layer: {} for layer in self.layers}
         with (
+            evaluation_mode(self._module),
             self._listening(found, grids, len(images)),
             autocast(self.device, self.dtype),
             suppress(_DeepestLayerDone),

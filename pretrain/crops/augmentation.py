@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.system.device import sent
 
 Images = Float[Tensor, "views 3 height width"]
 Rows = Int64[Tensor, " rows"]
@@ -42,6 +43,9 @@ class AugmentationParams:
     grey: Bool[Tensor, " views"]
     blur_sigma: Float32[Tensor, " views"]
     solarize: Bool[Tensor, " views"]
+
+    def pin_memory(self) -> "AugmentationParams":
+        return type(self)(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
 
     def __getitem__(self, views: slice | Tensor) -> "AugmentationParams":
         return type(self)(**{f.name: getattr(self, f.name)[views] for f in fields(self)})
@@ -98,7 +102,7 @@ def _coloured_on_gpu(
     pixels: UInt8[Tensor, "views 3 height width"], looks: AugmentationParams
 ) -> Images:
     names = ("flip", "jitter", "order", "factors", "grey")
-    flip, wanted, order, factors, grey = (_beside(pixels, getattr(looks, n)) for n in names)
+    flip, wanted, order, factors, grey = (sent(getattr(looks, n), pixels.device) for n in names)
     pixels = torch.where(flip[:, None, None, None], pixels.flip(-1), pixels)
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     # All in one piece: a compiled function is compiled anew for other strides.
@@ -113,7 +117,7 @@ def _coloured_on_gpu(
 
 def normalise(images: Images, colours: Colours = IMAGENET_COLOURS) -> Images:
     """From values in [0, 1] to mean 0 and deviation 1 where those are `colours`, in place."""
-    mean, std = _beside(images, torch.tensor(colours))[..., None, None]
+    mean, std = sent(torch.tensor(colours), images.device)[..., None, None]
     return images.sub_(mean).div_(std)
 
 
@@ -127,7 +131,7 @@ def change(
     if len(rows) == len(images):
         images.copy_(operation(images, rows))
     elif len(rows):
-        there = _beside(images, rows)
+        there = sent(rows, images.device)
         images.index_copy_(0, there, operation(images.index_select(0, there), rows))
 
 
@@ -165,7 +169,7 @@ def blend(
     mean = grey.mean(dim=(2, 3), keepdim=True)
     rest = 1 - factor
     weights = torch.stack([factor, rest * (kind == SATURATION), rest * (kind == CONTRAST)])
-    own, of_grey, of_mean = _beside(images, weights)[..., None, None, None]
+    own, of_grey, of_mean = sent(weights, images.device)[..., None, None, None]
     return (own * images + of_grey * grey + of_mean * mean).clamp_(0, 1)
 
 
@@ -184,7 +188,7 @@ def shift_hue(images: Images, shift: Float[Tensor, " views"]) -> Images:
         (green - blue) / divisor,
         torch.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
     )
-    sixth = sixth + 6 * _beside(images, shift)[:, None, None]
+    sixth = sixth + 6 * sent(shift, images.device)[:, None, None]
     offsets = torch.arange(5.0, 0.0, -2.0, device=images.device)
     k = (sixth[:, None] + offsets[:, None, None]) % 6
     lost = torch.minimum(k, 4 - k).clamp_(0, 1)
@@ -204,7 +208,7 @@ def blur(images: Images, sigma: Float[Tensor, " views"]) -> Images:
     a convolution with a kernel a view.
     """
     height, width = images.shape[-2:]
-    sigma = _beside(images, sigma)
+    sigma = sent(sigma, images.device)
     down, across = _blur_matrix(sigma, height), _blur_matrix(sigma, width)
     return down[:, None] @ images @ across[:, None].mT
 
@@ -222,8 +226,3 @@ def _blur_matrix(sigma: Float[Tensor, " views"], size: int) -> Float[Tensor, "vi
     scaled = distances / sigma[:, None, None, None]
     weights = torch.exp(-0.5 * scaled.square()).sum(dim=1)
     return weights / weights.sum(dim=2, keepdim=True)
-
-
-def _beside(images: Images, values: Tensor) -> Tensor:
-    """Bring small CPU parameters to where the images are, without waiting."""
-    return values.to(images.device, non_blocking=True)

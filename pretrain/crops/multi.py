@@ -49,7 +49,7 @@ class CropGroup:
     looks: AugmentationParams
 
     def pin_memory(self) -> "CropGroup":
-        return CropGroup(self.pixels.pin_memory(), self.looks)
+        return CropGroup(self.pixels.pin_memory(), self.looks.pin_memory())
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ def block_passes(
     """
     device = float64_device(context.device)
     # Rounding ends at 1e16, not at 1e7.
-    module = copy.deepcopy(encoder.module).to(device).double()
+    module = copy.deepcopy(encoder.module).eval().to(device).double()
     module.register_forward_pre_hook(lambda _module, images: images[0].double())
     double = replace(encoder, module=module)
     extractor = FeatureExtractor(double, layers=context.layers, device=device)

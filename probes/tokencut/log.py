@@ -5,7 +5,6 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from jaxtyping import Bool
 
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import MachineError
+from ssl_bench.system.checked_lines import checked_line, read_checked_lines
 
 Cell = dict[str, Any]
 # Raised when lines of older files no longer say everything, or say what a method finds no more.
@@ -89,8 +89,8 @@ class DiscoveryLog:
     """Results by image id, kept in a file that grows by a line an image.
 
     The first line holds the key, whose digest is in the file's name: whatever changes a result
-    must be in the key. Each line has a CRC-32 of its content: one that was cut short or damaged is
-    dropped, its image computed again.
+    must be in the key. A line that was cut short or damaged is left out, and its image is searched
+    again.
 
     Args:
         folder: Where the file is.
@@ -160,7 +160,7 @@ class DiscoveryLog:
 
     def _keep(self, line: dict[str, Any]) -> None:
         try:
-            self._append(json.dumps({**line, "crc32": _checksum(line)}))
+            self._append(checked_line(line))
         except OSError as error:
             raise self._cannot_write(error) from error
         self._merge(line)
@@ -176,14 +176,9 @@ class DiscoveryLog:
 
     @staticmethod
     def _lines(path: Path) -> list[dict[str, Any]]:
-        """What whole lines say; of bytes that a failing disk or another writer left nothing."""
-        found = []
-        for text in path.read_text(errors="replace").splitlines()[1:]:
-            with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                line = json.loads(text)
-                if line.pop("crc32") == _checksum(line) and _ALWAYS <= line.keys() <= _KNOWN:
-                    found.append(line)
-        return found
+        """Return the lines that are whole and of this version."""
+        _, lines = read_checked_lines(path.read_bytes(), path)
+        return [line for line in lines if _ALWAYS <= line.keys() <= _KNOWN]
 
     def _append(self, *lines: str) -> None:
         with self.path.open("a") as file:
@@ -194,7 +189,3 @@ class DiscoveryLog:
     def _cannot_write(self, error: OSError) -> MachineError:
         why = error.strerror or error
         return MachineError(f"cannot write {self.path}: {why}; free space or choose another folder")
-
-
-def _checksum(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content).encode())

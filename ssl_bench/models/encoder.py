@@ -17,6 +17,7 @@ from ssl_bench.errors import CheckpointError, UnfitEncoder
 from ssl_bench.models.config import KINDS, EncoderConfig, of_kind
 from ssl_bench.models.own_code import code_sha256
 from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
+from ssl_bench.system.caller_state import evaluation_mode, undisturbed
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -110,8 +111,8 @@ class Encoder(_Identified):
     """A frozen encoder of patches, whatever library it comes from.
 
     Args:
-        module: Has `blocks`, `norm` and, in each block with attention, `attn.qkv`; in evaluation
-            mode. A block gives tokens, or maps.
+        module: Has `blocks`, `norm` and, in each block with attention, `attn.qkv`. A block gives
+            tokens, or maps. Passes are in evaluation mode, whatever its own mode is.
         name: How tables call it.
         uri: What was asked for.
         sha256: Of the weights file, or of the state dict where there is no file.
@@ -178,8 +179,8 @@ class Encoder(_Identified):
 
         One pass over two black images shows what is not said: depth, width, tokens before the
         patches, and whether other sizes are taken; patches that are changed show where they are
-        among the tokens. The module itself is used, not a copy, and is in evaluation mode
-        afterwards; `ssl_bench.probe(module, ...)` gives its mode back.
+        among the tokens. The module itself is used, not a copy. Each pass switches it to
+        evaluation mode and gives each submodule its own mode back.
 
         Args:
             module: Takes batch x 3 x height x width, normalised by `mean` and `std`; its blocks
@@ -228,17 +229,18 @@ class Encoder(_Identified):
             )
         patch = patch_size or _patch_kernel(module, called)
         norm = _final_norm(parts, norm, blocks, called)
-        own = OwnModule(module, blocks, _NoNorm() if norm is None else parts[norm]).eval()
-        size, outputs = _first_pass(own, _sizes(module, image_size, patch), called)
-        try:
-            _heard(own, (size[0] + patch, size[1] + 2 * patch))
-            any_size = True
-        except Exception:  # Somebody's forward may refuse a size in any way.
-            any_size = False
-        grid = (size[0] // patch, size[1] // patch)
-        widths, prefix, channels_last = _anatomy(outputs, grid, called)
-        shape = outputs[0].shape[1:]
-        _require_row_by_row(own, grid, patch, prefix, shape, channels_last, called)
+        own = OwnModule(module, blocks, _NoNorm() if norm is None else parts[norm])
+        with undisturbed(), evaluation_mode(own):
+            size, outputs = _first_pass(own, _sizes(module, image_size, patch), called)
+            try:
+                _heard(own, (size[0] + patch, size[1] + 2 * patch))
+                any_size = True
+            except Exception:  # Somebody's forward may refuse a size in any way.
+                any_size = False
+            grid = (size[0] // patch, size[1] // patch)
+            widths, prefix, channels_last = _anatomy(outputs, grid, called)
+            shape = outputs[0].shape[1:]
+            _require_row_by_row(own, grid, patch, prefix, shape, channels_last, called)
         inner = next(own.blocks.children()).modules()
         heads = [getattr(part, name, None) for part in inner for name in _HEADS]
         # The layer that keys are taken from.

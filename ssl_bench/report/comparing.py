@@ -1,6 +1,5 @@
 """What single images say: of one checkpoint, and in pairs, with the intervals of differences."""
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from ssl_bench.report.model import Checkpoint, Line, Panel
 from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.results.contributions import ImageCurve, Scored, stored_curve
 from ssl_bench.scores import mean_iou
+from ssl_bench.system.checked_lines import read_checked_lines
 from ssl_bench.system.files import read_within
 from ssl_bench.system.paths import file_name, pictures_folder
 from ssl_bench.system.progress import show_progress
@@ -257,11 +257,14 @@ def _logged(root: Path, record: Record, checkpoint: Checkpoint) -> dict[str, dic
     fingerprint = record.dataset_fingerprint
     folders = [place / pictures_folder(folder, fingerprint) for folder in checkpoint.folders]
     for path in sorted(path for folder in folders for path in folder.rglob("images_*.jsonl")):
-        lines = _json_lines(root, path)
-        if not lines or not _is_of(lines[0].get("key"), record):
+        try:
+            header, lines = read_checked_lines(read_within(root, path, _MOST_BYTES), path)
+        except OSError:
+            continue
+        if not _is_of(header.get("key"), record):
             continue
         images: dict[str, dict[str, Any]] = {}
-        for line in lines[1:]:
+        for line in lines:
             if line.get("num_boxes") and isinstance(line.get("cells"), dict):
                 images.setdefault(str(line.get("image")), {}).update(line["cells"])
         return images
@@ -277,20 +280,3 @@ def _is_of(key: Any, record: Record) -> bool:
         and key.get("dtype") == f"torch.{record.settings.get('dtype')}"
         and key.get("version") == record.version
     )
-
-
-def _json_lines(root: Path, path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; a kill may have cut the last one short."""
-    found = []
-    try:
-        text = read_within(root, path, _MOST_BYTES).decode(errors="replace")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(content, dict):
-            found.append(content)
-    return found

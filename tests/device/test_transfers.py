@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import ssl_bench
 from ssl_bench.system.device import fetched, sent
+from tests.support import own_module
 from tests.support.simulated_cuda import LEDGER, is_simulated
 
 pytestmark = [
@@ -33,3 +36,40 @@ def test_all_that_is_fetched_costs_one_wait():
     assert [tensor.tolist() for tensor in here[:4]] == [[0, n, 2 * n] for n in range(4)]
     assert not any(tensor.is_cuda for tensor in here)
     assert found.waits.total() == (1 if is_simulated() else 0)
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    parameters = list(module.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [*parameters, *gradients, *module.buffers()]
+
+
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_a_probed_module_gets_its_memory_back(place, home):
+    """Weights, gradients and buffers, which an optimizer or another module may hold too."""
+    module = own_module.own()
+    module.register_buffer("scale", torch.ones(1))
+    module = module.to(home)
+    module(torch.rand(2, 3, 32, 32).to(home)).mean().backward()
+    encoder = ssl_bench.Encoder.from_module(module)
+    held = tensors_of(module)
+    memory = [tensor.data_ptr() for tensor in held]
+    few = {"dataset.num_train": 6, "layer": -1, "out": place / "out"}
+
+    for device in ("cpu", "cuda", None):
+        for given in (encoder, module):
+            ssl_bench.probe(given, task="geometry", device=device, overwrite=True, **few)
+        now = tensors_of(module)
+        assert all(one is other for one, other in zip(now, held, strict=True))
+        assert {tensor.device.type for tensor in now} == {home}
+        assert [tensor.data_ptr() for tensor in now] == memory
+
+
+def test_an_encoder_made_of_a_module_computes_where_that_is(place):
+    encoder = ssl_bench.Encoder.from_module(own_module.own())
+
+    (first, *_) = ssl_bench.probe(
+        encoder, task="geometry", layer=-1, out=place / "out", **{"dataset.num_train": 6}
+    )
+
+    assert first.device.startswith("cpu")

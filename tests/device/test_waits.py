@@ -32,8 +32,7 @@ class Unit(NamedTuple):
     Attributes:
         more: None for L-BFGS: its line search takes as many steps as the processor's rounding asks
             for, so they are counted.
-        waits: That each unit may cost at most.
-        uploads: From memory that is not pinned, as `waits`.
+        waits: That each unit may cost at most. No unit sends memory that is not pinned.
     """
 
     words: Sequence[str]
@@ -41,15 +40,14 @@ class Unit(NamedTuple):
     many: str
     more: int | None
     waits: int = 0
-    uploads: int = 0
 
 
-def step_of(objective: str, *words: str, uploads: int) -> Unit:
+def step_of(objective: str, *words: str) -> Unit:
     """All of it: reading, cutting, training, the log."""
     root = "classes3" if objective == "supervised" else "classes3/train"
     words = ("pretrain", "--data-root", root, *SMALL, *OBJECTIVES[objective], *words)
     words = (*words, f"objective={objective}")
-    return Unit(words, "train.max_steps=1", "train.max_steps=2", 1, 0, uploads)
+    return Unit(words, "train.max_steps=1", "train.max_steps=2", 1)
 
 
 TOY = ("--dataset", "toy", "dataset.num_train=6", "dataset.num_val=3")
@@ -68,25 +66,24 @@ def heads_step(*words: str, waits: int = 0) -> Unit:
     return Unit((*SEGMENTATION, *words), few, many, 4, waits)
 
 
-# Small uploads, of DINO's augmentation, do not wait.
 UNITS = {
-    "step, softmax": step_of("dino", uploads=40),
-    "step, linear": step_of("dino", "model.attention=linear", uploads=40),
+    "step, softmax": step_of("dino"),
+    "step, linear": step_of("dino", "model.attention=linear"),
     "step, osa_qr": step_of(
-        "dino", "model.attention=osa_qr", "model.qkv_bias=false", uploads=40
+        "dino", "model.attention=osa_qr", "model.qkv_bias=false"
     ),
     "step, osa_newton_schulz": step_of(
-        "dino", "model.attention=osa_newton_schulz", "model.qkv_bias=false", uploads=40
+        "dino", "model.attention=osa_newton_schulz", "model.qkv_bias=false"
     ),
-    "step, graying svd": step_of("dino", "model.graying=svd", uploads=40),
-    "step, graying dct": step_of("dino", "model.graying=dct", uploads=40),
+    "step, graying svd": step_of("dino", "model.graying=svd"),
+    "step, graying dct": step_of("dino", "model.graying=dct"),
     # A weight that learns for the first time costs waits once: all begin with the first step.
     "step, SOAP with a refresh": step_of(
         "dino", "optimizer=soap", "optimizer.precondition_frequency=1",
-        "objective.freeze_last_layer_epochs=0.0", uploads=40,
+        "objective.freeze_last_layer_epochs=0.0",
     ),
-    "step, mae": step_of("mae", uploads=1),
-    "step, supervised": step_of("supervised", uploads=1),
+    "step, mae": step_of("mae"),
+    "step, supervised": step_of("supervised"),
     "TokenCut, batch": Unit((*PROBE, "tokencut", *TOY, "probe.panels=0"), FEW, MANY, 2, 1),
     "feature cache, batch": Unit(
         SEGMENTATION, "dataset.num_train=3", "dataset.num_train=9", 2, 1
@@ -173,4 +170,4 @@ def test_a_unit_waits_no_more_often_than_is_said(place, name):
 
     assert more > 0
     assert many.waits.total() <= more * unit.waits, +many.waits
-    assert many.uploads.total() <= more * unit.uploads, +many.uploads
+    assert not +many.uploads

@@ -1,3 +1,5 @@
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +8,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, build_vit, identify_encoder, save_encoder
-from ssl_bench.report.comparing import extremes_of, outcomes_of, pairs_of
+from ssl_bench.report.comparing import KINDS, extremes_of, outcomes_of, pairs_of
 from ssl_bench.report.model import checkpoints_of, panels_of
 from ssl_bench.report.pictures import PictureFiles, galleries_of, gallery_pairs
 from ssl_bench.results import ResultStore
@@ -81,6 +83,26 @@ def test_every_image_that_tokencut_scored_is_a_hit_a_miss_or_degenerate(place):
     assert sum(map(len, kinds.values())) == record.num_images
     degenerate = {*kinds["degenerate"]}
     assert 100 * len(degenerate) / record.num_images == record.details["degenerate_percent"]
+
+
+def test_a_line_of_the_log_with_a_wrong_checksum_is_left_out_and_counted(place, capsys):
+    words = ["probe", "--task", "tokencut", "--checkpoint", "encoder.safetensors", "--layer", "1"]
+    assert main([*words, "--dataset", "toy", "dataset.num_train=2", "dataset.num_val=3"]) == 0
+    (log,) = Path("results").rglob("images_*.jsonl")
+    header, *lines = map(json.loads, log.read_text().splitlines())
+    (cell,) = lines[0]["cells"].values()
+    cell |= {"hit": not cell["hit"], "degenerate": False}
+    log.write_text("".join(json.dumps(line) + "\n" for line in (header, *lines)))
+    capsys.readouterr()
+
+    assert main(["report"]) == 0
+
+    assert f"{log}: 1 of 5 lines are damaged" in capsys.readouterr().err
+    (page,) = Path("results/report").glob("checkpoint-*.html")
+    listed = re.findall(r'<p class="ids"><strong>(\w+)</strong> ([^<]*)</p>', page.read_text())
+    assert [kind for kind, _ in listed] == [*KINDS]
+    ids = {image for _, images in listed for image in images.split(", ")} - {"none"}
+    assert ids == {line["image"] for line in lines[1:]}
 
 
 @pytest.mark.parametrize("ids", [("dog", "cat", "cow", "sky"), None])

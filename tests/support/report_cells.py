@@ -1,9 +1,11 @@
 """Records and pictures of which the tests of the report make their reports."""
 
 import json
+import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -102,11 +104,16 @@ def plain(**changes) -> Record:
 def discovery_log(settings, dtype="torch.float32", version=RECORD.version, **outcomes) -> str:
     key = {"encoder": known_as("a"), "settings": settings}
     key |= {"dtype": dtype, "version": version}
-    lines = [{"key": key, "format": 2}]
+    lines = [json.dumps({"key": key, "format": 2})]
     for image, (hit, degenerate, boxes) in outcomes.items():
         found = {"3/key": {"hit": hit, "degenerate": degenerate}}
-        lines.append({"image": image, "num_boxes": boxes, "cells": found})
-    return "\n".join(map(json.dumps, lines)) + '\n{"image": "cut sh'
+        lines.append(signed({"image": image, "num_boxes": boxes, "cells": found}))
+    return "\n".join(lines) + '\n{"image": "cut sh'
+
+
+def signed(line: dict[str, Any]) -> str:
+    """A line with the CRC-32 of its content."""
+    return json.dumps({**line, "crc32": zlib.crc32(json.dumps(line).encode())})
 
 
 def counts(*images):

@@ -1,0 +1,206 @@
+"""A user's module and process after a probe: as if it had not been there."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ssl_bench
+from tests.support import own_module
+
+FEW: dict[str, Any] = {"dataset.num_train": 6, "dataset.num_val": 4}
+MODES = {"trunk.1", "trunk.1.mlp", "dropout"}
+"""Parts that are in evaluation mode, as frozen ones are; the rest trains."""
+
+
+def module_in_training() -> own_module.Own:
+    module = own_module.own().train()
+    for name in MODES:
+        module.get_submodule(name).training = False
+    return module
+
+
+def modes(module: nn.Module) -> dict[str, bool]:
+    return {name: part.training for name, part in module.named_modules()}
+
+
+def hooks(module: nn.Module) -> int:
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
+
+
+def probe_geometry(given: Any, out: Any, **options: Any) -> list[float]:
+    found = ssl_bench.probe(given, task="geometry", layer=-1, out=out, **FEW, **options)
+    return [record.value for record in found]
+
+
+CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "from_module": lambda module, _: ssl_bench.Encoder.from_module(module),
+    "probe a module": probe_geometry,
+    "probe an encoder": lambda module, out: probe_geometry(
+        ssl_bench.Encoder.from_module(module), out
+    ),
+    "extract features": lambda module, _: ssl_bench.extract_features(
+        ssl_bench.Encoder.from_module(module), torch.rand(2, 3, 32, 32), layers=[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_each_submodule_has_its_own_mode_afterwards(tmp_path, call):
+    module = module_in_training()
+    before = modes(module)
+
+    CALLS[call](module, tmp_path)
+
+    assert modes(module) == before
+    assert hooks(module) == 0
+    assert all(p.requires_grad and p.grad is None for p in module.parameters())
+
+
+def test_an_interrupted_pass_gives_modes_and_hooks_back():
+    module = module_in_training()
+    before = modes(module)
+    encoder = ssl_bench.Encoder.from_module(module)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = module.get_submodule("trunk.1.mlp").register_forward_hook(interrupt)
+    for call in (
+        lambda: ssl_bench.Encoder.from_module(module),
+        lambda: ssl_bench.extract_features(encoder, torch.rand(2, 3, 32, 32)),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert modes(module) == before
+        assert hooks(module) == 1
+    handle.remove()
+
+
+def test_no_pass_is_in_training_mode(tmp_path):
+    """Also those of encoders that were made before the training went on, and of copies."""
+    module = own_module.own()
+    encoder, heard = ssl_bench.Encoder.from_module(module), set[bool]()
+    module.train()
+    module.embed.register_forward_hook(lambda part, *_: heard.add(part.training))
+    module.trunk[0].register_forward_hook(lambda part, *_: heard.add(part.training))
+
+    ssl_bench.extract_features(encoder, torch.rand(2, 3, 32, 32))
+    for task in ("geometry", "conditioning"):
+        ssl_bench.probe(encoder, task=task, layer=0, out=tmp_path, **FEW)
+
+    assert heard == {False}
+
+
+def trained(between: Callable[[nn.Module, int], Any]) -> list[Any]:
+    """Weights and further draws of a training with dropout, with a call after each step."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    module = own_module.Own().train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    for step in range(2):
+        images = torch.rand(4, 3, 32, 32) + float(np.random.rand()) + random.random()
+        module(images).square().mean().backward()
+        between(module, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [parameter.detach().clone() for parameter in module.parameters()]
+    return [*weights, torch.rand(2), torch.tensor([np.random.rand(), random.random()])]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "task"),
+    [
+        ("toy", "tokencut,pca"),
+        ("toy_objects", "knn,classification,clustering"),
+        pytest.param("toy", "all", marks=pytest.mark.slow),
+        pytest.param("toy_objects", "all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_training_that_is_probed_goes_on_bit_for_bit(tmp_path, dataset, task):
+    def between(module: nn.Module, step: int) -> None:
+        encoder = ssl_bench.Encoder.from_module(module, epoch=step)
+        out = tmp_path / str(step)
+        for given in (encoder, module):
+            ssl_bench.probe(given, task=task, dataset=dataset, layer=1, out=out, **FEW)
+
+    alone, probed = trained(lambda *_: None), trained(between)
+
+    assert all(map(torch.equal, alone, probed))
+
+
+class Masked(own_module.Own):
+    """Draws numbers in every pass, as an autoencoder does."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images + 0 * torch.rand(1) * float(np.random.rand()))
+
+
+def test_numbers_that_a_module_draws_in_a_pass_are_drawn_again():
+    module = Masked()
+    torch.manual_seed(0)
+    np.random.seed(0)
+    expected = (torch.rand(1), np.random.rand())
+    torch.manual_seed(0)
+    np.random.seed(0)
+
+    encoder = ssl_bench.Encoder.from_module(module)
+    ssl_bench.extract_features(encoder, torch.ones(1, 3, 32, 32))
+
+    assert (torch.rand(1), np.random.rand()) == expected
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def settings_of_torch() -> list[Any]:
+    return [
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.allow_tf32,
+        torch.get_float32_matmul_precision(),
+    ]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: default_dtype(torch.float64),
+        lambda: torch.device("meta"),
+    ],
+    ids=["no_grad", "inference_mode", "autocast", "default dtype", "default device"],
+)
+def test_settings_of_the_caller_change_no_score_and_stay(tmp_path, setting):
+    asked: dict[str, Any] = {"dataset": "toy_objects", "task": "classification,knn,geometry"}
+    asked |= {"layer": 1, **FEW}
+    module = own_module.own().train()
+    plain = ssl_bench.probe(module, out=tmp_path / "plain", **asked)
+
+    with setting():
+        before = settings_of_torch()
+        found = ssl_bench.probe(module, out=tmp_path / "found", **asked)
+        assert settings_of_torch() == before
+
+    # Attention has no fast path while a default device is set, so that sums have another order.
+    values = [record.value for record in plain]
+    assert [record.value for record in found] == pytest.approx(values, rel=1e-4, nan_ok=True)
