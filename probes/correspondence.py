@@ -216,9 +216,10 @@ class Correspondence(Probe):
         shown = alphas.index(_SHOWN_ALPHA) if _SHOWN_ALPHA in alphas else len(alphas) - 1
         drawn, counts = set(sampled(images.ids, self.panels)), (len(images), len(self.alphas))
         # By pair: how many points there are, and for each alpha those that are right, that lie near
-        # the middle of their own patch, and that are right where they lay in the first view.
+        # the middle of their own patch, and that are right by a constant answer.
         points, categories = np.zeros(len(images), np.int64), [""] * len(images)
-        reachable, same_place = np.zeros(counts, np.int64), np.zeros(counts, np.int64)
+        reachable = np.zeros(counts, np.int64)
+        at_constant = {answer: np.zeros(counts, np.int64) for answer in ("same place", "middle")}
         right = {cell: np.zeros(counts, np.int64) for cell in cells}
         # Pairs of which all patches of the second view are the same.
         arbitrary = {cell: np.zeros(len(images), bool) for cell in cells}
@@ -262,12 +263,16 @@ class Correspondence(Probe):
                 # The middles of the patches that the points lie in.
                 own = (np.minimum(np.floor(pair.truth * sides), sides - 1) + 0.5) / sides
                 reachable[index] = pair.right(own, self.alphas).sum(1)
-                same_place[index] = pair.right(pair.source, self.alphas).sum(1)
+                for answer, place in _constant_places(pair).items():
+                    at_constant[answer][index] = pair.right(place, self.alphas).sum(1)
         for (layer, facet), number in itertools.product(cells, range(len(self.alphas))):
             of_cell = right[layer, facet][:, number]
             shares = 100.0 * of_cell / points
             estimate = mean_estimate(shares)
-            blind = float(np.mean(100.0 * same_place[:, number] / points))
+            constant = {
+                answer: float(np.mean(100.0 * hits[:, number] / points))
+                for answer, hits in at_constant.items()
+            }
             groups: dict[str, list[float]] = defaultdict(list)
             for share, category in zip(shares.tolist(), categories, strict=True):
                 groups[category].append(share)
@@ -277,7 +282,7 @@ class Correspondence(Probe):
                 "of_all_points": 100.0 * float(of_cell.sum() / points.sum()),
                 "view_size": size,
                 "degenerate_percent": 100.0 * float(np.mean(arbitrary[layer, facet])),
-                **Baseline("same place", blind).as_details(),
+                **Baseline.best(constant).as_details(),
             }
             if means:
                 of_categories = float(np.mean([*means.values()]))
@@ -306,6 +311,11 @@ def by_category(ids: Sequence[str]) -> list[int]:
         return category, images + number
 
     return sorted(range(len(ids)), key=place)
+
+
+def _constant_places(pair: "ViewPair") -> dict[str, Points]:
+    """Return the places in the second view that answers without a look at the images name."""
+    return {"same place": pair.source, "middle": np.full_like(pair.source, 0.5)}
 
 
 @dataclass(frozen=True)

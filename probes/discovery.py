@@ -12,9 +12,10 @@ from jaxtyping import Float64, Int64, Integer
 
 from probes.tokencut.cuts import Tau
 from probes.tokencut.log import ImageResult, cell_name
-from probes.tokencut.probe import TokenCut, centre_baseline, centre_box, corloc_score, flags
+from probes.tokencut.probe import CONSTANT_BOXES, TokenCut, corloc_score, flags
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.intervals import bootstrap_estimate
+from ssl_bench.results import Baseline
 from ssl_bench.scores import (
     IOU_THRESHOLDS,
     MOST_DETECTIONS,
@@ -93,7 +94,14 @@ def scores_of_block(
         )
 
     counts = counted([[cell["box"], *cell.get("further_boxes", [])] for cell in cells])
-    centred = counted([centre_box(result.size) for result in judged])
+    constant = {
+        answer: counted([box(result.size) for result in judged])
+        for answer, box in CONSTANT_BOXES.items()
+    }
+
+    def baseline(score: Callable[[AllCounts], Any]) -> dict[str, Any]:
+        return Baseline.best({a: float(score(c)) for a, c in constant.items()}).as_details()
+
     details = {
         **flags(cells),
         "found_boxes": int(counts[:, 1:, 0].sum()),
@@ -103,22 +111,17 @@ def scores_of_block(
     for metric, (part, score) in _METRICS.items():
         those = part(counts)
         estimate = bootstrap_estimate(those, score)
-        more = centre_baseline(float(score(part(centred).sum(0))))
+        more = baseline(lambda some, part=part, score=score: score(part(some).sum(0)))
         if metric != "ar100":
             more["if_equally_sure"] = float(score(in_one_rank(those).sum(0)))
         value, ci95, kept = estimate.value, estimate.ci95(), those.astype(np.uint16)
+        more = {**details, **more}
         yield Score(
-            layer,
-            facet,
-            metric,
-            value,
-            ci95,
-            len(judged),
-            {**details, **more},
+            *(layer, facet, metric, value, ci95, len(judged), more),
             per_image=kept,
             per_image_kind="average_recall" if metric == "ar100" else "average_precision",
         )
-    details |= centre_baseline(coco_average_precision(centred))
+    details |= baseline(coco_average_precision)
     value = coco_average_precision(counts)
     yield Score(layer, facet, "ap_coco", value, None, len(judged), details)
 

@@ -20,11 +20,11 @@ from probes.clustering.agreement import (
     SCORES,
     Met,
     few_images_warning,
+    image_independent,
     image_intervals,
     ious,
     matched,
     meetings,
-    of_random_clusters,
     patch_intervals,
 )
 from probes.features.image import ImagePass, is_constant
@@ -295,7 +295,7 @@ class Clustering(Probe):
         details: Mapping[str, Any],
     ) -> Iterator[Score]:
         """All metrics of one block and facet in so many clusters a class; some have an interval."""
-        baselines = of_random_clusters(met, self.metrics(times))
+        baselines = image_independent(met, self.metrics(times))
         counted = {
             "num_clusters": len(met),
             "empty_clusters": int((met.sum(1) == 0).sum()),

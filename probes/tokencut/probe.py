@@ -449,10 +449,12 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
     name = cell_name(layer, facet)
     scored = [result for result in results if result.num_boxes]
     hits = np.array([result.cells[name]["hit"] for result in scored])
-    centred = [
-        is_hit(centre_box(result.size), np.array(result.true_boxes, np.float64))
-        for result in scored
-    ]
+    true = [np.array(result.true_boxes, np.float64) for result in scored]
+    pairs = list(zip([result.size for result in scored], true, strict=True))
+    constant = {
+        answer: corloc(np.array([is_hit(box(size), boxes) for size, boxes in pairs]))
+        for answer, box in CONSTANT_BOXES.items()
+    }
 
     def by_group(
         groups: Mapping[str, tuple[float, float]], measure: Callable[[ImageResult], float]
@@ -466,7 +468,7 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
 
     details = {
         **flags([result.cells[name] for result in results]),
-        **centre_baseline(corloc(np.array(centred))),
+        **Baseline.best(constant).as_details(),
         "images_without_boxes": len(results) - len(scored),
         "by_object_size": by_group(_SIZES, lambda result: result.largest_box),
         "by_num_objects": by_group(_COUNTS, lambda result: result.num_boxes or 0),
@@ -480,11 +482,13 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
     cells = [result.cells[cell_name(layer, facet)] for result in results]
     counts = np.array([cell["object"] for cell in cells], np.int64)
     centred = np.array([result.centre for result in results], np.int64)
+    constant = constant_masks(centred)
     for metric, score in OBJECT_SCORES.items():
         found = mean_estimate(score(counts))
+        scores = {answer: float(score(some).mean()) for answer, some in constant.items()}
         details = {
             **flags(cells),
-            **centre_baseline(float(score(centred).mean())),
+            **Baseline.best(scores).as_details(),
             "images_without_object": int((counts[:, 2] == 0).sum()),
         }
         yield Score(
@@ -527,9 +531,36 @@ def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
     return sides * (0.5 + np.sqrt(0.125) * np.array([-1.0, -1.0, 1.0, 1.0]))
 
 
-def centre_baseline(value: float) -> dict[str, Any]:
-    """Details of a score that answering with `centre_box` would have."""
-    return Baseline("centre box", value).as_details()
+def whole_image(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
+    """Return the box that holds all of an image of (height, width), as `centre_box` returns it."""
+    height, width = size
+    return np.array([0, 0, width, height], np.float64)
+
+
+CONSTANT_BOXES: Mapping[str, Callable[[tuple[int, int]], Float64[np.ndarray, " 4"]]] = (
+    MappingProxyType({"centre box": centre_box, "whole image": whole_image})
+)
+"""Boxes that depend on the size of an image alone: the better one is the baseline of a score."""
+
+
+def constant_masks(
+    centred: Int64[np.ndarray, "images 4"],
+) -> dict[str, Int64[np.ndarray, "images 4"]]:
+    """Return the `ObjectCounts` of masks that look at no image, by answer.
+
+    The best of them is the baseline of a score: pixel accuracy favours an empty mask where objects
+    are small, and the whole image where they are large.
+
+    Args:
+        centred: Those of the centre box.
+    """
+    _, _, true, every = centred.T
+    nothing = np.zeros_like(true)
+    return {
+        "centre box": centred,
+        "whole image": np.stack([true, every, true, every], 1),
+        "empty mask": np.stack([nothing, nothing, true, every], 1),
+    }
 
 
 def object_counts(

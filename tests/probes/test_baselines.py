@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from probes.clustering.agreement import image_independent
 from probes.discovery import scores_of_block
 from probes.tokencut.log import ImageResult
-from probes.tokencut.probe import centre_box, corloc_score
+from probes.tokencut.probe import centre_box, corloc_score, saliency_scores
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.report.drawing import draw
@@ -20,6 +21,7 @@ from ssl_bench.tables.sheets import render_tables
 from tests.support.coloured_classes import coloured_classes
 from tests.support.faults import probing, records, voc
 from tests.support.report_cells import cell, curve
+from tests.support.spair import PAIRS, spair, write_annotation
 
 CELL = {"0/key": {"box": [0, 0, 1, 1], "hit": False, "degenerate": False}}
 
@@ -49,6 +51,90 @@ def test_the_centre_box_is_right_where_half_of_it_and_a_true_box_is_shared():
     assert baseline is not None
     # One of four boxes right, all equally sure: precision 1/4 up to a recall of 1/4.
     assert baseline.value == pytest.approx(100 * 26 / 101 / 4)
+
+
+def test_the_whole_image_is_the_baseline_where_a_box_in_its_middle_is_wrong():
+    # The middle 70.7 of 100 shares 41 % with the upper three fifths, the whole image 60 %.
+    images = [searched([[0.0, 0.0, 100.0, 60.0]], (100, 100))]
+
+    scores = [corloc_score(0, "key", images), *scores_of_block(0, "key", images, 1)]
+
+    found = {score.metric: Baseline.of(score.details) for score in scores}
+    for metric in ("corloc", "ap50"):
+        assert found[metric] == Baseline("whole image", 100.0)
+    # At three of ten IoUs: .5, .55 and .6.
+    for metric in ("ar100", "ap", "ap_coco"):
+        baseline = found[metric]
+        assert baseline is not None
+        assert (baseline.answer, baseline.value) == ("whole image", pytest.approx(30.0))
+
+
+@pytest.mark.parametrize(("side", "of_accuracy"), [(2, "empty mask"), (9, "whole image")])
+def test_no_constant_mask_beats_the_baseline_of_masks(side, of_accuracy):
+    # Of 10 x 10 pixels the middle ones, and squares near and in a corner.
+    box = np.zeros((10, 10), bool)
+    box[1:8, 1:8] = True
+    masks = [np.zeros((10, 10), bool) for _ in range(2)]
+    masks[0][1 : 1 + side, 1 : 1 + side] = masks[1][:side, :side] = True
+    constant = {"centre box": box, "empty mask": box & False, "whole image": box | True}
+
+    def counts(answer, truth):
+        return [int(some.sum()) for some in (answer & truth, answer, truth, truth | True)]
+
+    def by_hand(metric, answer):
+        def one(truth):
+            both, found, true = (answer & truth).sum(), answer.sum(), truth.sum()
+            if metric == "accuracy":
+                return (answer == truth).mean()
+            if metric == "iou":
+                return both / (answer | truth).sum()
+            precision, recall = both / found if found else 1.0, both / true
+            total = 0.3 * precision + recall
+            return 1.3 * precision * recall / total if total else 0.0
+
+        return 100 * np.mean([one(truth) for truth in masks])
+
+    cells = {"0/key": {"object": [0, 0, 1, 100], "degenerate": False}}
+    images = [
+        ImageResult(0, 1.0, (1, 1), cells, (10, 10), [], centre=counts(box, mask)) for mask in masks
+    ]
+    for score in saliency_scores(0, "key", images):
+        values = {name: by_hand(score.metric, answer) for name, answer in constant.items()}
+        best = max(values, key=lambda name: values[name])
+        assert score.metric != "accuracy" or best == of_accuracy
+        baseline = Baseline.of(score.details)
+        assert baseline is not None
+        assert (baseline.answer, baseline.value) == (best, pytest.approx(values[best]))
+
+
+def test_a_single_cluster_is_the_baseline_where_one_class_is_frequent():
+    # Random halves, each standing for another class, are right in about half of the images.
+    met = np.array([[48, 2], [42, 8]])
+
+    found = image_independent(met, ["accuracy_matched", "miou_matched", "purity", "ami"])
+
+    assert found["accuracy_matched"] == Baseline("single cluster", 90.0)
+    assert found["miou_matched"] == Baseline("single cluster", 45.0)
+    assert (found["purity"].answer, found["ami"].answer) == ("random clusters", "random clusters")
+
+
+def test_the_best_of_several_answers_is_the_baseline_and_the_first_of_equals():
+    assert Baseline.best({"a": 1.0, "b": 2.0, "c": 2.0}) == Baseline("b", 2.0)
+    assert Baseline.best({"a": float("nan"), "b": -5.0}) == Baseline("b", -5.0)
+
+
+def test_the_middle_is_the_baseline_of_points_that_end_there(place):
+    pair = PAIRS[0]
+    base = spair(place / "spair", (pair,))
+    ends = {"src_kps": [[4, 4], [40, 4], [40, 28]], "trg_kps": [[20, 30], [21, 29], [19, 31]]}
+    write_annotation(base, pair, **ends)
+    words = ["--task", "correspondence", "--dataset", "spair71k", "--layer", "1"]
+    files = ["--checkpoint", "encoder.safetensors", "--data-root", str(place / "spair")]
+    assert main(["probe", *words, *files, "probe.protocol=spair", "probe.image_size=64"]) == 0
+
+    found = baselines()
+
+    assert found["pck_0.1"] == Baseline("middle", 100.0)
 
 
 def test_the_constant_class_is_the_most_frequent_one():

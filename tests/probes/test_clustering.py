@@ -15,13 +15,13 @@ from probes.clustering.agreement import (
     ari,
     entropy_of_more,
     few_images_warning,
+    image_independent,
     image_intervals,
     majority,
     matched,
     meetings,
     miou,
     nmi,
-    of_random_clusters,
     purity,
 )
 from probes.clustering.probe import Clustering, clustered
@@ -114,7 +114,7 @@ def test_random_clusters_of_the_same_sizes_are_the_baseline():
     guess = np.repeat(np.arange(5), met.sum(1))
     shuffled = [meetings(guess, generator.permutation(truth), 5, 4) for _ in range(4000)]
 
-    found = of_random_clusters(met, list(SCORES))
+    found = image_independent(met, list(SCORES))
 
     assert {one.answer for one in found.values()} == {"random clusters"}
     assert (found["ami"].value, found["ari"].value) == (0, 0)
@@ -123,9 +123,9 @@ def test_random_clusters_of_the_same_sizes_are_the_baseline():
         expected = SCORES[name](np.stack(shuffled)).mean()
         assert found[name].value == pytest.approx(expected, abs=1.5), name
     # One class is in every cluster alone, and one cluster is what it is.
-    assert of_random_clusters(met[:, :1], ["purity"])["purity"].value == 100
+    assert image_independent(met[:, :1], ["purity"])["purity"].value == 100
     one = met.sum(0, keepdims=True)
-    assert of_random_clusters(one, ["purity"])["purity"].value == pytest.approx(purity(one))
+    assert image_independent(one, ["purity"])["purity"].value == pytest.approx(purity(one))
 
 
 def test_entropy_of_cells_that_were_not_seen_is_that_of_a_loop():

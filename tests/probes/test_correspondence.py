@@ -131,6 +131,8 @@ def test_pairs_are_averaged_by_pair_by_point_and_by_category(tmp_path):
     assert record.details["of_all_points"] == pytest.approx(100 * 2 / 6)
     assert record.details["by_category"] == pytest.approx({"bird": 100, "cat": 25})
     assert record.details["of_categories"] == pytest.approx((100 + 25) / 2)
+    baseline = record.details["baseline"]
+    assert baseline["answer"] in ("same place", "middle")
     assert not {"warp", "strength", "num_points"} & record.settings.keys()
 
 

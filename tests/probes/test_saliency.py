@@ -1,6 +1,7 @@
 """Masks of one object: what was found in each image, scored again in plain numpy."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def test_records_are_what_plain_numpy_makes_of_the_masks(place, method, capsys):
     shown = capsys.readouterr().out
     # A truth is not saved again as a guess is.
     assert not list(Path("results").glob("**/masks"))
-    found, centred = [], []
+    found, constant = [], defaultdict(list)
     for line in kept():
         truth = true_mask(root, line["image"])
         assert ("tied_cutoff" in line["cells"]["1/key"]) == (method == "lost")
@@ -89,7 +90,8 @@ def test_records_are_what_plain_numpy_makes_of_the_masks(place, method, capsys):
                 abs((at + 0.5) / side - 0.5) for at, side in zip((y, x), truth.shape, strict=True)
             ]
             centre[y, x] = max(off) < np.sqrt(0.125)
-        centred.append((centre, truth))
+        for answer, mask in (("centre box", centre), ("empty mask", 0), ("whole image", 1)):
+            constant[answer].append((np.broadcast_to(mask, truth.shape), truth))
     of = {record.metric: record for record in records()}
     assert of.keys() == {"max_f_beta", "iou", "accuracy"}
     for metric, record in of.items():
@@ -99,8 +101,9 @@ def test_records_are_what_plain_numpy_makes_of_the_masks(place, method, capsys):
         assert record.ci95[0] < record.value < record.ci95[1]
         baseline = Baseline.of(record.details)
         assert baseline is not None
-        assert baseline.answer == "centre box"
-        assert baseline.value == pytest.approx(plain_scores(centred)[metric])
+        scores = {answer: plain_scores(some)[metric] for answer, some in constant.items()}
+        assert baseline.value == pytest.approx(max(scores.values()))
+        assert baseline.value == pytest.approx(scores[baseline.answer])
         assert f"tokencut: {metric} (%) on paired_folders val" in shown
 
 
