@@ -233,13 +233,15 @@ def extract_features(
         images: A batch, RGB in [0, 1], of a size that the patch divides; or a list of files and
             arrays, each squashed to a square.
         layers: As `layer` of `probe`.
-        facets: See `ssl_bench.features.FeatureExtractor`.
+        facets: See `ssl_bench.features.FeatureExtractor`. "cls" and "token" are what a block gives.
+            "cls_normed" and "token_normed" are the same after the encoder's final norm; k-NN and
+            classification take these, where `probe.facet` is "cls" or "patch_mean".
         image_size: Side of the square; else the encoder's own size.
         batch_size: How many images pass at once.
         device: As of `probe`.
 
     Returns:
-        By block and facet: batch x rows x cols x dim, or batch x dim for "cls".
+        By block and facet: batch x rows x cols x dim, or batch x dim for "cls" and "cls_normed".
 
     Raises:
         SslBenchError: In one line what was expected, what came and what to do.

@@ -402,6 +402,20 @@ def own_size(probe: Probe, encoder: Encoder, layer: int) -> int:
     return max(1, round(side / patch)) * patch if probe.rounds_size else side
 
 
+def resampled_positions(probe: Probe, encoder: Encoder, layer: int) -> dict[str, str]:
+    """Return by which rule stored positions were resampled, as records keep it; empty if not.
+
+    Photographs that keep their shape count as resampled: hardly any has the stored grid.
+    """
+    own: Any = probe
+    names = {item.name for item in fields(own)}
+    if encoder.position_rule is None or names.isdisjoint({"image_size", "squash"}):
+        return {}
+    keeps_shape = "squash" in names
+    side = probe.squash if keeps_shape else probe.image_size or own_size(probe, encoder, layer)
+    return {} if (side, side) == encoder.native_size else {"positions": encoder.position_rule}
+
+
 class PassedImages:
     """What passed one encoder for probes that look at the same images; that of others is forgotten.
 
@@ -675,6 +689,7 @@ class Evaluation:
             details={
                 **score.details,
                 **({"image_size": own_size(self.probe, self.encoder, key.layer)} if is_own else {}),
+                **resampled_positions(self.probe, self.encoder, key.layer),
                 **({"left_out": counts_and_first(gone)} if gone else {}),
                 **({"epoch": epoch} if epoch is not None else {}),
             },

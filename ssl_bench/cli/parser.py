@@ -23,7 +23,7 @@ examples:
   ssl-bench probe --task tokencut --layer 11
   ssl-bench probe --task all --checkpoint runs/skipless --dataset voc2012 --data-root /data
   ssl-bench probe --task segmentation --layer 0,5,-1 probe.protocol=fast probe.training.epochs=10
-  ssl-bench features --checkpoint runs/skipless --data-root photos --facet cls,token --out features
+  ssl-bench features --checkpoint runs/skipless --data-root photos --facet cls_normed --out features
   ssl-bench sweep --checkpoint 'runs/*' --dataset voc2012,ade20k --data-root /data --dry-run
   ssl-bench table --pivot --metric corloc --best-layer holdout --format latex
   ssl-bench table --paper figure3 --as 'skip, adamw=runs/skip'

@@ -134,6 +134,8 @@ class Encoder(_Identified):
             channels are equally many.
         any_size: Whether it takes images of other sizes than `native_size`.
         instead: Of usual facets that it lacks, which one probes look at where none was typed.
+        position_rule: How it resamples stored positions for images of another size; None where it
+            stores none, or where that is up to the module.
     """
 
     module: nn.Module = field(repr=False)
@@ -159,6 +161,7 @@ class Encoder(_Identified):
     channels_last: bool = False
     any_size: bool = True
     instead: Mapping[str, str] = field(default_factory=dict)
+    position_rule: str | None = None
 
     @classmethod
     def from_module(
@@ -654,4 +657,5 @@ def encoder_from_model(
         strides=shape.strides if shape else (),
         widths=shape.widths if shape else (),
         channels_last=shape is not None and shape.channels_last,
+        position_rule=model.position_rule,
     )

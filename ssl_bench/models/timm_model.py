@@ -29,7 +29,7 @@ from ssl_bench.models.initialisers import (
     set_block,
 )
 from ssl_bench.models.timm_config import TimmConfig
-from ssl_bench.models.vit import EncoderModule, resize_positions
+from ssl_bench.models.vit import EncoderModule, describe_resampling, resize_positions
 
 Images = Float[Tensor, "batch 3 height width"]
 Maps = Float[Tensor, "batch rows cols dim"]
@@ -86,6 +86,11 @@ class TimmBackbone(nn.Module):
         pyramid = isinstance(self.model, PyramidVisionTransformerV2)
         last: Any = self.model.stages[-1] if pyramid else self.model
         return last.norm
+
+    @property
+    def position_rule(self) -> str | None:
+        """How stored positions are resampled; None without any, as with rotary ones alone."""
+        return None if getattr(self.model, "pos_embed", None) is None else describe_resampling()
 
     def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
         """What timm's head would take: [CLS] or the mean over all patches."""

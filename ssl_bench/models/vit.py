@@ -41,6 +41,11 @@ class EncoderModule(nn.Module):
     config: Any
     blocks: Any
 
+    @property
+    def position_rule(self) -> str | None:
+        """How stored positions are resampled for images of another size; None if there are none."""
+        return None
+
 
 class PatchEmbed(nn.Module):
     """Linear map of every non-overlapping patch."""
@@ -183,6 +188,11 @@ class VisionTransformer(EncoderModule):
         )
         self.norm = _norm(config)
 
+    @property
+    def position_rule(self) -> str | None:
+        """See `EncoderModule`."""
+        return describe_resampling(self.position_margin)
+
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
         """[CLS] after the final norm, for normalised images of any size the patch divides."""
         return self.forward_features(images)[:, 0]
@@ -306,6 +316,12 @@ def resize_positions(
     else:
         resized = F.interpolate(image, scale_factor=scale, mode="bicubic")
     return torch.cat([prefix, resized.flatten(2).transpose(1, 2)], dim=1)
+
+
+def describe_resampling(margin: float = DINO_MARGIN) -> str:
+    """Name the rule of `resize_positions`, for records: other libraries have other rules."""
+    scale = f"(n + {margin:g}) / n0" if margin else "n / n0"
+    return f"bicubic, scale {scale}, no antialiasing"
 
 
 def _bicubic_weights(

@@ -330,6 +330,7 @@ def timm_encoder(
         loaded_keys=keys[0],
         total_keys=keys[1],
         contents=contents or Contents("timm", f"timm {timm.__version__}"),
+        position_rule=module.position_rule,
         **staged,
     )
 
