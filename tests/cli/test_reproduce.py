@@ -1,15 +1,26 @@
 """From a published table to its runs and probes: the plan, what is there, and all in small."""
 
 import json
+import os
 import re
+import shlex
 import struct
+import subprocess
+import sys
+from itertools import product
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from omegaconf import OmegaConf
+from PIL import Image
+from torch.distributed.run import get_args_parser
 
+from pretrain.schedules import WARMUPS, Timeline, warmup_steps
 from ssl_bench.cli import reproduce as reproduce_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
+from ssl_bench.cli.parser import run as run_line
 from ssl_bench.cli.reproduce import (
     TRAINING_GB,
     Asked,
@@ -17,18 +28,23 @@ from ssl_bench.cli.reproduce import (
     carry_out,
     full_name,
     plan_table,
+    printed_lines,
     run_state,
     tables_of,
 )
 from ssl_bench.composition.choices import experiments
-from ssl_bench.errors import DataError, Preempted
-from ssl_bench.tables.published import published_tables
-from tests.support.faults import class_folders, photo_folder, unchecked_types, voc
+from ssl_bench.composition.compose import compose_config, value_of
+from ssl_bench.errors import ConfigurationError, DataError, Preempted
+from ssl_bench.results import ResultStore
+from ssl_bench.tables.published import PublishedTable, published_tables
+from tests.support.faults import class_folders, photo_folder, picture, unchecked_types, voc
 from tests.support.faults import records as recorded
+from tests.support.places import one_of
 from tests.support.runs import log_rows
 from tests.support.without_torch import said_without_torch
 
 PARSER = build_parser()
+LENGTHS = [warmup.key for warmup in WARMUPS]
 TWO_ARMS = ["--row", "skip, adamw", "--row", "skipless, adamw"]
 SMALL = (
     "model.image_size=16", "model.patch_size=8", "model.dim=24", "model.num_heads=2",
@@ -75,9 +91,9 @@ def test_overrides_reach_the_runs_or_the_probes_and_leave_out_what_they_make_imp
     )
 
     assert {re.sub(r"\S*(skip\w*)", "*", line) for line in words(plan, of_runs=True)} == {
-        "pretrain * train.warmup_epochs=null objective.teacher_temperature_epochs=null "
-        "train.max_steps=20 data.root=/in --out * --resume "
-        "--device cpu"
+        "pretrain * objective.freeze_last_layer_epochs=null "
+        "objective.teacher_temperature_epochs=null train.warmup_epochs=null "
+        "train.max_steps=20 data.root=/in --out * --resume --device cpu"
     }
     assert all(
         line.endswith("probe.training.epochs=2 --device cpu") for line in words(plan, of_runs=False)
@@ -90,6 +106,106 @@ def test_overrides_reach_the_runs_or_the_probes_and_leave_out_what_they_make_imp
     assert "null" not in " ".join(plan_of("mnist", "train.max_steps=20").steps[0].words)
     assert plan_of("table2", "train.epochs=100").unreached == plan.unreached
     assert plan_of("table2", "train.epochs=200").unreached == ()
+
+
+@pytest.mark.parametrize("asked", ["train.max_steps=2", "train.epochs=1"])
+def test_whatever_recipes_count_in_epochs_fits_a_short_run(asked):
+    recipes = {run.recipe: run for run in experiments().values()}
+    lengths = set()
+    for name, run in recipes.items():
+        # As many steps an epoch as with ImageNet, of which the run takes two or all.
+        timeline = Timeline(2 if "max_steps" in asked else 1251, 1251)
+        table = PublishedTable(
+            paper="own", name="own", title="", setup="", unknown="", source="", rows=("row",),
+            columns=(), values={}, runs={"row": run.name},
+        )  # fmt: skip
+        places = {"runs": Path("runs"), "out": Path("results"), "roots": {}}
+        (step,) = [
+            step
+            for step in plan_table(table, Asked(**places, overrides=(asked,))).steps
+            if step.run == run.name
+        ]
+        own = [word for word in step.words if word.endswith("_epochs=null")]
+
+        whole, short = (
+            compose_config("pretraining", [f"experiment={run.name}", *words]) for words in ([], own)
+        )
+
+        warmup_steps(cast(Any, OmegaConf.to_container(short)), timeline)
+        long = {key for key in LENGTHS if (value_of(whole, key) or 0) > 0}
+        if "train.max_steps" in asked:
+            assert {word.partition("=")[0] for word in own} == long, name
+        lengths |= long
+    # The recipes have all lengths that there are; tests of periods, such as of the monitor, come
+    # after the last step too.
+    assert lengths == set(LENGTHS)
+
+
+def test_lines_for_several_gpus_share_trainings_and_spread_probes():
+    plan = plan_of("figure3", gpus=3, datasets=("voc2012", "coco20k"))
+
+    lines = list(printed_lines(plan))
+
+    assert len(lines) == len(plan.steps)
+    assert lines[0] == (
+        "torchrun --nproc-per-node=3 -m ssl_bench pretrain experiment=dino_imagenet_skip_adamw "
+        "--out runs/dino_imagenet_skip_adamw --resume"
+    )
+    devices = [line.rpartition(" --device ")[2] for line in lines if " probe " in line]
+    assert devices == [f"cuda:{number % 3}" for number in range(12)]
+    assert lines[4].startswith("ssl-bench probe --task tokencut ")
+
+
+@pytest.mark.parametrize("table", published_tables(), ids=full_name)
+def test_torchrun_takes_every_printed_training_as_it_is(table):
+    plan = plan_of(full_name(table), "train.max_steps=20", gpus=8, roots={"imagenet1k": "/my in"})
+
+    for step, line in zip(plan.steps, printed_lines(plan), strict=True):
+        program, *words = shlex.split(line)
+        assert (program == "torchrun") == step.is_run
+        if step.is_run:
+            typed = get_args_parser().parse_args(words)
+            assert (typed.nproc_per_node, typed.module) == ("8", True)
+            assert (typed.training_script, typed.training_script_args) == (
+                "ssl_bench",
+                list(step.words),
+            )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--gpus", "2"], ["--run", "--gpus", "2"], ["--print", "--gpus", "2", "--device", "cpu"]],
+)
+def test_gpus_are_for_printed_lines_alone(words, capsys):
+    with pytest.raises(ConfigurationError) as refused:
+        run_line(["reproduce", "table1", *words])
+
+    hint = [word.format(number=2) for word in refused.value.hint]
+    assert hint[:3] == ["ssl-bench", "reproduce", "table1"]
+    assert run_line(hint[1:]) == 0
+    assert capsys.readouterr().out.count("torchrun --nproc-per-node=2 -m ssl_bench pretrain") == 6
+    assert main(["reproduce", "table1", "--print", "--gpus", "0"]) == 2
+
+
+def test_one_of_several_processes_is_told_what_to_type_instead(monkeypatch, capsys):
+    one_of(monkeypatch, 2, LOCAL_RANK="0")
+    with pytest.raises(ConfigurationError) as refused:
+        run_line(["reproduce", "table1", "--run", "data.root=images"])
+    monkeypatch.undo()
+
+    assert run_line(refused.value.hint[1:]) == 0
+    assert "torchrun --nproc-per-node=2 " in capsys.readouterr().out
+
+
+def test_a_block_is_asked_for_where_the_paper_shows_one():
+    def asked(name, *overrides):
+        lines = words(plan_of(name, *overrides), of_runs=False)
+        return {found for line in lines for found in re.findall(r"--layer (\S+)", line)}
+
+    assert asked("figure4") == {"11"}
+    assert asked("figure4", "model.depth=2") == {"1"}
+    assert asked("tokencut") == asked("dino/dino_imagenet") == {"-1"}
+    assert asked("figure3") == asked("table2") == set()
 
 
 def test_a_run_that_begins_with_weights_of_another_comes_behind_it():
@@ -287,3 +403,145 @@ def test_a_table_of_probes_in_small(tmp_path, monkeypatch, capsys):
     assert {record.created for record in recorded()} == times
     assert main(line) == 0
     assert re.search(r"runs/dino_imagenet_skip_adamw +2$", capsys.readouterr().out, re.MULTILINE)
+
+
+TINY = (
+    "model.image_size=32", "model.patch_size=16", "model.dim=24", "model.num_heads=2",
+    "model.depth=2", "train.num_workers=0", "train.batch_size=4", "train.max_steps=2",
+    "--device", "cpu",
+)  # fmt: skip
+TINY_COPYING = (
+    "train.max_steps=2", "train.batch_size=4", "model.dim=16", "model.depth=1",
+    "model.num_states=8", "model.head_width=8", "objective.test_strings=4",
+)  # fmt: skip
+
+
+def reproduced(capsys, name: str, *words: str, row: str | None = None) -> dict[str, list[str]]:
+    """What `reproduce --run` shows of a table: ours, by row and column."""
+    rows = ["--row", row] if row else []
+    with unchecked_types():
+        assert main(["reproduce", name, *rows, "--run", *words]) == 0
+    printed = capsys.readouterr().out.rpartition("published | ours")[2].splitlines()
+    cells: dict[str, list[str]] = {}
+    # Columns that find no room stand in a second block below the first.
+    for line in printed:
+        name, *shown = re.split(r"  +", line)
+        if shown and (ours := re.findall(r"\| (\S+)", " ".join(shown))):
+            cells.setdefault(name, []).extend(ours)
+    return {row: cells[row]} if row else cells
+
+
+def six_classes(root: Path) -> str:
+    """Images of six classes, so that there is a top-5."""
+    for number, (split, kind, name) in enumerate(product(("train", "val"), "abcdef", "12")):
+        path = root / split / kind / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(number).save(path)
+    return f"data.root={root}"
+
+
+@pytest.mark.slow
+def test_condition_numbers_are_means_over_all_blocks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    place = six_classes(tmp_path / "imagenet1k")
+    images = ("--data-root", f"folder={photo_folder(tmp_path / 'photos')}")
+
+    (cells,) = reproduced(
+        capsys, "graying_exponent", place, *images, *TINY, "probe.image_size=32",
+        row="no token graying",
+    ).values()  # fmt: skip
+
+    last = {r.facet: r.value for r in recorded() if r.task == "conditioning" and r.layer == 1}
+    assert len(cells) == 3
+    assert cells[1:] == [f"{last[facet]:.2f}" for facet in ("before", "after")]
+
+
+@pytest.mark.slow
+def test_letters_and_days_come_from_the_log_of_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    copied = reproduced(capsys, "copying", *TINY_COPYING, row="Mamba 2, default")
+    days = reproduced(capsys, "training_time", six_classes(tmp_path / "imagenet1k"), *TINY)
+
+    rows = log_rows("runs/mimetic_copying_default")
+    assert copied == {"Mamba 2, default": [f"{rows[-1]['letters_16']:.1f}"]}
+    seconds = [
+        4 / row["images_per_second"]
+        for row in log_rows("runs/graying_imagenet_vit_b_dct", timed=True)
+    ]
+    assert days["ViT-B, DCT token graying"] == [f"{sum(seconds) / 86_400:.3g}"]
+    assert {len(cells) for cells in days.values()} == {1}
+
+
+@pytest.mark.slow
+def test_points_lost_are_those_of_the_same_images(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    cells = reproduced(capsys, "one_skip", six_classes(tmp_path / "cifar10"), *TINY)
+
+    top1 = {row: float(own[0]) for row, own in cells.items()}
+    assert {row: float(own[1]) for row, own in cells.items()} == {
+        row: pytest.approx(top1["both skips"] - value, abs=0.11) for row, value in top1.items()
+    }
+    assert cells["both skips"][1] == "0.0"
+
+
+@pytest.mark.slow
+def test_figure_4_is_of_the_first_images_of_the_validation_set(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    place = f"imagenet1k={photo_folder(tmp_path / 'photos')},coco_stuff={tmp_path / 'coco'}"
+    for split, count in (("train2017", 2), ("val2017", 42)):
+        (tmp_path / "coco/stuffthingmaps" / split).mkdir(parents=True)
+        (tmp_path / "coco/images" / split).mkdir(parents=True)
+        for number in range(count):
+            name = f"coco/images/{split}/{number:012d}.jpg"
+            Image.new("RGB", (40, 30), (number, 6 * number, 90)).save(tmp_path / name)
+
+    reproduced(
+        capsys, "figure4", "--data-root", place, *SMALL, *TINY, "probe.image_size=32",
+        row="skip, adamw",
+    )  # fmt: skip
+
+    (record,) = recorded()
+    assert (record.layer, record.split, record.num_images) == (1, "val2017", 40)
+    shown = ResultStore(Path("results")).image_ids(record.dataset_fingerprint)
+    assert shown == tuple(f"{number:012d}" for number in range(40))
+
+
+@pytest.mark.slow
+def test_neighbours_and_heads_of_the_last_block_stand_in_the_table_of_dino(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    six_classes(tmp_path / "imagenet")
+
+    cells = reproduced(
+        capsys, "dino/dino_imagenet", "--data-root", f"imagenet1k={tmp_path / 'imagenet'}", *SMALL,
+        *TINY, "probe.image_size=32", row="100 epochs",
+    )  # fmt: skip
+
+    assert len(cells["100 epochs"]) == 2
+    assert {(r.task, r.dataset, r.layer) for r in recorded()} == {
+        ("knn", "imagenet1k", 1), ("classification", "imagenet1k", 1),
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_printed_training_runs_on_several_processes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    place = six_classes(tmp_path / "mnist")
+    line = ["reproduce", "mnist", "--row", "ViT", "objective.num_classes=null", place, *TINY[:-2]]
+    line += ["data.image_size=32"]
+    assert main([*line, "--print", "--gpus", "2"]) == 0
+    (printed,) = capsys.readouterr().out.splitlines()
+
+    scripts = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "PATH": f"{scripts}:{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    subprocess.run(printed, shell=True, check=True, env=environment, capture_output=True)
+
+    assert main([*line, "--table"]) == 0
+    assert re.search(r"^ViT +97.2 \| \d", capsys.readouterr().out, re.MULTILINE)

@@ -37,7 +37,7 @@ from ssl_bench.tables.published import DIFFERENCE, SUPERVISED, PublishedTable, p
 from tests.core.test_results import RECORD
 
 PARSER = build_parser()
-DEPTH, STEPS = 12, 2
+DEPTH, STEPS = 2, 2
 PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "mean", "std")}
 
 
@@ -71,15 +71,13 @@ class StandIn:
 
     def _train(self, folder: Path, images: str | None, said: dict[str, str]) -> None:
         folder.mkdir(parents=True)
-        with torch.no_grad():
-            # Another encoder for each run.
-            self.model.norm.bias += 1.0
         metadata = {"step": str(STEPS), "epoch": "300.0"}
         kept = yaml.safe_load(said.get("train.keep_epochs", "[]"))
         for name in (ENCODER, *(f"epoch{epoch:04}.safetensors" for epoch in kept)):
             checkpoint.save_encoder(folder / name, self.model, metadata)
             with torch.no_grad():
-                self.model.norm.bias += 1.0
+                # Another encoder for each run and epoch.
+                next(self.model.parameters()).add_(1.0)
         run = experiments()[said["experiment"]]
         objective = {"length": run.changes.get("objective.length", 16)}
         train = {"epochs": 300, "max_steps": STEPS, "batch_size": 4}
@@ -155,7 +153,7 @@ def reproduced(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: A
     roots = {run.images for run in reproduce_command.runs_of(table)} - {"copying"}
     roots |= {column.dataset for column in table.columns if column.is_probed}
     words = ["--data-root", ",".join(f"{name}=/data/{name}" for name in roots)] if roots else []
-    assert main(["reproduce", full_name(table), "--run", *words]) == 0
+    assert main(["reproduce", full_name(table), "--run", *words, f"model.depth={DEPTH}"]) == 0
     (printed,) = json.loads(capsys.readouterr().out)
     return printed["cells"]
 
@@ -171,6 +169,18 @@ def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
 
 
 WITH_RUNS = [table for table in published_tables() if table.runs]
+
+
+def test_every_column_of_a_row_with_a_run_is_measured():
+    assert not [
+        (table.name, column.name)
+        for table in WITH_RUNS
+        for column in table.columns
+        if not column.task
+    ]
+    # These train models of language, and ConvMixers of which no recipe is known.
+    without = {table.name for table in published_tables()} - {table.name for table in WITH_RUNS}
+    assert without == {"mimetic_language", "convmixer_sizes"}
 
 
 @pytest.mark.parametrize("table", WITH_RUNS, ids=full_name)

@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
+
 from pretrain.description import describe, differences
 from pretrain.options import DataOptions
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.files.readable import RemainingImages
-from ssl_bench.data.splits import limited, limited_dataset
+from ssl_bench.data.splits import as_asked, limited, limited_dataset, shared_values
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import ResultStore
 from tests.support.faults import class_folders, photo_folder
 
@@ -41,6 +44,25 @@ def test_fewer_images_have_another_fingerprint_and_know_their_own(tmp_path):
     assert len(limited(replace(whole), 2).fingerprint()) == 64
 
 
+def test_the_first_images_are_those_in_front_under_a_name_of_their_own(tmp_path):
+    root = photo_folder(tmp_path / "photos")
+    whole, words = dataset("folder", root), [f"data.root={root}", "dataset=folder"]
+
+    def asked(*more: str):
+        config = compose_config("data", [*words, *more])
+        return as_asked(build(config.dataset), shared_values(config)).images()
+
+    first, spread = asked("data.first=2"), asked("data.limit=2")
+    assert (first.ids, first.name) == (("0.jpg", "1.jpg"), "folder-first2")
+    assert (spread.ids, spread.name) == (("0.jpg", "2.jpg"), "folder-limit2")
+    prints = {images.fingerprint() for images in (first, spread, whole.images())}
+    assert len(prints) == 3
+    assert asked().fingerprint() in prints
+    with pytest.raises(ConfigurationError) as refused:
+        asked("data.first=2", "data.limit=2")
+    assert asked("data.first=2", *refused.value.hint).ids == first.ids
+
+
 def test_scores_of_few_images_stand_apart_from_those_of_all(place, capsys):
     words = ["probe", "--task", "pca", "--checkpoint", "encoder.safetensors", "--layer", "0"]
     words += ["--dataset", "folder", "--data-root", "photos", "probe.image_size=32"]
@@ -48,10 +70,12 @@ def test_scores_of_few_images_stand_apart_from_those_of_all(place, capsys):
     assert main(words) == 0
     assert main([*words, "--limit", "2"]) == 0
     assert main([*words, "data.limit=2"]) == 0
-
     assert "1 of 1 scores finished before" in capsys.readouterr().err
+    assert main([*words, "data.first=2"]) == 0
+
     records = ResultStore(place / "results").records()
-    assert {(r.dataset, r.num_images) for r in records} == {("folder", 4), ("folder-limit2", 2)}
+    named = {(r.dataset, r.num_images) for r in records}
+    assert named == {("folder", 4), ("folder-limit2", 2), ("folder-first2", 2)}
     assert main(["table"]) == 0
     assert " on folder-limit2 all" in capsys.readouterr().out
 

@@ -75,9 +75,10 @@ def test_what_papers_print_beside_values_or_leave_out_is_said(store):
     def rendered(name, style):
         return render_tables([laid(store, name)], style)
 
-    # Days are nothing that this suite measures.
-    assert notes("training_time")[-1] == "this suite has no probe for: days"
-    assert "'ViT-B, SVD token graying'" in notes("training_time")[-2]
+    # Perplexities are nothing that this suite measures; days stand in the log of a run.
+    assert notes("mimetic_language")[-1].startswith("this suite has no probe for: Penn Treebank")
+    assert "no encoder for" not in " ".join(notes("training_time"))
+    assert "`ssl-bench reproduce`" in notes("training_time")[-1]
     assert notes("one_skip")[2].startswith("doubtful: the text at hand has lost the numbers")
     assert not [note for note in notes("mnist") if note.startswith("doubtful")]
 
@@ -157,6 +158,35 @@ def test_the_choice_of_the_block_is_named_as_what_it_is(store):
     assert "‡: no block was chosen" in text
     assert "held-out choice" in text
     assert "ORACLE" in " ".join(oracle.notes())
+
+
+def test_a_column_has_the_block_of_its_paper_unless_another_choice_is_asked_for(store):
+    for layer in (0, 11):
+        save(store, "a", layer, hits(1, 1, 1, 1 - layer // 11), **VOC)
+    metric = {"task": "conditioning", "metric": "mean_log_condition_number", "facet": "before"}
+    for layer in range(2):
+        fields: dict[str, Any] = {**metric, "unit": "", "dataset": "folder", "depth": 2}
+        save(store, "d", layer, hits(1, layer), keep=False, **fields)
+
+    def chosen(sha, name, row, column, choice=None):
+        records, table, known = store.records(), published_table(name), {row: known_as(sha)}
+        found = paper_table(table, records, store, encoders=known, choice=choice)
+        one = found.ours[row, column]
+        assert one is not None
+        return one
+
+    # Figure 3 shows the best block on the scored images, TokenCut's own table the last one.
+    best = chosen("a", "figure3", "skip, soap", "VOC2012")
+    assert (best.layers, best.entry.value) == ((0,), 100.0)
+    own = chosen("a", "tokencut", "ViT-S/16, DINO", "VOC2012", "oracle")
+    assert (own.layers, own.entry.value) == ((11,), 75.0)
+    # Its number of a block is the mean over all blocks up to it, whatever is asked for.
+    for choice in (None, "holdout", "oracle"):
+        cell = ("graying_exponent", "no token graying", "condition number before")
+        last = chosen("d", *cell, choice)
+        assert (last.layers, last.entry.value) == ((1,), 100.0)
+    choices = laid(store, choice=None, skip="a").as_json()["layer_selection"]
+    assert (choices, laid(store, skip="a").as_json()["layer_selection"]) == ("oracle", "holdout")
 
 
 def test_csv_and_json_hold_every_published_cell(store):
