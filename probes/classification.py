@@ -45,7 +45,6 @@ from probes.heads.sgd import (
     StepTraining,
     TrainedHeads,
     Training,
-    floats,
 )
 from ssl_bench.composition.compose import guesses_of
 from ssl_bench.composition.fields import (
@@ -351,7 +350,7 @@ class LinearClassification(Probe):
                     choice_scores(
                         (layer, ATTENTIVE_FACET),
                         hyperparameter="learning_rate",
-                        values=floats(pool.learning_rates),
+                        values=pool.learning_rates,
                         num_classes=classes,
                         ranks=ranks[index],
                         labels=scored_labels,

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+import ssl_bench
 from ssl_bench.composition.compose import changed_settings, usual_values
 from ssl_bench.composition.fields import check_fields, require
 from ssl_bench.data.corruptions import as_settings, corruption_of
@@ -41,7 +42,15 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import holds
 from ssl_bench.layers import AskedFacets, Facet, asked_facets
 from ssl_bench.models import Encoder, EncoderIdentity
-from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id, stride_of
+from ssl_bench.results import (
+    OUTDATED,
+    CellKey,
+    Record,
+    ResultStore,
+    encoder_id,
+    stride_of,
+    versions,
+)
 from ssl_bench.results.record import (
     CORRUPTED,
     TRAINED_ON,
@@ -163,6 +172,8 @@ class Probe:
         takes_long: Whether it comes after the others, as an image passes the encoder many times.
         not_settings: Fields that change no number, or are said elsewhere in a record; each other
             field is in the identity of a cell, so that one more makes finished cells pending.
+        metric_version: Raise it, in the class itself and as a plain number, when a change of the
+            code changes a number: recorded results of lower versions are then outdated.
     """
 
     task: str
@@ -182,6 +193,7 @@ class Probe:
     rounds_size: ClassVar[bool] = False
     takes_long: ClassVar[bool] = False
     not_settings: ClassVar[Collection[str]] = ("protocol", "facet", "num_workers", "guesses")
+    metric_version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
@@ -288,6 +300,8 @@ def cell_keys(
             dataset_fingerprint=fingerprint,
             seed=seed,
             settings=settings,
+            metric_version=probe.metric_version,
+            pipeline_version=versions.PIPELINE_VERSION,
         )
         for layer, facet, metric in probe.cells(layers)
     ]
@@ -664,11 +678,19 @@ class Evaluation:
     ) -> None:
         where = f"{called(self.probe)} on {images.name} {images.split}, {self.encoder.name}"
         if done := len(keys) - len(pending.cells):
-            say(f"{where}: {done} of {len(keys)} scores finished before, skipped (--overwrite)")
+            # Nobody may have raised `metric_version`.
+            computed_by = {record.version for record in pending.finished.values()}
+            others = sorted(computed_by - {ssl_bench.__version__})
+            by = f", computed by version {', '.join(others)}" if others else ""
+            say(f"{where}: {done} of {len(keys)} scores finished before{by}, skipped (--overwrite)")
+        if older := store.earlier_versions(pending.cells):
+            say(f"{where}: {len(older)} scores are outdated, this version computes others")
         broken = {path: store.unreadable.get(path) for path in map(store.path, pending.cells)}
         if known := {path: why for path, why in broken.items() if why not in (None, OUTDATED)}:
             say(f"{where}: computed again, because of {first_few(known)}")
-        if pending.cells and (old := store.outdated(next(k for k in keys if k in pending.cells))):
+        if pending.cells and (
+            old := store.of_earlier_kind(next(k for k in keys if k in pending.cells))
+        ):
             say(f"{where}: ignored {old} and its like: {OUTDATED}")
         if pending.layers:
             again = "" if pending.cells else "pictures are missing and drawn again, "

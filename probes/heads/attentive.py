@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from probes.features.tiers import TrainingFeatures
-from probes.heads.sgd import LARS, Schedule, State, floats, seeded_batches
+from probes.heads.sgd import LARS, Schedule, State, seeded_batches
 from ssl_bench.composition.fields import Count, Rate, check_fields, require_some
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Progress
@@ -169,7 +169,7 @@ class AttentivePooling:
         require_some("probe.pool.learning_rates", self.learning_rates)
 
     def settings(self) -> dict[str, Any]:
-        own = asdict(self) | {"learning_rates": floats(self.learning_rates)}
+        own = asdict(self) | {"learning_rates": list(self.learning_rates)}
         return {"pool": "attentive", "optimizer": "lars", **own}
 
     def require_fitting(self, dim: int) -> None:
@@ -205,7 +205,7 @@ class AttentivePooling:
         # As theirs: ten epochs of ninety.
         optimizer, schedule = LARS(), Schedule("cosine", warmup=1 / 9)
         bank, constant, states = None, (), [State() for _ in range(4)]
-        peak = torch.tensor(floats(self.learning_rates), device=device)
+        peak = torch.tensor(list(self.learning_rates), device=device)
         name = f"attentive heads of layers {layers[0]} to {layers[-1]}"
         shown = progress(features.of_layers(layers, device)(batches), name, len(batches))
         for step, (batch, some) in enumerate(zip(shown, batches, strict=True)):

@@ -19,7 +19,6 @@ from probes.heads.sgd import (
     RunningStatistics,
     TrainedHeads,
     Training,
-    floats,
     joined,
 )
 from ssl_bench.composition.fields import Count, Positive
@@ -61,7 +60,7 @@ class LogisticRegression(Training):
     def settings(self) -> dict[str, Any]:
         return {
             "optimizer": "lbfgs",
-            "c_values": floats(self.c_values),
+            "c_values": list(self.c_values),
             "max_iterations": self.max_iterations,
         }
 

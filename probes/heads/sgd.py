@@ -368,7 +368,7 @@ class Training:
 
     @property
     def values(self) -> tuple[float, ...]:
-        return tuple(floats(getattr(self, f"{self.hyperparameter}s")))
+        return tuple(getattr(self, f"{self.hyperparameter}s"))
 
     def settings(self) -> dict[str, Any]:
         """What records say of it."""
@@ -387,11 +387,6 @@ class Training:
         raise NotImplementedError
 
 
-def floats(grid: Sequence[float]) -> list[float]:
-    """1 and 1.0 of a grid alike."""
-    return [float(value) for value in grid]
-
-
 @dataclass(frozen=True)
 class StepTraining(Training):
     """Heads that are trained step by step; values are learning rates.
@@ -408,7 +403,7 @@ class StepTraining(Training):
     hyperparameter = "learning_rate"
 
     def settings(self) -> dict[str, Any]:
-        return {**asdict(self), "learning_rates": floats(self.learning_rates)}
+        return {**asdict(self), "learning_rates": list(self.learning_rates)}
 
     def steps(self) -> tuple[HeadOptimizer, Schedule]:
         """What moves the heads, and at which share of the rates."""

@@ -104,11 +104,12 @@ def shown(out: str) -> Generator[ResultStore]:
     try:
         yield store
     except (ConfigurationError, DataError) as error:
-        if not store.unreadable or str(store.root / "records") in str(error):
+        notes = store.notes()
+        if not notes or str(store.root / "records") in str(error) or str(error) in notes:
             raise
-        raise type(error)(f"{error}; {store.said_unreadable()}") from error
-    if store.unreadable:
-        say(store.said_unreadable())
+        raise type(error)("; ".join([str(error), *notes]), hint=error.hint) from error
+    for line in store.notes():
+        say(line)
     if damaged := dict.fromkeys(store.damaged, _MISFIT):
         say(f"ignored {first_few(damaged)}; a probe with --overwrite makes both anew")
 

@@ -489,8 +489,8 @@ def _recorded(out: Path) -> list[Record]:
         found = store.records()
     except DataError:
         return []
-    if store.unreadable:
-        say(store.said_unreadable())
+    for line in store.notes():
+        say(line)
     return found
 
 

@@ -17,6 +17,7 @@ from ssl_bench.cli.records import (
 from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
+from ssl_bench.results.contributions import check_values
 from ssl_bench.results.store import PACKED
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable, depth_tables, epoch_tables
@@ -38,6 +39,7 @@ def command(options: argparse.Namespace) -> int:
             say(f"{store.pack()} records are in {store.root / PACKED} now, which is read like them")
             return 0
         records = asked_records(options, store)
+        check_values(store, records)
         tables = _tables(options, records, store)
         over_blocks = [table for table in tables if isinstance(table, DepthTable)]
         if _is_plain(options):

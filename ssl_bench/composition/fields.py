@@ -1,20 +1,21 @@
 """The legal values of configured fields: declared as their types, checked in one place.
 
-Not pydantic: in its lax mode "3" is a 3, and in its strict one the 1 of a field of type float
-becomes 1.0, where settings identify records and stay as they were typed; its messages would have to
-be put into these words all the same.
+Not pydantic: in its lax mode "3" is a 3, and its messages would have to be put into these words all
+the same.
 
 A field of type `Count` is a whole number from 1 on, `Share` a number in [0, 1]; its dataclass says
-`check_fields(self, "probe")` in `__post_init__`, and every field is held to its type.
+`check_fields(self, "probe")` in `__post_init__`, and every field is held to its type. A number in a
+field of type float becomes a float there: settings identify results, and 1 is no other value than
+1.0.
 """
 
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.paths import LEGAL, is_path
@@ -107,17 +108,68 @@ MaskValue = Annotated[int, Within(0, 65535)]
 def check_fields(component: Any, key: str) -> None:
     """Hold every field of a dataclass to its type, whose numbers have legal ranges.
 
+    Whole numbers in fields of type float become floats, also in lists and in nested dataclasses.
+
     Args:
-        component: The dataclass.
+        component: The dataclass; it may be frozen.
         key: What stands before the names of its fields in an override, such as "probe".
 
     Raises:
         ConfigurationError: a value that its field does not take.
     """
-    for item in fields(component):
-        require(
-            f"{key}.{item.name}" if key else item.name, item.type, getattr(component, item.name)
-        )
+    for name, kind in _types_of(component).items():
+        require(f"{key}.{name}" if key else name, kind, getattr(component, name))
+    _normalise_fields(component)
+
+
+def _types_of(component: Any) -> dict[str, Any]:
+    """Return the type of each field, also where a module postpones the evaluation of annotations.
+
+    Fields of a class whose types cannot be evaluated are left out.
+    """
+    types = {item.name: item.type for item in fields(component)}
+    if not any(isinstance(kind, str) for kind in types.values()):
+        return types
+    try:
+        evaluated = get_type_hints(type(component), include_extras=True)
+    # A name that is imported for type checkers alone.
+    except (NameError, AttributeError, TypeError):
+        return {name: kind for name, kind in types.items() if not isinstance(kind, str)}
+    return {name: evaluated[name] for name in types}
+
+
+def _normalise_fields(component: Any) -> None:
+    for name, kind in _types_of(component).items():
+        value = getattr(component, name)
+        if is_dataclass(value) and not isinstance(value, type):
+            _normalise_fields(value)
+        elif (same := _normalised(kind, value)) is not value:
+            object.__setattr__(component, name, same)
+
+
+def _normalised(kind: Any, value: Any) -> Any:
+    """Return a legal value with floats wherever its type has floats; itself where nothing changes.
+
+    A union that takes a whole number as it is leaves it so.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _normalised(parts[0], value)
+    if origin in (Union, UnionType):
+        found = [_normalised(part, value) for part in parts if _is_a(part, value)]
+        return next((same for same in found if same is value), next(iter(found), value))
+    if kind is float:
+        return float(value) if type(value) is int else value
+    if not isinstance(origin, type) or isinstance(value, str | bytes):
+        return value
+    if issubclass(origin, Mapping) and isinstance(value, Mapping):
+        same = {key: _normalised(parts[1], item) for key, item in value.items()}
+        return same if any(same[key] is not item for key, item in value.items()) else value
+    if issubclass(origin, Sequence) and isinstance(value, Sequence):
+        items = [_normalised(parts[0], item) for item in value]
+        changed = any(new is not old for new, old in zip(items, value, strict=True))
+        return (tuple(items) if isinstance(value, tuple) else items) if changed else value
+    return value
 
 
 def require(key: str, kind: Any, value: Any) -> None:

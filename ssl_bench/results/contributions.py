@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -265,6 +265,17 @@ def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
     known = {layer: share for layer, share in shares.items() if share is not None}
     first = records[0]
     return ImageCurve(first.metric, kept, first.is_ranked, first.per_image_kind, known)
+
+
+def check_values(store: ResultStore, records: Iterable[Record]) -> None:
+    """Compare the values of older records with what their images contributed.
+
+    Contributions that do not fit join `store.damaged`. A record with a digest of itself was checked
+    when it was read.
+    """
+    for record in records:
+        if record.record_sha256 is None:
+            fitting_contributions(store, record)
 
 
 def fitting_contributions(store: ResultStore, record: Record) -> PerImage | None:

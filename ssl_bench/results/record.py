@@ -168,6 +168,8 @@ class CellKey:
         checkpoint_sha256: Of the weights; with `architecture`, `mean` and `std` it is the encoder.
         settings: Those of the probe; under `TRAINED_ON` the images that it was fitted to, under
             `CORRUPTED` what the scored ones went through.
+        metric_version: `Probe.metric_version` of the code that computes the number.
+        pipeline_version: `ssl_bench.results.versions.PIPELINE_VERSION` of that code.
     """
 
     task: str
@@ -184,6 +186,8 @@ class CellKey:
     dataset_fingerprint: str
     seed: int
     settings: Mapping[str, Any]
+    metric_version: int = 1
+    pipeline_version: int = 1
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits that are the same for the same cell on every machine."""
@@ -224,6 +228,12 @@ class Record:
         unit: "%", or nothing for a plain number.
         per_image_kind: One of `PerImageKind`; None where nothing was kept of single images, and in
             records of versions that did not state it.
+        metric_version: As in `CellKey`; 1 in records that do not state it.
+        pipeline_version: As `metric_version`.
+        per_image_sha256: Of the file of what each image contributed; None where nothing was kept,
+            and in older records.
+        record_sha256: Of the rest of the file that the record was read from, which agrees with it;
+            None in older records.
     """
 
     task: str
@@ -255,6 +265,11 @@ class Record:
     unit: str = "%"
     changed: Mapping[str, Any] = field(default_factory=dict)
     per_image_kind: str | None = None
+    metric_version: int = 1
+    pipeline_version: int = 1
+    # What a file holds of itself makes no other record.
+    per_image_sha256: str | None = field(default=None, repr=False, compare=False)
+    record_sha256: str | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_ranked(self) -> bool:
@@ -303,15 +318,22 @@ class Record:
         return CellKey(**{name: getattr(self, name) for name in _KEY_FIELDS})
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON has them; infinity is "inf", what is no number null."""
-        return plain_json(asdict(self), infinity=INFINITE)
+        """Return the fields as JSON has them; infinity is "inf", what is no number null.
+
+        Without those that only the file of a record has.
+        """
+        values = {name: value for name, value in asdict(self).items() if name not in _OF_THE_FILE}
+        return plain_json(values, infinity=INFINITE)
 
 
+_OF_THE_FILE = ("per_image_sha256", "record_sha256")
 _KEY_FIELDS = sorted(item.name for item in fields(CellKey))
+# Left out of digests where they are 1: records from before there were versions keep theirs.
+_VERSIONS = ("metric_version", "pipeline_version")
 
 
 def cell_digest(cell: CellKey | Record, known: Mapping[str, str] | None = None) -> str:
-    """`CellKey.digest` of a cell or of its record.
+    """Return `CellKey.digest` of a cell or of its record.
 
     Args:
         cell: The one or the other.
@@ -319,9 +341,34 @@ def cell_digest(cell: CellKey | Record, known: Mapping[str, str] | None = None) 
     """
     written = known or {}
     texts = (
-        f'"{name}": {written.get(name) or json_of(getattr(cell, name))}' for name in _KEY_FIELDS
+        f'"{name}": {written.get(name) or json_of(getattr(cell, name))}'
+        for name in _KEY_FIELDS
+        if name not in _VERSIONS or getattr(cell, name) != 1
     )
     return hashlib.sha256(f"{{{', '.join(texts)}}}".encode()).hexdigest()[:16]
+
+
+def numeric_digest(cell: CellKey | Record) -> str:
+    """Return a digest of a cell that is the same whether a setting was typed as 1 or as 1.0."""
+    return cell_digest(cell, {"settings": json_of(_with_whole_numbers(cell.settings))})
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """Return JSON in which each float without a fraction is a whole number."""
+    if isinstance(value, Mapping):
+        return {name: _with_whole_numbers(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_whole_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _take_floats(into: Any, other: Any) -> None:
+    """Make whole numbers in JSON floats where they are floats in other JSON of equal numbers."""
+    for place in into if isinstance(into, dict) else range(len(into)):
+        if isinstance(into[place], (dict, list)):
+            _take_floats(into[place], other[place])
+        elif isinstance(other[place], float):
+            into[place] = other[place]
 
 
 def cell_filename(cell: CellKey | Record, digest: str) -> str:
@@ -373,16 +420,49 @@ _KINDS_OF_FIELDS = {
 }
 # Few among many records; no two are of equal details.
 _ALIKE = ("settings", "architecture", "changed", "mean", "std")
+# Those of them in which older versions kept 1 and 1.0 as they were typed.
+_AS_TYPED = ("settings", "changed")
+_SEAL = re.compile(rb'\n "record_sha256": "[0-9a-f]{64}",')
+
+
+def sealed_text(content: Mapping[str, Any]) -> str:
+    """Return the text of a record's file, with a digest over all of it."""
+    digest = hashlib.sha256(_file_text(content)).hexdigest()
+    return _file_text({**content, "record_sha256": digest}).decode()
+
+
+def _file_text(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1, sort_keys=True, default=list) + "\n").encode()
+
+
+def _require_seal(content: bytes, stated: str) -> None:
+    """Refuse the content of a file that is not what its digest was computed from.
+
+    Raises:
+        ValueError: A hand or a fault changed it.
+    """
+    # As it was written, which takes no time, or with other blanks.
+    if hashlib.sha256(_SEAL.sub(b"", content, count=1)).hexdigest() != stated:
+        rest = {name: one for name, one in json.loads(content).items() if name != "record_sha256"}
+        if hashlib.sha256(_file_text(rest)).hexdigest() != stated:
+            raise ValueError("edited or damaged: not what its record_sha256 was computed from")
 
 
 class RecordReader:
-    """Reads the records of one folder of results, each part that many have in common held once."""
+    """Reads the records of one folder of results, each part that many have in common held once.
+
+    Attributes:
+        has_retyped: Whether equal settings of two records were typed as 1 and as 1.0. These records
+            share one part, with the floats of both.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root, self._folders = root, set[Path]()
         # By field, because not all are checked alike, and text in Python, which tells 1 from 1.0
-        # and true: the part, and its JSON.
+        # and true: the part, and its JSON as it was read.
         self._parts: dict[str, tuple[Any, str]] = {}
+        self._by_number: dict[str, Any] = {}
+        self.has_retyped = False
 
     def read(self, path: Path) -> Record:
         """The record in a file of a folder `records/TASK/DATASET`.
@@ -404,7 +484,7 @@ class RecordReader:
         texts = {name: f"{name} {known[name]!r}" for name in _ALIKE if name in known}
         for name, text in texts.items():
             if text not in self._parts:
-                self._parts[text] = (known[name], json_of(known[name]))
+                self._parts[text] = (self._shared(name, known[name]), json_of(known[name]))
             known[name] = self._parts[text][0]
         record = Record(**known)
         if not 0 <= record.layer < record.depth:
@@ -417,9 +497,22 @@ class RecordReader:
         digest = cell_digest(record, {name: self._parts[text][1] for name, text in texts.items()})
         if path.parts[-3:] != place_of(record, digest):
             raise ValueError("a copy, or of another cell")
+        # Last, because the reasons above say more.
+        if record.record_sha256 is not None:
+            _require_seal(content, record.record_sha256)
         # What the property would find, which for thousands of records takes seconds.
         vars(record)["digest"] = digest
         return record
+
+    def _shared(self, name: str, part: Any) -> Any:
+        """Return a part of a record, or the one that has the same numbers in other types."""
+        if name not in _AS_TYPED:
+            return part
+        found = self._by_number.setdefault(f"{name} {json_of(_with_whole_numbers(part))}", part)
+        if found is not part:
+            self.has_retyped = True
+            _take_floats(found, part)
+        return found
 
 
 def _require_possible(record: Record) -> None:

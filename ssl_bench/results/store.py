@@ -4,15 +4,19 @@ A folder of results holds `records/TASK/DATASET/*.json`, beside each what the im
 (.npz), and `images/` with their names. `records.parquet`, where it is there, holds the content of
 such files, a row a record or list of names; of a cell that has a file too the file counts, and what
 lies beside it.
+
+A record holds a digest of itself and one of its .npz, a row one of all that is in it, and the
+metadata of `records.parquet` the number of rows. So nothing is changed or lost unnoticed.
 """
 
+import hashlib
 import io
 import json
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +24,7 @@ import numpy as np
 import yaml
 
 from ssl_bench.errors import DataError
+from ssl_bench.results import versions
 from ssl_bench.results.record import (
     ENCODER,
     INFINITE,
@@ -29,7 +34,9 @@ from ssl_bench.results.record import (
     PerImage,
     Record,
     RecordReader,
+    numeric_digest,
     place_of,
+    sealed_text,
     shortened,
 )
 from ssl_bench.system.escaping import plain_json
@@ -51,6 +58,9 @@ PACKED = "records.parquet"
 # Of what all images contributed, and one: three counts of eight bytes for each of 2,700 classes.
 _MOST_NPZ, _IMAGE_BYTES = 2**30, 2**16
 _COLUMNS = ("file", "record", "images")
+# Not in files of older versions.
+_ROW_DIGEST, _NUM_ROWS = "sha256", b"ssl_bench_rows"
+_DAMAGED_ROW = "edited or damaged: not what its row was written with"
 # Of what is packed, which is less as a file.
 _MOST_PACKED = 2**30
 _UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
@@ -58,13 +68,25 @@ _SHOWN = 5
 
 
 class _Row(NamedTuple):
-    """The content of a JSON file, and of the .npz beside it."""
+    """The content of a JSON file, and of the .npz beside it.
+
+    Attributes:
+        digest: Of name and content, as `records.parquet` states it; None in older ones.
+    """
 
     content: bytes
     images: bytes | None
+    digest: bytes | None = None
 
 
 _NOTHING = _Row(b"", None)
+
+
+def _row_digest(file: bytes, row: _Row) -> bytes:
+    """Return the digest of all that a row holds."""
+    parts = (file, row.content, b"" if row.images is None else b"." + row.images)
+    # Of each part alone first, so that no byte can move from one to another.
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
 
 
 class ResultStore:
@@ -73,6 +95,7 @@ class ResultStore:
     Attributes:
         unreadable: Files that the last `records` passed over, and why.
         found: How many files it looked at.
+        outdated: Records that it left out because newer code computes other numbers.
         damaged: Files of images' contributions that do not fit their records.
     """
 
@@ -80,8 +103,12 @@ class ResultStore:
         self.root = root
         self.unreadable: dict[Path, str] = {}
         self.found = 0
+        self.outdated: list[Record] = []
         self.damaged: list[Path] = []
-        self._rows: tuple[object, Mapping[Path, _Row]] | None = None
+        self._num_replaced = 0
+        self._newest: Mapping[str, tuple[int, int]] = {}
+        self._rows: tuple[object, Mapping[Path, _Row], Mapping[Path, _Row]] | None = None
+        self._by_number: dict[tuple[Path, str], Mapping[str, Path]] = {}
 
     def path(self, key: CellKey) -> Path:
         """Where the record of a cell is.
@@ -98,21 +125,74 @@ class ResultStore:
 
     def per_image_path(self, record: Record) -> Path:
         """Where they are, if they were kept."""
-        return self.path(record.key()).with_suffix(".npz")
+        place = place_of(record, record.digest)
+        return self.root.joinpath("records", *place).with_suffix(".npz")
 
     def load(self, key: CellKey) -> Record | None:
-        """The record of a finished cell, None when there is none or only half of one."""
-        path = self.path(key)
-        return self._read(path) if path.is_file() or path in self._packed() else None
+        """Return the record of a finished cell, None when there is none or only half of one.
+
+        It may be one whose settings hold 1 where the key holds 1.0.
+        """
+        path, usual = self._found_path(key), self.path(key)
+        if path is None and usual in self._damaged_rows():
+            self.unreadable[usual] = _DAMAGED_ROW
+        record = None if path is None else self._read(path)
+        if record is None or path == usual:
+            return record
+        as_asked = replace(record, settings=key.settings)
+        # The name of its file.
+        vars(as_asked)["digest"] = record.digest
+        return as_asked
 
     def keeps_images(self, key: CellKey) -> bool:
         """Whether what each image contributed to the value of a cell is there."""
-        path = self.path(key)
-        if path.is_file():
+        path = self._found_path(key)
+        if path is not None and path.is_file():
             return path.with_suffix(".npz").is_file()
-        return self._packed().get(path, _NOTHING).images is not None
+        return path is not None and self._packed()[path].images is not None
 
-    def outdated(self, key: CellKey) -> Path | None:
+    def _found_path(self, key: CellKey) -> Path | None:
+        """Return the place of the record of a cell, None where there is none."""
+        path = self.path(key)
+        if path.is_file() or path in self._packed():
+            return path
+        at = path.parent, key.checkpoint_sha256
+        if at not in self._by_number:
+            self._by_number[at] = self._paths_by_number(*at)
+        return self._by_number[at].get(numeric_digest(key))
+
+    def _paths_by_number(self, folder: Path, checkpoint: str) -> dict[str, Path]:
+        """Return the places of the records of some weights by `numeric_digest`.
+
+        Older versions kept whether 1 or 1.0 had been typed, in the names of files too.
+        """
+        reader, found = RecordReader(self.root), {}
+        packed = (path for path in self._packed() if path.parent == folder)
+        for path in sorted({*folder.glob("*.json"), *packed}):
+            try:
+                content = self._content(path)
+                # Takes no parsing.
+                if checkpoint.encode() in content:
+                    found[numeric_digest(reader.record(content, path))] = path
+            # It counts for nothing; `records` names it.
+            except (OSError, *_UNREADABLE):
+                continue
+        return found
+
+    def earlier_versions(self, keys: Iterable[CellKey]) -> list[CellKey]:
+        """Return the keys of recorded cells that outdated code computed, of these cells."""
+        return [
+            older
+            for key in keys
+            for metric in range(1, key.metric_version + 1)
+            for pipeline in range(1, key.pipeline_version + 1)
+            if (metric, pipeline) != (key.metric_version, key.pipeline_version)
+            and self._found_path(
+                older := replace(key, metric_version=metric, pipeline_version=pipeline)
+            )
+        ]
+
+    def of_earlier_kind(self, key: CellKey) -> Path | None:
         """A record of this block, facet and metric that is of an earlier kind.
 
         Cost: opens all records of them, of whatever encoder.
@@ -130,14 +210,14 @@ class ResultStore:
 
     def save(self, record: Record, per_image: PerImage | None = None) -> Path:
         """Write a record and, beside it, what each image contributed to the value."""
-        path = self.path(record.key())
+        path, content = self.path(record.key()), record.as_json()
         if per_image is not None:
+            written = io.BytesIO()
+            np.savez_compressed(written, per_image)
+            content["per_image_sha256"] = hashlib.sha256(written.getvalue()).hexdigest()
             # First, so that a record never stands there without it.
-            write_atomically(
-                path.with_suffix(".npz"), lambda file: np.savez_compressed(file, per_image)
-            )
-        text = json.dumps(record.as_json(), indent=1, sort_keys=True, default=list)
-        write_text_atomically(path, text + "\n")
+            write_atomically(path.with_suffix(".npz"), lambda file: file.write(written.getvalue()))
+        write_text_atomically(path, sealed_text(content))
         return path
 
     def per_image(self, record: Record) -> PerImage | None:
@@ -151,6 +231,9 @@ class ResultStore:
                 return None
             else:
                 content = row.images
+            stated = record.per_image_sha256
+            if stated not in (None, hashlib.sha256(content).hexdigest()):
+                raise ValueError("not what its record was written with")
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 size = archive.getinfo("arr_0.npy").file_size
                 # It may claim anything, and without a number all is inflated and cut after that.
@@ -174,9 +257,7 @@ class ResultStore:
         """Ids of all images of a split; None where they were not kept."""
         path = self._ids_path(fingerprint)
         try:
-            if (row := self._packed().get(path)) and not path.exists():
-                return _names_in(row.content)
-            return _names_in(read_within(self.root, path, MOST_BYTES))
+            return _names_in(self._content(path))
         except (OSError, *_UNREADABLE):
             return None
 
@@ -184,18 +265,25 @@ class ResultStore:
         return self.root / "images" / f"{fingerprint[:16]}.json"
 
     def records(self) -> list[Record]:
-        """Every readable record; the others are in `unreadable`.
+        """Return every readable record of current code.
+
+        The others are in `unreadable` and `outdated`. Two records of a cell whose settings were
+        typed as 1 and as 1.0 are one, the later one.
 
         Raises:
             DataError: there is no record at all; that of a run folder says what the run measured.
         """
-        self.unreadable = {}
+        damaged = (path for path in self._damaged_rows() if not path.exists())
+        self.unreadable, self.outdated = dict.fromkeys(damaged, _DAMAGED_ROW), []
         packed = filter(self._is_record, self._packed())
         paths = {*self.root.glob(RECORDS), *packed}
         reader = RecordReader(self.root)
         with without_collections():
             ordered = sorted(paths, key=lambda path: path.parts)
             found = [record for path in ordered if (record := self._read(path, reader)) is not None]
+        if reader.has_retyped:
+            latest = {one.key(): one for one in sorted(found, key=lambda one: one.created)}
+            found = [record for record in found if latest[record.key()] is record]
         self.found = len(paths | self.unreadable.keys())
         if self.unreadable and not found:
             path = min(self.unreadable, key=lambda path: path.parts)
@@ -209,12 +297,58 @@ class ResultStore:
                 _said_of_run(self.root)
                 or f"no records in {self.root / 'records'}; give the --out of some or run `{words}`"
             )
-        return found
+        return self._current(found)
 
-    def said_unreadable(self) -> str:
-        """One line on what the last `records` passed over, where it did."""
-        count = f"{len(self.unreadable)} of {self.found} records cannot be shown"
-        return f"{count}: {first_few(self.unreadable)}; the next probe computes what is missing"
+    def _current(self, found: Sequence[Record]) -> list[Record]:
+        """Return the records that the newest code computed; the others join `outdated`.
+
+        That is the installed code, or the code of other records of the task where these are newer
+        or the task is not installed. So a table never mixes versions, also where the probe was
+        installed elsewhere.
+
+        Raises:
+            DataError: All are outdated.
+        """
+        self._newest = newest = _newest_versions(found)
+        current = [record for record in found if _versions(record) == newest[record.task]]
+        if len(current) == len(found):
+            return current
+        self.outdated = [record for record in found if _versions(record) != newest[record.task]]
+        cells = set(map(_without_versions, current))
+        self._num_replaced = sum(_without_versions(record) in cells for record in self.outdated)
+        if not current:
+            raise DataError(self._outdated_note(), hint=self._words_to_renew())
+        return current
+
+    def _outdated_note(self) -> str:
+        """Return a line on how many records are outdated, why, and what to type."""
+        tasks = {}
+        for record in self.outdated:
+            names = ("metric version", "pipeline version")
+            both = zip(names, _versions(record), self._newest[record.task], strict=True)
+            tasks[record.task] = ", ".join(
+                f"{name} {old}, now {new}" for name, old, new in both if old != new
+            )
+        why = "; ".join(f"{task}: {reason}" for task, reason in sorted(tasks.items()))
+        count = len(self.outdated)
+        line = f"left out {count} outdated record{'s' * (count > 1)} ({why})"
+        if self._num_replaced == count:
+            return f"{line}; newer ones replace them"
+        return f"{line}; `{' '.join(self._words_to_renew())}` computes them again"
+
+    def _words_to_renew(self) -> list[str]:
+        tasks = ",".join(sorted({record.task for record in self.outdated}))
+        words = ["ssl-bench", "probe", "--task", tasks, "--checkpoint", "{checkpoint}"]
+        return [*words, "--out", str(self.root)]
+
+    def notes(self) -> list[str]:
+        """Return a line each on the unreadable and the outdated records that `records` left out."""
+        lines = []
+        if self.unreadable:
+            count = f"{len(self.unreadable)} of {self.found} records cannot be shown"
+            next_probe = "the next probe computes what is missing"
+            lines.append(f"{count}: {first_few(self.unreadable)}; {next_probe}")
+        return [*lines, self._outdated_note()] if self.outdated else lines
 
     def pack(self) -> int:
         """Move records that can be read, names and shares of images to `records.parquet`.
@@ -234,7 +368,8 @@ class ResultStore:
         try:
             # One at a time: what another one packed is among the rows.
             lock_when_free(folder)
-            rows, moved = dict(self._packed()), list[tuple[Path, os.stat_result]]()
+            rows = {**self._damaged_rows(), **self._packed()}
+            moved = list[tuple[Path, os.stat_result]]()
             reader = RecordReader(self.root)
             for path in sorted((*self.root.glob(NAMES), *self.root.glob(RECORDS))):
                 npz = path.with_suffix(".npz")
@@ -258,13 +393,23 @@ class ResultStore:
                     f"the records in {self.root} have {size:,} bytes, expected at most "
                     f"{_MOST_PACKED:,} to pack; leave them as they are, or in several folders"
                 )
+            names = [os.fsencode(path.relative_to(self.root).as_posix()) for path in rows]
+            digests = [
+                # Damaged rows keep the digest that they do not fit.
+                row.digest or _row_digest(name, row)
+                for name, row in zip(names, rows.values(), strict=True)
+            ]
             table = pyarrow.table(
                 {
-                    "file": [path.relative_to(self.root).as_posix().encode() for path in rows],
+                    "file": names,
                     "record": [row.content for row in rows.values()],
                     "images": [row.images for row in rows.values()],
+                    _ROW_DIGEST: digests,
                 },
-                schema=pyarrow.schema([(name, pyarrow.binary()) for name in _COLUMNS]),
+                schema=pyarrow.schema(
+                    [(name, pyarrow.binary()) for name in (*_COLUMNS, _ROW_DIGEST)],
+                    {_NUM_ROWS: str(len(rows))},
+                ),
             )
             write_atomically(
                 self.root / PACKED,
@@ -282,40 +427,40 @@ class ResultStore:
     def _is_record(self, path: Path) -> bool:
         return path.parent != self.root / "images"
 
-    def _packed(self) -> Mapping[Path, "_Row"]:
-        """Rows of `records.parquet` by the place of their files; read again where it changed."""
+    def _content(self, path: Path) -> bytes:
+        """Return the content of a file of this folder, or of its row.
+
+        Raises:
+            OSError: There is neither.
+        """
+        row = self._packed().get(path)
+        if row is None or path.exists():
+            return read_within(self.root, path, MOST_BYTES)
+        return row.content
+
+    def _packed(self) -> Mapping[Path, _Row]:
+        """Return the sound rows of `records.parquet` by the place of their files."""
+        return self._read_rows()[0]
+
+    def _damaged_rows(self) -> Mapping[Path, _Row]:
+        """Return the rows of `records.parquet` that are not what was written."""
+        return self._read_rows()[1]
+
+    def _read_rows(self) -> tuple[Mapping[Path, _Row], Mapping[Path, _Row]]:
+        """Return sound and damaged rows of `records.parquet`; it is read again where it changed.
+
+        Raises:
+            DataError: It cannot be read, or has lost rows.
+        """
         path = self.root / PACKED
         try:
             found = path.stat()
         except FileNotFoundError:
-            return {}
+            return {}, {}
         state = (found.st_mtime_ns, found.st_size, found.st_ino)
         if self._rows is None or self._rows[0] != state:
-            import pyarrow
-            import pyarrow.parquet
-
-            try:
-                content = pyarrow.BufferReader(read_within(self.root, path, _MOST_PACKED))
-                # Not read_table, which imports pandas.
-                table = pyarrow.parquet.ParquetFile(content).read()
-                columns = [table.column(name).to_pylist() for name in _COLUMNS]
-                rows = {
-                    self.root.joinpath(*file.decode().split("/")): _Row(record, images)
-                    for file, record, images in zip(*columns, strict=True)
-                }
-            except (
-                OSError,
-                ValueError,
-                KeyError,
-                AttributeError,
-                TypeError,
-                RuntimeError,
-            ) as error:
-                raise DataError(
-                    f"cannot read {path} ({error}); copy it again, or move it away"
-                ) from error
-            self._rows = state, rows
-        return self._rows[1]
+            self._rows = state, *_rows_of(self.root, path)
+        return self._rows[1:]
 
     def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:
         reader = reader or RecordReader(self.root)
@@ -328,6 +473,63 @@ class ResultStore:
         except _UNREADABLE as error:
             self.unreadable[path] = shortened(error)
         return None
+
+
+def _rows_of(root: Path, path: Path) -> tuple[dict[Path, _Row], dict[Path, _Row]]:
+    """Return the sound and the damaged rows of a file as `ResultStore.pack` writes it.
+
+    Raises:
+        DataError: It cannot be read, or has lost rows.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        content = pyarrow.BufferReader(read_within(root, path, _MOST_PACKED))
+        # Not read_table, which imports pandas.
+        table = pyarrow.parquet.ParquetFile(content).read()
+        columns = [table.column(name).to_pylist() for name in _COLUMNS]
+        number, has_digests = str(table.num_rows).encode(), _ROW_DIGEST in table.column_names
+        digests = table.column(_ROW_DIGEST).to_pylist() if has_digests else [None] * table.num_rows
+        if (table.schema.metadata or {}).get(_NUM_ROWS, number) != number:
+            raise ValueError(f"it has lost or gained rows: {table.num_rows} are left")
+        sound, damaged = {}, {}
+        for file, *parts in zip(*columns, digests, strict=True):
+            row, place = _Row(*parts), root.joinpath(*os.fsdecode(file).split("/"))
+            is_sound = row.digest in ((None,) if not has_digests else (_row_digest(file, row),))
+            (sound if is_sound else damaged)[place] = row
+    # Whatever the decoder raises; a size that is damaged may ask for any memory.
+    except Exception as error:
+        if not isinstance(error, pyarrow.ArrowMemoryError):
+            pass_on_memory(error)
+        raise DataError(f"cannot read {path} ({error}); copy it again, or move it away") from error
+    return sound, damaged
+
+
+def _versions(record: Record) -> tuple[int, int]:
+    return record.metric_version, record.pipeline_version
+
+
+def _without_versions(record: Record) -> CellKey:
+    return replace(record.key(), metric_version=1, pipeline_version=1)
+
+
+def _newest_versions(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
+    """Return the newest versions of metric and pipeline of each task, here or in its records.
+
+    Those that are installed count for installed probes alone: nothing is known of others.
+    """
+    newest: dict[str, tuple[int, int]] = {}
+    for record in records:
+        metric, pipeline = newest.get(record.task, (0, 0))
+        newest[record.task] = (
+            max(metric, record.metric_version),
+            max(pipeline, record.pipeline_version),
+        )
+    for task, (metric, pipeline) in newest.items():
+        if (installed := versions.installed_metric_version(task)) is not None:
+            newest[task] = max(metric, installed), max(pipeline, versions.PIPELINE_VERSION)
+    return newest
 
 
 def _names_in(content: bytes) -> tuple[str, ...]:
@@ -364,8 +566,8 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
     if isinstance(records, Path | str):
         store = ResultStore(Path(records))
         records = store.records()
-        if store.unreadable:
-            say(store.said_unreadable())
+        for line in store.notes():
+            say(line)
     rows = []
     for record in records:
         row: dict[str, Any] = {}

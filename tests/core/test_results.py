@@ -2,8 +2,12 @@ import hashlib
 import json
 import math
 from dataclasses import fields, replace
+from pathlib import Path
 
+import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import CellKey, Record, ResultStore
@@ -40,6 +44,7 @@ RECORD = Record(
 # What changes a number; hardware, time and versions do not.
 KEYS = """architecture checkpoint_sha256 dataset dataset_fingerprint facet layer mean metric
 protocol seed settings split std task"""
+VERSIONS = ("metric_version", "pipeline_version")
 
 
 def test_a_saved_record_comes_back_and_nan_becomes_null(tmp_path):
@@ -79,7 +84,7 @@ def test_somebody_elses_folder_is_no_run(tmp_path, log):
 
 
 def test_a_cell_is_known_by_the_sha256_of_its_fields_as_sorted_json():
-    names = [item.name for item in fields(CellKey)]
+    names = [item.name for item in fields(CellKey) if item.name not in VERSIONS]
     assert sorted(names) == KEYS.split()
     text = json.dumps({name: getattr(RECORD, name) for name in names}, sort_keys=True)
 
@@ -89,16 +94,189 @@ def test_a_cell_is_known_by_the_sha256_of_its_fields_as_sorted_json():
     # Stands in the names of files, so that another one would orphan all records.
     assert expected == "ebb0052e2a1f2f9c"
     assert replace(RECORD, facet='ä"').digest == replace(RECORD, facet='ä"').key().digest()
+    # Versions are in no digest until code of another version computes other numbers.
+    others = [replace(RECORD, **{name: 2}) for name in VERSIONS]
+    assert len({RECORD.digest, *(other.digest for other in others)}) == 3
+    assert all(other.digest == other.key().digest() for other in others)
 
 
-def test_records_share_what_is_equal_and_not_equal_numbers_of_other_kinds(tmp_path):
+def test_records_share_equal_settings_whether_typed_as_1_or_as_1_point_0(tmp_path):
     store = ResultStore(tmp_path)
-    kinds = [{"tau": 1}, {"tau": 1.0}, {"tau": True}, {"tau": 1}]
+    kinds = [{"n": 7, "tau": 1}, {"n": 7, "tau": 1.0}, {"n": 7, "tau": True}, {"n": 7, "tau": 1}]
     for layer, settings in enumerate(kinds):
         store.save(replace(RECORD, layer=layer, settings=settings))
 
     records = store.records()
 
-    assert [repr(record.settings) for record in records] == list(map(repr, kinds))
-    assert records[0].settings is records[3].settings
+    shared, other = {"n": 7, "tau": 1.0}, {"n": 7, "tau": True}
+    shown = [repr(record.settings) for record in records]
+    assert shown == list(map(repr, [shared, shared, other, shared]))
+    assert records[0].settings is records[1].settings is records[3].settings
     assert store.unreadable == {}
+    # Each stands for the file that it was read from.
+    assert [record.digest for record in records] == [
+        replace(RECORD, layer=layer, settings=settings).digest
+        for layer, settings in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(1, 1.0), (1.0, 1), ((1, 2.5), [1.0, 2.5]), ({"a": [0]}, {"a": [0.0]}), (1e20, 10**20)],
+)
+def test_a_cell_is_found_whether_it_was_typed_as_1_or_as_1_point_0(tmp_path, pack, old, new):
+    hits = np.array([True, False])
+    record = replace(RECORD, num_images=2, value=50.0, ci95=None, settings={"tau": old})
+    ResultStore(tmp_path).save(record, hits)
+    if pack:
+        ResultStore(tmp_path).pack()
+    store, key = ResultStore(tmp_path), replace(record, settings={"tau": new}).key()
+
+    found = store.load(key)
+
+    assert found is not None
+    assert (found.value, found.settings) == (50.0, {"tau": new})
+    assert store.keeps_images(key)
+    assert np.array_equal(store.per_image(found), hits)
+    assert store.load(replace(key, settings={"tau": 2})) is None
+    assert store.load(replace(key, settings={"tau": True})) is None
+
+
+def test_of_a_cell_that_was_typed_in_two_ways_the_later_record_is_shown(tmp_path):
+    store = ResultStore(tmp_path)
+    for hour, (tau, value) in enumerate([(2, 40.0), (1.0, 41.0), (1, 42.0), (2.0, 43.0)]):
+        created = f"2026-01-02T0{hour}:00:00+00:00"
+        record = replace(RECORD, settings={"tau": tau}, value=value, created=created)
+        store.save(record)
+
+    assert sorted(record.value for record in store.records()) == [42.0, 43.0]
+
+
+def test_a_flipped_bit_of_a_record_is_never_read_as_another_record(tmp_path):
+    store = ResultStore(tmp_path)
+    path = store.save(RECORD)
+    (before,), content = store.records(), path.read_bytes()
+
+    for place in range(0, 8 * len(content), 37):
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        assert store.load(RECORD.key()) in (None, before)
+
+
+def test_a_record_that_is_written_with_other_blanks_is_the_same(tmp_path):
+    store = ResultStore(tmp_path)
+    path = store.save(RECORD)
+    (before,) = store.records()
+
+    path.write_text(json.dumps(json.loads(path.read_text())))
+
+    assert store.records() == [before]
+
+
+def test_a_record_without_a_digest_is_read_as_before(tmp_path):
+    store = ResultStore(tmp_path)
+    path = store.save(RECORD)
+    (before,) = store.records()
+    content = json.loads(path.read_text())
+    for name in ("record_sha256", "per_image_kind", "metric_version", "pipeline_version"):
+        del content[name]
+
+    path.write_text(json.dumps(content))
+
+    assert store.records() == [before]
+
+
+def packed(folder: Path) -> ResultStore:
+    """Three records with what their images contributed, and names of images, in one file."""
+    store, hits = ResultStore(folder), np.arange(8) < 4
+    for layer in range(3):
+        changed = replace(RECORD, layer=layer, num_images=8, value=50.0, ci95=None)
+        store.save(replace(changed, details={"noise": [layer * 0.37 + n for n in range(9)]}), hits)
+    store.save_image_ids("b" * 64, [f"image {n}" for n in range(8)])
+    store.pack()
+    return store
+
+
+def contents(store: ResultStore) -> list:
+    records = store.records()
+    images = [store.per_image(record) for record in records]
+    assert store.damaged == []
+    return [records, [one.tolist() for one in images if one is not None], store.image_ids("b" * 64)]
+
+
+def test_a_flipped_bit_of_packed_records_changes_and_loses_nothing_unnoticed(tmp_path):
+    expected = contents(packed(tmp_path))
+    path = tmp_path / "records.parquet"
+    whole, noticed = path.read_bytes(), 0
+
+    for place in range(0, 8 * len(whole), 157):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        store = ResultStore(tmp_path)
+        try:
+            found = contents(store)
+        except DataError:
+            noticed += 1
+            continue
+        noticed += bool(store.unreadable)
+        assert store.unreadable or found == expected
+
+    assert noticed > 40
+
+
+@pytest.mark.parametrize("column", ["file", "record", "images", "sha256"])
+def test_a_row_that_is_not_what_was_packed_is_named_and_stays_damaged(tmp_path, column):
+    packed(tmp_path)
+    path = tmp_path / "records.parquet"
+    table = parquet.read_table(path)
+    at = next(n for n, file in enumerate(table["file"].to_pylist()) if file.startswith(b"records"))
+    cells = table[column].to_pylist()
+    cells[at] = cells[at].replace(cells[at][9:10], bytes([cells[at][9] ^ 1]))
+    table = table.set_column(table.column_names.index(column), column, pyarrow.array([*cells]))
+    parquet.write_table(table, path)
+    store = ResultStore(tmp_path)
+
+    assert len(store.records()) == 2
+    assert len(store.unreadable) == 1
+    store.pack()
+    assert len(ResultStore(tmp_path).records()) == 2
+    # Once it is computed again it counts.
+    for layer in range(3):
+        store.save(replace(RECORD, layer=layer))
+    assert len(store.records()) == 3
+    # Nobody knows what a damaged name stood for.
+    assert (store.unreadable == {}) == (column != "file")
+
+
+def test_packed_records_of_which_one_is_gone_are_refused(tmp_path):
+    packed(tmp_path)
+    path = tmp_path / "records.parquet"
+    parquet.write_table(parquet.read_table(path).slice(1), path)
+
+    with pytest.raises(DataError, match="rows"):
+        ResultStore(tmp_path).records()
+
+
+def test_packed_records_of_before_digests_are_read(tmp_path):
+    expected = contents(packed(tmp_path))
+    path = tmp_path / "records.parquet"
+    table = parquet.read_table(path).drop_columns("sha256").replace_schema_metadata(None)
+    parquet.write_table(table, path)
+
+    store = ResultStore(tmp_path)
+
+    assert contents(store) == expected
+    assert store.unreadable == {}
+
+
+def test_packing_keeps_the_digest_of_a_record(tmp_path):
+    store = ResultStore(tmp_path)
+    text = store.save(RECORD).read_bytes()
+
+    store.pack()
+
+    assert parquet.read_table(tmp_path / "records.parquet")["record"].to_pylist() == [text]
+    assert store.records()[0].record_sha256 is not None
