@@ -32,7 +32,7 @@ from probes.features.split import (
     top_score,
 )
 from probes.features.stream import batches, read_ahead
-from probes.features.tiers import FeaturesInMemory, Room, TrainingPass, half_features
+from probes.features.tiers import FeaturesInMemory, Room, TrainingPass, half_features, widened
 from probes.features.views import CentralSquare
 from probes.heads.attentive import AttentivePooling, TrainedAttentiveHeads
 from probes.heads.logistic import LogisticRegression
@@ -377,7 +377,8 @@ class LinearClassification(Probe):
         for batch in batches(shown, self.encoder_batch_size):
             ids = list(itertools.islice(left, len(batch)))
             pixels = sent(torch.stack(batch), extractor.device).float() / 255
-            yield torch.stack(half_features(extractor, pixels, ids))
+            halves, scales = half_features(extractor, pixels, ids)
+            yield widened(torch.stack(halves), scales)
 
     def _portions(self, images: ImageSet, seed: int) -> "Portions":
         """What heads are fitted to.

@@ -44,6 +44,7 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS, Facet
+from ssl_bench.neighbours import unit_vectors
 from ssl_bench.results import Baseline
 from ssl_bench.system.device import fetched, sent
 from ssl_bench.system.paths import image_name
@@ -241,7 +242,7 @@ class Correspondence(Probe):
                     places = best_cells(similarity)
                 else:
                     places = soft_cells(similarity, sigma=self.sigma, temperature=self.temperature)
-                unit = F.normalize(target.flatten(1, 2), dim=-1)
+                unit = unit_vectors(target.flatten(1, 2))
                 alike = (unit - unit[:, :1]).abs().amax((1, 2)) < _CONSTANT
                 tensors += places, alike
             # Together, because the host waits for each fetching.
@@ -522,8 +523,8 @@ def similarities(
         padding_mode="border",
         align_corners=False,
     )
-    wanted = F.normalize(at[..., 0].mT, dim=-1)
-    offered = F.normalize(target.flatten(1, 2), dim=-1)
+    wanted = unit_vectors(at[..., 0].mT)
+    offered = unit_vectors(target.flatten(1, 2))
     return (wanted @ offered.mT).unflatten(-1, target.shape[1:3])
 
 

@@ -39,6 +39,7 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
+from ssl_bench.neighbours import unit_vectors
 from ssl_bench.results import encoder_id
 from ssl_bench.system.device import float64_device, in_float64, sent
 from ssl_bench.system.paths import cache_folder
@@ -546,8 +547,8 @@ def uniformity(vectors: Float64[Tensor, "images dim"]) -> Jackknife:
 
 def _unit(vectors: Float64[Tensor, "*some dim"]) -> Float64[Tensor, "*some dim"]:
     """Of length 1, or NaN."""
-    length = vectors.norm(dim=-1, keepdim=True)
-    return torch.where(length > 0, F.normalize(vectors, dim=-1, eps=1e-300), math.nan)
+    has_length = vectors.any(-1, keepdim=True)
+    return torch.where(has_length, unit_vectors(vectors), math.nan)
 
 
 def outlier_share(
@@ -568,8 +569,8 @@ def patch_cosine(
 ) -> Float[Tensor, " images"]:
     """Of each image the mean cosine of these tokens with all patches; 0 with a zero token."""
     # A mean of products of unit vectors is the product of their means.
-    ours = F.normalize(tokens, dim=-1).mean(1)
-    theirs = F.normalize(patches.flatten(1, 2), dim=-1).mean(1)
+    ours = unit_vectors(tokens).mean(1)
+    theirs = unit_vectors(patches.flatten(1, 2)).mean(1)
     return (ours * theirs).sum(-1)
 
 

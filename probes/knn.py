@@ -5,8 +5,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch.nn.functional as F
-
 from probes.features.image import ImagePass, is_constant
 from probes.features.split import (
     TOPS,
@@ -36,7 +34,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.metrics import LabelledFeatures
-from ssl_bench.neighbours import knn_ranks
+from ssl_bench.neighbours import knn_ranks, unit_vectors, zero_vectors_warning
 
 
 @dataclass(frozen=True)
@@ -193,12 +191,15 @@ class KNN(Probe):
             engine=self.engine,
         ).cpu()
         seen = replace(self, image_size=self.image_size or min(context.encoder.native_size))
-        details = {
+        unit = unit_vectors(bank.features)
+        details: dict[str, Any] = {
             "num_classes": num_classes,
             "bank": len(bank.labels),
-            "constant_features": is_constant(F.normalize(bank.features, dim=1)),
+            "constant_features": is_constant(unit),
             "guesses": guesses_of(seen, seen.guesses),
         }
+        if warnings := zero_vectors_warning(unit):
+            details["warnings"] = warnings
         for metric, (of_k, top) in zip(
             metrics(neighbours), itertools.product(ranks, TOPS), strict=True
         ):

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Float16, Int64, UInt8
 from torch import Tensor
 
@@ -33,7 +32,7 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts, confusion_counts
-from ssl_bench.neighbours import faiss_nearest, takes_faiss
+from ssl_bench.neighbours import faiss_nearest, takes_faiss, unit_vectors, zero_vectors_warning
 from ssl_bench.results import Baseline
 from ssl_bench.scores import IGNORED, matched_mean_iou
 from ssl_bench.system.device import fetched, sent
@@ -125,7 +124,7 @@ class Retrieval(Probe):
         for layers in batches(training_pass.extractor.layers, at_once):
             features, shares = remembered(training_pass, layers, chosen, len(images.class_names))
             memory = {
-                layer: F.normalize(of_layer.to(context.device).float(), dim=1)
+                layer: unit_vectors(of_layer.to(context.device).float())
                 for layer, of_layer in zip(layers, features, strict=True)
             }
             labels = shares.to(context.device)
@@ -134,7 +133,7 @@ class Retrieval(Probe):
                 details = {
                     "memory_patches": len(unit),
                     "constant_features": is_constant(unit),
-                    "warnings": few_images_warning(len(images)),
+                    "warnings": [*few_images_warning(len(images)), *zero_vectors_warning(unit)],
                     "guesses": guesses_of(self, self.guesses),
                 }
                 cell, names = (layer, self.scored_facet), images.class_names
@@ -277,7 +276,7 @@ def remembered(
     that have one of them are encoded.
 
     Raises:
-        CheckpointError: a feature is not finite in float16.
+        CheckpointError: a feature is not finite.
     """
     extractor = training_pass.extractor
     patches = (training_pass.image_size // extractor.patch_size) ** 2
@@ -291,7 +290,9 @@ def remembered(
     for first in range(0, len(every), size):
         within = [n * patches + some for n, some in enumerate(by_entry[first : first + size])]
         by_batch.append((every[first : first + size], torch.cat(within)))
-    read = training_pass.stream(layers, [entries for entries, _ in by_batch], extractor.device)
+    entries = [entries for entries, _ in by_batch]
+    # Only cosines are taken of them.
+    read = training_pass.stream(layers, entries, extractor.device, directions=True)
     shown = training_pass.context.progress(read, "remembered images", len(by_batch))
     start = 0
     for batch, (_, within) in zip(shown, by_batch, strict=True):
@@ -313,7 +314,7 @@ def patch_votes(
     labels: Float[Tensor, "memory classes"],
 ) -> Float[Tensor, "batch rows cols classes"]:
     """Share of each class among the labels of the nearest patches, the more alike the more."""
-    unit = F.normalize(features.flatten(0, 2).float(), dim=1)
+    unit = unit_vectors(features.flatten(0, 2).float())
     similarity, index = nearest_patches(unit, memory, probe.neighbours, probe.engine)
     weights = (similarity / probe.temperature).softmax(1)
     pieces = zip(weights.split(1024), index.split(1024), strict=True)

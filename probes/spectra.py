@@ -2,12 +2,12 @@
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Float64
 from scipy.special import bdtr
 from torch import Tensor
 
 from ssl_bench.intervals import Interval
+from ssl_bench.neighbours import unit_vectors
 
 Values = Float64[Tensor, "*some values"]
 """Singular values, the largest first."""
@@ -47,7 +47,7 @@ def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
 
     NaN for a single token, which has no pair.
     """
-    unit = F.normalize(tokens.double(), dim=1, eps=1e-300)
+    unit = unit_vectors(tokens.double())
     count = len(tokens)
     if count < 2:
         return float("nan")

@@ -15,6 +15,7 @@ from ssl_bench.errors import MachineError
 from ssl_bench.metrics import LabelledFeatures, class_rank
 from ssl_bench.system.device import in_float64
 
+_EXPONENT_BITS = 0x7F800000
 # Similarities that are in memory at once: a quarter of a gibibyte.
 _SIMILARITIES = 2**26
 # Queries that one call of faiss, and one product with what it found, serve at least.
@@ -59,9 +60,9 @@ def knn_ranks(
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/eval_knn.py
     where ties, and in the top 5 the order of classes without votes, are left to the sort.
     """
-    memory, found = F.normalize(bank.features.float(), dim=1), []
+    memory, found = unit_vectors(bank.features.float()), []
     for start in range(0, len(queries.labels), _VOTING):
-        some = F.normalize(queries.features[start : start + _VOTING].float(), dim=1)
+        some = unit_vectors(queries.features[start : start + _VOTING].float())
         similarities, index = nearest_vectors(some, memory, max(neighbours), engine=engine)
         # Relative to the nearest, so that no temperature overflows.
         votes = torch.exp(in_float64(similarities - similarities[:, :1]) / temperature)
@@ -72,6 +73,37 @@ def knn_ranks(
         ranks = [vote_rank(votes[:, :k], named[:, :k], true, num_classes) for k in neighbours]
         found.append(torch.stack(ranks))
     return torch.cat(found, dim=1)
+
+
+def unit_vectors(vectors: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some dim"]:
+    """Scale vectors to length 1, however short or long they are; vectors of zeros stay zeros.
+
+    Each is first divided by a power of two near its largest entry, which is exact: squares of
+    entries below 2^-63 or above 2^63 would leave the range of float32, and `F.normalize` divides by
+    at least 1e-12.
+    """
+    largest = vectors.abs().amax(-1, keepdim=True)
+    return F.normalize(vectors / power_of_two(largest), dim=-1)
+
+
+def zero_vectors_warning(unit: Float[Tensor, "vectors dim"]) -> list[str]:
+    """Return a warning for a record if some vectors have no direction; else nothing."""
+    zeros = int((unit == 0).all(1).sum())
+    if not zeros:
+        return []
+    return [f"{zeros} of {len(unit)} vectors are zero: their cosine with every vector counts as 0"]
+
+
+def power_of_two(numbers: Float[Tensor, "*some"]) -> Float[Tensor, "*some"]:
+    """Return the largest power of two that is not above each number; 2^-126 for smaller ones.
+
+    Args:
+        numbers: At least 0, with the range of float32.
+    """
+    least = numbers.float().clamp(min=torch.finfo(torch.float32).tiny)
+    # Without its mantissa; exact on every device, which logarithms are not.
+    power = (least.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    return power.to(numbers.dtype)
 
 
 def vote_rank(

@@ -15,7 +15,7 @@ from threading import Thread
 from typing import BinaryIO, Literal
 
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.system.files import lock_when_free
+from ssl_bench.system.files import lock_when_free, open_regular
 from ssl_bench.system.progress import bar_class
 
 # Long enough for a slow line, short enough that a machine without network answers within 5 s.
@@ -46,7 +46,7 @@ class Published:
     size: int | None = None
 
     def hexdigest(self, file: Path) -> str:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             return hashlib.file_digest(opened, self.algorithm).hexdigest()
 
 
@@ -152,15 +152,17 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
 
 def _fault(published: Published, file: Path, check: Check | None) -> str | None:
     """What tells a file from the published one, if anything does."""
-    if published.digest is not None:
-        found = published.hexdigest(file)
-        digests = f"{published.algorithm} {found}, published was {published.digest}"
-        return None if found == published.digest else f"has {digests}"
     try:
+        if published.digest is not None:
+            found = published.hexdigest(file)
+            digests = f"{published.algorithm} {found}, published was {published.digest}"
+            return None if found == published.digest else f"has {digests}"
         if check is not None:
             check(file)
     except DataError as error:
         return f"is not what its name says: {error}"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
     return None
 
 

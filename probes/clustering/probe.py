@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Float16, Int32, Int64, Integer, UInt8
 from scipy.sparse import csr_array
 from torch import Tensor
@@ -44,6 +43,7 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.intervals import Interval
 from ssl_bench.layers import INNER_FACETS, Facet
+from ssl_bench.neighbours import unit_vectors, zero_vectors_warning
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.device import sent
 
@@ -156,8 +156,12 @@ class Clustering(Probe):
             cells = list(itertools.product(layers, self.facets))
             for cell in context.progress(cells, "clustering", len(cells)):
                 labelled = found.of(*cell)
-                unit = F.normalize(labelled.features, dim=1).double().numpy()
-                details = {"constant_features": is_constant(F.normalize(labelled.features, dim=1))}
+                directions = unit_vectors(labelled.features)
+                unit = directions.double().numpy()
+                details = {
+                    "constant_features": is_constant(directions),
+                    "warnings": zero_vectors_warning(directions),
+                }
                 for times in self.numbers:
                     kmeans = clustered(unit, times * classes, self.num_restarts, context.seed)
                     clusters = np.asarray(kmeans.labels_, np.int64)
@@ -192,6 +196,7 @@ class Clustering(Probe):
                 details[cell] = {
                     "num_fit_patches": len(unit),
                     "constant_features": is_constant(unit),
+                    "warnings": zero_vectors_warning(unit),
                 }
             labels, clusters = self._clusters_of_scored(context, extractor, val, centres, side)
             if not len(labels.pixels):
@@ -247,7 +252,7 @@ class Clustering(Probe):
             places = [within[number] + patches * n for n, number in enumerate(numbers)]
             where = sent(torch.cat(places), context.device)
             ids = [images.ids[indices[number]] for number in numbers]
-            parts = [unit_vectors(features, cell)[where].half() for cell in found]
+            parts = [patch_directions(features, cell)[where].half() for cell in found]
             parts = checked(extractor, sums, ids, parts)
             for values, part in zip(found.values(), parts, strict=True):
                 values[first : first + len(part)] = part
@@ -275,7 +280,9 @@ class Clustering(Probe):
         for batch in batches(shown, self.batch_size):
             together = sent(torch.stack([pixels for pixels, _ in batch]), context.device)
             features, sums = extractor.unchecked(together)
-            parts = [nearest(unit_vectors(features, cell), some) for cell, some in centres.items()]
+            parts = [
+                nearest(patch_directions(features, cell), some) for cell, some in centres.items()
+            ]
             ids = images.ids[len(labels) : len(labels) + len(batch)]
             parts = checked(extractor, sums, ids, parts)
             labels += [of_patches for _, of_patches in batch]
@@ -299,7 +306,7 @@ class Clustering(Probe):
         counted = {
             "num_clusters": len(met),
             "empty_clusters": int((met.sum(1) == 0).sum()),
-            "warnings": few_images_warning(met, num_images),
+            "warnings": [*few_images_warning(met, num_images), *details.get("warnings", ())],
         }
         for metric in self.metrics(times):
             baseline = baselines[metric].as_details() if metric in baselines else {}
@@ -337,10 +344,10 @@ def drawn_patches(total: int, most: int, seed: int) -> Int64[Tensor, " chosen"]:
     return torch.tensor(sorted(random.Random(seed).sample(range(total), min(total, most))))
 
 
-def unit_vectors(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]:
-    """Patches of a batch, row by row, as one block and facet has them, of length 1."""
+def patch_directions(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]:
+    """Return the patches of a batch, row by row, at length 1, as one block and facet has them."""
     layer, facet = cell
-    return F.normalize(features[layer][facet].flatten(0, 2), dim=1)
+    return unit_vectors(features[layer][facet].flatten(0, 2))
 
 
 def nearest(

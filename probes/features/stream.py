@@ -20,7 +20,7 @@ from torch import Tensor
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.system.device import fetched
-from ssl_bench.system.files import write_atomically
+from ssl_bench.system.files import open_own, write_atomically
 from ssl_bench.system.memory import pass_on_memory
 
 K = TypeVar("K")
@@ -115,14 +115,18 @@ class KeptState:
     @cached_property
     def found(self) -> Mapping[str, Any]:
         """What an earlier process wrote last, on the CPU; nothing if there is no such file."""
-        if not self.path.is_file():
-            return {}
         try:
-            state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+            with open_own(self.path) as file:
+                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            self.say(f"{self.path} is not used ({error.strerror}); starting from the beginning")
+            return {}
         # Whatever the bytes are, torch or zipfile says so with an error of its own.
         except Exception as error:
             pass_on_memory(error)
-            self.say(f"{self.path} is damaged; what it held is computed from the beginning")
+            self.say(f"{self.path} is damaged; starting from the beginning")
             return {}
         self.say(f"going on from {self.path}")
         return state

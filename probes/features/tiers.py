@@ -1,9 +1,8 @@
 """Features of a training set: computed once and kept, or computed whenever they are asked for.
 
 They are in the first of three tiers that has the room: memory, a file, or nowhere ("stream"). From
-each come the same numbers, float16, refused where they are not finite. In this order: what they may
-take, files of features and labels, how a batch becomes features, the three tiers, and the pass over
-the training images.
+each come the same numbers, rounded to float16. In this order: what they may take, files of features
+and labels, how a batch becomes features, the three tiers, and the pass over the training images.
 """
 
 import errno
@@ -24,30 +23,39 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8, UInt32
+from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8
 from torch import Tensor
 
 from probes.features.stream import ahead, batches, checked, extract, read_ahead
 from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import CheckpointError, MachineError
+from ssl_bench.errors import MachineError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
+from ssl_bench.neighbours import power_of_two
 from ssl_bench.system.device import free_memory, sent
-from ssl_bench.system.files import remove_orphans, unfinished
+from ssl_bench.system.files import open_own, remove_orphans, unfinished
 from ssl_bench.system.memory import free_host_memory
 
 Tier = Literal["memory", "disk", "stream"]
 AskedTier = Literal["auto", "memory", "disk", "stream"]
 GIB = 2**30
+# Largest entries of an image that float16 holds as they are, with ten bits for those 2^8 below.
+_SMALLEST, _LARGEST = 2.0**-6, 65504.0
+# The largest entry of other images, in [1, 2) times a power of two, is brought to this binade.
+_BINADE = 2.0**14
 _CHECKSUM = np.dtype("<u4")
+# What the tail of a file holds for each entry of each layer.
+_ENTRY = np.dtype([("checksum", _CHECKSUM), ("scale", "<f4")])
 # Batches that are read from a disk before they are asked for.
 _AHEAD = 2
 # Count up when the same image gives other cached values, or they lie in another order.
-VERSION = 3
+VERSION = 4
 
 Half = Float16[Tensor, "batch rows cols dim"]
+# Powers of two that bring float16 values back to the size that the encoder gave them.
+Scales = Float[Tensor, "layers some"]
 # Which values occur in the labels of each entry, 255 among them.
 Present = Bool[Tensor, "_entries 256"]
 # Entries of batches that follow each other.
@@ -110,9 +118,9 @@ class DamagedFeatures(MachineError):
 class FeatureFile:
     """Features by layer and entry on disk, found again only by a run whose header is the same.
 
-    Values in float16 come first, then a CRC-32 of each entry of each layer, the header, and a
-    CRC-32 of these two. That is one file, so that whoever of several writers comes last leaves all
-    of his.
+    Values in float16 come first, then the CRC-32 and the scale of each entry of each layer, the
+    header, and a CRC-32 of these two. That is one file, so that whoever of several writers comes
+    last leaves all of his.
 
     Attributes:
         folder: Where it lies; safe to delete at any time.
@@ -128,21 +136,22 @@ class FeatureFile:
         """The features if they were written completely, else None.
 
         Raises:
-            DamagedFeatures: the file has another size, header or checksums than were written.
+            DamagedFeatures: the file has another size, header or checksums than were written, or
+                somebody else could have written it.
         """
-        expected = len(self._tail(np.zeros(self.shape[:2], _CHECKSUM)))
+        expected = len(self._tail(np.zeros(self.shape[:2], _ENTRY)))
         try:
-            file = self.path.open("rb")
+            file = open_own(self.path)
             file.seek(self._data_bytes())
             tail = file.read(expected + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise DamagedFeatures(f"{self.path} cannot be read ({error.strerror})") from error
-        checksums = np.frombuffer(tail, _CHECKSUM, min(prod(self.shape[:2]), len(tail) // 4))
-        if len(tail) != expected or tail != self._tail(checksums):
+        entries = np.frombuffer(tail, _ENTRY, min(prod(self.shape[:2]), len(tail) // 8))
+        if len(tail) != expected or tail != self._tail(entries):
             raise DamagedFeatures(f"{self.path} is not as it was written")
-        return OpenFeatures(self, file, checksums.reshape(self.shape[:2]))
+        return OpenFeatures(self, file, entries.reshape(self.shape[:2]))
 
     @contextmanager
     def writing(self) -> Generator["OpenFeatures"]:
@@ -155,11 +164,11 @@ class FeatureFile:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_orphans(self.folder)
             with unfinished(self.path) as file:
-                writer = OpenFeatures(self, file, np.zeros(self.shape[:2], _CHECKSUM))
-                _allocate(file, self._data_bytes() + len(self._tail(writer.checksums)))
+                writer = OpenFeatures(self, file, np.zeros(self.shape[:2], _ENTRY))
+                _allocate(file, self._data_bytes() + len(self._tail(writer.entries)))
                 yield writer
                 file.seek(self._data_bytes())
-                file.write(self._tail(writer.checksums))
+                file.write(self._tail(writer.entries))
         except MachineError:
             raise
         except OSError as error:
@@ -177,8 +186,8 @@ class FeatureFile:
         """Of the first byte of a layer of an entry; all layers of one lie side by side."""
         return 2 * prod(self.shape[2:]) * (entry * self.shape[0] + layer)
 
-    def _tail(self, checksums: UInt32[np.ndarray, "..."]) -> bytes:
-        content = checksums.tobytes() + self._header_bytes()
+    def _tail(self, entries: np.ndarray) -> bytes:
+        content = entries.tobytes() + self._header_bytes()
         return content + np.array(crc32(content), _CHECKSUM).tobytes()
 
     def _header_bytes(self) -> bytes:
@@ -194,14 +203,25 @@ class OpenFeatures:
 
     Checksums are of what is given, not of what the disk made of it. What is compared with them is a
     copy in memory: mapped pages could be other ones when they are used.
+
+    Attributes:
+        entries: Checksum and scale of each entry of each layer (layers x entries).
     """
 
     format: FeatureFile
     file: Any
-    checksums: UInt32[np.ndarray, "layers entries"]
+    entries: np.ndarray
+
+    @property
+    def scales(self) -> Float[Tensor, "layers entries"]:
+        return torch.from_numpy(self.entries["scale"].astype(np.float32))
 
     def put(
-        self, layer: int, entries: Sequence[int], features: Float16[Tensor, "some rows cols dim"]
+        self,
+        layer: int,
+        entries: Sequence[int],
+        features: Float16[Tensor, "some rows cols dim"],
+        scales: Float[Tensor, " some"],
     ) -> None:
         """Keep some entries of the layer of that index.
 
@@ -209,9 +229,10 @@ class OpenFeatures:
             OSError: the disk is full.
         """
         for entry, values in zip(entries, features.contiguous().numpy(), strict=True):
-            self.checksums[layer, entry] = crc32(values)
+            self.entries["checksum"][layer, entry] = crc32(values)
             self.file.seek(self.format.place(layer, entry))
             self.file.write(values)
+        self.entries["scale"][layer, list(entries)] = scales.numpy()
 
     def read(self, layer: int, entry: int, into: Float16[np.ndarray, "rows cols dim"]) -> None:
         """Fill an array with an entry of the layer of that index.
@@ -225,7 +246,7 @@ class OpenFeatures:
             count = self.file.readinto(into.data)
         except OSError as error:
             raise DamagedFeatures(f"{path} cannot be read ({error.strerror})") from error
-        if count != into.nbytes or crc32(into.data) != self.checksums[layer, entry]:
+        if count != into.nbytes or crc32(into.data) != self.entries["checksum"][layer, entry]:
             raise DamagedFeatures(f"{path} gives other features than were written")
 
 
@@ -264,22 +285,56 @@ def half_features(
     ids: Sequence[str],
     *,
     fetch: bool = False,
-) -> list[Half]:
-    """Features of all layers, rounded to float16; `fetch` brings them into host memory.
+) -> tuple[list[Half], Scales]:
+    """Return the features of all layers in float16, and what `widened` multiplies them by.
+
+    Args:
+        extractor: Of one facet.
+        images: RGB in [0, 1].
+        ids: Of the images, for messages.
+        fetch: Bring the features into host memory; the scales are there anyhow.
 
     Raises:
-        CheckpointError: a feature is not finite in float16.
+        CheckpointError: A feature is not finite.
     """
     features, sums = extract(extractor, images, ids)
-    halves = [features[layer].half() for layer in extractor.layers]
-    finite = torch.stack([half.isfinite().flatten(1).all(1) for half in halves])
-    finite, *host = checked(extractor, sums, ids, [finite, *(halves if fetch else [])])
-    for index, image in finite.logical_not().nonzero().tolist():
-        raise CheckpointError(
-            f"layer {extractor.layers[index]} of {extractor.encoder.name} gives "
-            f"features beyond float16 (65504) for image {ids[image]}; try probe.norm=final"
-        )
-    return host if fetch else halves
+    pairs = [narrowed(features[layer]) for layer in extractor.layers]
+    halves, scales = [half for half, _ in pairs], torch.stack([scale for _, scale in pairs])
+    scales, *host = checked(extractor, sums, ids, [scales, *(halves if fetch else [])])
+    return host if fetch else halves, scales
+
+
+def narrowed(
+    features: Float[Tensor, "batch rows cols dim"],
+) -> tuple[Half, Float[Tensor, " batch"]]:
+    """Round features to float16, those of each image times a power of two where it is needed.
+
+    Float16 has ten bits of precision between 2^-14 and 65504 only. An image whose largest entry is
+    below 2^-6 or above 65504 is scaled, which is exact, so that this entry lies near 2^14; others
+    stay as they are. The scale depends on nothing but the image, so that it is the same whatever
+    the batch, the other blocks and the place where features are kept.
+
+    Returns:
+        The rounded features, and the power of two that each image was divided by.
+    """
+    largest = features.abs().amax((1, 2, 3))
+    fits = (largest >= _SMALLEST) & (largest <= _LARGEST) | (largest == 0)
+    scales = torch.where(fits, 1.0, power_of_two(largest) / _BINADE)
+    return (features / scales[:, None, None, None]).half(), scales
+
+
+def widened(
+    halves: Float[Tensor, "layers some rows cols dim"], scales: Scales
+) -> Float[Tensor, "layers some rows cols dim"]:
+    """Undo the scaling of `narrowed`, in float32; return features as they are if none was scaled.
+
+    Args:
+        halves: Float16, on any device.
+        scales: In host memory.
+    """
+    if bool((scales == 1).all()):
+        return halves
+    return halves.float() * sent(scales, halves.device)[:, :, None, None, None]
 
 
 @dataclass(frozen=True)
@@ -302,6 +357,7 @@ class FeaturesInMemory:
     blocks: Float[Tensor, "layers entries rows cols dim"]
     labels: Integer[Tensor, "entries height width"]
     present: Present = field(default_factory=lambda: torch.zeros(0, 256, dtype=torch.bool))
+    scales: Float[Tensor, "layers entries"] | None = None
 
     tier = "memory"
     passes = 1
@@ -316,11 +372,13 @@ class FeaturesInMemory:
             blocks = torch.stack([self.blocks[index] for index in indices])
         if device.type == "cuda" and 2 * blocks.nbytes <= free_memory(device):
             blocks = blocks.to(device)
+        scales = torch.ones(blocks.shape[:2]) if self.scales is None else self.scales[indices]
 
         def read(chosen: Chosen) -> Iterator[FeatureBatch]:
             for some in chosen:
-                features = blocks.index_select(1, sent(some, blocks.device))
-                yield FeatureBatch(sent(features, device), sent(self.labels[some], device))
+                halves = sent(blocks.index_select(1, sent(some, blocks.device)), device)
+                features = widened(halves, scales[:, some])
+                yield FeatureBatch(features, sent(self.labels[some], device))
 
         return read
 
@@ -361,10 +419,10 @@ class FeaturesOnDisk:
                         workers=1,
                         most=_AHEAD,
                     )
-                    for features in found:
+                    for halves, scales in found:
                         labels = sent(self.labels[chosen[done]], device)
                         done += 1
-                        yield FeatureBatch(sent(features, device), labels)
+                        yield FeatureBatch(widened(sent(halves, device), scales), labels)
                 except DamagedFeatures as error:
                     self._compute_again(error, indices, chosen[done])
 
@@ -372,7 +430,7 @@ class FeaturesOnDisk:
 
     def _read(
         self, indices: Sequence[int], some: Int64[Tensor, " some"]
-    ) -> Float16[Tensor, "layers some rows cols dim"]:
+    ) -> tuple[Float16[Tensor, "layers some rows cols dim"], Scales]:
         if self._reader is None:
             self._reader = self.file.open()
         # Somebody deleted it.
@@ -382,7 +440,7 @@ class FeaturesOnDisk:
         for number, entry in enumerate(some.tolist()):
             for place, index in enumerate(indices):
                 self._reader.read(index, entry, found[place, number].numpy())
-        return found
+        return found, self._reader.scales[indices][:, some]
 
     def _compute_again(
         self, error: DamagedFeatures, indices: Sequence[int], some: Int64[Tensor, " some"]
@@ -468,7 +526,7 @@ class TrainingPass:
         All labels are read in any case, so that a file that cannot be is found now.
 
         Raises:
-            CheckpointError: a feature is not finite in float16.
+            CheckpointError: a feature is not finite.
             MachineError: neither memory nor disk has the room.
         """
         side, layers = self.image_size // self.extractor.patch_size, self.extractor.layers
@@ -497,13 +555,15 @@ class TrainingPass:
             labels[list(some)] = values
 
         if tier == "memory":
-            blocks = torch.empty(shape, dtype=torch.float16)
+            blocks, scales = torch.empty(shape, dtype=torch.float16), torch.empty(shape[:2])
 
-            def put(index: int, some: Sequence[int], features: Half) -> None:
-                blocks[index, list(some)] = features
+            def put(
+                index: int, some: Sequence[int], halves: Half, own: Float[Tensor, " batch"]
+            ) -> None:
+                blocks[index, list(some)], scales[index, list(some)] = halves, own
 
             self.fill(put_labels, put)
-            return FeaturesInMemory(layers, blocks, labels, present)
+            return FeaturesInMemory(layers, blocks, labels, present, scales)
 
         def write() -> None:
             with file.writing() as writer:
@@ -526,7 +586,12 @@ class TrainingPass:
             return False
 
     def stream(
-        self, layers: Sequence[int], chosen: Chosen, device: torch.device
+        self,
+        layers: Sequence[int],
+        chosen: Chosen,
+        device: torch.device,
+        *,
+        directions: bool = False,
     ) -> Iterator[FeatureBatch]:
         """Decode and encode the batches of these entries, in this order; nothing is kept.
 
@@ -534,8 +599,15 @@ class TrainingPass:
         the encoder beside it as far as the library's matrix products see to that, and those of
         torch on a CPU do.
 
+        Args:
+            layers: Some of the extractor's.
+            chosen: The entries of each batch.
+            device: Where the batches are wanted.
+            directions: Give float16 in any case, times a power of two that may differ from image to
+                image: enough where vectors are then brought to length 1.
+
         Raises:
-            CheckpointError: a feature is not finite in float16.
+            CheckpointError: A feature is not finite.
         """
         indices = [self.extractor.layers.index(layer) for layer in layers]
 
@@ -547,18 +619,21 @@ class TrainingPass:
         found = ahead(prepared, entries, workers=self.workers, most=4 * self.workers)
         for some in chosen:
             ids, images, labels = _stacked(one for (one,) in islice(found, len(some)))
-            halves = half_features(self.extractor, images, ids)
-            features = torch.stack([halves[index] for index in indices])
-            yield FeatureBatch(sent(features, device), sent(labels, device))
+            halves, scales = half_features(self.extractor, images, ids)
+            features = sent(torch.stack([halves[index] for index in indices]), device)
+            if not directions:
+                features = widened(features, scales[indices])
+            yield FeatureBatch(features, sent(labels, device))
 
     def fill(
         self,
         put_labels: PutLabels,
-        put: Callable[[int, Sequence[int], Half], None] | None = None,
+        put: Callable[[int, Sequence[int], Half, Float[Tensor, " batch"]], None] | None = None,
     ) -> None:
         """Read all images, and give labels and features of a batch's views one after the other.
 
-        Features, by the index of their layer, are computed only where somebody takes them.
+        Features, by the index of their layer and with their scales, are computed only where
+        somebody takes them.
         """
         views, start = self.views.count, 0
         prepare = partial(self._prepared, range(views))
@@ -570,9 +645,9 @@ class TrainingPass:
                 ids, pixels, labels = _stacked(one[number] for one in batch)
                 put_labels(entries, labels)
                 if put is not None:
-                    halves = half_features(self.extractor, pixels, ids, fetch=True)
-                    for index, half in enumerate(halves):
-                        put(index, entries, half)
+                    halves, scales = half_features(self.extractor, pixels, ids, fetch=True)
+                    for index, (half, own) in enumerate(zip(halves, scales, strict=True)):
+                        put(index, entries, half, own)
             start += len(batch)
 
     def _prepared(self, views: Sequence[int], sample: Sample) -> "list[_View]":

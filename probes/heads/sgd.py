@@ -183,7 +183,9 @@ class RunningStatistics:
 
     def add(self, features: Float[Tensor, "layers some rows cols dim"]) -> None:
         for part in features.split(_AT_ONCE, 1):
-            found = torch.var_mean(part.float().flatten(2, 3), 2, correction=0)
+            # What is not float16 may have squares beyond float32.
+            values = part.float() if part.dtype == torch.float16 else in_float64(part)
+            found = torch.var_mean(values.flatten(2, 3), 2, correction=0)
             variances, means = map(in_float64, found)  # layers some dim
             some, mean = means.shape[1], means.mean(1)
             total, distance = self.images + some, mean - self.mean
@@ -198,7 +200,7 @@ class RunningStatistics:
         deviation = ((self.within + self.between) / self.images).sqrt()
         # A channel that does not vary in float16 says nothing; dividing would blow up its rounding.
         varies = deviation > 1e-4 * self.mean.abs()
-        scale = torch.where(varies, 1 / deviation.clamp(min=1e-12), 0)
+        scale = torch.where(varies, 1 / deviation, 0)
         parts = (part.float().reshape(sources, -1).to(device) for part in (self.mean, scale))
         return Standardization(*parts)
 

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import numpy as np
 import scipy.ndimage
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float32, Float64, Shaped
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from probes.tokencut.eigensolver import (
     solve,
 )
 from ssl_bench.composition.fields import InnerShare, Within
+from ssl_bench.neighbours import unit_vectors
 
 TIE = 1e-6
 _OTSU_BINS = 256
@@ -225,7 +225,7 @@ def otsu_threshold(tokens: Float[Tensor, "tokens dim"]) -> Float[Tensor, ""]:
 
     Source: Otsu, IEEE Trans. Systems, Man and Cybernetics 9 (1979), equation 18.
     """
-    unit, count = F.normalize(tokens.float(), dim=-1), len(tokens)
+    unit, count = unit_vectors(tokens.float()), len(tokens)
     if count < 2:
         return unit.new_zeros(())
     # Without the diagonal, which is every (count + 1)th entry.
@@ -263,7 +263,12 @@ def lost(
     """
     tokens, tau = cut.tokens(features, grid)
     shape = cut.graph_shape(grid)
-    products = cosines(tokens) - tau if cut.tau == "otsu" else tokens @ tokens.T
+    if cut.tau == "otsu":
+        products = cosines(tokens) - tau
+    else:
+        # Only signs count: scaled exactly, so that small products do not become 0.
+        scaled = np.ldexp(tokens, -np.frexp(np.abs(tokens).max(initial=0.0))[1])
+        products = scaled @ scaled.T
     # Other patches that agree with one.
     degrees = (products > 0).sum(1) - (products.diagonal() > 0)
     by_degree = np.argsort(degrees, kind="stable")

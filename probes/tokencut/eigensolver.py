@@ -108,17 +108,19 @@ def similarity_graph(
 
 
 def cosines(features: Float32[np.ndarray, "tokens dim"]) -> Float32[np.ndarray, "tokens tokens"]:
-    """Of every token with every other.
+    """Return the cosine of every token with every other, however short or long they are.
 
     Raises:
-        DataError: a token is NaN or infinite.
+        DataError: A token is NaN or infinite.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        norms = np.sqrt(np.einsum("td,td->t", features, features))
-    num_broken = int((~np.isfinite(norms)).sum())
+    largest = np.abs(features).max(1, initial=0.0, keepdims=True)
+    num_broken = int((~np.isfinite(largest)).sum())
     if num_broken:
-        raise DataError(f"features must be finite, {num_broken} of {len(norms)} tokens are not")
-    unit = features / np.maximum(norms, np.float32(1e-12))[:, None]
+        raise DataError(f"features must be finite, {num_broken} of {len(features)} tokens are not")
+    # An exact change, after which no square leaves the range of float32.
+    scaled = np.ldexp(features, -np.frexp(largest)[1])
+    norms = np.sqrt(np.einsum("td,td->t", scaled, scaled))
+    unit = scaled / np.maximum(norms, np.float32(1e-12))[:, None]
     return unit @ unit.T
 
 

@@ -223,6 +223,30 @@ def open_regular(path: Path) -> BufferedReader:
     raise OSError(errno.EINVAL, "It is no regular file", str(path))
 
 
+def open_own(path: Path) -> BufferedReader:
+    """Open a file of a cache for reading: a regular one that nobody else could have written.
+
+    Numbers are computed from such files, so that those of other users (but for root) and those that
+    everybody may write are refused, as are links, pipes and devices.
+
+    Raises:
+        OSError: There is none, or it is refused; `strerror` says why.
+    """
+    descriptor = os.open(path, os.O_RDONLY | _NO_LINK_NO_WAIT | _LEAVE_TERMINAL)
+    status = os.fstat(descriptor)
+    refusal = ""
+    if not stat.S_ISREG(status.st_mode):
+        refusal = "not a regular file"
+    elif hasattr(os, "geteuid") and status.st_uid not in (os.geteuid(), 0):
+        refusal = "it belongs to another user"
+    elif os.name == "posix" and status.st_mode & stat.S_IWOTH:
+        refusal = "everybody may write it"
+    if not refusal:
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EPERM, refusal, str(path))
+
+
 def read_regular(path: Path) -> bytes:
     """What a user's file holds; errors are those of `open_regular`."""
     with open_regular(path) as file:

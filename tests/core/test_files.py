@@ -19,6 +19,7 @@ from ssl_bench.errors import CheckpointError, DataError, MachineError
 from ssl_bench.models import load_encoder
 from ssl_bench.system import files as system_files
 from ssl_bench.system.files import (
+    open_own,
     open_regular,
     read_regular,
     remove_orphans,
@@ -105,6 +106,40 @@ def test_a_link_to_a_file_is_as_good_as_the_file_and_one_to_nothing_is_missing(t
     assert read_regular(tmp_path / "link") == b"abc"
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "nothing")
+
+
+def _is_a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _is_a_link(path: Path) -> None:
+    path.with_name("elsewhere").write_bytes(b"x")
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def _everybody_may_write(path: Path) -> None:
+    path.write_bytes(b"x")
+    path.chmod(0o666)
+
+
+def _belongs_to_another_user(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a file away")
+    path.write_bytes(b"x")
+    os.chown(path, 65534, 65534)
+
+
+@pytest.mark.parametrize(
+    "make", [_is_a_pipe, _is_a_link, _everybody_may_write, _belongs_to_another_user]
+)
+def test_a_cache_file_that_somebody_else_could_have_written_is_refused(tmp_path, make):
+    make(tmp_path / "file")
+    with pytest.raises(OSError) as caught:
+        open_own(tmp_path / "file")
+    assert caught.value.strerror
+    (tmp_path / "own").write_bytes(b"own")
+    with open_own(tmp_path / "own") as file:
+        assert file.read() == b"own"
 
 
 def test_sha256_of_three_bytes_is_the_published_one(tmp_path):

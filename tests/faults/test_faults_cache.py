@@ -119,7 +119,12 @@ def test_fault_56_features_that_change_between_two_readings_are_never_used(tmp_p
 
 def test_fault_56_a_disk_that_gives_back_other_bytes_right_away_is_an_error(tmp_path, monkeypatch):
     put = OpenFeatures.put
-    monkeypatch.setattr(OpenFeatures, "put", lambda *args: (put(*args), args[0].checksums.fill(1)))
+
+    def put_and_lie(writer: OpenFeatures, *values: object) -> None:
+        put(writer, *values)
+        writer.entries["checksum"].fill(1)
+
+    monkeypatch.setattr(OpenFeatures, "put", put_and_lie)
 
     with pytest.raises(MachineError, match=r"right after they were written; choose another"):
         list(quick_probe(**SMALL, cache=str(tmp_path)).run(probe_context(tmp_path)))
@@ -164,7 +169,7 @@ def test_fault_57_a_disk_that_others_fill_meanwhile_kills_nobody(small_disk):
             with pytest.raises(OSError, match="No space left"):
                 use_up(small_disk)
             for layer in range(3):
-                writer.put(layer, range(100), VALUES[layer])
+                writer.put(layer, range(100), VALUES[layer], torch.ones(100))
 
     assert exit_code(fork(write)) == 0
     assert_whole(file_of(small_disk))
@@ -181,7 +186,7 @@ def test_fault_57_processes_of_one_number_that_keep_the_same_features_all_end_ri
             with file_of(tmp_path).writing() as writer:
                 for layer in range(3):
                     time.sleep(0.001 * (number % 3))
-                    writer.put(layer, range(100), VALUES[layer])
+                    writer.put(layer, range(100), VALUES[layer], torch.ones(100))
             assert_whole(file_of(tmp_path))
 
     children = [fork(lambda n=n: write(n)) for n in range(6)]

@@ -139,7 +139,7 @@ def test_a_zero_token_is_linked_to_nothing_not_even_to_itself(num_tokens, weight
     assert angle(found.vector, vector, degrees) < 1e-6
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_features_that_are_not_finite_are_refused(value):
     features = clouds(30, seed=0)
     features[[3, 8], 1] = value

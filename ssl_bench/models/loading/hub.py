@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.network import NotFetched, Published, download, open_url
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import open_regular, sha256_of
 
 _FILES = "https://dl.fbaipublicfiles.com"
 # Addresses in hubconf.py of each repository; its code is not run.
@@ -58,7 +58,7 @@ def _require_weights(file: Path) -> None:
 
     A name such as deit_tiny_patch16_224-a1311bcf.pth ends with the first digits of the sha256.
     """
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         if not opened.read(4).startswith(_BEGINNINGS):
             raise DataError(f"{file} was not written by torch.save")
     stated = _DIGEST_IN_NAME.search(file.name)
