@@ -134,9 +134,8 @@ def _belongs_to_another_user(path: Path) -> None:
 )
 def test_a_cache_file_that_somebody_else_could_have_written_is_refused(tmp_path, make):
     make(tmp_path / "file")
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match=r"link|user|everybody|not a regular file"):
         open_own(tmp_path / "file")
-    assert caught.value.strerror
     (tmp_path / "own").write_bytes(b"own")
     with open_own(tmp_path / "own") as file:
         assert file.read() == b"own"
