@@ -83,6 +83,9 @@ def run_pytest(tree: Path, tests: Sequence[str], answer: Connection) -> None:
     """Run in a forked process; send pytest's exit code and the first test that failed."""
     os.setsid()
     os.chdir(tree)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A program in the background ignores this one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     elsewhere = [p for p in sys.path if Path(p).resolve() != ROOT.resolve()]

@@ -110,13 +110,16 @@ def test_query_key_and_value_are_the_thirds_of_the_qkv_layer_in_this_order():
 def test_token_normed_is_the_final_norm_of_token_and_cls_the_output_of_the_model():
     encoder = ours()
     images = torch.rand(2, 3, 32, 32)
-    found = FeatureExtractor(encoder, layers=ALL, facets=["token", "token_normed", "cls"])(images)
+    facets = ["token", "token_normed", "cls", "cls_normed"]
+    found = FeatureExtractor(encoder, layers=ALL, facets=facets)(images)
     norm = encoder.module.get_submodule("norm")
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (encoder.mean, encoder.std))
     output = encoder.module((images - mean) / std)
     for layer in ALL:
-        assert torch.equal(found[layer]["token_normed"], norm(found[layer]["token"]))
-    torch.testing.assert_close(norm(found[2]["cls"]), output)
+        for facet in ("token", "cls"):
+            normed = found[layer][f"{facet}_normed"]
+            torch.testing.assert_close(normed, norm(found[layer][facet]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found[2]["cls_normed"], output)
 
 
 def test_rows_are_rows_and_columns_are_columns():
@@ -269,6 +272,10 @@ def test_layers_outside_the_encoder_are_refused(layers):
         (" 3, 1 ,3,-11", (3, 1)),
         (7, (7,)),
         ([5, -12, 5], (5, 0)),
+        # A range holds both of its ends.
+        ("3-5", (3, 4, 5)),
+        ("9..-1", (9, 10, 11)),
+        ("-3..-2,0-0", (9, 10, 0)),
     ],
 )
 def test_layers_are_resolved_in_their_order_without_doubles(layers, expected):

@@ -133,6 +133,23 @@ def with_shown(shown: nn.Module, times: int = 1) -> Encoder:
     return encoder
 
 
+class AddsInPlace(Wrapped):
+    """Shows its tokens to a module that passes them on, and adds to them where they lie."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).add_(1)
+
+
+def test_a_facet_is_what_it_was_before_the_block_worked_on_it_in_place():
+    encoder = ours()
+    blocks: Any = encoder.module.get_submodule("blocks")
+    blocks[1] = AddsInPlace(blocks[1], nn.Identity(), 1)
+
+    features = found(encoder, "token", "blocks.*.shown")
+
+    assert torch.equal(features["blocks.*.shown"] + 1, features["token"])
+
+
 @pytest.mark.parametrize("layout", ["channels first", "channels last"])
 def test_maps_lie_as_their_patches_do(layout):
     features = found(with_shown(Reversed(layout)), "token", "blocks.*.shown")

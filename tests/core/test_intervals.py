@@ -181,6 +181,18 @@ def boxes(images=2000):
 
 
 # Percentiles of the same draws hold it 37 times.
+def test_bootstraps_of_as_many_images_draw_the_same_ones():
+    counts = RANDOM.integers(0, 50, (9, 1))
+
+    one, other = (
+        bootstrap_estimate(some, lambda summed: 1.0 * summed[..., 0])
+        for some in (counts, counts + 3)
+    )
+
+    assert (other.drawn - one.drawn).tolist() == [27.0] * len(one.drawn)
+    assert np.ptp(one.drawn) > 0
+
+
 def test_intervals_of_average_precision_hold_it_of_few_images():
     whole = boxes()
     truth, random = float(average_precision(whole.sum(0))), np.random.default_rng(0)

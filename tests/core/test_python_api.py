@@ -65,17 +65,19 @@ def test_the_only_size_of_a_module_is_that_of_its_positions():
     assert (encoder.native_size, encoder.any_size) == ((72, 72), False)
 
 
-def test_features_of_a_module_are_what_its_blocks_give():
-    module, images = own_module.own().eval(), torch.rand(3, 3, 32, 32)
+# A batch that is not full, and full ones alone.
+@pytest.mark.parametrize("batch_size", [3, 2])
+def test_features_of_a_module_are_what_its_blocks_give(batch_size):
+    module, images = own_module.own().eval(), torch.rand(4, 3, 32, 32)
     mean, std = (torch.tensor(colour).view(3, 1, 1) for colour in ([0.5] * 3, [0.25] * 3))
 
     encoder = ssl_bench.Encoder.from_module(module, mean=[0.5] * 3, std=0.25)
     found = ssl_bench.extract_features(
-        encoder, images, layers=[0, 2], facets=("token", "cls", "cls_normed"), batch_size=2
+        encoder, images, layers=[0, 2], facets=("token", "cls", "cls_normed"), batch_size=batch_size
     )
 
     tokens = module.embed((images - mean) / std).flatten(2).transpose(1, 2)
-    tokens = torch.cat([module.first.expand(3, -1, -1), tokens], 1) + module.positions
+    tokens = torch.cat([module.first.expand(4, -1, -1), tokens], 1) + module.positions
     for layer, block in enumerate(module.trunk):
         tokens = block(tokens)[0]
         if layer in found:

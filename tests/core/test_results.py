@@ -11,6 +11,7 @@ from pyarrow import parquet
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import CellKey, Record, ResultStore
+from ssl_bench.results.contributions import stored_curve
 
 RECORD = Record(
     task="tokencut",
@@ -81,6 +82,35 @@ def test_somebody_elses_folder_is_no_run(tmp_path, log):
 
     with pytest.raises(DataError, match="no records in"):
         ResultStore(tmp_path).records()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"checkpoint_sha256": "c" * 64},
+        {"architecture": {"kind": "vit", "dim": 24}},
+        {"mean": (0.5, 0.4, 0.2)},
+        {"std": (0.2, 0.2, 0.3)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_encoder_is_its_weights_architecture_mean_and_deviation(change):
+    assert replace(RECORD, **change).encoder_id != RECORD.encoder_id
+    assert replace(RECORD, model="renamed", seed=1).encoder_id == RECORD.encoder_id
+
+
+def test_a_value_half_a_point_beside_that_of_its_images_is_damaged(tmp_path):
+    # 81 of 200 images are 40.5 %, 80 are the 40 % of the record.
+    for hits, is_damaged in ((81, True), (80, False)):
+        store = ResultStore(tmp_path / str(hits))
+        record = replace(RECORD, num_images=200)
+        store.save(record, np.arange(200) < hits)
+
+        curve = stored_curve(store, [record])
+
+        assert (curve.per_image.keys(), bool(store.damaged)) == (
+            ({*()}, True) if is_damaged else ({RECORD.layer}, False)
+        )
 
 
 def test_a_cell_is_known_by_the_sha256_of_its_fields_as_sorted_json():

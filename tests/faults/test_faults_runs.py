@@ -379,6 +379,21 @@ def test_fault_89_a_run_without_the_pictures_it_cannot_read_says_so(place, capsy
     assert "left_out" not in Path("run/config.yaml").read_text()
 
 
+def test_a_picture_that_was_left_out_may_be_mended_after_any_number_of_stops(place, capsys):
+    path = damaged(place)
+    run = [*pretraining(place / "photos", "run"), "--on-bad-image", "skip", NO_TIME]
+    assert main(run) == 0
+    # It is left out in the second step; the third begins without it.
+    for _ in range(2):
+        assert main([*run, "--resume"]) == 0
+    assert load_state(Path("run"), CPU)[0]["left_out"] == [1]
+
+    picture(1).save(path, quality=95)
+
+    assert main([*run, "--resume"]) == 0
+    assert "images that this run has not learned from are others" in capsys.readouterr().err
+
+
 def test_fault_89_a_picture_damaged_after_it_was_learned_counts(place, capsys, monkeypatch):
     usual, calls = DinoLearner.update_teacher, []
 

@@ -91,6 +91,16 @@ def test_fault_77_floats_of_any_width_and_counts_are_taken(tmp_path):
     load_encoder(f"timm:swin_tiny_patch4_window7_224@{path}")
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+def test_an_index_of_another_type_than_int64_is_named(tmp_path, dtype):
+    index = {"blocks.0.attn.relative_position_index": torch.zeros(4, 4, dtype=dtype)}
+    weights = build_vit(DINO_LIKE, seed=0).state_dict() | index
+
+    said = message_of(saved(tmp_path / "w.pth", {"model": weights}))
+
+    assert f"relative_position_index is {str(dtype).removeprefix('torch.')}" in said
+
+
 @pytest.mark.parametrize("name", [5, None, b"norm.bias", ("a", 1)], ids=str)
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_fault_77_a_name_that_is_no_text_is_refused(tmp_path, name, wrapped):

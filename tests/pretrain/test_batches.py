@@ -7,6 +7,7 @@ import time
 from contextlib import closing
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pretrain.batches import (
     epoch_order,
     plan_workers,
     sample_generator,
+    step_seed,
 )
 from pretrain.checkpoints import ENCODER
 from pretrain.crops.multi import MultiCrop
@@ -111,6 +113,11 @@ def test_an_image_is_cut_alike_in_any_batch_and_differently_in_every_epoch():
     assert sample_generator(3, 0, 1).random() != sample_generator(3, 1, 1).random()
 
 
+def test_every_seed_step_and_process_has_randomness_of_its_own():
+    places = list(product((0, 1), repeat=3))
+    assert len({step_seed(seed, step, rank) for seed, step, rank in places}) == len(places)
+
+
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_parts_and_ranks_share_a_batch_without_rest_or_overlap(repeats):
     whole = batches(ALBUM[:8], 8, repeats=repeats).keys(1)
@@ -138,6 +145,15 @@ def test_an_epoch_of_repeats_is_as_long_and_has_fewer_images():
     whole = [(0, first[image], repeat) for image in (0, 1) for repeat in range(3)]
     assert keys[:8] == whole + ends
     assert keys[8:] == [(1, second[0], 0), (1, second[0], 1), (1, second[0], 2), (1, second[1], 0)]
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_the_images_that_steps_have_seen_are_those_of_their_batches(repeats):
+    source = batches(ALBUM[:9], repeats=repeats)
+
+    for steps in range(6):
+        expected = {index for step in range(steps) for _, index, _ in source.keys(step)}
+        assert {*np.flatnonzero(source.seen(steps))} == expected
 
 
 def test_every_repeat_is_cut_anew_and_the_first_as_without_repeats():

@@ -409,14 +409,19 @@ def test_a_restored_run_continues_bit_for_bit(dtype):
     assert all(torch.equal(a, b) for a, b in zip(straight, restored, strict=True))
 
 
-def test_staggered_refreshes_are_spread_over_the_period():
-    parameters = [nn.Parameter(torch.randn(3, 3)) for _ in range(20)]
+@pytest.mark.parametrize(
+    ("sides", "expected"),
+    [([3] * 20, dict.fromkeys(range(10), 2)), ([3, 4, 5], {0: 1, 1: 1, 2: 1})],
+    ids=["one shape", "three shapes"],
+)
+def test_staggered_refreshes_are_spread_over_the_period(sides, expected):
+    parameters = [nn.Parameter(torch.randn(side, side)) for side in sides]
     optimizer = SOAP(parameters, stagger=True, precondition_frequency=10)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     phases = Counter(optimizer.state[parameter]["phase"] for parameter in parameters)
-    assert phases == dict.fromkeys(range(10), 2)
+    assert phases == expected
 
 
 def test_statistics_on_which_float32_fails_are_decomposed_in_float64(monkeypatch):

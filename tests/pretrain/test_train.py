@@ -101,16 +101,16 @@ def test_a_run_leaves_an_encoder_that_is_its_teacher_and_a_row_a_step(
 
 
 @pytest.mark.parametrize(
-    ("number", "error", "optimizer"),
+    ("number", "error", "optimizer", "seed"),
     [
-        (signal.SIGUSR1, Preempted, Soap(lr=0.05, precondition_frequency=3)),
-        (signal.SIGINT, KeyboardInterrupt, AdamW(lr=0.05)),
+        (signal.SIGUSR1, Preempted, Soap(lr=0.05, precondition_frequency=3), 3),
+        (signal.SIGINT, KeyboardInterrupt, AdamW(lr=0.05), 7),
     ],
 )
 def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
-    root, tmp_path, number, error, optimizer
+    root, tmp_path, number, error, optimizer, seed
 ):
-    plan = plan_of(root, model=replace(TINY, drop_path=0.2), optimizer=optimizer)
+    plan = plan_of(root, model=replace(TINY, drop_path=0.2), optimizer=optimizer, seed=seed)
 
     assert_goes_on_to_the_bit(plan, tmp_path, sent=number, error=error)
 

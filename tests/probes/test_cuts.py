@@ -212,6 +212,8 @@ def test_the_side_of_the_peak_yields_for_three_corners():
         # saw, compares with nothing, keeps; in the last round it stays out.
         (20, [(2, 6), (3, 7)], 3, [[2, 3, 4, 5, 6], [7]], 2),
         (20, [(2, 6), (3, 7)], 2, [[2, 3, 4, 5, 6]], 2),
+        # Five of nine are more than half.
+        (20, [(2, 6), (2, 10)], 2, [[2, 3, 4, 5, 6]], 2),
         # One half, two of four patches, is kept without it.
         (20, [(2, 4), (3, 5)], 2, [[2, 3, 4], [5]], 2),
         # A mask is compared with the one before alone.

@@ -114,6 +114,12 @@ SOME, WHOLE = [0.0, 0.0, 62.0, 100.0], [0.0, 0.0, 100.0, 100.0]
         ([([[0.0, 0.0, 50.0, 100.0]], [WHOLE])], [10, 100, 10]),
         # Right, double, right: at recall 1 of 2 all are right, at 2 of 2 two of three.
         ([([LEFT, LEFT, RIGHT], [LEFT, RIGHT])], 2 * [100 * (51 + 50 * 2 / 3) / 101] + [100]),
+        # The first box overlaps both true ones by 2/3 and takes the last, which leaves the first to
+        # its own box; at .7 and above the first box is wrong and the second right.
+        (
+            [([[2.0, 0.0, 12.0, 10.0], LEFT], [LEFT, [4.0, 0.0, 14.0, 10.0]])],
+            [40 + 60 * 51 / 101 / 2, 100, 70],
+        ),
         # Half of the boxes of the first rank are right, at any recall.
         ([([LEFT], [LEFT]), ([OUTSIDE], NOTHING)], [50, 50, 100]),
     ],

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
+from probes.features.image import ImagePass
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
@@ -19,7 +20,7 @@ from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.models import ConvMixerConfig, Encoder, build_encoder, save_encoder
 from ssl_bench.neighbours import knn_ranks, nearest, vote_rank
-from tests.support.coloured_classes import flat, scored, tiny
+from tests.support.coloured_classes import class_context, flat, scored, tiny
 from tests.support.faults import class_folders, encoder_file, fails, probing, records
 
 
@@ -146,13 +147,26 @@ def test_every_asked_cell_is_scored_from_features_after_the_final_norm(root):
             assert score.per_image.tolist() == right.tolist()
 
 
-def _by_hand(encoder: Encoder, layer: int, facet: str, images: ImageSet) -> LabelledFeatures:
+def test_the_vectors_are_those_of_the_central_squares_of_the_share_that_is_looked_at(root):
+    images = ClassFolders(root).val()
+    probe = KNN(facet="cls", crop_share=0.5)
+    context = class_context(ClassFolders(root))
+
+    found = ImagePass(probe, context, batch_size=5).run(images, range(len(images)), [2])
+
+    expected = _by_hand(tiny(), 2, "cls", images, share=0.5)
+    torch.testing.assert_close(found.of(2, "cls").features, expected.features)
+
+
+def _by_hand(
+    encoder: Encoder, layer: int, facet: str, images: ImageSet, *, share: float = 1.0
+) -> LabelledFeatures:
     """Feature of each image alone; the final norm is applied here."""
     extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])
     norm = encoder.module.get_submodule("norm")
     vectors = []
     for index in range(len(images)):
-        pixels = central_square(images[index].image, 16, share=1.0)
+        pixels = central_square(images[index].image, 16, share=share)
         found = extractor(pixels[None].float() / 255)[layer]
         cls, tokens = norm(found["cls"]), norm(found["token"])
         vectors.append((cls if facet == "cls" else tokens.mean((1, 2))).detach())

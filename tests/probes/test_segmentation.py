@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from probes.features.split import TrainingSplit
-from probes.heads.scored_images import Squashed
+from probes.heads.scored_images import ImageCounts, Squashed
 from probes.segmentation import Segmentation, SegmentationRun
 from ssl_bench.composition.compose import build, compose_config, guesses_of
 from ssl_bench.errors import CheckpointError, DataError
@@ -89,6 +89,36 @@ def test_a_rate_at_the_edge_of_the_grid_is_warned_of(tmp_path):
     inner = next(iter(quick_probe(learning_rates=[1e-7, 1e-2, 1e3], epochs=2).run(context)))
     assert "0.01 is at the edge" in edge.details["warnings"][0]
     assert alone.details["warnings"] == inner.details["warnings"] == few_images_warning(7)
+
+
+def test_held_out_images_are_scored_as_they_are_beside_their_mirror_images(tmp_path):
+    run = SegmentationRun(quick_probe(views=2, holdout=0.3), probe_context(tmp_path))
+    features = run.features()
+    heads = run.train(features)
+    images, counts = run.training_pass.images, ImageCounts(*heads.bias.shape)
+    held_out = [images[run.split.indices[position]] for position in sorted(run.split.held_out)]
+    run.count(heads, map(run.prepare, held_out), counts)
+    # Features are kept in float16: few pixels lie so near to an edge between classes.
+    differences = np.abs(run.count_held_out(heads, features) - counts.total)
+    assert differences.max() <= 0.01 * counts.total.sum(-1).max()
+
+
+def test_a_refit_fits_all_views_of_all_training_images(tmp_path):
+    probe = quick_probe(
+        training="lbfgs", c_values=[1.0], loss="majority", inference="patch", max_iterations=3,
+        refit=True, holdout=0.7, views=2,
+    )  # fmt: skip
+    # Most images are held out and have a label that none of the others has.
+    split = TrainingSplit.draw(Colours("train", 18), at_most=None, holdout=0.7, seed=0)
+    dataset = ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
+    run = SegmentationRun(probe, probe_context(tmp_path / "expected", dataset=dataset))
+    fitted = probe.training.train(
+        run.heads, run.features(), run.sources, torch.arange(2 * 18), run.context.progress
+    )
+    expected = run.score(fitted, None, {})[0][-1][1][0].details["miou_by_rate"]
+    *_, score, _, _ = probe.run(probe_context(tmp_path / "found", dataset=dataset))
+    assert score.metric == "miou_holdout"
+    assert score.details["miou_by_rate"] == expected
 
 
 @pytest.mark.parametrize("mode", ["single", "last4"])

@@ -9,7 +9,7 @@ import scipy.stats
 import torch
 
 from probes.conditioning.scores import linear_cka, linear_cka_ci95
-from probes.spectra import mean_cosine, median_with_ci95
+from probes.spectra import condition_number, mean_cosine, median_with_ci95
 from ssl_bench.intervals import holds
 from tests.support.matrices import condition, normal, rank, rotation
 
@@ -43,6 +43,13 @@ def test_a_singular_matrix_is_infinite_with_its_effective_rank(rows):
     two[0] = torch.tensor([0.0, 1.0, 7.0])
     assert condition(two) == math.inf
     assert 1 < rank(two) < 2
+
+
+@pytest.mark.parametrize(("size", "number"), [(2, 1e14), (45, 1e14), (46, math.inf)])
+def test_a_larger_matrix_is_singular_at_a_larger_smallest_value(size, number):
+    # 1e-14 is 45.04 times the spacing of float64.
+    values = torch.tensor([3.0, 3e-14], dtype=torch.float64)
+    assert float(condition_number(values, size)) == pytest.approx(number)
 
 
 def test_mean_cosine_counted_by_hand():

@@ -8,7 +8,14 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, build_vit, identify_encoder, save_encoder
-from ssl_bench.report.comparing import KINDS, extremes_of, outcomes_of, pairs_of
+from ssl_bench.report.comparing import (
+    KINDS,
+    extremes_of,
+    outcomes_of,
+    pairs_of,
+    panel_pair,
+    side_of,
+)
 from ssl_bench.report.model import checkpoints_of, panels_of
 from ssl_bench.report.pictures import PictureFiles, galleries_of, gallery_pairs
 from ssl_bench.results import ResultStore
@@ -190,6 +197,21 @@ def test_of_several_seeds_the_lowest_is_compared_and_its_images_are_counted(tmp_
     assert [(row.difference.first, row.difference.second) for row in compared.rows] == [(37.5, 50)]
     # Right in both, in the first or the second alone, in neither.
     assert compared.tally == [1, 2, 3, 2]
+
+
+def test_checkpoints_of_two_seeds_are_not_paired(tmp_path):
+    store = ResultStore(tmp_path)
+    save(store, cell(seed=1), np.array([1, 0, 0, 0], bool))
+    save(store, skipless(seed=2), np.array([1, 1, 1, 0], bool))
+    records = store.records()
+    checkpoints = checkpoints_of(records)
+    (panel,) = panels_of(records, checkpoints)
+
+    first, second = (side_of(store, panel, checkpoint) for checkpoint in checkpoints)
+
+    assert first is not None
+    assert second is not None
+    assert panel_pair(panel, first, second) is None
 
 
 def test_of_what_more_is_not_better_a_page_says_neither_best_nor_right(tmp_path):

@@ -159,6 +159,20 @@ def test_of_what_more_is_not_better_no_block_is_best(tmp_path, asked):
     assert table.sheet("").notes[1] == "more of it is not better: no block is best"
 
 
+def test_each_side_is_compared_at_the_blocks_that_are_best_for_it(tmp_path):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 1, 1, 1, 1, 1), 1: hits(0, 0, 0, 0, 0, 0)})
+    save(store, "d", {0: hits(0, 0, 0, 0, 0, 0), 1: hits(1, 1, 1, 1, 1, 0)})
+
+    (table,), _ = comparisons(store, store.records(), {known_as(one): one for one in "ad"})
+
+    best, held_out = (row for row in table.rows if not row.name.isdigit())
+    assert (best.name, best.layers) == ("best (0, 1)", ((0,), (1,)))
+    assert held_out.name == "held-out choice (0; 1)"
+    for row in (best, held_out):
+        assert (row.first, row.second) == (100, pytest.approx(500 / 6))
+
+
 def test_only_scores_of_the_same_images_and_settings_are_compared(tmp_path):
     store = ResultStore(tmp_path)
     save(store, "a", {0: hits(1, 0), 1: hits(1, 1)})

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -78,6 +79,44 @@ def test_the_oracle_takes_the_best_block_and_the_held_out_choice_one_that_others
     assert held_out.entry.low == pytest.approx(100 * exact.low)
     assert held_out.entry.high == pytest.approx(100 * exact.high)
     assert len(held_out.entry.records) == 2
+
+
+def test_the_oracle_never_takes_a_block_without_a_number(store):
+    records = [save(store, "a", layer, hits(layer, 0), keep=False) for layer in (0, 1)]
+    records += [replace(records[0], layer=2, value=math.nan)]
+
+    oracle = chosen_block(records, store, "oracle")
+
+    assert (oracle.entry.value, oracle.layers, oracle.offered) == (50.0, (1,), (0, 1, 2))
+
+
+def test_a_block_counts_for_the_degenerate_images_as_often_as_folds_choose_it(store):
+    # Folds choose both blocks, as in the test of the oracle.
+    one, two = hits(1, 1, 1, 1, 0, 0, 0, 0, 0, 0), hits(0, 0, 0, 0, 1, 1, 1, 1, 1, 0)
+    shares = (10.0, 40.0)
+    records = [
+        save(store, "a", layer, values, details={"degenerate_percent": shares[layer]})
+        for layer, values in enumerate((one, two))
+    ]
+    folds = np.array_split(np.random.default_rng(0).permutation(10), 5)
+    others = [np.setdiff1d(np.arange(10), fold) for fold in folds]
+    expected = [shares[int(two[those].sum() > one[those].sum())] for those in others]
+
+    chosen = chosen_block(records, store, "holdout")
+
+    assert expected.count(10.0) != expected.count(40.0)
+    assert chosen.entry.arbitrary == pytest.approx(np.mean(expected))
+
+
+def test_of_blocks_that_seeds_have_the_set_of_most_seeds_is_offered(store):
+    few, many = hits(1, 1), hits(1, 0)
+    records = [save(store, "a", layer, few, seed=0) for layer in (0, 1)]
+    records += [save(store, "a", layer, many, seed=seed) for seed in (1, 2) for layer in (2, 3)]
+
+    for choice in ("holdout", "oracle"):
+        chosen = chosen_block(records, store, choice)
+        assert (chosen.offered, chosen.left_out) == ((2, 3), (0,))
+        assert (chosen.entry.value, chosen.entry.seeds) == (50.0, (1, 2))
 
 
 def test_a_block_that_all_folds_choose_keeps_the_interval_of_its_record(store):

@@ -14,7 +14,7 @@ from ssl_bench.report.model import checkpoints_of
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
-from ssl_bench.tables.entries import provenance, settings_digest
+from ssl_bench.tables.entries import mean_entry, provenance, settings_digest
 from ssl_bench.tables.sheets import NO_VALUE, render_tables
 from tests.core.test_results import RECORD
 from tests.support.faults import small_files
@@ -138,6 +138,24 @@ def test_json_carries_what_is_needed_to_trust_a_number():
     assert (first["git_commit"], first["device"]) == ("c" * 40, RECORD.device)
     assert first["file"] == seeds[0].key().filename()
     assert (unknown["value"], unknown["records"][0]["ci95"]) == (None, [None, None])
+
+
+def test_the_interval_of_several_seeds_has_the_means_of_their_ends():
+    entry = mean_entry(
+        [replace(RECORD, ci95=(30.0, 45.0)), replace(RECORD, seed=1, ci95=(34.0, 55.0))]
+    )
+
+    assert (entry.low, entry.high, entry.seeds) == (32.0, 50.0, (0, 1))
+
+
+@pytest.mark.parametrize("half", [(math.nan, 50.0), (20.0, math.nan)])
+def test_an_interval_of_one_end_is_left_out_of_the_mean_over_seeds(half):
+    seeds = [replace(RECORD, ci95=half), replace(RECORD, seed=1, ci95=(34.0, 46.0))]
+
+    entry, alone = mean_entry(seeds), mean_entry(seeds[:1])
+
+    assert (entry.low, entry.high) == (34.0, 46.0)
+    assert (alone.low, alone.high) == (None, None)
 
 
 def test_numbers_that_cannot_be_compared_stand_in_tables_of_their_own():
