@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from itertools import chain
 
 from ssl_bench.cli.records import (
     FILTERS,
@@ -20,6 +21,7 @@ from ssl_bench.system.progress import say
 from ssl_bench.tables.comparison import (
     Comparison,
     EpochComparison,
+    code_warning,
     comparisons,
     epoch_comparisons,
 )
@@ -44,7 +46,12 @@ def command(options: argparse.Namespace) -> int:
             tables = _over_epochs(options, records, store)
         else:
             tables = _compared(options, every, filtered(options, records, store), store)
-        print_tables(tables if options.metric or options.all_metrics else _main(tables), style)
+        shown_tables = tables if options.metric or options.all_metrics else _main(tables)
+        print_tables(shown_tables, style)
+        parts = [table.by_epoch.values() if isinstance(table, EpochComparison) else [table]
+                 for table in shown_tables]  # fmt: skip
+        if warning := code_warning(chain(*parts)):
+            say(warning)
     return 0
 
 

@@ -210,27 +210,27 @@ def profiles_of(
     store: ResultStore, panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
 ) -> tuple[Profile, ...]:
     """One a checkpoint with scores; of a few its blocks are told apart by pairs of images."""
-    chosen, paired = headline_panels(panels), len(checkpoints) <= MOST_PAIRED
+    chosen, paired = _of_each_protocol(panels), len(checkpoints) <= MOST_PAIRED
     profiles, protocols = [], defaultdict[tuple[str, str], set[str]](set)
     for panel in panels:
         protocols[panel.task, panel.where].add(panel.protocol)
     for checkpoint in checkpoints:
-        # Of a question that it was asked in two protocols, the panel that comes first.
-        own: dict[tuple[str, str], tuple[Panel, Line]] = {}
+        # The panel that comes first, of several of one protocol.
+        own: dict[tuple[str, str, str], tuple[Panel, Line]] = {}
         for panel in chosen:
             if line := panel.line(checkpoint):
-                own.setdefault((panel.task, panel.where), (panel, line))
+                own.setdefault((panel.task, panel.where, panel.protocol), (panel, line))
         answers, questions, has_unranked = [], [], False
-        for (task, where), (panel, line) in own.items():
+        for (task, where, protocol), (panel, line) in own.items():
             told = told_apart(store, panel, line, paired=paired)
-            protocol = f", {panel.protocol}," if len(protocols[task, where]) > 1 else ""
-            answers.append(f"{task}{protocol} on {panel.dataset}: {answer(panel, line, told)}")
+            which = f", {protocol}," if len(protocols[task, where]) > 1 else ""
+            answers.append(f"{task}{which} on {panel.dataset}: {answer(panel, line, told)}")
             ranked = [one for one in line.points if not one.is_degenerate]
             if sum(not math.isnan(point.value) for point in ranked) < FEWEST_RANKED:
                 continue
             style = checkpoint.style if panel.is_ranked else _UNRANKED
             spots = [spot_of(one, one.layer, f"block {one.layer}") for one in ranked]
-            about = f"{panel.metric}\n{panel.dataset}"
+            about = f"{panel.metric}{which.rstrip(',')}\n{panel.dataset}"
             questions.append(Curve(task, style, checkpoint.number, spots, about))
             has_unranked |= not panel.is_ranked
         chart = draw_ranks(questions) if questions else None
@@ -239,6 +239,16 @@ def profiles_of(
         if answers:
             profiles.append(Profile(checkpoint, tuple(answers), chart, has_unranked))
     return tuple(profiles)
+
+
+def _of_each_protocol(panels: Sequence[Panel]) -> list[Panel]:
+    """Return the panels that stand for a task and place, and those of its other protocols."""
+    chosen = {panel.number: panel for panel in headline_panels(panels)}
+    for protocol in dict.fromkeys(panel.protocol for panel in panels):
+        those = headline_panels([panel for panel in panels if panel.protocol == protocol])
+        chosen |= {panel.number: panel for panel in those}
+    places = list(dict.fromkeys((panel.task, panel.where) for panel in chosen.values()))
+    return sorted(chosen.values(), key=lambda panel: places.index((panel.task, panel.where)))
 
 
 def _left_out(record: Record) -> str:

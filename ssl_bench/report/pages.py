@@ -378,7 +378,13 @@ def pair_page(report: Report, pair: Pair, compared: Sequence[PanelPair]) -> Page
         marks = difference_marks([differences])
         views.append({"compared": one, "chart": chart, "seen": seen, "marks": marks})
     sides = [[(first.name, one), (second.name, other)] for one, other in shared]
-    return {"pair": pair, "views": views, "galleries": sections_of(sides)}
+    rows = [row.difference for one in compared for row in (*one.rows, *one.summary)]
+    return {
+        "pair": pair,
+        "views": views,
+        "galleries": sections_of(sides),
+        "dagger": dagger_meaning(percent for row in rows for percent in row.degenerate),
+    }
 
 
 def epochs_page(followed: Sequence[PanelCourses]) -> Page:

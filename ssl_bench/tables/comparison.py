@@ -2,8 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ssl_bench.errors import DataError
@@ -210,6 +211,7 @@ class Comparison:
         encoders: A record of each that was compared, one or two.
         differing: What sets it apart from others of the same title, see `entries.differences`.
         without_best: Names of the encoders all of whose blocks are degenerate.
+        code: By name of a side the versions and commits that computed it, see `code_of`.
     """
 
     record: Record
@@ -218,6 +220,7 @@ class Comparison:
     encoders: tuple[Record, ...]
     differing: str = ""
     without_best: tuple[str, ...] = ()
+    code: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def sheet(self, style: str) -> Sheet:
         """Differences whose interval leaves out 0 are marked."""
@@ -286,6 +289,32 @@ class Comparison:
             "device": self.record.device,
             "rows": [{"block": row.name, **row.as_json()} for row in self.rows],
         }
+
+
+def code_of(records: Iterable[Record]) -> frozenset[str]:
+    """Return the versions and commits that computed some records, such as "0.2.0 (3f9a01b2c4)"."""
+
+    def words(record: Record) -> str:
+        commit = record.git_commit or "unknown"
+        changed = "-dirty" if commit.endswith("-dirty") else ""
+        return f"{record.version} ({commit[:10]}{changed})"
+
+    return frozenset(map(words, records))
+
+
+def code_warning(tables: Iterable[Comparison]) -> str:
+    """Warn in one line if the sides of some comparisons come from different code; else empty."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for table in tables:
+        for name, code in table.code.items():
+            found[name] |= code
+    if len(set().union(*found.values())) < 2:
+        return ""
+    sides = "; ".join(f"{name}: {', '.join(sorted(code))}" for name, code in found.items())
+    return (
+        f"warning: the compared results come from different code ({sides}), which may be why they "
+        "differ; `ssl-bench probe --overwrite` computes a side again"
+    )
 
 
 def difference_marks(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
@@ -361,6 +390,10 @@ def comparisons(
                 encoders=tuple(of[one] for one in asked),
                 differing=differing,
                 without_best=tuple(lacking),
+                code={
+                    name: code_of(r for r in group if r.encoder_id == one)
+                    for name, one in zip(names, asked, strict=True)
+                },
             )
         )
     return tables, reasons
@@ -505,7 +538,11 @@ def epoch_comparisons(
             rows = _rows_of(sides) if sides else []
             # Not the best block: it is another one at each epoch.
             if blocks := tuple(row for row in rows if row.name.isdigit()):
-                by_epoch[epoch] = Comparison(pair[0], blocks, runs, pair)
+                code = {
+                    run: code_of(r for r in group if r.encoder_id == record.encoder_id)
+                    for run, record in zip(runs, pair, strict=True)
+                }
+                by_epoch[epoch] = Comparison(pair[0], blocks, runs, pair, code=code)
         if by_epoch:
             tables.append(EpochComparison(by_epoch))
     if not tables:

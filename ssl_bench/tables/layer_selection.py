@@ -92,7 +92,8 @@ def choose_block(
             entries = [entry for entry in entries if not entry.is_degenerate]
         if not entries:
             return None
-        best = max(entries, key=lambda one: -math.inf if math.isnan(one.value) else one.value)
+        values = [-math.inf if math.isnan(entry.value) else entry.value for entry in entries]
+        best = entries[values.index(max(values))]
         return LayerSelection(best, (best.layer,), offered, left_out)
     found = [_held_out(those, store) for those in seeds]
     entries = [entry for entry in found if entry is not None]

@@ -206,3 +206,37 @@ def test_intervals_of_average_precision_hold_it_of_few_images():
 def test_few_images_are_warned_of():
     assert few_images_warning(FEW_IMAGES) == []
     assert "fewer than 60 images" in few_images_warning(FEW_IMAGES - 1)[0]
+
+
+def test_p_of_a_mean_is_that_of_the_paired_test_of_student():
+    one, other = RANDOM.normal(50, 9, (2, 25))
+
+    found = mean_estimate(one).difference_p(mean_estimate(other))
+
+    assert found == pytest.approx(scipy.stats.ttest_rel(one, other).pvalue)
+    assert np.isnan(mean_estimate(one[:1]).difference_p(mean_estimate(other[:1])))
+    assert np.isnan(mean_estimate(one).difference_p(mean_estimate(one)))
+
+
+def test_p_is_below_5_percent_exactly_where_the_interval_leaves_out_0():
+    sides = set()
+    for shift in np.linspace(0, 0.6, 40):
+        hits = RANDOM.random((2, 30)) < np.array([[0.2 + shift], [0.2]])
+        boxes = np.zeros((2, 12, 2, 2), np.int64)
+        boxes[:, :, 0, 0], boxes[:, :, 1, 0] = 2, 1
+        boxes[:, :, 1, 1] = RANDOM.random((2, 12)) < np.array([[0.3 + shift], [0.3]])
+        pairs = [
+            tuple(map(Share, hits)),
+            tuple(mean_estimate(50.0 + 40 * some) for some in hits),
+            tuple(bootstrap_estimate(some, average_precision) for some in boxes),
+        ]
+        for kind, (one, other) in enumerate(pairs):
+            interval, p = one.difference_ci95(other), one.difference_p(other)
+            if interval is None:
+                assert np.isnan(p)
+                continue
+            is_clear = interval[0] > 0 or interval[1] < 0
+            assert is_clear == (p < 0.05)
+            assert p == pytest.approx(other.difference_p(one))
+            sides.add((kind, is_clear))
+    assert len(sides) == 6

@@ -178,3 +178,26 @@ def test_the_picture_leads_the_pages(tmp_path):
         assert len(labels) == count
         assert all("tokencut highest at block 1: 21.0" in label for label in labels)
         assert next(given.get("id") for tag, given in elements if tag == "section") == "blocks"
+
+
+def test_the_summary_names_every_protocol_that_was_run(tmp_path):
+    order = np.arange(20)
+    of = {"reference": (5, 2, 1), "adaptive": (1, 2, 15)}
+    made = [
+        (cell(layer=layer, protocol=protocol), order < right)
+        for protocol, hits in of.items()
+        for layer, right in enumerate(hits)
+    ]
+    # An encoder that has one of them.
+    made += [(skipless(layer=layer, protocol="reference"), order < 9) for layer in (0, 1)]
+
+    found = answers(tmp_path, *made)
+
+    said = [re.match(r"tokencut, (\w+), on toy: (.*)", one) for one in found]
+    assert [one and one[1] for one in said] == ["reference", "adaptive", "reference"]
+    texts = [one[2] for one in said if one]
+    assert "CorLoc is highest at block 0, 25.0" in texts[0]
+    assert texts[1].startswith("best at block 2, CorLoc 75.0; all others are lower")
+    page = (tmp_path / "report/index.html").read_text()
+    (label, *_) = re.findall(r'aria-label="skip, the place of each block[^"]*"', page)
+    assert label.count("highest at") == 2

@@ -10,6 +10,7 @@ import scipy.stats
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
+from ssl_bench.intervals import holm
 from ssl_bench.results import ResultStore
 from ssl_bench.results.contributions import ImageCurve, Scored
 from ssl_bench.scores import iou_per_class
@@ -373,3 +374,104 @@ def test_a_task_that_one_side_was_never_asked_is_named_with_the_command(tmp_path
 
     said = capsys.readouterr().err
     assert f"skipless has no record of --task knn in {tmp_path}, only of tokencut; run" in said
+
+
+CODES = {
+    "the same": ({}, {}, None),
+    "commits": (
+        {"git_commit": "a" * 40}, {"git_commit": "b" * 40},
+        "skip: 0.2.0 (aaaaaaaaaa); skipless: 0.2.0 (bbbbbbbbbb)",
+    ),
+    "changes": (
+        {"git_commit": "a" * 40}, {"git_commit": f"{'a' * 40}-dirty"},
+        "skip: 0.2.0 (aaaaaaaaaa); skipless: 0.2.0 (aaaaaaaaaa-dirty)",
+    ),
+    "an unknown commit": (
+        {"git_commit": "a" * 40}, {}, "skip: 0.2.0 (aaaaaaaaaa); skipless: 0.2.0 (unknown)",
+    ),
+    "versions": ({"version": "0.1.0"}, {}, "skip: 0.1.0 (unknown); skipless: 0.2.0 (unknown)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", CODES)
+def test_sides_from_different_code_are_warned_of_in_one_line(tmp_path, capsys, which):
+    store, (one, other, said) = ResultStore(tmp_path), CODES[which]
+    for sha, changes in (("a", one), ("d", other)):
+        save(store, sha, {0: IMAGES, 1: IMAGES}, **{"version": "0.2.0", **changes})
+
+    for words in (["compare", "skip", "skipless"], ["compare", "skip"]):
+        assert main([*words, "--out", str(tmp_path), "--format", "json"]) == 0
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+        assert len(warnings) == (said is not None and len(words) == 3)
+        assert not warnings or f"different code ({said})" in warnings[0]
+
+
+def test_blocks_of_one_encoder_from_different_code_are_warned_of(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    for layer in (0, 1):
+        save(store, "a", {layer: IMAGES}, git_commit=f"{layer}" * 40)
+
+    assert main(["compare", "skip", "--out", str(tmp_path)]) == 0
+
+    assert "(0000000000), " in capsys.readouterr().err
+
+
+def by_hand(ps: list[float]) -> set[int]:
+    """Holm's procedure as he describes it: the smallest first, until one is not significant."""
+    rejected = set[int]()
+    while left := [n for n in range(len(ps)) if n not in rejected]:
+        least = min(left, key=lambda n: ps[n])
+        if ps[least] >= 0.05 / len(left):
+            return rejected
+        rejected.add(least)
+    return rejected
+
+
+def test_holm_marks_the_blocks_that_his_procedure_rejects():
+    for _ in range(300):
+        ps = (GENERATOR.random(GENERATOR.integers(1, 12)) ** 4).round(4).tolist()
+        found = {n for n, p in enumerate(holm(ps)) if p < 0.05}
+        assert found == by_hand(ps)
+    # The definition: (m - rank) p, never below the one before, at most 1; ties and NaN.
+    assert holm([0.04, 0.01, 0.02, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.6, math.nan, 0.9])[::2] == pytest.approx([1.0, 1.0])
+    assert math.isnan(holm([0.6, math.nan, 0.9])[1])
+
+
+def test_rows_that_remain_significant_among_the_blocks_carry_a_sign(tmp_path, capsys):
+    store, order = ResultStore(tmp_path), np.arange(60)
+    # Block by block fewer images of the first alone are right.
+    gains = {0: 30, 1: 14, 2: 8, 3: 6, 4: 0}
+    save(store, "a", {layer: order < 20 + gain for layer, gain in gains.items()})
+    save(store, "d", dict.fromkeys(gains, order < 20))
+    words = ["compare", "skip", "skipless", "--out", str(tmp_path)]
+
+    assert main([*words, "--format", "json"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)
+    rows = {row["block"]: row for row in table["rows"]}
+    ps = []
+    for gain in gains.values():
+        # Bonett and Price, with one more image right in each alone.
+        gained, lost = (gain + 1) / 62, 1 / 62
+        error = ((gained + lost - (gained - lost) ** 2) / 62) ** 0.5
+        ps.append(2 * scipy.stats.norm.sf((gained - lost) / error))
+    assert [rows[f"{n}"]["p"] for n in gains] == pytest.approx(ps)
+    remaining = {f"{n}" for n in by_hand(ps)}
+    assert {name for name, row in rows.items() if row["significant_after_holm"]} == remaining
+    assert {name for name in "01234" if rows[name]["interval_leaves_out_0"]} > remaining > {"0"}
+    assert rows["best (0, 0)"]["p_holm"] is None
+
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    shown = {line.split()[0] for line in text.splitlines() if "] §" in line}
+    assert shown == remaining
+    assert "§: significant at 5 % after Holm's correction over 5 blocks" in text.splitlines()
+    assert main([*words, "--format", "latex"]) == 0
+    latex = [x for x in capsys.readouterr().out.splitlines() if not x.startswith("%")]
+    assert sum(r"] \S{}" in line for line in latex) == len(remaining)
+    assert any(r"footnotesize \S{}: significant" in line for line in latex)
+    assert main([*words, "--format", "csv"]) == 0
+    assert "significant_after_holm" in capsys.readouterr().out.splitlines()[0].split(",")
+    assert main(["report", "--out", str(tmp_path)]) == 0
+    (page,) = (tmp_path / "report").glob("compare-*.html")
+    assert page.read_text().count("] §</button>") == len(remaining)

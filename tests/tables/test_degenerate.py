@@ -178,6 +178,7 @@ def test_pages_of_the_report_rank_none_and_cross_it_out(out, tmp_path, capsys):
     assert pair.count('class="cross"') == 3
     assert "difference best" not in pair
     assert {"†60", "†90", "†55"} <= set(re.findall(r"†\d+", pair))
+    assert "Crosses: differences with such a side." in pair
     assert 'id="summary"' not in pair
     assert "Images right at the best blocks" not in pair
 

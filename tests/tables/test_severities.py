@@ -57,6 +57,41 @@ def test_the_drop_is_the_share_of_the_clean_score_that_is_lost():
     assert marked == [[False, True, True, False, False], [False, False, False, True, True]]
 
 
+def test_blocks_are_ranked_over_the_severities_that_all_share(tmp_path, capsys):
+    # Over both severities block 0 loses a half, over the first one a tenth.
+    records = of_blocks((80.0, 72.0, 8.0), (50.0, 40.0), (60.0,))
+    for record in records:
+        ResultStore(tmp_path).save(record)
+    words = ["table", "--over-severity", "--out", str(tmp_path), "--format"]
+
+    (table,) = severity_tables(records)
+
+    assert (table.common_severities, table.survivors) == ((1,), {0})
+    assert [table.drop(layer) for layer in (0, 1)] == pytest.approx([10.0, 20.0])
+    assert table.drop(2) is None
+    assert [[cell.text for cell in row][2:] for row in table.sheet("text").rows] == [
+        ["72.0", "8.0", "10.0"], ["40.0", "‡", "20.0"], ["‡", "‡", NO_VALUE],
+    ]  # fmt: skip
+    assert main([*words, "latex"]) == 0
+    (note,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith(r"\par{"))
+    assert "(1, 2 not); drops are over the severities that all share: 1" in note
+    assert main([*words, "csv"]) == 0
+    assert capsys.readouterr().out.count(",1\n") == len(records)
+    assert main(["report", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report/severities.html").read_text()
+    assert "Not every block has all severities (1, 2 not)" in page
+    assert "Smallest drop: block 0, 10.0 %" in page
+
+
+def test_without_a_common_severity_there_is_no_drop():
+    one, other = of_blocks((80.0, 60.0), (50.0, 40.0))[::2], of_blocks((80.0, 60.0), (50.0, 40.0))
+    (table,) = severity_tables([*one, other[1], corrupted(one[1], "snow", 2, value=30.0)])
+
+    assert table.common_severities == ()
+    assert [table.drop(layer) for layer in table.layers] == [None, None]
+    assert table.sheet("text").marks[0].endswith("that all share: none")
+
+
 def test_every_corruption_and_encoder_has_a_table_with_the_same_clean_scores():
     first, snow = of_blocks((80.0, 60.0))
     fog = corrupted(first, "fog", 3, value=20.0)
