@@ -31,6 +31,10 @@ FACETS = (MATRIX, *OUTPUTS)
 BLOCK_JACOBIANS = ("attention", "attention_skip", "mlp", "block", "dominant")
 AROUND_ATTENTION = ("before", "after")
 MEAN_LOG = "mean_log_condition_number"
+_MEAN_LOG_GUESSES = (
+    "natural logarithms, their mean over blocks, of the tokens before attention and after its skip",
+    "which images, and their number",
+)
 ESTIMATE = "_estimate"
 _MATRIX_CELLS = [(facet, m) for facet in FACETS for m in ("condition_number", "effective_rank")]
 _COSINE_CELLS = [(facet, "mean_cosine") for facet in OUTPUTS]
@@ -163,7 +167,14 @@ def mean_log_scores(layers: Sequence[int], passes: Passes) -> list[Score]:
         known = [[logarithms(one) for one in some] for some in upto]
         means = np.array(known, dtype=np.float64).mean(0)  # images facets
         scores += [
-            _median(layer, facet, MEAN_LOG, means[:, [column]], blocks=layer + 1)
+            _median(
+                layer,
+                facet,
+                MEAN_LOG,
+                means[:, [column]],
+                blocks=layer + 1,
+                guesses=list(_MEAN_LOG_GUESSES),
+            )
             for column, facet in enumerate(AROUND_ATTENTION)
         ]
     return scores

@@ -320,7 +320,10 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     add("--paper", metavar="TABLE", help="ours beside a published table: table2, figure3, mnist")
     row = "which checkpoint stands for a row of the published table; may be repeated"
     add("--as", action="append", dest="encoders", metavar="ROW=CHECKPOINT", help=row)
-    best = "of --pivot and --paper: the block that other images choose (default), or the best"
+    best = (
+        "of --pivot and --paper: the block that other images choose, or the best (default: "
+        "holdout; of --paper as the paper chose it)"
+    )
     add("--best-layer", metavar="holdout|oracle", help=best)
     add("--figure", metavar="FILE", help="draw the curves too (.png, .svg, .pdf)")
     add(
