@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from probes.discovery import scores_of_block
+from probes.discovery import centre_scores, scores_of_block
 from probes.tokencut.log import ImageResult
 from probes.tokencut.probe import centre_box, corloc_score
 from ssl_bench.cli.__main__ import main
@@ -42,7 +42,9 @@ def test_the_centre_box_is_right_where_half_of_it_and_a_true_box_is_shared():
     images = [searched(true, (100, 100)) for true in (whole, strip, strip, strip)]
 
     score = corloc_score(0, "key", images)
-    average = next(s for s in scores_of_block(0, "key", images, 1) if s.metric == "ap50")
+    average = next(
+        s for s in scores_of_block(0, "key", images, 1, centre_scores(images)) if s.metric == "ap50"
+    )
 
     assert Baseline.of(score.details) == Baseline("centre box", 25.0)
     baseline = Baseline.of(average.details)
