@@ -1,6 +1,6 @@
 """Discovery: how many of the objects of an image do the cuts of a block's features find?"""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
@@ -24,9 +24,11 @@ from ssl_bench.scores import (
     coco_average_precision,
 )
 
-METRICS = ("ap", "ap50", "ar100", "ap_coco", "corloc")
+COCO = "ap_coco"
+METRICS = ("ap", "ap50", "ar100", COCO, "corloc")
 # COCO's own, so that boxes that are the same overlap enough at any threshold.
 _ENOUGH = np.minimum(IOU_THRESHOLDS, 1 - 1e-10)
+Boxes = Float64[np.ndarray, "_boxes 4"]
 AllCounts = Integer[np.ndarray, "images ranks_and_truth thresholds_and_all"]
 
 
@@ -50,7 +52,7 @@ class ObjectDiscovery(TokenCut):
     task = "discovery"
     further_protocols = ()
     truths_by_role = max_sides_by_role = MappingProxyType({})
-    metrics_of_sets = ("ap_coco",)
+    metrics_of_sets = (COCO,)
 
     @property
     def role(self) -> str:
@@ -71,37 +73,33 @@ class ObjectDiscovery(TokenCut):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all layers and facets after one forward pass an image; see `TokenCut.run`."""
         results = self.searched(context)
+        baselines = constant_baselines(results)
         for layer, facet in product(context.layers, self.facets):
-            yield from scores_of_block(layer, facet, results, self.num_ranks)
+            yield from scores_of_block(layer, facet, results, self.num_ranks, baselines)
             yield corloc_score(layer, facet, results)
 
 
 def scores_of_block(
-    layer: int, facet: str, results: Sequence[ImageResult], num_ranks: int
+    layer: int,
+    facet: str,
+    results: Sequence[ImageResult],
+    num_ranks: int,
+    baselines: Mapping[str, Baseline],
 ) -> Iterator[Score]:
-    """Average precision and recall over the images with ground truth, also without any box."""
-    name = cell_name(layer, facet)
-    judged = [result for result in results if result.true_boxes is not None]
+    """Average precision and recall over the images with ground truth, also without any box.
+
+    Args:
+        layer: The block.
+        facet: What of it was cut.
+        results: Of all images.
+        num_ranks: How many boxes an image may have.
+        baselines: See `constant_baselines`.
+    """
+    name, judged = cell_name(layer, facet), judged_images(results)
     cells = [result.cells[name] for result in judged]
-
-    def counted(boxes: Sequence[Any]) -> AllCounts:
-        """Of the boxes of each image, the surest first."""
-        found = [np.array(some, np.float64).reshape(-1, 4) for some in boxes]
-        true = [np.array(result.true_boxes, np.float64).reshape(-1, 4) for result in judged]
-        pairs = zip(found, true, strict=True)
-        return np.stack(
-            [detection_counts(f, np.arange(len(f)), t, num_ranks=num_ranks) for f, t in pairs]
-        )
-
-    counts = counted([[cell["box"], *cell.get("further_boxes", [])] for cell in cells])
-    constant = {
-        answer: counted([box(result.size) for result in judged])
-        for answer, box in CONSTANT_BOXES.items()
-    }
-
-    def baseline(score: Callable[[AllCounts], Any]) -> dict[str, Any]:
-        return Baseline.best({a: float(score(c)) for a, c in constant.items()}).as_details()
-
+    true = [boxes_of(result.true_boxes) for result in judged]
+    found = [boxes_of([cell["box"], *cell.get("further_boxes", [])]) for cell in cells]
+    counts = counted(found, true, num_ranks)
     details = {
         **flags(cells),
         "found_boxes": int(counts[:, 1:, 0].sum()),
@@ -111,7 +109,7 @@ def scores_of_block(
     for metric, (part, score) in _METRICS.items():
         those = part(counts)
         estimate = bootstrap_estimate(those, score)
-        more = baseline(lambda some, part=part, score=score: score(part(some).sum(0)))
+        more = baselines[metric].as_details()
         if metric != "ar100":
             more["if_equally_sure"] = float(score(in_one_rank(those).sum(0)))
         value, ci95, kept = estimate.value, estimate.ci95(), those.astype(np.uint16)
@@ -121,9 +119,40 @@ def scores_of_block(
             per_image=kept,
             per_image_kind="average_recall" if metric == "ar100" else "average_precision",
         )
-    details |= baseline(coco_average_precision)
-    value = coco_average_precision(counts)
-    yield Score(layer, facet, "ap_coco", value, None, len(judged), details)
+    details |= baselines[COCO].as_details()
+    yield Score(layer, facet, COCO, coco_average_precision(found, true), None, len(judged), details)
+
+
+def constant_baselines(results: Sequence[ImageResult]) -> dict[str, Baseline]:
+    """Return by metric the best constant box, whose score is the same for every block."""
+    judged = judged_images(results)
+    true = [boxes_of(result.true_boxes) for result in judged]
+    by_metric: dict[str, dict[str, float]] = {metric: {} for metric in (*_METRICS, COCO)}
+    for answer, box in CONSTANT_BOXES.items():
+        found = [boxes_of(box(result.size)) for result in judged]
+        counts = counted(found, true, 1)
+        for metric, (part, score) in _METRICS.items():
+            by_metric[metric][answer] = float(score(part(counts).sum(0)))
+        by_metric[COCO][answer] = coco_average_precision(found, true)
+    return {metric: Baseline.best(scores) for metric, scores in by_metric.items()}
+
+
+def judged_images(results: Sequence[ImageResult]) -> list[ImageResult]:
+    """Return the images with ground truth."""
+    return [result for result in results if result.true_boxes is not None]
+
+
+def counted(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: int) -> AllCounts:
+    """Return `detection_counts` of each image, whose found boxes have the surest first."""
+    pairs = zip(found, true, strict=True)
+    return np.stack(
+        [detection_counts(f, np.arange(len(f)), t, num_ranks=num_ranks) for f, t in pairs]
+    )
+
+
+def boxes_of(corners: Any) -> Boxes:
+    """One box or several as an array; none as an empty one."""
+    return np.array(corners, np.float64).reshape(-1, 4)
 
 
 def in_one_rank(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:

@@ -4,10 +4,13 @@ Counts are integers, so only the mean over classes is rounded, in an order that 
 the same on every machine.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Integer, Real
+
+from ssl_bench.system.coco import index_coco, silenced
 
 IGNORED = 255
 """Label of the pixels that do not count."""
@@ -193,26 +196,51 @@ def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
 
 
 def coco_average_precision(
-    per_image: Integer[np.ndarray, "images ranks_and_truth thresholds_and_all"],
+    found: Sequence[Float64[np.ndarray, "_found 4"]], true: Sequence[Float64[np.ndarray, "_true 4"]]
 ) -> float:
-    """What COCOeval has as AP (`stats[0]`), where boxes of one rank come in the order of images.
+    """Compute the average precision of boxes by COCOeval (its `stats[0]`), in percent.
 
-    So it hangs on that order, unlike `average_precision`; and it takes the best precision of a line
-    that goes up and down with it. NaN where no box is true.
+    Boxes of one rank come in the order of the images, so that the value depends on that order,
+    unlike `average_precision`.
 
     Args:
-        per_image: `DetectionCounts` of each image, with one box a rank at most.
+        found: Boxes (x0, y0, x1, y1) of each image, the surest first.
+        true: The true boxes of the same images.
+
+    Returns:
+        NaN where no box is true.
     """
-    true = int(per_image[:, 0, 0].sum())
-    boxes = per_image[:, 1:].swapaxes(0, 1).reshape(-1, per_image.shape[2])
-    right = boxes[boxes[:, 0] > 0, 1:].cumsum(0, dtype=np.int64)
-    if not true or not len(right):
-        return 0.0 if true else np.nan
-    precision = right / np.arange(1, len(right) + 1)[:, None]
-    best = np.maximum.accumulate(precision[::-1])[::-1]
-    best = np.concatenate([best, np.zeros_like(best[:1])])
-    at = [np.searchsorted(recall, _RECALLS) for recall in (right / true).T]
-    return 100.0 * float(np.mean([best[where, number] for number, where in enumerate(at)]))
+    # Here, because few need it.
+    from pycocotools.cocoeval import COCOeval
+
+    judged = COCOeval(_indexed(true), _indexed(found), "bbox")
+    judged.params.maxDets = [MOST_DETECTIONS]
+    # Of boxes of any size alone, which is a quarter of the work.
+    judged.params.areaRng = judged.params.areaRng[:1]
+    with silenced():
+        judged.evaluate()
+        judged.accumulate()
+    return 100.0 * float(judged.eval["precision"].mean()) if any(map(len, true)) else np.nan
+
+
+def _indexed(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
+    """Boxes of images, the surest first, as pycocotools' index has them, of one category."""
+    owned = [(n, rank, box) for n, some in enumerate(boxes) for rank, box in enumerate(some)]
+    annotations = [
+        {
+            # 0 means that nothing was matched.
+            "id": number,
+            "image_id": n,
+            "category_id": 1,
+            "iscrowd": 0,
+            "bbox": [*box[:2], *(box[2:] - box[:2])],
+            "area": (box[2:] - box[:2]).prod(),
+            "score": -rank,
+        }
+        for number, (n, rank, box) in enumerate(owned, start=1)
+    ]
+    images = [{"id": n} for n in range(len(boxes))]
+    return index_coco({"images": images, "categories": [{"id": 1}], "annotations": annotations})
 
 
 def average_recall(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:

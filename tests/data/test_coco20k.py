@@ -64,15 +64,26 @@ def test_boxes_are_rounded_corners_without_crowds(dataset):
         ('{"id": 12}, ', "", f"1 of 3 annotations .*: {stem(12)};"),
         ('"iscrowd": 0}]}', "", r"instances_train2014\.json is not COCO's instances"),
         ('"id": 5', '"id": 2', "two annotations have the same id"),
+        ('"image_id": 9', '"image_id": [9]', r"is not COCO's instances \(TypeError"),
+        ('{"images"', '[{"images"', r"is not COCO's instances"),
     ],
-    ids=["an image is missing", "cut short", "an id comes twice"],
+    ids=["an image is missing", "cut short", "an id comes twice", "a list of images", "a list"],
 )
 def test_annotations_that_are_not_whole_are_refused(root, dataset, old, new, said):
     path = root / "annotations/instances_train2014.json"
-    path.write_text(path.read_text().replace(old, new))
+    text = path.read_text().replace(old, new)
+    path.write_text(text + "]" * text.startswith("["))
 
     with pytest.raises(DataError, match=said):
         dataset.discovery()
+
+
+def test_pycocotools_reads_them_in_silence_and_needs_no_category(root, dataset, capsys):
+    path = root / "annotations/instances_train2014.json"
+    path.write_text(path.read_text().replace('{"images"', '{"categories": [{"id": 1}], "images"'))
+
+    assert boxes_of(dataset.discovery()[0]).tolist() == [[1, 2, 5, 6], [1, 4, 3, 4]]
+    assert capsys.readouterr().out == ""
 
 
 def test_the_annotations_are_parsed_once_and_again_when_they_change(root, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from probes.clustering.agreement import image_independent
-from probes.discovery import scores_of_block
+from probes.discovery import constant_baselines, scores_of_block
 from probes.tokencut.log import ImageResult
 from probes.tokencut.probe import centre_box, corloc_score, saliency_scores
 from ssl_bench.cli.__main__ import main
@@ -44,7 +44,11 @@ def test_the_centre_box_is_right_where_half_of_it_and_a_true_box_is_shared():
     images = [searched(true, (100, 100)) for true in (whole, strip, strip, strip)]
 
     score = corloc_score(0, "key", images)
-    average = next(s for s in scores_of_block(0, "key", images, 1) if s.metric == "ap50")
+    average = next(
+        s
+        for s in scores_of_block(0, "key", images, 1, constant_baselines(images))
+        if s.metric == "ap50"
+    )
 
     assert Baseline.of(score.details) == Baseline("centre box", 25.0)
     baseline = Baseline.of(average.details)
@@ -57,7 +61,10 @@ def test_the_whole_image_is_the_baseline_where_a_box_in_its_middle_is_wrong():
     # The middle 70.7 of 100 shares 41 % with the upper three fifths, the whole image 60 %.
     images = [searched([[0.0, 0.0, 100.0, 60.0]], (100, 100))]
 
-    scores = [corloc_score(0, "key", images), *scores_of_block(0, "key", images, 1)]
+    scores = [
+        corloc_score(0, "key", images),
+        *scores_of_block(0, "key", images, 1, constant_baselines(images)),
+    ]
 
     found = {score.metric: Baseline.of(score.details) for score in scores}
     for metric in ("corloc", "ap50"):

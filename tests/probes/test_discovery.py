@@ -1,5 +1,6 @@
 """Average precision and recall of found boxes: by hand, and beside COCO's own evaluation."""
 
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -12,6 +13,7 @@ from pycocotools.cocoeval import COCOeval
 from probes.discovery import (
     METRICS,
     ObjectDiscovery,
+    constant_baselines,
     detection_counts,
     scores_of_block,
 )
@@ -47,6 +49,10 @@ def result(found: Boxes, true: Boxes | None, *, hit: bool = True) -> ImageResult
     cell = {"box": found[0], "further_boxes": found[1:], "degenerate": False, "hit": hit}
     number = None if true is None else len(true)
     return ImageResult(number, 1.0, (1, 1), {"0/key": cell}, (60, 60), true)
+
+
+def scored(results: Sequence[ImageResult], num_ranks: int):
+    return scores_of_block(0, "key", results, num_ranks, constant_baselines(results))
 
 
 def random_images(seed: int, *, images: int = 12):
@@ -158,23 +164,45 @@ def test_with_a_rank_for_each_box_it_is_cocos_own(seed):
     assert 5 < theirs[0] < 95
 
 
+def restated_coco_ap(counts) -> float:
+    """The mean over thresholds and recalls of the best precision from there on, in numpy.
+
+    Boxes of one rank in the order of the images; counts of each image, with one box a rank.
+    """
+    true = counts[:, 0, 0].sum()
+    boxes = counts[:, 1:].swapaxes(0, 1).reshape(-1, counts.shape[2])
+    right = boxes[boxes[:, 0] > 0, 1:].cumsum(0)
+    precision = right / np.arange(1, len(right) + 1)[:, None]
+    best = np.maximum.accumulate(precision[::-1])[::-1]
+    best = np.concatenate([best, np.zeros_like(best[:1])])
+    recalls = np.linspace(0, 1, 101)
+    at = [np.searchsorted(recall, recalls) for recall in (right / true).T]
+    return 100 * float(np.mean([best[where, number] for number, where in enumerate(at)]))
+
+
 @pytest.mark.parametrize("seed", range(2))
-def test_ap_coco_is_cocos_own_in_the_order_of_files(seed):
+def test_ap_coco_is_that_of_boxes_in_the_order_of_files(seed, capsys):
     images = random_images(seed, images=40)
     results = [result(found.tolist(), true.tolist()) for found, true in images if len(found)]
     known = [one for one in images if len(one[0])]
+    counts = [counted(found.tolist(), true.tolist(), num_ranks=100) for found, true in known]
 
-    scores = {score.metric: score for score in scores_of_block(0, "key", results, 100)}
+    scores = {score.metric: score for score in scored(results, 100)}
 
+    assert scores["ap_coco"].value == pytest.approx(restated_coco_ap(np.stack(counts)), abs=1e-12)
     theirs = coco_says(known, [(-np.arange(len(found))).tolist() for found, _ in known])[0]
     assert scores["ap_coco"].value == pytest.approx(theirs, abs=1e-9)
     assert scores["ap_coco"].value > scores["ap"].value
     assert scores["ap_coco"].ci95 is None
+    # pycocotools prints what it does.
+    assert capsys.readouterr().out == ""
 
 
 def test_ap_coco_of_nothing_found_and_of_nothing_true():
-    assert coco_average_precision(np.stack([counted(NOTHING, [LEFT])])) == 0
-    assert np.isnan(coco_average_precision(np.stack([counted([LEFT], NOTHING)])))
+    nothing, one = np.zeros((0, 4)), np.array([LEFT])
+    assert coco_average_precision([nothing], [one]) == 0
+    assert np.isnan(coco_average_precision([one], [nothing]))
+    assert np.isnan(coco_average_precision([nothing], [nothing]))
 
 
 def test_more_than_100_boxes_of_an_image_are_cut():
@@ -193,8 +221,8 @@ def test_a_block_is_scored_over_images_with_ground_truth_in_any_order():
         result([LEFT], None),
     ]
 
-    scores = {score.metric: score for score in scores_of_block(0, "key", results, 3)}
-    turned = {score.metric: score for score in scores_of_block(0, "key", results[::-1], 3)}
+    scores = {score.metric: score for score in scored(results, 3)}
+    turned = {score.metric: score for score in scored(results[::-1], 3)}
     # COCO's own hangs on the order: at each of its recalls the best precision from there on.
     assert scores.pop("ap_coco").value > turned.pop("ap_coco").value == pytest.approx(60)
 
@@ -218,9 +246,7 @@ def test_what_images_contribute_gives_value_and_interval_again():
     results = [result([LEFT, RIGHT], [LEFT]), result([OUTSIDE], [LEFT]), result([LEFT], [LEFT])]
     others = [result([LEFT], [LEFT]), result([RIGHT, LEFT], [LEFT]), result([LEFT], [LEFT])]
 
-    for one, other in zip(
-        scores_of_block(0, "key", results, 3), scores_of_block(0, "key", others, 3), strict=True
-    ):
+    for one, other in zip(scored(results, 3), scored(others, 3), strict=True):
         if one.metric == "ap_coco":
             continue
         assert one.per_image is not None

@@ -1,7 +1,7 @@
 """COCO20k: the images of train2014 on which object discovery is compared."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,9 @@ from ssl_bench.data.roles import Layout, find_root, first_folder, name_of_images
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import Published, download
+from ssl_bench.system.coco import index_coco
 from ssl_bench.system.files import read_regular, write_atomically
+from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.paths import cache_folder, expanded
 
 # The digest is that of the file in commit fcedbec.
@@ -194,17 +196,25 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
     """
     try:
         content = json.loads(read_regular(annotations))
+        # Without categories, which no box needs.
+        index = index_coco({name: content[name] for name in ("images", "annotations")})
+    # Whatever pycocotools makes of a file that is something else.
+    except Exception as error:
+        pass_on_memory(error)
+        raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
+    try:
         images = {
-            _whole(one["id"], "the id of an image"): [
+            _whole(number, "the id of an image"): [
                 _whole(one.get(side, 0), side) for side in ("height", "width")
             ]
-            for one in content["images"]
+            for number, one in index.imgs.items()
         }
-        objects = [_whole(one["id"], "the id of an annotation") for one in content["annotations"]]
-        if len(set(objects)) < len(objects) or len(images) < len(content["images"]):
+        all_images, all_objects = (index.dataset[name] for name in ("images", "annotations"))
+        if len(index.anns) < len(all_objects) or len(images) < len(all_images):
             raise ValueError("two annotations have the same id, or two images")
-        single = [found for one in content["annotations"] if (found := _object(one)) is not None]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        objects = index.anns.items()
+        single = [found for name, one in objects if (found := _object(name, one)) is not None]
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
     names, owners, corners = zip(*single, strict=True) if single else ((), (), ())
     # Before they are rounded: nothing turns into a box by it.
@@ -228,9 +238,9 @@ def _whole(value: object, what: str) -> int:
     return value
 
 
-def _object(annotation: dict[str, Any]) -> tuple[int, int, list[float]] | None:
+def _object(name: object, annotation: Mapping[str, Any]) -> tuple[int, int, list[float]] | None:
     """Ids of the annotation and its image, and the corners of the box; None of a crowd."""
-    name = annotation["id"]
+    number = _whole(name, "the id of an annotation")
     try:
         is_crowd, owner = annotation["iscrowd"], _whole(annotation["image_id"], "image_id")
         if type(is_crowd) is not int or is_crowd not in (0, 1):
@@ -242,4 +252,4 @@ def _object(annotation: dict[str, Any]) -> tuple[int, int, list[float]] | None:
         raise ValueError(f"object {name} has no {error}") from error
     except ValueError as error:
         raise ValueError(f"object {name}: {error}") from error
-    return name, owner, [x, y, x + width, y + height]
+    return number, owner, [x, y, x + width, y + height]
