@@ -325,10 +325,13 @@ def plan_table(table: PublishedTable, asked: Asked) -> Plan:
     Raises:
         ConfigurationError: a row or a dataset that the table does not have.
     """
-    rows = [require_choice("row", row, table.rows) for row in asked.rows] or list(table.rows)
+    typed = [require_choice("row", row, table.rows) for row in asked.rows] or list(table.rows)
     known = list(dict.fromkeys(column.dataset for column in table.columns))
     wanted = [require_choice("dataset", name, known) for name in asked.datasets] or known
     columns = [column for column in table.columns if column.task and column.dataset in wanted]
+    # A difference needs the row that it is taken from.
+    needed = {*typed, *(column.reference for column in columns)}
+    rows = [row for row in table.rows if row in needed]
     ran = {row: table.runs[row] for row in rows if row in table.runs}
     late = [r for r, a in ran.items() if is_run(a) and not _reaches(asked, split_address(a)[1])]
     addresses = {row: address for row, address in ran.items() if row not in late}

@@ -208,6 +208,17 @@ def test_a_block_is_asked_for_where_the_paper_shows_one():
     assert asked("figure3") == asked("table2") == set()
 
 
+def test_a_difference_brings_the_row_that_it_is_taken_from():
+    plan = plan_of("one_skip", rows=("no skip around attention",))
+
+    assert [step.run for step in plan.steps] == [
+        "one_skip_cifar10_both",
+        "one_skip_cifar10_no_attention",
+    ]
+    assert set(plan.checkpoints) == {"both skips", "no skip around attention"}
+    assert len(plan_of("mnist", rows=("ViT",)).steps) == 1
+
+
 def test_a_run_that_begins_with_weights_of_another_comes_behind_it():
     plan = plan_of("always_skip_attention/mae", out=Path("my results"))
 
