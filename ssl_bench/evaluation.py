@@ -81,6 +81,9 @@ class ProbeContext:
         say: Tells the user one line that no record holds.
         known: Records of asked cells that are finished; their scores need not be given again.
         passed: What probes before this one got from this encoder of the same images.
+        later: Probes that this one `serves` and that run after it on the same blocks, each with its
+            folder of artifacts.
+        begun: Files of this command that no later probe of it begins anew, `overwrite` or not.
     """
 
     encoder: Encoder
@@ -95,6 +98,8 @@ class ProbeContext:
     say: Callable[[str], None] = say
     known: Sequence[Record] = ()
     passed: Passed = field(default_factory=dict)
+    later: Sequence[tuple["Probe", Path]] = ()
+    begun: set[Path] = field(default_factory=set)
 
     def extractor(self, layers: Sequence[int], *facets: Facet) -> FeatureExtractor:
         """What gives these facets of these blocks, where and as the run computes."""
@@ -241,6 +246,11 @@ class Probe:
         """The same probe with the size that an encoder of this one is shown, where it knows it."""
         del native_size
         return self
+
+    def serves(self, other: "Probe") -> bool:
+        """Whether a run of this probe can also do what a later one does with the same features."""
+        del other
+        return False
 
     def split(self, dataset: Dataset) -> ImageSet:
         """The images that are scored."""
@@ -436,9 +446,13 @@ class PassedImages:
     So probes that follow each other take what is there, and no memory is held beyond them. Where
     the same images come again after another corruption, what was asked for with the last one is
     held until the next: the images that something is fitted to stay, as long as all fit to them.
+
+    Attributes:
+        begun: See `ProbeContext`.
     """
 
     def __init__(self) -> None:
+        self.begun: set[Path] = set()
         self._of: tuple[str, ...] = ()
         self._corrupted: str | None = None
         self._found = _Kept()
@@ -583,6 +597,7 @@ class Evaluation:
         say: Callable[[str], None],
         overwrite: bool = False,
         passed: PassedImages | None = None,
+        later: Sequence[Probe] = (),
     ) -> list[Record]:
         """Compute the cells that the store lacks, each saved as soon as it is known.
 
@@ -591,6 +606,7 @@ class Evaluation:
             say: Gets one line on what was skipped and what runs.
             overwrite: Compute finished cells again.
             passed: Of probes before this one; it takes part and leaves its own.
+            later: Probes that this one serves and that run after it on the same dataset.
 
         Returns:
             The records of all asked cells, old and new.
@@ -603,27 +619,23 @@ class Evaluation:
         probe.require_fitting(encoder)
         images = probe.split(dataset)
         # Once, before anything is computed: images may change before the last score is known.
-        settings = cell_settings(probe, dataset, self.dtype, allow_overlap=self.allow_overlap)
-        keys = cell_keys(
-            probe,
-            images,
-            self.layers,
-            identity=encoder.identity(),
-            settings=settings,
-            seed=self.seed,
-        )
-        if overwrite:
-            pending = Pending(frozenset(keys), _layers(keys), {})
-        else:
-            pending = find_pending(probe, encoder, keys, images, store)
+        keys, pending = self._pending(probe, dataset, store, overwrite=overwrite)
         self._tell(pending, keys, images, store, say)
         if store.image_ids(images.fingerprint()) is None:
             store.save_image_ids(images.fingerprint(), images.ids)
         records = dict(pending.finished)
         if pending.layers:
-            artifacts = pictures_folder(store, probe.task, images, encoder)
-            if probe.pictures(pending.layers, images, self.seed):
-                mark_as_written(artifacts)
+            together = [
+                (one, pictures_folder(store, one.task, images, encoder))
+                for one in (probe, *later)
+                if one is probe
+                or self._pending(one, dataset, store, overwrite=overwrite)[1].layers
+                == pending.layers
+            ]
+            for one, artifacts in together:
+                if one.pictures(pending.layers, images, self.seed):
+                    mark_as_written(artifacts)
+            settings = keys[0].settings
             corruption = corruption_of(images)
             context = ProbeContext(
                 encoder=encoder,
@@ -632,7 +644,7 @@ class Evaluation:
                 device=self.device,
                 dtype=self.dtype,
                 seed=self.seed,
-                artifacts=artifacts,
+                artifacts=together[0][1],
                 progress=show_progress,
                 overwrite=overwrite,
                 # A line the first time alone: every stage of an encoder has the same to say.
@@ -644,6 +656,8 @@ class Evaluation:
                     settings[CORRUPTED]["fingerprint"] if corruption else images.fingerprint(),
                     str(corruption) if corruption else None,
                 ),
+                later=together[1:],
+                begun=passed.begun,
             )
             asked, start = {(k.layer, k.facet, k.metric): k for k in keys}, time.monotonic()
             for score in chain.from_iterable(map(probe.run, context.stages())):
@@ -667,6 +681,23 @@ class Evaluation:
                     records[key] = self._record(key, score, left_out(dataset), seconds)
                     store.save(records[key], score.per_image)
         return [records[key] for key in keys if key in records]
+
+    def _pending(
+        self, probe: Probe, dataset: Dataset, store: ResultStore, *, overwrite: bool
+    ) -> tuple[list[CellKey], Pending]:
+        """Return all cells of a probe on the dataset, and those to compute."""
+        images = probe.split(dataset)
+        keys = cell_keys(
+            probe,
+            images,
+            self.layers,
+            identity=self.encoder.identity(),
+            settings=cell_settings(probe, dataset, self.dtype, allow_overlap=self.allow_overlap),
+            seed=self.seed,
+        )
+        if overwrite:
+            return keys, Pending(frozenset(keys), _layers(keys), {})
+        return keys, find_pending(probe, self.encoder, keys, images, store)
 
     def _tell(
         self,

@@ -115,6 +115,19 @@ class PlannedProbe:
         probe.require_fitting(encoder)
         return fit_size(probe, encoder, self.typed)
 
+    def served(
+        self, later: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
+    ) -> list[Probe]:
+        """Return the probes among later plans that this one serves, fitted to an encoder."""
+        found = []
+        for one in later:
+            alike = (one.dataset, one.dtype, one.seed) == (self.dataset, self.dtype, self.seed)
+            if alike and self.probe.serves(one.probe):
+                # One that does not fit says so when its turn comes.
+                with suppress(ConfigurationError):
+                    found.append(one.fitted_to(encoder))
+        return found
+
     def in_further_protocols(self) -> list["PlannedProbe"]:
         """The same question in the protocols that its probe names to stand beside this one.
 
@@ -141,6 +154,7 @@ def evaluate(
     needs_all: bool = True,
     needs_any: bool = True,
     passed: PassedImages | None = None,
+    later: Sequence[PlannedProbe] = (),
 ) -> list[Record]:
     """Records of an encoder in all planned probes; finished cells are not computed again.
 
@@ -154,6 +168,7 @@ def evaluate(
         needs_all: Else what does not fit the encoder or the data is said and left out.
         needs_any: Nor may all be left out.
         passed: What earlier plans got from the same images.
+        later: Plans of the same encoder and blocks that follow in other calls.
 
     Raises:
         ConfigurationError: A probe that is needed does not fit.
@@ -185,6 +200,7 @@ def evaluate(
                 say=lambda line, where=where: say(where + line),
                 overwrite=overwrite,
                 passed=passed,
+                later=planned.served([*plan[number:], *later], encoder),
             )
         except UnreadableImage as error:
             # Of images that were looked through, one was replaced since.

@@ -243,13 +243,25 @@ def run_here(
     """
     load, passed = lru_cache(maxsize=1)(announced_encoder), PassedImages()
 
-    def compute(job: Job) -> None:
-        encoder = load(job.encoder.uri)
-        evaluate([job.planned], encoder, store, layers=job.layers, device=device, passed=passed)
+    def compute(job: Job, later: Sequence[Job]) -> None:
+        alike = [
+            one.planned
+            for one in later
+            if (one.encoder.uri, one.layers) == (job.encoder.uri, job.layers)
+        ]
+        evaluate(
+            [job.planned],
+            load(job.encoder.uri),
+            store,
+            layers=job.layers,
+            device=device,
+            passed=passed,
+            later=alike,
+        )
 
     for number, job in enumerate(jobs, 1):
         say(f"job {number} of {len(jobs)}: {job.title}")
-        yield job, attempted(partial(compute, job), "sweep", debug=debug)
+        yield job, attempted(partial(compute, job, jobs[number:]), "sweep", debug=debug)
 
 
 def run_in_processes(

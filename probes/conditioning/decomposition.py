@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from probes.features.views import resized_photograph
 from ssl_bench.data.samples import Sample
@@ -210,6 +211,17 @@ class BlockPass:
 Passes = dict[int, list[BlockPass]]
 
 
+def _copied(module: nn.Module) -> nn.Module:
+    """Copy a module, which may keep activations of a training step that have gradients."""
+    kept = {
+        id(one): one.detach()
+        for part in module.modules()
+        for one in tree_leaves(vars(part))
+        if isinstance(one, Tensor) and not one.is_leaf
+    }
+    return copy.deepcopy(module, kept)
+
+
 def block_passes(
     encoder: Encoder, samples: Sequence[Sample], image_size: int, context: ProbeContext
 ) -> tuple[Passes, Float[Tensor, "images tokens dim"]]:
@@ -220,7 +232,7 @@ def block_passes(
     """
     device = float64_device(context.device)
     # Rounding ends at 1e16, not at 1e7.
-    module = copy.deepcopy(encoder.module).eval().to(device).double()
+    module = _copied(encoder.module).eval().to(device).double()
     module.register_forward_pre_hook(lambda _module, images: images[0].double())
     double = replace(encoder, module=module)
     extractor = FeatureExtractor(double, layers=context.layers, device=device)

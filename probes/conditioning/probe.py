@@ -344,10 +344,8 @@ def draw(
     CKA of every block with every block has a panel of its own, with the names of its rows and of
     its columns, which may be blocks of another encoder.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
+    # Not pyplot, whose backend and figures are the caller's.
+    from matplotlib.figure import Figure
 
     metrics = list(dict.fromkeys(score.metric for score in scores))
     # A facet has the same colour in all panels.
@@ -355,10 +353,8 @@ def draw(
     count = len(metrics) + (likeness is not None)
     columns = min(3, count)
     rows = -(-count // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.8 * columns, 3.8 * rows + 0.4), squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
+    figure = Figure(figsize=(4.8 * columns, 3.8 * rows + 0.4), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis, metric in zip(axes.flat, metrics, strict=False):
         _draw_metric(axis, [score for score in scores if score.metric == metric], facets)
     if likeness is not None:
@@ -374,7 +370,6 @@ def draw(
         axis.set_axis_off()
     figure.suptitle(title, fontsize=10)
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=110))
-    pyplot.close(figure)
 
 
 def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> None:

@@ -97,7 +97,7 @@ class DiscoveryLog:
         key: Everything that the results depend on, but for the images.
         entries: What each image is known by, see `entries_of`; lines of other images are passed
             over.
-        forget: Begin anew.
+        forget: Begin anew, unless the file is among those `kept`, which it is from then on.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class DiscoveryLog:
         entries: Mapping[str, str],
         *,
         forget: bool = False,
+        kept: set[Path] | None = None,
     ) -> None:
         self._header = json.dumps({"key": dict(key), "format": _FORMAT}, sort_keys=True)
         digest = hashlib.sha256(self._header.encode(errors="surrogateescape")).hexdigest()
@@ -118,8 +119,10 @@ class DiscoveryLog:
             self._ids.setdefault(entry, []).append(image_id)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if forget:
+            if forget and self.path not in (kept or ()):
                 self.path.unlink(missing_ok=True)
+            if kept is not None:
+                kept.add(self.path)
             content = self.path.read_bytes() if self.path.exists() else b""
             if not content.endswith(b"\n"):
                 with self.path.open("ab") as file:

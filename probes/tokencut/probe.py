@@ -12,6 +12,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -174,6 +175,15 @@ class TokenCut(Cut, Probe):
             shown |= {path.as_posix(): [layer] for path in (sheet_path(folder, cell), *panels)}
         return shown
 
+    def serves(self, other: Probe) -> bool:
+        """Whether another cut is made of the same features of the same images."""
+
+        def shown(probe: TokenCut) -> tuple[Any, ...]:
+            sizes = (probe.longer_side, probe.max_side, probe.squash)
+            return probe.facets, sizes, probe.truth == "masks"
+
+        return isinstance(other, TokenCut) and shown(self) == shown(other)
+
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all layers and facets after one forward pass an image.
 
@@ -203,7 +213,13 @@ class TokenCut(Cut, Probe):
         folder = context.artifacts / self.folder
         names = [cell_name(*cell) for cell in itertools.product(context.layers, self.facets)]
         log = self._opened_log(context, folder, images, names)
-        self._search(context, images, log, names)
+        searches = [_Search(self, log, images, names)]
+        for probe, artifacts in context.later:
+            if isinstance(probe, TokenCut):
+                its = replace(context, artifacts=artifacts)
+                its_log = probe._opened_log(its, artifacts / probe.folder, images, names)
+                searches.append(_Search(probe, its_log, images, names))
+        self._search(context, images, searches)
         results = {image_id: log.images[image_id] for image_id in images.ids}
         if self.panels and results:
             where = f"{images.name} {images.split}, {context.encoder.name}"
@@ -244,7 +260,7 @@ class TokenCut(Cut, Probe):
             "version": __version__,
         }
         entries = dict(zip(images.ids, entries_of(images), strict=True))
-        log = DiscoveryLog(folder, key, entries, forget=context.overwrite)
+        log = DiscoveryLog(folder, key, entries, forget=context.overwrite, kept=context.begun)
         # Pictures of results lie in folders of task, set and encoder.
         sets = folder.parents[2] if len(folder.parents) > 2 else folder
         is_stored = folder.parent == context.artifacts and sets.name == self.task
@@ -262,30 +278,27 @@ class TokenCut(Cut, Probe):
         return log
 
     def _search(
-        self, context: ProbeContext, images: ImageSet, log: DiscoveryLog, names: Sequence[str]
+        self, context: ProbeContext, images: ImageSet, searches: Sequence["_Search"]
     ) -> None:
-        """Find what is in the images of which the log or a picture lacks something."""
-        folder, drawn = log.path.parent, set(sampled(images.ids, self.panels))
-
-        def is_finished(image_id: str) -> bool:
-            if not log.has(image_id, names):
-                return False
-            paths = [panel_path(folder, name, image_id) for name in names if image_id in drawn]
-            if not log.images[image_id].has_truth:
-                paths += [mask_path(folder, name, image_id) for name in names]
-            return all(path.is_file() for path in paths)
-
-        pending = [n for n, image_id in enumerate(images.ids) if not is_finished(image_id)]
+        """Let the images that any search lacks pass the encoder once for all searches."""
+        pending = [
+            number
+            for number, image_id in enumerate(images.ids)
+            if any(search.lacks(image_id) for search in searches)
+        ]
+        if not pending:
+            return
+        probes = [search.probe for search in searches]
         extractor = context.extractor(context.layers, *self.facets)
 
         def shape(sample: Sample) -> tuple[int, ...]:
             grid = grid_of(sample, extractor.patch_size)
-            return *grid.shape, *self.graph_shape(grid)
+            return *grid.shape, *itertools.chain(*(one.graph_shape(grid) for one in probes))
 
         def size(sample: Sample) -> int:
             return max(1, TOKENS_A_BATCH // math.prod(shape(sample)[:2]))
 
-        def found_in_each() -> Iterator[tuple[Sample, dict[str, list[Discovery]]]]:
+        def found_in_each() -> Iterator[tuple[Sample, list[dict[str, list[Discovery]]]]]:
             """Images of one shape pass the encoder together."""
             samples = read_ahead(images, pending, self.seen, workers=_DECODERS)
             largest = TOKENS_A_BATCH
@@ -296,19 +309,13 @@ class TokenCut(Cut, Probe):
                         f"{self.task}: {batch[0].image_id} has {patches:,} patches, whose "
                         "graph takes minutes; probe.max_side=640 makes large images smaller"
                     )
-                yield from zip(batch, find_in_batch(self, extractor, batch), strict=True)
+                yield from zip(batch, find_in_batch(probes, extractor, batch), strict=True)
 
         for sample, found in context.progress(found_in_each(), self.method, len(pending)):
             grid = grid_of(sample, extractor.patch_size)
-            result = image_result(sample, found, grid, masks=self.truth == "masks")
-            for name, objects in found.items():
-                if not result.has_truth:
-                    save_masks(objects, grid, mask_path(folder, name, sample.image_id))
-                if sample.image_id in drawn:
-                    layer, facet = name.split("/", 1)
-                    row = panel(sample, objects, f"block {layer}, {facet}", grid)
-                    sheet([row], panel_path(folder, name, sample.image_id))
-            log.add(sample.image_id, result)
+            for search, objects in zip(searches, found, strict=True):
+                if search.lacks(sample.image_id):
+                    search.keep(sample, objects, grid)
 
     def _say_degenerate(self, context: ProbeContext, results: Sequence[ImageResult]) -> None:
         """Say why, of the blocks most of whose graphs say nothing of the image, and what helps."""
@@ -361,10 +368,50 @@ class TokenCut(Cut, Probe):
             )
 
 
+@dataclass(frozen=True)
+class _Search:
+    """One probe's search of all images: the log and the pictures of what it found."""
+
+    probe: TokenCut
+    log: DiscoveryLog
+    images: ImageSet
+    names: Sequence[str]
+
+    @property
+    def _folder(self) -> Path:
+        return self.log.path.parent
+
+    @cached_property
+    def _drawn(self) -> set[str]:
+        return set(sampled(self.images.ids, self.probe.panels))
+
+    def lacks(self, image_id: str) -> bool:
+        """Whether the log or a picture lacks something of an image."""
+        if not self.log.has(image_id, self.names):
+            return True
+        places = [panel_path] if image_id in self._drawn else []
+        if not self.log.images[image_id].has_truth:
+            places.append(mask_path)
+        paths = (place(self._folder, name, image_id) for place in places for name in self.names)
+        return not all(path.is_file() for path in paths)
+
+    def keep(self, sample: Sample, found: Mapping[str, list[Discovery]], grid: PatchGrid) -> None:
+        """Draw what was found in an image, then log it."""
+        result = image_result(sample, found, grid, masks=self.probe.truth == "masks")
+        for name, objects in found.items():
+            if not result.has_truth:
+                save_masks(objects, grid, mask_path(self._folder, name, sample.image_id))
+            if sample.image_id in self._drawn:
+                layer, facet = name.split("/", 1)
+                row = panel(sample, objects, f"block {layer}, {facet}", grid)
+                sheet([row], panel_path(self._folder, name, sample.image_id))
+        self.log.add(sample.image_id, result)
+
+
 def find_in_batch(
-    probe: TokenCut, extractor: FeatureExtractor, samples: Sequence[Sample]
-) -> list[dict[str, list[Discovery]]]:
-    """Objects by cell of each image; their patches fill one grid, each image at its own size.
+    probes: Sequence[TokenCut], extractor: FeatureExtractor, samples: Sequence[Sample]
+) -> list[list[dict[str, list[Discovery]]]]:
+    """Return what each probe finds in each image, by cell; the images fill one grid of patches.
 
     Padding is right and below, zero after normalisation. Graphs are cut on the host, one a thread.
 
@@ -379,15 +426,25 @@ def find_in_batch(
     maps = [one for facets in features.values() for one in facets.values()]
     maps = checked(extractor, sums, [sample.image_id for sample in samples], maps)
 
-    def found_by_method(pair: tuple[Float[Tensor, "rows cols dim"], PatchGrid]) -> list[Discovery]:
-        """The object that counts first."""
+    def found_by_method(
+        graph: tuple[TokenCut, Float[Tensor, "rows cols dim"], PatchGrid],
+    ) -> list[Discovery]:
+        """Return the object that counts first, then the others."""
+        probe, features, grid = graph
         if probe.method == "maskcut":
-            return maskcut(*pair, probe, num_masks=probe.max_objects)
-        return [lost(*pair, probe) if probe.method == "lost" else discover(*pair, probe)]
+            return maskcut(features, grid, probe, num_masks=probe.max_objects)
+        method = lost if probe.method == "lost" else discover
+        return [method(features, grid, probe)]
 
-    pairs = [(one[number], grid) for number, grid in enumerate(grids) for one in maps]
-    found = map_graphs(found_by_method, pairs, num_threads=torch.get_num_threads())
-    return [dict(zip(names, part, strict=True)) for part in batches(found, len(names))]
+    graphs = [
+        (probe, one[number], grid)
+        for number, grid in enumerate(grids)
+        for probe in probes
+        for one in maps
+    ]
+    found = map_graphs(found_by_method, graphs, num_threads=torch.get_num_threads())
+    by_probe = [dict(zip(names, part, strict=True)) for part in batches(found, len(names))]
+    return list(batches(by_probe, len(probes)))
 
 
 def grid_of(sample: Sample, patch_size: int) -> PatchGrid:

@@ -67,8 +67,9 @@ def undisturbed() -> Generator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
+            # Without its cache, which torch empties at the end of the outermost autocast alone.
             for kind in ("cpu", "cuda"):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+                stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
             # Not always, because each call of torch takes longer inside.
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))

@@ -135,6 +135,23 @@ def test_a_training_that_is_probed_goes_on_bit_for_bit(tmp_path, dataset, task):
     assert all(map(torch.equal, alone, probed))
 
 
+class Keeping(own_module.Own):
+    """Keeps what it computed, as for a look at it later."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        output = super().forward(images)
+        self.outputs = [output * 1]
+        return output
+
+
+def test_a_module_that_keeps_activations_of_a_step_is_probed(tmp_path):
+    module = Keeping().train()
+    encoder = ssl_bench.Encoder.from_module(module)
+    module(torch.rand(2, 3, 32, 32)).mean().backward()
+
+    assert ssl_bench.probe(encoder, task="conditioning", layer=-1, out=tmp_path, **FEW).records
+
+
 class Masked(own_module.Own):
     """Draws numbers in every pass, as an autoencoder does."""
 
@@ -204,3 +221,22 @@ def test_settings_of_the_caller_change_no_score_and_stay(tmp_path, setting):
     # Attention has no fast path while a default device is set, so that sums have another order.
     values = [record.value for record in plain]
     assert [record.value for record in found] == pytest.approx(values, rel=1e-4, nan_ok=True)
+
+
+def test_figures_of_the_caller_stay_open_with_their_backend(tmp_path):
+    from matplotlib import get_backend, pyplot
+
+    before = get_backend()
+    pyplot.switch_backend("svg")
+    figure = pyplot.figure()
+    try:
+        probed = ssl_bench.probe(
+            own_module.own(), task="conditioning,pca", layer=-1, out=tmp_path, **FEW
+        )
+
+        assert probed.records
+        assert get_backend() == "svg"
+        assert pyplot.get_fignums() == [figure.number]
+    finally:
+        pyplot.close(figure)
+        pyplot.switch_backend(before)

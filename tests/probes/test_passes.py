@@ -1,5 +1,6 @@
 """How often an image passes the encoder for several probes of one command."""
 
+import collections
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,21 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
+import ssl_bench
 from probes.knn import KNN
+from ssl_bench.cli.__main__ import main
 from ssl_bench.data.corruptions import Corruption, corrupted_dataset
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset
-from ssl_bench.evaluation import Evaluation, PassedImages, Probe
+from ssl_bench.evaluation import Evaluation, PassedImages, Probe, called
+from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD, Encoder
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from tests.support import heads
 from tests.support.coloured_classes import scored, tiny
 from tests.support.colours import Counter
+from tests.support.faults import encoder_file, photo_folder
 
 TRAIN, VAL = 30, 12
 
@@ -154,3 +159,126 @@ def test_of_the_last_corruption_but_one_only_what_was_asked_for_since_is_held(en
         held[name] = "features"
 
     assert set(held) == {"train", "fog:1", "snow:2"}
+
+
+class Shown:
+    """How often each task of a command shows each image to an encoder, told apart by its pixels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by_task: dict[str, collections.Counter[bytes]] = {}
+        run, unchecked, task = Evaluation.run, FeatureExtractor.unchecked, list[str]()
+
+        def noting(evaluation: Evaluation, *values: Any, **options: Any) -> Any:
+            task[:] = [called(evaluation.probe)]
+            self.by_task[task[0]] = collections.Counter()
+            return run(evaluation, *values, **options)
+
+        def counting(extractor: FeatureExtractor, images: torch.Tensor) -> Any:
+            self.by_task[task[0]].update(image.numpy().tobytes() for image in images)
+            return unchecked(extractor, images)
+
+        monkeypatch.setattr(Evaluation, "run", noting)
+        monkeypatch.setattr(FeatureExtractor, "unchecked", counting)
+
+    def times(self, task: str) -> list[int]:
+        return sorted(self.by_task[task].values())
+
+
+PROBED = ("--task", "all", "--checkpoint", "encoder.safetensors", "--layer", "1")
+FEW = ("dataset.num_train=6", "dataset.num_val=4")
+
+
+@pytest.fixture
+def photos(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    encoder_file(tmp_path / "encoder.safetensors")
+    return photo_folder(tmp_path / "photos")
+
+
+def cut_records() -> dict[str, Any]:
+    """What both protocols of TokenCut found, by the files of records, logs and pictures."""
+    values = {
+        record.digest: (record.value, record.ci95, record.details)
+        for record in ResultStore(Path("results")).records()
+        if record.task == "tokencut"
+    }
+    files = {
+        str(path): path.read_bytes()
+        for path in Path("results/pictures/tokencut").rglob("*")
+        if path.is_file()
+    }
+    return {"values": values, "files": files}
+
+
+@pytest.mark.parametrize("command", ["probe", "sweep", "python"])
+def test_an_image_of_a_folder_passes_once_for_each_task(photos, monkeypatch, command):
+    count, shown = len(list(photos.iterdir())), Shown(monkeypatch)
+    words = (*PROBED, "--dataset", "folder", "--data-root", str(photos))
+
+    if command == "python":
+        asked: dict[str, Any] = {"dataset": "folder", "data_root": photos, "layer": 1}
+        ssl_bench.probe("encoder.safetensors", task="all", **asked)
+    else:
+        assert main([command, *words]) == 0
+
+    # Each image, and a warp of it or ten crops.
+    expected = {"correspondence": 2 * count, "geometry": 11 * count, "tokencut, adaptive": 0}
+    assert {task: shown.times(task) for task in shown.by_task} == {
+        task: [1] * expected.get(task, count) for task in shown.by_task
+    }
+    assert {"tokencut", "tokencut, adaptive", "pca", "conditioning"} < shown.by_task.keys()
+
+
+@pytest.mark.slow
+def test_an_image_of_masks_or_classes_passes_once_for_each_task(photos, monkeypatch):
+    shown = Shown(monkeypatch)
+    for dataset in ("toy", "toy_objects"):
+        assert main(["probe", *PROBED, "--dataset", dataset, *FEW]) == 0
+        if dataset == "toy":
+            # Those that are drawn pass once more.
+            assert shown.times("segmentation") == [1] * 6 + [2] * 4
+            assert len(shown.times("discovery")) == 10
+            assert not shown.times("tokencut") + shown.times("tokencut, adaptive")
+            del shown.by_task["segmentation"]
+    assert not shown.times("knn")
+    assert {times for task in shown.by_task for times in shown.times(task)} == {1}
+
+
+def test_protocols_that_share_a_pass_find_what_each_finds_alone(photos):
+    words = ("--checkpoint", "encoder.safetensors", "--dataset", "folder", "--layer", "0,1")
+    words = (*words, "--data-root", str(photos), "--pictures", "1")
+    for protocol in ("adaptive", "reference"):
+        alone = ("--task", "tokencut", f"probe.protocol={protocol}")
+        assert main(["probe", *alone, *words]) == 0
+    apart = cut_records()
+    assert len(apart["values"]) == 4
+    Path("results").rename("apart")
+
+    assert main(["probe", "--task", "all", *words]) == 0
+
+    assert cut_records() == apart
+
+
+def test_overwriting_passes_images_once_more_and_ends_with_whole_logs(photos, monkeypatch):
+    words = ("probe", *PROBED, "--dataset", "folder", "--data-root", str(photos))
+    assert main([*words]) == 0
+    before, shown = cut_records(), Shown(monkeypatch)
+
+    assert main([*words, "--overwrite"]) == 0
+
+    assert len(shown.times("tokencut")) == len(list(photos.iterdir()))
+    assert not shown.times("tokencut, adaptive")
+    assert cut_records() == before
+
+
+def test_a_protocol_with_other_blocks_to_do_passes_on_its_own(photos, monkeypatch):
+    """What one protocol has finished is not searched again for the other."""
+    words = ("--checkpoint", "encoder.safetensors", "--dataset", "folder")
+    words = (*words, "--data-root", str(photos))
+    first = ("--task", "tokencut", "probe.protocol=adaptive", "--layer", "1")
+    assert main(["probe", *first, *words]) == 0
+    shown = Shown(monkeypatch)
+
+    assert main(["probe", "--task", "all", "--layer", "0,1", *words]) == 0
+
+    assert len(shown.times("tokencut")) == len(shown.times("tokencut, adaptive"))
