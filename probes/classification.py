@@ -270,8 +270,6 @@ class LinearClassification(Probe):
         heads = fitted(portion.fitted)
         details = {
             **portions.details(portion, portion.fitted, heads.seconds),
-            "unconverged_heads": heads.unfinished,
-            "stalled_heads": heads.stalled,
             "guesses": guesses_of(self, self.guesses),
         }
         for index, source in enumerate(sources):
@@ -291,7 +289,7 @@ class LinearClassification(Probe):
                     held_out=held_out,
                     constant=heads.constant_channels[index] / features.features.shape[1],
                     missing=asked.classes - len(train.labels[portion.fitted].unique()),
-                    shared={**details, "layers": list(source)},
+                    shared={**details, **heads.convergence(index), "layers": list(source)},
                 )
             )
 

@@ -347,13 +347,13 @@ class SegmentationRun:
     def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
         """Heads of all sources; those that a killed run had finished are taken from its file."""
         context, kept = self.context, self._kept_heads(entries)
-        if "finished" in kept.found:
-            return TrainedHeads(**kept.found["finished"]).on(context.device)
+        if "fitted" in kept.found:
+            return TrainedHeads(**kept.found["fitted"]).on(context.device)
         heads = self.probe.training.train(
             self.heads, features, self.sources, entries, context.progress, kept
         )
         if heads.seconds >= 60 * self.probe.keep_minutes:
-            kept.write({"finished": vars(heads)})
+            kept.write({"fitted": vars(heads)})
         return heads
 
     def count_held_out(
@@ -508,6 +508,7 @@ class SegmentationRun:
                 "constant_channels_percent": round(100 * constant, 1),
                 "warnings": [*warnings, *few_images_warning(len(counts))],
                 **shared,
+                **heads.convergence(index),
                 "layers": list(source),
             }
             cell = source[-1], self.probe.scored_facet
@@ -525,8 +526,6 @@ class SegmentationRun:
             "train_ids_sha256": digest(self.split.ids(self.training_pass.images)),
             "all_ignored_train_images": int(ignored.sum()),
             "train_seconds": round(heads.seconds, 3),
-            "unconverged_heads": heads.unfinished,
-            "stalled_heads": heads.stalled,
             "feature_tier": features.tier,
             "encoder_passes": features.passes,
             "guesses": guesses_of(self.probe, self.probe.guesses),

@@ -206,12 +206,16 @@ def probe(
 
 
 def read_results(folder: str | Path = "results") -> Results:
-    """All records below a folder of results.
+    """Read all records below a folder of results; a message says which ones cannot be shown.
 
     Raises:
         DataError: There are none.
     """
-    return Results(tuple(ResultStore(Path(folder)).records()))
+    store = ResultStore(Path(folder))
+    records = store.records()
+    for line in store.notes():
+        say_once(line)
+    return Results(tuple(records))
 
 
 @_said_in_python()

@@ -132,13 +132,15 @@ class LogisticRegression(Training):
             for _ in progress(range(1), name, 1)
         )
         place(minimum.values)
+        flags = torch.stack([~minimum.converged, minimum.stalled])
+        unfinished, stalled = flags.view(2, *shape[:2]).sum(2).tolist()
         return TrainedHeads(
             tuple(sources),
             *bank.folded(),
             constant_channels=statistics.constant_channels(),
             seconds=time.monotonic() - start,
-            unfinished=int((~minimum.converged).sum()),
-            stalled=int(minimum.stalled.sum()),
+            unfinished=tuple(unfinished),
+            stalled=tuple(stalled),
         )
 
 

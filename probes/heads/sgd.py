@@ -474,8 +474,9 @@ class TrainedHeads:
 
     Attributes:
         constant_channels: How many channels of each source say nothing: they do not vary.
-        unfinished: Heads that stopped before they converged; None where that is not asked.
-        stalled: Those of them that gained next to nothing any more.
+        unfinished: By source the number of heads that stopped before they converged; None where
+            nothing is known of that.
+        stalled: As `unfinished`, those of them that gained next to nothing any more.
     """
 
     sources: tuple[LayerGroup, ...]
@@ -483,12 +484,17 @@ class TrainedHeads:
     bias: Float[Tensor, "sources values classes"]
     constant_channels: tuple[int, ...]
     seconds: float
-    unfinished: int | None = None
-    stalled: int | None = None
+    unfinished: tuple[int, ...] | None = None
+    stalled: tuple[int, ...] | None = None
 
     def on(self, device: torch.device) -> "TrainedHeads":
         weight, bias = self.weight.to(device), self.bias.to(device)
         return replace(self, weight=weight, bias=bias)
+
+    def convergence(self, index: int) -> dict[str, int | None]:
+        """Return what records say of how far the heads of one source were fitted."""
+        counts = {"unconverged_heads": self.unfinished, "stalled_heads": self.stalled}
+        return {name: None if each is None else each[index] for name, each in counts.items()}
 
     def logits(
         self, index: int, features: Float[Tensor, "rows cols dim"]

@@ -10,17 +10,21 @@ from typing import Any, cast
 import pytest
 import torch
 
+import ssl_bench
+from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import build, compose_config, has_key
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.models.encoder import configured, of_library
 from ssl_bench.planning import BATCH_SIZES
-from ssl_bench.results import ResultStore
+from ssl_bench.results import ResultStore, versions
 from tests.support.faults import SMALL, class_folders, encoder_file, probing, records, voc
+from tests.support.report_cells import cell
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 
@@ -247,3 +251,113 @@ def test_fault_55_a_record_of_an_earlier_kind_counts_for_nothing_and_is_named(pl
     for path in old:
         path.write_text('{"checkpoint_sha256": ')
     assert "earlier kind" not in said(probe, capsys)
+
+
+def outdated_lines(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if "outdated" in line]
+
+
+@pytest.mark.parametrize("raised", ["metric", "pipeline"])
+def test_results_of_an_older_version_are_left_out_and_computed_again(
+    place, capsys, monkeypatch, raised
+):
+    probe = probing("knn", "class_folders", place / "classes")
+    assert main(probe) == 0
+    before = records()
+    assert main(["table", "--pack"]) == 0
+    capsys.readouterr()
+    if raised == "metric":
+        monkeypatch.setattr(KNN, "metric_version", 2)
+    else:
+        monkeypatch.setattr(versions, "PIPELINE_VERSION", 2)
+
+    for words in (["table"], ["report"], ["compare", "encoder"]):
+        assert main(words) == 3
+        (line,) = outdated_lines(capsys)
+        assert f" {len(before)} outdated " in line
+    with pytest.raises(DataError) as caught:
+        records()
+    typed = [word.replace("{checkpoint}", "encoder.safetensors") for word in caught.value.hint]
+    asked = ["--dataset", "class_folders", "--data-root", "classes", "--layer", "1"]
+    assert main([*typed[1:], *asked, *SMALL["knn"]]) == 0
+    assert len(outdated_lines(capsys)) == 1
+    after = records()
+    assert [record.value for record in after] == [record.value for record in before]
+    assert {(r.metric_version, r.pipeline_version) for r in after} == {
+        (2, 1) if raised == "metric" else (1, 2)
+    }
+    assert main(probe) == 0
+    assert not outdated_lines(capsys)
+    assert main(["table"]) == 0
+    (line,) = outdated_lines(capsys)
+    assert f" {len(before)} outdated " in line
+
+
+def test_finished_results_name_the_release_that_computed_them(place, capsys, monkeypatch):
+    probe = probing("knn", "class_folders", place / "classes")
+    assert main(probe) == 0
+    capsys.readouterr()
+    assert main(probe) == 0
+    assert "by version" not in capsys.readouterr().err
+    computed_by = ssl_bench.__version__
+    monkeypatch.setattr(ssl_bench, "__version__", "99.0")
+
+    assert main(probe) == 0
+
+    assert f"by version {computed_by}" in capsys.readouterr().err
+
+
+PLUGIN = """open({mark!r}, "w")
+from dataclasses import dataclass
+from {base} import Base
+
+
+@dataclass(frozen=True)
+class Own(Base):
+    value: float = 1.0
+"""
+BASE = """open({mark!r}, "w")
+from ssl_bench.evaluation import Probe
+
+
+class Base(Probe):
+    metric_version{stated}
+"""
+
+
+@pytest.mark.parametrize(
+    ("stated", "left_out"),
+    [("", 0), (" = 1", 0), (" = 2", 1), (": int = 3", 1), (" = max(1, 2)", 0)],
+)
+def test_tables_know_the_version_of_a_probe_that_they_do_not_import(
+    place, capsys, monkeypatch, stated, left_out
+):
+    installed, mark = place / "installed", place / "imported"
+    (installed / "own-1.0.dist-info").mkdir(parents=True)
+    (installed / "own-1.0.dist-info/METADATA").write_text("Name: own\nVersion: 1.0\n")
+    points = "[ssl_bench.probe]\nown = own_package.probe:Own\n"
+    (installed / "own-1.0.dist-info/entry_points.txt").write_text(points)
+    package = installed / "own_package"
+    package.mkdir()
+    for name, text in {"__init__": "open({mark!r}, 'w')", "probe": PLUGIN, "base": BASE}.items():
+        text = text.format(mark=str(mark), base=f"{package.name}.base", stated=stated or "0 = 2")
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.setattr(versions, "_source", versions._source.__wrapped__)
+    store = ResultStore(Path("results"))
+    store.save(cell(layer=0, task="own", metric="one"))
+    store.save(cell(layer=1, task="knn", metric="top1_k1"))
+
+    assert main(["table", "--task", "own,knn", "--metric", "one,top1_k1"]) == (2 * left_out)
+
+    assert len(outdated_lines(capsys)) == left_out
+    assert not mark.exists()
+
+
+def test_of_a_task_that_is_not_installed_the_newest_records_are_shown(tmp_path):
+    store = ResultStore(tmp_path)
+    for layer, version in enumerate((1, 3, 3)):
+        store.save(cell(layer=layer, task="elsewhere", metric_version=version))
+
+    assert [record.layer for record in store.records()] == [1, 2]
+    assert [record.layer for record in store.outdated] == [0]

@@ -310,3 +310,15 @@ def test_packing_keeps_the_digest_of_a_record(tmp_path):
 
     assert parquet.read_table(tmp_path / "records.parquet")["record"].to_pylist() == [text]
     assert store.records()[0].record_sha256 is not None
+
+
+def test_values_of_images_that_only_changed_places_are_damaged(tmp_path):
+    store, hits = ResultStore(tmp_path), np.arange(8) < 4
+    store.save(replace(RECORD, num_images=8, value=50.0, ci95=None), hits)
+    (record,) = store.records()
+    path = store.per_image_path(record)
+
+    np.savez_compressed(path.open("wb"), hits[::-1])
+
+    assert store.per_image(record) is None
+    assert store.damaged == [path]

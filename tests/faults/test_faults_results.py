@@ -192,3 +192,30 @@ def test_fault_50_damaged_lines_of_what_was_found_are_dropped_and_computed_again
 
     assert found() == before
     assert log.read_text().splitlines() == [*lines[: -len(LINES)], *spoilt, *whole]
+
+
+@pytest.mark.parametrize("words", [[], ["--metric", "pixel_accuracy"], ["--pivot"]])
+def test_a_table_names_an_older_record_whose_value_is_not_that_of_its_images(again, capsys, words):
+    record = next(record for record in records() if record.metric == "pixel_accuracy")
+    path = ResultStore(Path("results")).path(record.key())
+    older = json.loads(path.read_text()) | {"value": record.value - 1, "ci95": None}
+    del older["record_sha256"]
+    path.write_text(json.dumps(older))
+    capsys.readouterr()
+
+    assert main(["table", *words]) == 0
+
+    assert capsys.readouterr().err.count(f"ignored {path.with_suffix('.npz')}: ") == 1
+
+
+@pytest.mark.parametrize("command", ["table", "compare", "report"])
+def test_a_record_that_was_edited_is_named_and_not_shown(again, capsys, command):
+    record = next(record for record in records() if record.metric == "miou")
+    path = ResultStore(Path("results")).path(record.key())
+    edited = json.loads(path.read_text()) | {"model": "another name"}
+    path.write_text(json.dumps(edited))
+    capsys.readouterr()
+
+    assert main([command, *(["encoder"] if command == "compare" else [])]) == 0
+
+    assert f"1 of 6 records cannot be shown: {path}: " in capsys.readouterr().err

@@ -86,8 +86,8 @@ def test_heads_of_two_classes_decide_as_the_regression_of_scikit_learn(monkeypat
 
 def test_heads_that_reach_the_limit_of_iterations_are_counted():
     heads = _train(torch.arange(NUM_IMAGES), max_iterations=2)
-    assert heads.unfinished == 2 * len(C_VALUES)
-    assert heads.stalled == 0
+    assert heads.unfinished == (len(C_VALUES),) * 2
+    assert heads.stalled == (0, 0)
 
 
 def test_convex_problems_end_each_in_its_own_time_and_one_without_a_minimum_costs_little():
