@@ -165,8 +165,8 @@ class FeatureFile:
         except OSError as error:
             raise MachineError(
                 f"cannot keep {self._data_bytes() / 2**30:.1f} GiB of features in {self.folder} "
-                f"({error.strerror or error}); choose another folder with probe.cache=DIR, or take "
-                "probe.tier=stream"
+                f"({error.strerror or error}); choose another folder, or keep none",
+                hint=("probe.cache={folder}", "or", "probe.tier=stream"),
             ) from error
 
     @property
@@ -253,8 +253,8 @@ def label_file(folder: Path, shape: tuple[int, int, int]) -> UInt8[Tensor, "entr
             return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=shape))
     except OSError as error:
         raise MachineError(
-            f"cannot keep labels in {folder} ({error.strerror or error}); choose another "
-            "folder with probe.cache=DIR"
+            f"cannot keep labels in {folder} ({error.strerror or error}); choose another folder",
+            hint=("probe.cache={folder}",),
         ) from error
 
 
@@ -277,7 +277,8 @@ def half_features(
     for index, image in finite.logical_not().nonzero().tolist():
         raise CheckpointError(
             f"layer {extractor.layers[index]} of {extractor.encoder.name} gives "
-            f"features beyond float16 (65504) for image {ids[image]}; try probe.norm=final"
+            f"features beyond float16 (65504) for image {ids[image]}",
+            hint=("probe.norm=final",),
         )
     return host if fetch else halves
 
@@ -395,8 +396,8 @@ class FeaturesOnDisk:
             self._read(indices, some)
         except DamagedFeatures as again:
             raise MachineError(
-                f"{again}, right after they were written; choose another folder with "
-                "probe.cache=DIR"
+                f"{again}, right after they were written; choose another folder",
+                hint=("probe.cache={folder}",),
             ) from again
 
 
