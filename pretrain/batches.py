@@ -261,7 +261,8 @@ def arriving(
             raise
         yield MachineError(
             f"a data worker died ({str(error).splitlines()[0]}); memory or /dev/shm may be too "
-            "small: lower train.shared_memory_gib or try train.num_workers=0"
+            "small",
+            hint=("train.shared_memory_gib={number}", "or", "train.num_workers=0"),
         )
     finally:
         # A traceback may keep this frame alive, and with it the workers.

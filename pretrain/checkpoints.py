@@ -93,7 +93,8 @@ def load_state(out: Path, device: torch.device) -> tuple[dict[str, Any], Path]:
             problems.append(f"{path.name} is cut or changed")
     raise CheckpointError(
         f"no training state in {out} can be used ({'; '.join(problems) or 'there is none'}); "
-        "start again with --overwrite in place of --resume"
+        "start again without --resume",
+        hint=("--overwrite",),
     )
 
 
@@ -147,7 +148,8 @@ def unfit(path: Path, why: str) -> CheckpointError:
     """The error of a state that no run of this version can go on from."""
     return CheckpointError(
         f"{path} {why}, expected all that a run saves; use the ssl-bench that wrote it, or start "
-        "again with --overwrite in place of --resume"
+        "again without --resume",
+        hint=("--overwrite",),
     )
 
 
@@ -174,8 +176,8 @@ def require_free(out: Path) -> None:
     """
     if has_state(out) or any(path.exists() for path in _files_of_a_run(out)):
         raise ConfigurationError(
-            f"{out} already holds a run; go on with --resume, forget it with --overwrite, or "
-            "choose another --out"
+            f"{out} already holds a run; `--resume` continues it, `--overwrite` deletes it",
+            hint=("--resume", "or", "--overwrite", "or", "--out", "{folder}"),
         )
 
 

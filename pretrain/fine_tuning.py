@@ -46,8 +46,9 @@ def init_from(
     if (found.mean, found.std) != colours:
         mean, std = (f"[{','.join(map(repr, of))}]" for of in (found.mean, found.std))
         raise ConfigurationError(
-            f"init_from={address} expects images of another scale than those of the run; type "
-            f"data.mean={mean} data.std={std}, or start from another checkpoint"
+            f"init_from={address} expects images of another scale than those of the run; start "
+            "from another checkpoint, or take its scale",
+            hint=(f"data.mean={mean}", f"data.std={std}"),
         )
     for encoder in encoders:
         module = _require_fit(found, encoder, address)
@@ -89,8 +90,8 @@ def require_apart(address: str, out: Path) -> None:
     path = real(expanded(address))
     if real(out) in (path, path.parent):
         raise ConfigurationError(
-            f"init_from={address} lies in the run folder {out}, which would replace it; choose "
-            "another --out"
+            f"init_from={address} lies in the run folder {out}, which would replace it",
+            hint=("--out", "{folder}"),
         )
 
 

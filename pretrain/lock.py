@@ -140,7 +140,8 @@ def _require_dead(path: Path) -> None:
             is_alive = before is not None and seen != before
         if is_alive:
             raise ConfigurationError(
-                f"{path.parent} is held by {who}; wait for it, end it, or choose another --out"
+                f"{path.parent} is held by {who}; wait for it, end it, or choose another folder",
+                hint=("--out", "{folder}"),
             )
         if is_here or time.monotonic() > end:
             return

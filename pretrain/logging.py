@@ -20,7 +20,7 @@ from torch import Tensor
 from pretrain.distributed import TrainingRanks
 from pretrain.options import TrainOptions
 from pretrain.schedules import Timeline
-from ssl_bench.errors import ConfigurationError, MachineError
+from ssl_bench.errors import ConfigurationError, MachineError, either
 from ssl_bench.system.escaping import printable
 from ssl_bench.system.files import write_text_atomically
 from ssl_bench.system.progress import bar_class, in_words
@@ -166,7 +166,7 @@ class StepLog:
         journal: Takes the rows; the first process has it, the others have none.
         options: Of the run.
         timeline: Of the run.
-        diagnose: Gives, for a row of the log, what is wrong and the remedy, or nothing.
+        diagnose: Returns what is wrong for a row of the log, if anything.
         done: Steps taken before.
 
     Attributes:
@@ -180,7 +180,7 @@ class StepLog:
         options: TrainOptions,
         timeline: Timeline,
         ranks: TrainingRanks,
-        diagnose: Callable[[Mapping[str, Any]], str | None],
+        diagnose: Callable[[Mapping[str, Any]], ConfigurationError | None],
         *,
         done: int,
     ) -> None:
@@ -241,21 +241,23 @@ class StepLog:
         if not all(math.isfinite(row[name]) for name in ("loss", "gradient_norm")):
             self._non_finite += 1
             if self._non_finite >= options.non_finite_patience:
-                remedy = "a lower optimizer.lr"
+                precision = ()
                 if options.autocasts(self._ranks.device):
-                    remedy += " or train.precision=float32"
+                    precision = ("train.precision=float32",)
                 raise ConfigurationError(
                     f"loss or gradient was not finite for {self._non_finite} steps up to step "
-                    f"{row['step']}; start anew in another --out with {remedy}"
+                    f"{row['step']}; start anew in another folder",
+                    hint=("--out", "{folder}", "optimizer.lr={lower_rate}", *precision),
                 )
             return
         self._non_finite = 0
         # Symptoms before it are those of every beginning.
-        hint = self._diagnose(row) if row["step"] > self._first_step else None
-        self._sick = self._sick + 1 if hint else 0
-        if hint and self._sick >= options.collapse_patience:
+        symptom = self._diagnose(row) if row["step"] > self._first_step else None
+        self._sick = self._sick + 1 if symptom else 0
+        if symptom and self._sick >= options.collapse_patience:
             raise ConfigurationError(
-                f"stopped at step {row['step']}: {hint}, for a run in another --out"
+                f"stopped at step {row['step']}: {symptom}, in another folder",
+                hint=either(symptom.hint, ("--out", "{folder}")),
             )
 
     def close(self) -> None:
@@ -287,7 +289,8 @@ def require_tensorboard() -> type[Any]:
     except ImportError as error:
         raise MachineError(
             "train.tensorboard=true needs the package tensorboard, which is not installed; "
-            "pip install 'ssl-bench[track]', or leave it out"
+            "pip install 'ssl-bench[track]', or leave it out",
+            hint=("train.tensorboard=false",),
         ) from error
     return SummaryWriter
 
@@ -330,7 +333,8 @@ class WandbRun:
         except Exception as error:
             raise MachineError(
                 f"Weights & Biases does not begin a run ({error}); log in with `wandb login`, set "
-                "WANDB_MODE=offline, or leave train.wandb out"
+                "WANDB_MODE=offline, or go without",
+                hint=("train.wandb=null",),
             ) from error
         self._run.define_metric("*", step_metric="step")
 
@@ -349,6 +353,7 @@ def require_wandb() -> Any:
     except ImportError as error:
         raise MachineError(
             "train.wandb=PROJECT needs the package wandb, which is not installed; "
-            "pip install wandb, or leave it out"
+            "pip install wandb, or leave it out",
+            hint=("train.wandb=null",),
         ) from error
     return wandb

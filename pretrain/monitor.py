@@ -89,7 +89,10 @@ class Monitor:
     def __post_init__(self) -> None:
         check_fields(self, "monitor")
         if self.results is not None and self.accuracy_epochs is None:
-            raise ConfigurationError("monitor.results=DIR needs monitor.accuracy_epochs")
+            raise ConfigurationError(
+                "records go to monitor.results only where accuracy is measured",
+                hint=("monitor.accuracy_epochs={number}",),
+            )
 
     def open(
         self, learner: Learner, timeline: Timeline, data: DataOptions, images: ImageSet
@@ -111,7 +114,9 @@ class Monitor:
             return None
         root = self.root or data.root
         if root is None:
-            raise ConfigurationError("monitor.root=DIR is needed, with train/CLASS/PICTURE in it")
+            raise ConfigurationError(
+                "expected a folder with train/CLASS/PICTURE in it", hint=("monitor.root={folder}",)
+            )
         folders = ClassFolders(root, self.train_split, self.val_split, self.known_only)
         try:
             observer = Observer(self, folders, learner, timeline, data.colours)
@@ -130,8 +135,8 @@ class Monitor:
             return observer
         if not isinstance(learner, SupervisedLearner):
             raise ConfigurationError(
-                "monitor.accuracy_epochs needs a head that names classes, objective=supervised; "
-                "monitor.knn_epochs works without"
+                "monitor.accuracy_epochs needs a head that names classes",
+                hint=("objective=supervised", "or", "monitor.knn_epochs={number}"),
             )
         if images.class_names != observer.val.class_names:
             raise ConfigurationError(
@@ -164,10 +169,12 @@ class Observer(Measuring):
         self.val = drawn(self.all_val, options.val_images)
         self.train = drawn(folders.train(), options.train_images)
         self.fitted_and_scored = 0
-        if options.knn_epochs is not None and options.neighbours > len(self.train):
+        most = len(self.train)
+        if options.knn_epochs is not None and options.neighbours > most:
             raise ConfigurationError(
-                f"monitor.neighbours must be at most the {len(self.train)} training "
-                f"images, got {options.neighbours}"
+                f"monitor.neighbours must be at most the {most} training images, got "
+                f"{options.neighbours}",
+                hint=(f"monitor.neighbours={most}",),
             )
 
     def measures(self, step: int) -> dict[str, float]:

@@ -96,8 +96,8 @@ class DataOptions:
         """
         if self.labels and self.root is None:
             raise ConfigurationError(
-                "data.labels=true, as objective=supervised has it, needs images with classes: "
-                "data.root=DIR"
+                "data.labels=true, as objective=supervised has it, needs images with classes",
+                hint=("data.root={folder}",),
             )
         if self.labels:
             images = ClassFolders(self.root).to_learn_from()
@@ -201,14 +201,16 @@ class TrainOptions:
         if self.schedule == "triangular" and self.warmup_epochs is not None:
             raise ConfigurationError(
                 "train.schedule=triangular rises for two fifths of the run and has no warm-up, "
-                f"got train.warmup_epochs={self.warmup_epochs:g}; leave it at null"
+                f"got {self.warmup_epochs:g} epochs of it",
+                hint=("train.warmup_epochs=null",),
             )
 
         late = [epoch for epoch in self.keep_epochs or () if epoch > self.epochs]
         if late:
             raise ConfigurationError(
-                f"train.keep_epochs expects epochs up to train.epochs={self.epochs}, got "
-                f"{', '.join(map(str, late))}"
+                f"train.keep_epochs expects epochs up to {self.epochs}, the last, got "
+                f"{', '.join(map(str, late))}",
+                hint=(f"train.epochs={max(late)}",),
             )
 
     def keeps(self, epoch: int) -> bool:
@@ -227,8 +229,9 @@ class TrainOptions:
         """The planned length of a run over so many images."""
         if num_images < self.batch:
             raise ConfigurationError(
-                f"train.batch_size={self.batch} is more than the {num_images} images; "
-                "train.batch_size=null fits it to them, or give --data-root DIR with more"
+                f"train.batch_size={self.batch} is more than the {num_images} images; fit it to "
+                "them, or give more",
+                hint=("train.batch_size=null", "or", "--data-root", "{folder}"),
             )
         steps_per_epoch = num_images // self.batch
         total = self.epochs * steps_per_epoch

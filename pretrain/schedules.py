@@ -137,8 +137,8 @@ class WarmUp:
         if steps > timeline.total_steps:
             raise ConfigurationError(
                 f"{self.key}={asked:g} are {steps} steps and the run has {timeline.total_steps}; "
-                f"take fewer epochs, or {self.key}=null: {self.epochs:g}, at most "
-                f"{100 * self.share:g} % of the run"
+                f"take fewer epochs, or {self.epochs:g}, at most {100 * self.share:g} % of the run",
+                hint=(f"{self.key}=null",),
             )
         return steps
 

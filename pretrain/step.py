@@ -172,8 +172,7 @@ def deterministic(asked: bool) -> Generator[None]:
             raise
         what = str(error).partition(" does not have")[0][:100]
         raise ConfigurationError(
-            f"train.deterministic=true: {what} has no deterministic form on this device; leave "
-            "train.deterministic out"
+            f"{what} has no deterministic form on this device", hint=("train.deterministic=false",)
         ) from error
     finally:
         torch.use_deterministic_algorithms(before)

@@ -42,7 +42,14 @@ from pretrain.step import Trainer, deterministic
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.files.fingerprints import marks_of
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted, SslBenchError
+from ssl_bench.errors import (
+    ConfigurationError,
+    DataError,
+    MachineError,
+    Preempted,
+    SslBenchError,
+    either,
+)
 from ssl_bench.evaluation import trained_on
 from ssl_bench.models import EncoderConfig, EncoderModule, StateSpaceConfig, ViTConfig
 from ssl_bench.models.loading.checkpoint import colours_metadata
@@ -87,13 +94,13 @@ class Pretraining:
             for name, options in (("data", self.data), ("monitor", self.monitor)):
                 if options != type(options)():
                     raise ConfigurationError(
-                        f"{name}.* expects images, and this objective has none: it makes what it "
-                        f"learns from; leave {name}.* out, and --data-root"
+                        f"{name}.* and --data-root are about images, and this objective makes what "
+                        "it learns from; leave them out"
                     )
         elif isinstance(self.model, StateSpaceConfig):
             raise ConfigurationError(
-                f"model.version={self.model.version} reads tokens and no images; take "
-                "objective=copying, or model=vit_small_skip"
+                f"model.version={self.model.version} reads tokens and no images",
+                hint=("objective=copying", "or", "model=vit_small_skip"),
             )
         elif self.data.labels is None:
             labelled = replace(self.data, labels=isinstance(self.objective, Supervised))
@@ -217,7 +224,10 @@ class Pretraining:
                 if ranks.is_first:
                     hold = stack.enter_context(held(out))
                     if (must_resume or extend) and not checkpoints.has_state(out):
-                        raise ConfigurationError(f"nothing to resume in {out}; give --out of a run")
+                        raise ConfigurationError(
+                            f"nothing to resume in {out}; name the folder of a run",
+                            hint=("--out", "{run}"),
+                        )
                     checkpoints.claim(out, resume=goes_on, overwrite=overwrite)
             with ranks.together():
                 found = None
@@ -450,13 +460,12 @@ class Run:
             # Digests and steps follow from what was typed, where that is another.
             follows = ("images:", f"{_FILES}:", f"{_WARMUPS}.")
             typed = [change for change in changed if not change.startswith(follows)]
-            is_longer = not extend and new > old and changed == longer
+            goes_on = ("--extend",) if not extend and new > old and changed == longer else ()
             raise ConfigurationError(
                 f"{path} is of a run with another configuration ({'; '.join(typed or changed)}); "
-                "type the words of the first command again, with --resume (their values are in "
-                f"{self.out / checkpoints.CONFIG}), "
-                f"{'go on for longer with --extend, ' if is_longer else ''}or start anew in "
-                "another folder"
+                "type the words of the first command again (their values are in "
+                f"{self.out / checkpoints.CONFIG})",
+                hint=either(goes_on, ("--resume",), ("--out", "{folder}")),
             )
 
         def unreadable_now() -> set[int]:
@@ -477,7 +486,8 @@ class Run:
             if new <= old:
                 raise ConfigurationError(
                     f"--extend expects more than the {old} steps of the run in {self.out}, got "
-                    f"{new}; raise train.epochs or train.max_steps"
+                    f"{new}",
+                    hint=("train.epochs={larger}", "or", "train.max_steps={larger}"),
                 )
             self.extensions.append({"step": state["step"], "from_steps": old, "to_steps": new})
             news += f" instead of {old}"
@@ -554,7 +564,7 @@ class Run:
             if self.request.received is None and self._time_is_up():
                 report.say(f"time is up {where}; go on with --resume")
                 return
-            error = Preempted(f"asked to stop {where}; start it again with --resume")
+            error = Preempted(f"asked to stop {where}; start the command again", hint=("--resume",))
             error.is_shared = self.ranks.count > 1
             raise error
 

@@ -174,8 +174,8 @@ class LinearClassification(Probe):
         if is_attentive and (self.facet, self.layers_mode) != usual:
             raise ConfigurationError(
                 "probe.pool=attentive looks at the patches of one block after the final norm, got "
-                f"probe.facet={shown(self.facet)} probe.layers_mode={self.layers_mode}; leave "
-                "these keys out"
+                f"the facet {shown(self.facet)} and the blocks {self.layers_mode}; leave "
+                "probe.facet and probe.layers_mode out"
             )
 
     @property

@@ -165,10 +165,11 @@ class KNN(Probe):
         count = len(split.indices)
         if max(self.neighbours) > count:
             fitting = [k for k in self.neighbours if k <= count] or [count]
+            neighbours = ",".join(map(str, fitting))
             raise ConfigurationError(
                 f"probe.neighbours must be at most the {count} images of {train.name} "
-                f"{train.split}, got {max(self.neighbours)}; ask for it alone: "
-                f"--task knn probe.neighbours=[{','.join(map(str, fitting))}]"
+                f"{train.split}, got {max(self.neighbours)}; ask for fewer, alone",
+                hint=("--task", "knn", f"probe.neighbours=[{neighbours}]"),
             )
         return split.indices
 

@@ -93,8 +93,9 @@ class PCA(Probe):
         super().__post_init__()
         if self.protocol == "dataset" and self.background != "keep":
             raise ConfigurationError(
-                "probe.background must be keep for probe.protocol=dataset, whose images pass the "
-                f"encoder once, got {self.background!r}"
+                "the images pass the encoder once with probe.protocol=dataset, got "
+                f"probe.background={self.background}",
+                hint=("probe.background=keep",),
             )
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -537,14 +538,15 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
     except Exception as error:
         pass_on_memory(error)
         raise DataError(
-            f"cannot read {path}; probe the checkpoint to align with first, with --overwrite"
+            f"cannot read {path}; probe the checkpoint to align with first", hint=("--overwrite",)
         ) from error
     missing = [image for image in images if image not in maps]
     if missing:
         raise DataError(
             f"the maps of {source} to align with lack the images {', '.join(missing[:3])}"
             f"{', ...' if len(missing) > 3 else ''}; probe that checkpoint on the same images "
-            "first, with at least as many --pictures"
+            "first, with as many pictures",
+            hint=("--pictures", "{number}"),
         )
     return source, [maps[image] for image in images]
 

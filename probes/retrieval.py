@@ -256,10 +256,11 @@ def chosen_patches(
     order = torch.randperm(len(candidates), generator=generator)[: probe.memory_patches]
     if not len(candidates):
         raise DataError("no training patch has a label; nothing can be retrieved")
-    if len(order) < probe.neighbours:
+    if (most := len(order)) < probe.neighbours:
         raise ConfigurationError(
-            f"probe.neighbours must be at most the {len(order)} patches of the memory, got "
-            f"{probe.neighbours}"
+            f"probe.neighbours must be at most the {most} patches of the memory, got "
+            f"{probe.neighbours}",
+            hint=(f"probe.neighbours={most}",),
         )
     return candidates[order].sort().values
 

@@ -189,17 +189,21 @@ class Segmentation(Probe):
         require_one_block_a_head(self.asked_facets, self.layers_mode)
         if self.crops == "whole" and self.views > 2:
             raise ConfigurationError(
-                f"probe.views must be 1 or 2 for probe.crops=whole, got {self.views}"
+                f"whole images have one view or two, got {self.views}",
+                hint=("probe.views=1", "or", "probe.views=2"),
             )
         slides = isinstance(self.inference, SlidingWindows)
         if self.holdout and (self.crops != "whole" or slides):
             raise ConfigurationError(
-                "probe.holdout must be 0 unless probe.crops=whole and probe.inference is squashed "
-                "or by_patch: the held-out images are scored from their cached features, got "
-                f"{self.holdout}"
+                "held-out images are scored from their cached features, which whole images have "
+                f"that are squashed or scored by patch, got probe.holdout={self.holdout}",
+                hint=("probe.holdout=0.0", "or", "probe.crops=whole", "probe.inference=squash"),
             )
         if self.training.refit and not self.holdout:
-            raise ConfigurationError("probe.training.refit must be false unless probe.holdout > 0")
+            raise ConfigurationError(
+                "a head is fitted again to all images only where some were held out",
+                hint=("probe.training.refit=false", "or", "probe.holdout=0.1"),
+            )
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = ["miou_holdout"] if self.holdout else []

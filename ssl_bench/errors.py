@@ -1,17 +1,25 @@
 """Errors a user can meet: one line each, and the exit code the command ends with."""
 
+import re
+import shlex
 import traceback
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 
 class SslBenchError(Exception):
     """Base of everything the command line reports in one line instead of a traceback.
 
+    Its text is the message and, where the message does not name them itself, the words of the hint.
+
+    Args:
+        message: What is wrong and what was expected, in one line.
+        hint: The words to type instead: flags, keys with their values, or a whole command that
+            begins with "ssl-bench". "{name}" stands for what only the user knows. The word "or"
+            separates alternatives.
+
     Attributes:
-        hint: The words to type instead, where the message recommends some: flags, keys with their
-            values, or a whole command that begins with "ssl-bench". "{name}" stands for what only
-            the user knows.
         is_shared: All processes of a run end with it, so that the first alone says it.
     """
 
@@ -20,7 +28,43 @@ class SslBenchError(Exception):
 
     def __init__(self, message: str = "", *, hint: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.hint = tuple(hint)
+        self._hint = tuple(hint)
+
+    @property
+    def hint(self) -> tuple[str, ...]:
+        """Return the words to type; those of the error that it was raised from, if it has none."""
+        cause = self.__cause__
+        return self._hint or (cause.hint if isinstance(cause, SslBenchError) else ())
+
+    def __str__(self) -> str:
+        message, typed = super().__str__(), map(_as_typed, alternatives(self.hint))
+        missing = [f"`{words}`" for words in typed if not _names(message, words)]
+        return f"{message}; use {' or '.join(missing)}" if missing else message
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
+        # A pickle has no cause, whose hint it would lose.
+        return type(self), self.args, {**self.__dict__, "_hint": self.hint}
+
+
+def alternatives(hint: Sequence[str]) -> list[tuple[str, ...]]:
+    """Split a hint into what can be typed one in place of the other."""
+    groups = groupby(hint, key=lambda word: word == "or")
+    return [tuple(words) for is_separator, words in groups if not is_separator]
+
+
+def _names(message: str, words: str) -> bool:
+    return re.search(rf"(?<![\w-]){re.escape(words)}(?![\w=-])", message) is not None
+
+
+def either(*ways: Sequence[str]) -> tuple[str, ...]:
+    """Return one hint of several ways; those without words are left out."""
+    return tuple(word for way in filter(None, ways) for word in ("or", *way))[1:]
+
+
+def _as_typed(words: Sequence[str]) -> str:
+    """Return words as a shell takes them, "{name}" as NAME."""
+    named = (re.sub(r"\{(\w+)\}", lambda name: name[1].upper(), word) for word in words)
+    return shlex.join(named)
 
 
 class ConfigurationError(SslBenchError, ValueError):

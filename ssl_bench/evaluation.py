@@ -235,7 +235,9 @@ class Probe:
             UnfitEncoder: a facet is of [CLS], which the encoder has not.
         """
         if not encoder.has_cls and {"cls", "cls_patch_mean"}.intersection(self.facets):
-            raise UnfitEncoder(f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean")
+            raise UnfitEncoder(
+                f"{encoder.name} has no [CLS] token", hint=("probe.facet=patch_mean",)
+            )
 
     def fitted_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
         """Itself, with values that the images of a dataset allow in fields that nobody typed."""
@@ -385,8 +387,9 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
     if "image_size" in typed:
         lower = max(1, size // patch) * patch
         raise ConfigurationError(
-            f"probe.image_size must be a multiple of the patch size {patch} of {encoder.name}, got "
-            f"{size}; nearest are {lower} and {lower + patch}"
+            f"probe.image_size must be a multiple of the patch size {patch} of {encoder.name}, "
+            f"got {size}",
+            hint=(f"probe.image_size={lower}", "or", f"probe.image_size={lower + patch}"),
         )
     if probe.rounds_size:
         return probe

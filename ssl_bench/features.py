@@ -213,8 +213,9 @@ class FeatureExtractor:
             name = ids[image] if ids else f"image {image} of the batch"
             raise CheckpointError(
                 f"layer {self.layers[index // len(self.facets)]} of {self.encoder.name} gives "
-                f"features that are not finite for {name}; its training "
-                "diverged, or the encoder needs dtype=float32"
+                f"features that are not finite for {name}; its training diverged, or it needs "
+                "float32",
+                hint=("dtype=float32",),
             )
 
     def require_size(self, height: int, width: int) -> None:

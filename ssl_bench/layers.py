@@ -88,8 +88,9 @@ def layers_of(
     named = resolve_layers(block, depth)
     if layers != "all" and asked != named:
         raise ConfigurationError(
-            f"the facet names block {block}, expected --layer {block}, got "
-            f"{', '.join(map(str, asked))}; leave out --layer, or put * for the block"
+            f"the facet names block {block}, got {', '.join(map(str, asked))}; put * for the "
+            "block, or ask for that one",
+            hint=("--layer", str(block)),
         )
     return named
 

@@ -236,7 +236,8 @@ def _faiss_nearest_on_gpu(
 ) -> tuple[Tensor, Tensor]:
     if not (hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus()):
         raise MachineError(
-            f"faiss {faiss.__version__} finds no GPU; take probe.engine=torch or --device cpu"
+            f"faiss {faiss.__version__} finds no GPU",
+            hint=("probe.engine=torch", "or", "--device", "cpu"),
         )
     # Teaches faiss to read and to give tensors, in the order of torch's stream.
     importlib.import_module("faiss.contrib.torch_utils")

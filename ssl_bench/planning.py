@@ -12,7 +12,14 @@ from typing import Any, get_args
 import torch
 from omegaconf import DictConfig
 
-from ssl_bench.composition.choices import asked_names, choices, files, nearest, require_choice
+from ssl_bench.composition.choices import (
+    asked_names,
+    choices,
+    files,
+    nearest,
+    require_choice,
+    unknown_key,
+)
 from ssl_bench.composition.compose import (
     TARGET,
     as_yaml,
@@ -48,6 +55,7 @@ from ssl_bench.errors import (
     MachineError,
     UnreadableImage,
     broken_file,
+    either,
 )
 from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
 from ssl_bench.layers import layers_of
@@ -303,10 +311,10 @@ def _batch_sizes(tasks: Sequence[str], size: int) -> list[str]:
     taken = [key for key in BATCH_SIZES if any(has_key(config, key) for config in configs)]
     if not taken:
         training = [c for c in configs if has_key(c, "probe.training.batch_size")]
-        hint = f"; that of training is probe.training.batch_size={size}" if training else ""
         raise ConfigurationError(
             f"--batch-size is not for {', '.join(tasks)}, which choose how many images the "
-            f"encoder takes at once themselves{hint}"
+            "encoder takes at once themselves",
+            hint=(f"probe.training.batch_size={size}",) if training else (),
         )
     return [f"{key}={size}" for key in taken]
 
@@ -355,12 +363,13 @@ def plan_probes(
     ]
     fitting = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
     if not fitting:
-        raise DataError(f"{_misfit(plan)}; choose another --dataset")
+        raise DataError(f"{_misfit(plan)}; choose another dataset", hint=("--dataset", "{dataset}"))
     found = {planned.choice[0] for planned in fitting}
     if without := [planned for planned in plan if planned.choice[0] not in found]:
         if not leaves_out:
             raise ConfigurationError(
-                f"{_misfit(without)}; leave the task out or choose another --dataset"
+                f"{_misfit(without)}; leave the task out or choose another dataset",
+                hint=("--dataset", "{dataset}"),
             )
         say(f"left out: {_misfit(without)}")
     # Of a task that is not run there is nothing to say.
@@ -423,8 +432,8 @@ def _refused(override: str, pairs: Sequence[_Pair]) -> ConfigurationError:
     chosen = [(p, f"{part}={name}") for p in pairs for name in p.names(part)]
     named = [words for pair, words in chosen if has_key(pair.composed(words), key)]
     if named:
-        some = " or ".join(dict.fromkeys(named))
-        return ConfigurationError(f"{key} is a setting of {some} alone")
+        ways = [(words,) for words in dict.fromkeys(named)]
+        return ConfigurationError(f"{key} is not a setting of this choice", hint=either(*ways))
     owners = []
     for task in choices("probe"):
         # What cannot be imported takes none.
@@ -435,12 +444,13 @@ def _refused(override: str, pairs: Sequence[_Pair]) -> ConfigurationError:
         own = sorted(
             {name for pair in pairs for name in keys(pair.default) if name.endswith(_SIDES)}
         )
-        instead = f"; what is asked has {' and '.join(own)}" if own and key.endswith(_SIDES) else ""
+        instead = [(f"{side}={{value}}",) for side in own] if key.endswith(_SIDES) else []
         typed = f"--pictures ({key})" if key == PICTURES else key
-        alone = f"{typed} is a setting of --task {', '.join(owners)} alone"
-        return ConfigurationError(f"{alone}{instead}")
-    every = {name for pair in pairs for name in keys(pair.default)}
-    return ConfigurationError(f"unknown key {shown(key)}; {nearest(key, every)}")
+        return ConfigurationError(
+            f"{typed} is a setting of {', '.join(owners)} alone",
+            hint=either(*instead) or ("--task", ",".join(owners)),
+        )
+    return unknown_key(key, {name for pair in pairs for name in keys(pair.default)})
 
 
 def sharing_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
@@ -485,8 +495,9 @@ def dataset_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
         return dict.fromkeys(datasets, text)
     if not all(named):
         raise ConfigurationError(
-            f"expected --data-root DIR or DATASET=DIR,DATASET=DIR, got {text!r}; "
-            f"datasets: {', '.join(known)}"
+            f"expected one folder or one for each dataset, got {text!r}; "
+            f"datasets: {', '.join(known)}",
+            hint=("--data-root", "{dataset}={folder},{other_dataset}={other_folder}"),
         )
     roots = {name.strip(): root for name, _, root in pairs}
     if nowhere := [name for name in roots if not _lies_somewhere(name)]:
@@ -502,8 +513,9 @@ def _lies_somewhere(dataset: str) -> bool:
 
 def _takes_no_root(datasets: Sequence[str]) -> ConfigurationError:
     return ConfigurationError(
-        f"{' and '.join(datasets)} is generated and takes no --data-root; leave it out, or say "
-        "what lies there: --dataset folder for pictures, class_folders, voc2012 and others"
+        f"{' and '.join(datasets)} is generated and lies in no folder; leave --data-root out, or "
+        "name the dataset in it",
+        hint=("--dataset", "folder", "--data-root", "{folder}"),
     )
 
 
@@ -588,7 +600,8 @@ def require_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise MachineError(
-            f"cannot write into {folder}: {error.strerror}; choose another folder with --out"
+            f"cannot write into {folder}: {error.strerror}; choose another folder",
+            hint=("--out", "{folder}"),
         ) from error
 
 

@@ -84,15 +84,15 @@ def submit_array(
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if cluster == "slurm" and missing:
         raise MachineError(
-            f"no {' and no '.join(missing)} in PATH; run this on a machine that submits to SLURM, "
-            "or use --print"
+            f"no {' and no '.join(missing)} in PATH; run this on a machine that submits to SLURM",
+            hint=("--print",),
         )
     try:
         import submitit
         from submitit.core.utils import FailedJobError
     except ImportError as error:
         raise MachineError(
-            "--slurm needs submitit; run: pip install 'ssl-bench[slurm]', or use --print"
+            "--slurm needs submitit; run: pip install 'ssl-bench[slurm]'", hint=("--print",)
         ) from error
     executor = submitit.AutoExecutor(logs, cluster=cluster, slurm_max_num_timeout=_MOST_RESTARTS)
     executor.update_parameters(**settings)

@@ -197,12 +197,14 @@ class Copying(Generating):
         if not isinstance(model, StateSpaceConfig):
             raise ConfigurationError(
                 "objective=copying expects a model that reads tokens, got a "
-                f"{type(model).__name__.removesuffix('Config')}: take model=mamba2 or model=mamba1"
+                f"{type(model).__name__.removesuffix('Config')}",
+                hint=("model=mamba2", "or", "model=mamba1"),
             )
-        if model.num_tokens != self.letters + NUM_MARKS:
+        if model.num_tokens != (num_tokens := self.letters + NUM_MARKS):
             raise ConfigurationError(
-                f"objective.letters={self.letters} expects model.num_tokens="
-                f"{self.letters + NUM_MARKS}, two marks more, got {model.num_tokens}"
+                f"objective.letters={self.letters} expects two tokens more, got model.num_tokens="
+                f"{model.num_tokens}",
+                hint=(f"model.num_tokens={num_tokens}",),
             )
         network = build_encoder(model, seed=seed)
         # Under the name by which optimizers know its blocks.

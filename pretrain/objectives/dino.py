@@ -19,6 +19,7 @@ from pretrain.crops.multi import MultiCrop
 from pretrain.objectives.objective import Learner, Objective, Views, part_seed, require_vit
 from pretrain.schedules import FREEZE, TEMPERATURE, Cosine, Linear, Timeline
 from ssl_bench.composition.fields import PositiveOrZero, Share, Temperature, Width, check_fields
+from ssl_bench.errors import ConfigurationError, either
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 from ssl_bench.system.device import without_autocast
 
@@ -224,17 +225,21 @@ class DinoLearner(Learner):
             "teacher_temperature": self.teacher_temperature(step),
         }
 
-    def diagnose(self, row: Mapping[str, Any]) -> str | None:
+    def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
         """Collapse: the teacher names all prototypes, or always the same one, for every image."""
         ceiling = math.log(self.options.out_dim)
         loss, entropy = row["loss"] / ceiling, row["teacher_entropy"] / ceiling
         if min(loss, entropy) < 1 - _COLLAPSE_MARGIN and max(loss, entropy) > _COLLAPSE_MARGIN:
             return None
         where = f"ln(out_dim) = {ceiling:.2f}" if loss > 0.5 else "0"
-        return (
-            f"the loss sits at {where}: the teacher says the same of every image; try a lower "
-            "optimizer.lr, objective.momentum=0.99, a smaller objective.out_dim or "
-            "objective.teacher_temperature=0.04"
+        return ConfigurationError(
+            f"the loss sits at {where}, the teacher gives the same output for every image",
+            hint=either(
+                ("optimizer.lr={lower_rate}",),
+                ("objective.momentum=0.99",),
+                ("objective.out_dim={smaller}",),
+                ("objective.teacher_temperature=0.04",),
+            ),
         )
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from pretrain.crops.plain import PlainCrop
 from pretrain.objectives.objective import Learner, Objective, Views, part_seed, require_vit
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Depth, InnerShare, Width, check_fields
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, either
 from ssl_bench.models import EncoderConfig, VisionTransformer, ViTConfig, build_vit
 
 _EPS = 1e-6
@@ -77,8 +77,9 @@ class Mae(Objective):
         model = require_vit(model, "mae", "others have no patches that can be left out")
         if self.gray_decoder and model.graying == "none":
             raise ConfigurationError(
-                "objective.gray_decoder=true grays as the encoder does, expected model.graying=svd "
-                "or dct, got none"
+                "objective.gray_decoder=true grays as the encoder does, got an encoder that does "
+                "not",
+                hint=("model.graying=svd", "or", "model.graying=dct"),
             )
         num_patches = model.grid_size**2
         # 1 - .9 is a little less than .1, which must not cost a patch.
@@ -208,14 +209,17 @@ class MaeLearner(Learner):
         variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
         return (patches - mean) / (variance + _EPS).sqrt()
 
-    def diagnose(self, row: Mapping[str, Any]) -> str | None:
+    def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
         """A decoder that paints all that is hidden in its mean, or worse."""
         if row["loss"] < _LEARNT * row["mean_loss"]:
             return None
-        return (
+        return ConfigurationError(
             f"the loss, {row['loss']:.3f}, is no less than that of painting what is hidden in its "
-            f"mean, {row['mean_loss']:.3f}; try a lower optimizer.lr, such as 1.5e-4 with "
-            "optimizer.betas=[0.9,0.95], or a smaller objective.mask_ratio"
+            f"mean, {row['mean_loss']:.3f}",
+            hint=either(
+                ("optimizer.lr=1.5e-4", "optimizer.betas=[0.9,0.95]"),
+                ("objective.mask_ratio={share}",),
+            ),
         )
 
 

@@ -71,8 +71,8 @@ class Learner(nn.Module, ABC):
         del step
         return {}
 
-    def diagnose(self, row: Mapping[str, Any]) -> str | None:
-        """What is wrong if steps with such a row of the log do not end, and the remedy."""
+    def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
+        """Return what is wrong if many steps have such a row of the log, with a remedy as hint."""
         del row
 
 
@@ -141,7 +141,7 @@ def require_vit(model: EncoderConfig, objective: str, reason: str) -> ViTConfig:
     if not isinstance(model, ViTConfig):
         raise ConfigurationError(
             f"objective={objective} expects a Vision Transformer, since {reason}; got a "
-            f"{type(model).__name__.removesuffix('Config')}: take model=vit_small_skip or "
-            "objective=supervised"
+            f"{type(model).__name__.removesuffix('Config')}",
+            hint=("model=vit_small_skip", "or", "objective=supervised"),
         )
     return model

@@ -53,8 +53,8 @@ class Supervised(Objective):
         if len(class_names) < 2:
             raise ConfigurationError(
                 "objective=supervised needs training images of two classes or more, got "
-                f"{len(class_names)}; set data.labels=true and data.root to a folder that holds "
-                "train/CLASS/PICTURE"
+                f"{len(class_names)}; name a folder that holds train/CLASS/PICTURE",
+                hint=("data.labels=true", "data.root={folder}"),
             )
         if self.num_classes not in (None, len(class_names)):
             raise ConfigurationError(

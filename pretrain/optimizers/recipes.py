@@ -119,7 +119,8 @@ def parameter_groups(
     if not layers:
         raise ConfigurationError(
             "train.layer_decay needs blocks in one row, as encoders of this suite have them, got "
-            "none; set train.layer_decay=1"
+            "none",
+            hint=("train.layer_decay=1",),
         )
     last = max(layers.values()) + 1
     members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(last + 1)]

@@ -96,7 +96,8 @@ def exact_spectra(one: BlockPass) -> dict[str, Float64[Tensor, " values"]]:
     if tokens * dim > _EXACT_LIMIT:
         raise ConfigurationError(
             f"probe.protocol=jacobian_exact needs tokens * dim <= {_EXACT_LIMIT}, got {tokens} * "
-            f"{dim}; lower probe.image_size or take probe.protocol=jacobian_lanczos"
+            f"{dim}; lower probe.image_size or estimate the values",
+            hint=("probe.protocol=jacobian_lanczos",),
         )
     return {
         facet: singular_values(exact_jacobian(function, point)).detach().cpu()

@@ -83,8 +83,8 @@ class Conditioning(Probe):
         super().__post_init__()
         if self.compare_to is not None and self.protocol != "checkpoints":
             raise ConfigurationError(
-                "probe.compare_to goes with probe.protocol=checkpoints, got "
-                f"compare_to={self.compare_to} and protocol={self.protocol}"
+                f"probe.compare_to belongs to another protocol than {self.protocol}",
+                hint=("probe.protocol=checkpoints",),
             )
 
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
@@ -100,8 +100,9 @@ class Conditioning(Probe):
         else:
             return
         raise UnfitEncoder(
-            f"conditioning expects {wanted}, {encoder.name} {came}; take --task pca or "
-            "correspondence, which need no labels either"
+            f"conditioning expects {wanted}, {encoder.name} {came}; other tasks need no labels "
+            "either",
+            hint=("--task", "pca,correspondence"),
         )
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -113,7 +114,8 @@ class Conditioning(Probe):
         # Not at construction: whether a protocol is known, is asked without the other options.
         if self.protocol == "checkpoints" and self.compare_to is None:
             raise ConfigurationError(
-                "probe.protocol=checkpoints needs probe.compare_to=ADDRESS, the other encoder"
+                "probe.protocol=checkpoints compares two encoders",
+                hint=("probe.compare_to={checkpoint}",),
             )
         return dataset.images()
 
@@ -157,8 +159,8 @@ class Conditioning(Probe):
             encoder = context.encoder
             if not isinstance(encoder.module, EncoderModule):
                 raise ConfigurationError(
-                    "probe.at_initialisation needs a checkpoint of ssl-bench pretrain, got "
-                    f"{encoder.name}"
+                    f"probe.at_initialisation needs a run of this suite, got {encoder.name}",
+                    hint=("ssl-bench", "pretrain"),
                 )
             model = build_encoder(encoder.module.config, seed=context.seed)
             colours = (encoder.mean, encoder.std)

@@ -55,8 +55,9 @@ def asked_patches(facet: str, norm: str) -> AskedFacets:
         return asked
     if asked.names != ("token",):
         raise ConfigurationError(
-            f"probe.facet must be token for probe.norm=final, got {facet}; that norm is the "
-            "encoder's last, of what blocks give"
+            "probe.norm=final applies the encoder's last norm to what blocks give, got the facet "
+            f"{facet}",
+            hint=("probe.facet=token",),
         )
     return AskedFacets(("token_normed",), None)
 

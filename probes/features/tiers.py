@@ -174,8 +174,8 @@ class FeatureFile:
         except OSError as error:
             raise MachineError(
                 f"cannot keep {self._data_bytes() / 2**30:.1f} GiB of features in {self.folder} "
-                f"({error.strerror or error}); choose another folder with probe.cache=DIR, or take "
-                "probe.tier=stream"
+                f"({error.strerror or error}); choose another folder, or keep none",
+                hint=("probe.cache={folder}", "or", "probe.tier=stream"),
             ) from error
 
     @property
@@ -274,8 +274,8 @@ def label_file(folder: Path, shape: tuple[int, int, int]) -> UInt8[Tensor, "entr
             return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=shape))
     except OSError as error:
         raise MachineError(
-            f"cannot keep labels in {folder} ({error.strerror or error}); choose another "
-            "folder with probe.cache=DIR"
+            f"cannot keep labels in {folder} ({error.strerror or error}); choose another folder",
+            hint=("probe.cache={folder}",),
         ) from error
 
 
@@ -453,8 +453,8 @@ class FeaturesOnDisk:
             self._read(indices, some)
         except DamagedFeatures as again:
             raise MachineError(
-                f"{again}, right after they were written; choose another folder with "
-                "probe.cache=DIR"
+                f"{again}, right after they were written; choose another folder",
+                hint=("probe.cache={folder}",),
             ) from again
 
 

@@ -179,7 +179,8 @@ class AttentivePooling:
             nearest = min(fitting, key=lambda count: abs(count - self.queries))
             raise ConfigurationError(
                 f"probe.pool.queries must divide the {dim} channels of this encoder, got "
-                f"{self.queries}; add probe.pool.queries={nearest}"
+                f"{self.queries}",
+                hint=(f"probe.pool.queries={nearest}",),
             )
 
     def train(

@@ -457,7 +457,7 @@ def image_result(
 ) -> ImageResult:
     """What is kept of an image; with masks a hit has an IoU of half or more."""
     if masks and sample.mask is None:
-        raise DataError(f"{sample.image_id} has no mask to score with; choose probe.truth=boxes")
+        raise DataError(f"{sample.image_id} has no mask to score with", hint=("probe.truth=boxes",))
     boxes, truth, size = sample.boxes, sample.mask if masks else None, (grid.height, grid.width)
 
     def kept(objects: list[Discovery]) -> Cell:

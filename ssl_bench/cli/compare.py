@@ -75,7 +75,8 @@ def _over_epochs(
     runs = [_recorded_run(name, records, store) for name in options.checkpoints]
     if len(set(runs)) != 2:
         raise ConfigurationError(
-            f"expected two runs to compare --over-epochs, got {' and '.join(runs)}"
+            f"expected two runs with --over-epochs, got {' and '.join(runs)}",
+            hint=("ssl-bench", "compare", "{run}", "{other_run}", "--over-epochs"),
         )
     return epoch_comparisons(store, filtered(options, records, store), (runs[0], runs[1]))
 
@@ -112,11 +113,11 @@ def _compared(
         if not any(record.encoder_id == encoder for record in records):
             given = [f"--{name} {getattr(options, name)}" for name in ("task", *FILTERS)
                      if getattr(options, name) not in (None, "all")]  # fmt: skip
+            out = ("--out", str(store.root))
             has = ", ".join(sorted({r.task for r in every if r.encoder_id == encoder}))
-            task = "" if options.task == "all" else f" --task {options.task}"
             raise DataError(
-                f"{word} has no record of {' '.join(given)} in {store.root}, only of {has}; "
-                f"run `ssl-bench probe{task} --checkpoint {word} --out {store.root}`"
+                f"{word} has no record of {' '.join(given)} in {store.root}, only of {has}",
+                hint=("ssl-bench", "probe", "--task", options.task, "--checkpoint", word, *out),
             )
     tables, reasons = comparisons(store, records, encoders)
     for task, why in reasons.items():

@@ -23,7 +23,7 @@ from ssl_bench.data.layouts.voc import CLASS_NAMES
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.data.splits import shared_values
-from ssl_bench.errors import ConfigurationError, DataError, MachineError
+from ssl_bench.errors import ConfigurationError, DataError, MachineError, either
 from ssl_bench.network import download, part_of
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.system.files import (
@@ -223,7 +223,8 @@ def unpack(archive: Path, folder: Path) -> None:
     except OSError as error:
         raise MachineError(
             f"cannot unpack {archive}: {error.strerror or error}; free space or choose another "
-            "--data-root"
+            "folder",
+            hint=("--data-root", "{folder}"),
         ) from error
 
 
@@ -234,13 +235,17 @@ def require_space(size: int, folder: Path) -> None:
     if size > free:
         raise MachineError(
             f"{folder} needs {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; free space or "
-            "choose another --data-root"
+            "choose another folder",
+            hint=("--data-root", "{folder}"),
         )
 
 
 def _root(options: argparse.Namespace) -> Path:
     if options.data_root is None:
-        raise ConfigurationError(f"data {options.action} needs --data-root DIR")
+        raise ConfigurationError(
+            f"data {options.action} expects a folder",
+            hint=("--data-root", "{folder}"),
+        )
     return expanded(options.data_root)
 
 
@@ -302,24 +307,25 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if broken:
         count = sum(len(state["problems"]) for state in broken)
         first = f"first {broken[0]['role']}: {broken[0]['problems'][0]}"
-        remedy = source.by_hand
+        by_hand, remedy = f"; {source.by_hand}" if source.by_hand else "", ()
         if source.downloads:
-            remedy = f"`ssl-bench data download {source.name} --data-root DIR` fetches it"
+            by_hand = ""
+            remedy = ("ssl-bench", "data", "download", source.name, "--data-root", str(root))
         fewer = all(
             0 < one["images"] < (one["published"] or 0) and len(one["problems"]) == 1
             for one in broken
         )
         if fewer:
             raise DataError(
-                f"{source.name} in {root} is a part of what is published, {first}; --subset checks "
-                f"a part as it is; {remedy}"
+                f"{source.name} in {root} is a part of what is published, {first}{by_hand}",
+                hint=either(("--subset",), remedy),
             )
         if not source.counts or source.is_generated:
             many = "fault" if count == 1 else "faults"
             raise DataError(f"{source.name} in {root} has {count} {many}, {first}")
         raise DataError(
-            f"{source.name} in {root} is not as published, {count} in all, {first}; `ssl-bench "
-            f"data list {source.name}` shows what belongs there; {remedy}"
+            f"{source.name} in {root} is not as published, {count} in all, {first}{by_hand}",
+            hint=either(("ssl-bench", "data", "list", source.name), remedy),
         )
     return 0
 
@@ -376,8 +382,8 @@ def _verify(options: argparse.Namespace) -> int:
     if changed or missing:
         raise DataError(
             f"{len(changed)} files below {root} differ from {manifest} and {len(missing)} are "
-            f"missing: {first_of([*changed, *missing])}; fetch them again, or --update the list "
-            "if that is on purpose"
+            f"missing: {first_of([*changed, *missing])}; fetch them again, or accept the changes",
+            hint=("--update",),
         )
     say(f"all files below {root} are as {manifest} lists them")
     return 0
@@ -409,7 +415,9 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
     for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
         if match is None and line:
-            raise DataError(f"{manifest} line {number} is not `SHA256  PATH`; write it anew")
+            raise DataError(
+                f"{manifest} line {number} is not `SHA256  PATH`; write it anew", hint=("--update",)
+            )
         if match is not None:
             name = re.sub(r"\\(.)", lambda one: "\n" if one[1] == "n" else one[1], match[2])
             found[name] = match[1]

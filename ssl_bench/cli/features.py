@@ -132,7 +132,8 @@ def _require_same(path: Path, about: Mapping[str, Any]) -> None:
             known = before if isinstance(before, dict) else {}
             differ = ", ".join(k for k in about if known.get(k) != about[k])
             raise ConfigurationError(
-                f"{path.parent} holds other features ({differ} differ); choose another --out"
+                f"{path.parent} holds other features ({differ} differ); choose another folder",
+                hint=("--out", "{folder}"),
             )
         return
     write_text_atomically(path, json.dumps(about, indent=1) + "\n")

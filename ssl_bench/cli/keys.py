@@ -32,7 +32,7 @@ from ssl_bench.composition.compose import (
 from ssl_bench.composition.compose import keys as keys_of
 from ssl_bench.composition.fields import described
 from ssl_bench.data.splits import SHARED
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, either
 from ssl_bench.planning import probing_config
 from ssl_bench.system.progress import say
 
@@ -161,7 +161,11 @@ def _lines(target: str, overrides: Sequence[str]) -> list[str]:
     if group == "experiment":
         require_choice(group, name, choices(group))
     if group in _PROBING:
-        raise ConfigurationError(f"name one: {', '.join(f'{group}.{n}' for n in choices(group))}")
+        names = choices(group)
+        raise ConfigurationError(
+            f"name one: {', '.join(f'{group}.{one}' for one in names)}",
+            hint=("ssl-bench", "keys", f"{group}.{names[0]}"),
+        )
     config = compose_config("pretraining", overrides)
     return _within(config, () if target == "pretrain" else (target,))
 
@@ -169,9 +173,10 @@ def _lines(target: str, overrides: Sequence[str]) -> list[str]:
 def _within(config: DictConfig, within: Sequence[str]) -> list[str]:
     lines = _key_lines(config, within)
     if not lines:
-        named = {f"{one}.{within[0]}" for one in _GROUPS if within[0] in choices(one)}
+        named = [f"{one}.{within[0]}" for one in sorted(_GROUPS) if within[0] in choices(one)]
         if named:
-            raise ConfigurationError(f"did you mean `ssl-bench keys {' or '.join(sorted(named))}`?")
+            ways = [("ssl-bench", "keys", target) for target in named]
+            raise ConfigurationError(f"no key is called {within[0]!r}", hint=either(*ways))
         known = {key.rsplit(".", depth)[0] for key in keys_of(config) for depth in (0, 1)}
         hint = nearest(within[0], {"pretrain", "probe", "dataset", *_RUN, *known})
         raise ConfigurationError(f"no key is called {within[0]!r}; {hint}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ssl_bench import __version__
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, either
 from ssl_bench.system.paths import expanded
 
 EPILOG = """\
@@ -74,7 +74,7 @@ _SHORT: Mapping[str, Mapping[str, str]] = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}; see `{self.prog} --help`")
+        raise ConfigurationError(message, hint=(*self.prog.split(), "--help"))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -118,8 +118,7 @@ def run(arguments: Sequence[str]) -> int:
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in overrides]
     if unknown:
-        hint = _near_flag(options.command, _flags(commands[options.command]), unknown[0])
-        raise ConfigurationError(f"unknown argument {unknown[0]!r}; {hint}")
+        raise _unknown_argument(options.command, _flags(commands[options.command]), unknown[0])
     if overrides and options.command not in WITH_OVERRIDES:
         raise ConfigurationError(f"`ssl-bench {options.command}` takes no {overrides[0]!r}")
     overrides = _with_short_forms(options, overrides)
@@ -138,35 +137,43 @@ def _require_known_words(
     if command is None:
         return
     if words[0].startswith("-") and any(word in commands for word in words):
-        raise ConfigurationError(f"the command comes first: ssl-bench COMMAND {words[0]} ...")
+        meant = next(word for word in words if word in commands)
+        raise ConfigurationError(
+            f"the command comes first, got {words[0]!r} before it",
+            hint=("ssl-bench", meant, "--help"),
+        )
     if command not in commands:
         close = difflib.get_close_matches(command[:100], commands, n=1)
-        listed = f"commands: {', '.join(commands)}; `ssl-bench --help` has examples"
-        hint = f"did you mean `ssl-bench {close[0]}`?" if close else listed
-        raise ConfigurationError(f"unknown command {command!r}; {hint}")
+        listed = "" if close else f"; commands: {', '.join(commands)}"
+        meant = close[0] if close else "--help"
+        raise ConfigurationError(f"unknown command {command!r}{listed}", hint=("ssl-bench", meant))
     known = [*_flags(commands[command]), *_flags(parser)]
     for word in words:
         flag = word.partition("=")[0]
         if flag.startswith("--") and not any(one.startswith(flag) for one in known):
-            hint = _near_flag(command, _flags(commands[command]), flag)
-            raise ConfigurationError(f"unknown argument {word!r}; {hint}")
+            raise _unknown_argument(command, _flags(commands[command]), word)
 
 
 def _flags(parser: argparse.ArgumentParser) -> list[str]:
     return [flag for action in parser._actions for flag in action.option_strings if flag != "-h"]
 
 
-def _near_flag(command: str, flags: Sequence[str], word: str) -> str:
-    """What may have been meant by a word that is none of the flags of a command."""
-    root = next((flag for flag in ("--data-root", "--out") if flag in flags), None)
-    if root and not word.startswith("-") and Path(word).is_dir():
-        return f"a folder is given as {root} {word}"
-    name, names = word[:100].lstrip("-").replace("_", "-"), [flag.lstrip("-") for flag in flags]
+def _unknown_argument(command: str, flags: Sequence[str], word: str) -> ConfigurationError:
+    """Return the error on a word that is no flag of a command, with what may have been meant."""
+    unknown, flag = f"unknown argument {word!r}", word.partition("=")[0]
+    folder_flag = next((one for one in ("--data-root", "--out") if one in flags), None)
+    if folder_flag and not word.startswith("-") and Path(word).is_dir():
+        return ConfigurationError(f"{unknown}, which is a folder", hint=(folder_flag, word))
+    name, names = flag[:100].lstrip("-").replace("_", "-"), [flag.lstrip("-") for flag in flags]
     if close := difflib.get_close_matches(name, names, n=1, cutoff=0.65):
-        return f"did you mean --{close[0]}?"
-    if word.startswith("--") and (keys := _keys_called(word[2:].replace("-", "_"), command)):
-        return f"what has no flag is KEY=VALUE: {' or '.join(f'{key}=VALUE' for key in keys)}"
-    return f"flags: {', '.join(flags)}; what has none is KEY=VALUE, which `ssl-bench keys` lists"
+        return ConfigurationError(unknown, hint=(f"--{close[0]}",))
+    if flag.startswith("--") and (keys := _keys_called(flag[2:].replace("-", "_"), command)):
+        ways = [(f"{key}={{value}}",) for key in keys]
+        return ConfigurationError(f"{unknown}, what has no flag is KEY=VALUE", hint=either(*ways))
+    return ConfigurationError(
+        f"{unknown}; flags: {', '.join(flags)}; what has none is KEY=VALUE",
+        hint=("ssl-bench", "keys"),
+    )
 
 
 def _keys_called(name: str, command: str) -> list[str]:

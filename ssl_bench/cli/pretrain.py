@@ -26,7 +26,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(as_yaml(full), end="")
         return 0
     if (options.resume or options.must_resume or options.extend) and options.out is None:
-        raise ConfigurationError("--resume and --extend need --out DIR, the run to go on with")
+        raise ConfigurationError(
+            "--resume and --extend expect the folder of a run", hint=("--out", "{run}")
+        )
     out = Path(options.out or _default_run(overrides))
     if options.dry_run:
         goes_on = options.resume or options.must_resume or options.extend or options.overwrite

@@ -164,7 +164,8 @@ def asked_layers(asked: str) -> set[int] | None:
         return set(numbered_layers(asked))
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"expected --layer 11, -1, 0,5,11, 0-3 or all, got {asked!r}"
+            f"expected blocks such as 11, -1, 0,5,11, 0-3 or all, got {asked!r}",
+            hint=("--layer", "0-3"),
         ) from error
 
 

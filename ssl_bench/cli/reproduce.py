@@ -72,8 +72,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.name is None or len(tables) > 1:
         if acts or overrides:
             raise ConfigurationError(
-                f"expected one PAPER/TABLE, got {options.name or 'none'}, which is {len(tables)}; "
-                "`ssl-bench reproduce` lists them"
+                f"expected one PAPER/TABLE, got {options.name or 'none'}, which is {len(tables)}",
+                hint=("ssl-bench", "reproduce"),
             )
         print(listing(tables))
         return 0
@@ -154,7 +154,8 @@ def _roots(text: str | None) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(equals and root for _, equals, root in pairs):
         raise ConfigurationError(
-            f"expected --data-root NAME=DIR,NAME=DIR, got {text!r}; names: {', '.join(known)}"
+            f"expected a folder for each dataset, got {text!r}; names: {', '.join(known)}",
+            hint=("--data-root", "{dataset}={folder}"),
         )
     return {
         require_choice("images", name.strip(), known): str(expanded(root))
@@ -314,8 +315,8 @@ class Plan:
         if missing and not is_said:
             name = min(missing)
             raise ConfigurationError(
-                f"{full_name(self.table)} trains on {name}, expected a folder of it, got none; give"
-                f" data.root=DIR or --data-root {name}=DIR"
+                f"{full_name(self.table)} trains on {name}, expected a folder of it, got none",
+                hint=("data.root={folder}", "or", "--data-root", f"{name}={{folder}}"),
             )
 
 

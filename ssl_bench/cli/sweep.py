@@ -35,7 +35,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     require_single_process("sweep")
     if options.jobs < 1:
-        raise ConfigurationError(f"--jobs must be at least 1, got {options.jobs}")
+        raise ConfigurationError(
+            f"expected one job or more, got {options.jobs}", hint=("--jobs", "1")
+        )
     jobs = plan_sweep(options, overrides, at_least=options.jobs)
     is_plan_alone = options.dry_run and not (options.json or options.print)
     shown_on = sys.stdout if is_plan_alone else sys.stderr

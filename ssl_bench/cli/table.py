@@ -64,7 +64,10 @@ def _check_together(options: argparse.Namespace) -> None:
     if options.best_layer is not None:
         require_choice("--best-layer", options.best_layer, CHOICES)
         if not (options.pivot or options.paper):
-            raise ConfigurationError("--best-layer needs --pivot or --paper TABLE")
+            raise ConfigurationError(
+                "--best-layer belongs to other tables",
+                hint=("--pivot", "or", "--paper", "{table}"),
+            )
     chosen = {
         "--pivot": options.pivot,
         "--paper": options.paper,
@@ -77,7 +80,9 @@ def _check_together(options: argparse.Namespace) -> None:
     if len(asked) > 1:
         raise ConfigurationError(f"expected one of {', '.join(chosen)}, got {' and '.join(asked)}")
     if options.encoders and not options.paper:
-        raise ConfigurationError("--as 'ROW'=CHECKPOINT needs --paper TABLE")
+        raise ConfigurationError(
+            "--as 'ROW'=CHECKPOINT belongs to a published table", hint=("--paper", "{table}")
+        )
 
 
 def _tables(
@@ -118,7 +123,10 @@ def _encoders(
     for pair in given:
         row, equals, name = pair.partition("=")
         if not equals:
-            raise ConfigurationError(f"expected --as 'ROW'=CHECKPOINT, got {pair!r}")
+            raise ConfigurationError(
+                f"expected a row and a checkpoint, got {pair!r}",
+                hint=("--as", "{row}={checkpoint}"),
+            )
         row = require_choice("row", row.strip(), published.rows)
         if row in found:
             raise ConfigurationError(f"expected one checkpoint for row {row!r}, got several")

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from ssl_bench.composition.fields import shown
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, either
 from ssl_bench.system.paths import PACKAGE
 
 LONG = 200
@@ -92,9 +92,25 @@ def choices(group: str) -> list[str]:
     return sorted({*files(group), *entry_points(group), *runs})
 
 
+def unknown_key(key: str, valid: Iterable[str]) -> ConfigurationError:
+    """Return the error on a key that does not exist, with the keys like it."""
+    names = sorted(valid)
+    close = [(f"{near}={{value}}",) for near in _close(key, names)[0]]
+    listed = "" if close else f"; {nearest(key, names)}"
+    return ConfigurationError(f"unknown key {shown(key)}{listed}", hint=either(*close))
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of an error message: names like the one that came, else all of them."""
-    names = sorted(valid)
+    close, names = _close(name, sorted(valid))
+    if close:
+        return f"did you mean {', '.join(close)}?"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"valid: {', '.join(names[:_SHOWN])}{more}"
+
+
+def _close(name: str, names: list[str]) -> tuple[list[str], list[str]]:
+    """Return up to three names like the one that came, and those worth a look if there are none."""
     # Nothing is like a text of thousands of characters, and finding that out takes long.
     asked = name[:LONG].lower()
     # A name that was cut short, such as VOC, or a key under another part, such as probe.limit.
@@ -103,10 +119,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(name[:LONG], keys or names, n=3, cutoff=0.0 if keys else 0.5)
     if not close and len(asked) > 2:
         names = [one for one in names if asked in one.lower()] or names
-    if close:
-        return f"did you mean {', '.join(close)}?"
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"valid: {', '.join(names[:_SHOWN])}{more}"
+    return close, names
 
 
 def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
@@ -117,8 +130,14 @@ def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
     """
     if kind == "dataset" and name not in valid and Path(name).is_dir():
         raise ConfigurationError(
-            f"expected the name of a dataset, got the folder {shown(name)}; of images without "
-            f"labels it is folder, with --data-root {name}"
+            f"expected the name of a dataset, got the folder {shown(name)}",
+            hint=("--dataset", "folder", "--data-root", name),
+        )
+    dataset, equals, folder = name.partition("=")
+    if kind == "dataset" and equals and dataset in valid:
+        raise ConfigurationError(
+            f"expected the name of a dataset, got {shown(name)}",
+            hint=("--dataset", dataset, "--data-root", folder),
         )
     if name not in valid:
         raise ConfigurationError(f"unknown {kind} {shown(name)}; {nearest(name, valid)}")

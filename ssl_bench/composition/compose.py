@@ -34,6 +34,7 @@ from ssl_bench.composition.choices import (
     experiments,
     files,
     nearest,
+    unknown_key,
 )
 from ssl_bench.composition.fields import described, require, shown, takes_one_as_list
 from ssl_bench.errors import PACKAGES, BrokenFile, ConfigurationError, broken_file
@@ -188,7 +189,7 @@ def _parsed(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
         came = shown(override)
-        raise ConfigurationError(f"expected KEY=VALUE, got {came}; see `ssl-bench --help`")
+        raise ConfigurationError(f"expected KEY=VALUE, got {came}", hint=("ssl-bench", "keys"))
     # An environment variable would stand in records, where others read it.
     if "${" in text:
         raise ConfigurationError(
@@ -228,15 +229,18 @@ def _check_choice(root: str, group: str, key: str, value: Any) -> None:
 def _set(config: DictConfig, key: str, value: Any, known: Mapping[str, Any]) -> None:
     parents = {name.rsplit(".", depth)[0] for name in known for depth in range(name.count(".") + 1)}
     if key not in parents:
-        raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, keys(config))}")
+        raise unknown_key(key, keys(config))
     # The choice of a file alone decides what is built.
     if names := [name for name in _names_in({key: value}) if name in (TARGET, *RESERVED)]:
         raise ConfigurationError(
             f"{key} cannot take {', '.join(names)}, which name code to run; choose a file of "
-            "configs/ such as probe=pca, or see docs/extending.md for classes of your own"
+            "configs/, or see docs/extending.md for classes of your own",
+            hint=("ssl-bench", "keys"),
         )
     if key not in known and not isinstance(value, Mapping):
-        raise ConfigurationError(f"{key} is no value; override its keys, such as {key}.KEY=VALUE")
+        raise ConfigurationError(
+            f"{key} is no value; override its keys", hint=("ssl-bench", "keys")
+        )
     try:
         OmegaConf.update(config, key, value)
     except OmegaConfBaseException as error:

@@ -61,7 +61,8 @@ class Corruption:
         if self.severity not in SEVERITIES:
             raise ConfigurationError(
                 f"corrupt={self.name} expects a severity in 1 to 5, got {shown(self.severity)}; "
-                "without corruption: corrupt=clean"
+                "clean has none",
+                hint=(f"corrupt={self.name}:3", "or", "corrupt=clean"),
             )
 
     def __str__(self) -> str:
@@ -112,9 +113,10 @@ def asked_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
     keys = [text.partition("=") for text in overrides]
     asked = [value for key, _, value in keys if key == KEY]
     if len(asked) > 1:
+        corruptions = ",".join(asked)
         raise ConfigurationError(
-            f"corrupt= comes {len(asked)} times; several corruptions in one: "
-            f"corrupt={','.join(asked)}"
+            f"expected one corrupt=, got {len(asked)}; put several corruptions into one",
+            hint=(f"corrupt={corruptions}",),
         )
     found: dict[Corruption | None, None] = {}
     for part in (part.strip() for text in asked for part in text.split(",")):
@@ -140,7 +142,8 @@ def _of_part(text: str) -> list[Corruption]:
     for number in numbers.split("-", 1):
         if not (number.isascii() and number.isdigit() and len(number) < 4):
             raise ConfigurationError(
-                f"corrupt={shown(name)} expects a severity in 1 to 5, got {shown(number)}"
+                f"corrupt={shown(name)} expects a severity in 1 to 5, got {shown(number)}",
+                hint=("corrupt={corruption}:3",),
             )
         ends.append(int(number))
     names = NAMES if name == _ALL else (name,)

@@ -130,7 +130,9 @@ def find_root(
     """
     expected = f"expected {tree}; docs/data.md says where to get it"
     if root is None:
-        raise DataError(f"{name} needs its folder, --data-root DIR: {expected}")
+        raise DataError(
+            f"{name} lies in a folder that you name: {expected}", hint=("--data-root", "{folder}")
+        )
     given = given_folder(root)
     for folder in (given, *(given / part for part in inside)):
         if any((folder / landmark).is_dir() for landmark in landmarks):

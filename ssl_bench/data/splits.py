@@ -85,8 +85,8 @@ def require_disjoint(train: str, val: str) -> None:
     one, other = Split.parse(train), Split.parse(val)
     if one.name == other.name and max(one.start, other.start) < min(one.stop, other.stop):
         raise ConfigurationError(
-            f"train_split={train} and val_split={val} share images; "
-            f"take for example {one.name}:0-75% and {one.name}:75-100%"
+            f"train_split={train} and val_split={val} share images",
+            hint=(f"dataset.train_split={one.name}:0-75%", f"dataset.val_split={one.name}:75-100%"),
         )
 
 
@@ -129,7 +129,8 @@ def absent_split(
     first = next((other for other in ordered if other.startswith("train")), ordered[0])
     return DataError(
         f"{where} has no split {name}, but {', '.join(nearest)}; see docs/data.md, or cut one in "
-        f"two: dataset.train_split={first}:0-75% dataset.val_split={first}:75-100%"
+        "two",
+        hint=(f"dataset.train_split={first}:0-75%", f"dataset.val_split={first}:75-100%"),
     )
 
 

@@ -17,7 +17,7 @@ from ssl_bench.composition.fields import (
     check_fields,
     require,
 )
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, either
 from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, make_initialiser
 
 Config = TypeVar("Config", bound="EncoderConfig")
@@ -162,22 +162,24 @@ class ViTConfig(EncoderConfig):
         check_layers("graying_layers", self.graying_layers, self.depth)
         if self.drop_path and not (self.skip_attention and self.skip_mlp):
             raise ConfigurationError(
-                f"model.drop_path needs both skips, got {self.drop_path} for a skipless encoder; "
-                "set model.drop_path=0"
+                f"model.drop_path needs both skips, got {self.drop_path} for a skipless encoder",
+                hint=("model.drop_path=0",),
             )
         if self.position_scale != 1 and self.position_embedding != "sinusoidal":
             raise ConfigurationError(
-                "model.position_scale goes with model.position_embedding=sinusoidal, got "
-                f"{self.position_scale:g} and {self.position_embedding} positions"
+                f"model.position_scale scales sinusoidal positions, got {self.position_scale:g} "
+                f"and {self.position_embedding} positions",
+                hint=("model.position_embedding=sinusoidal", "or", "model.position_scale=1"),
             )
         if self.attention.startswith("osa") and self.qkv_bias:
             raise ConfigurationError(
-                f"model.attention={self.attention} has no biases; set model.qkv_bias=false"
+                f"model.attention={self.attention} has no biases", hint=("model.qkv_bias=false",)
             )
         if self.init == "osa" and self.num_heads < 2:
             raise ConfigurationError(
-                "model.init=osa draws 2 x head width orthogonal columns of model.dim entries, so "
-                f"model.num_heads must be 2 or more, got {self.num_heads}"
+                "model.init=osa draws 2 x head width orthogonal columns of model.dim entries, "
+                f"expected two heads or more, got {self.num_heads}",
+                hint=("model.num_heads=2",),
             )
         make_initialiser(INITIALISERS, self.init, self.init_options)
 
@@ -227,10 +229,11 @@ class ConvMixerConfig(EncoderConfig):
         super().__post_init__()
         check_divisible(self, "image_size", "patch_size")
         if self.kernel_size % 2 == 0:
-            near = f"{self.kernel_size - 1} or {self.kernel_size + 1}"
+            near = self.kernel_size + 1
             raise ConfigurationError(
                 "model.kernel_size must be odd, so that a filter has a middle, got "
-                f"{self.kernel_size}; take {near}"
+                f"{self.kernel_size}",
+                hint=(f"model.kernel_size={near}",),
             )
         make_initialiser(FILTER_INITIALISERS, self.init, self.init_options)
 
@@ -317,10 +320,11 @@ def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None
     value, divisor = getattr(config, name), getattr(config, divisor_name)
     if value % divisor:
         lower = value - value % divisor
-        near = " or ".join(str(size) for size in (lower, lower + divisor) if size)
+        key = f"model.{name}"
+        ways = [(f"{key}={size}",) for size in (lower, lower + divisor) if size]
         raise ConfigurationError(
-            f"model.{name} must be a multiple of model.{divisor_name} = {divisor}, got {value}; "
-            f"take {near}"
+            f"{key} must be a multiple of model.{divisor_name} = {divisor}, got {value}",
+            hint=either(*ways),
         )
 
 

@@ -113,9 +113,11 @@ class StateSpaceConfig(EncoderConfig):
         pieces = tuple(piece for piece in get_args(Piece) if piece in self.mimetic)
         object.__setattr__(self, "mimetic", pieces)
         if self.version == "mamba2" and self.inner_dim % self.head_width:
+            head_width = math.gcd(self.inner_dim, self.head_width)
             raise ConfigurationError(
                 f"model.head_width expects a divisor of 2 x model.dim = {self.inner_dim}, got "
-                f"{self.head_width}; take {math.gcd(self.inner_dim, self.head_width)}"
+                f"{self.head_width}",
+                hint=(f"model.head_width={head_width}",),
             )
         check_layers("mimetic_layers", self.mimetic_layers, self.depth)
 

@@ -153,31 +153,35 @@ class TimmConfig(EncoderConfig):
         if family.windows and self.widths is not None:
             doubled = [self.widths[0] * 2**stage for stage in range(stages)]
             if list(self.widths) != doubled:
+                widths = str(doubled).replace(" ", "")
                 raise ConfigurationError(
-                    f"model.widths of Swin must double from stage to stage, got "
-                    f"{list(self.widths)}; take {doubled}"
+                    "model.widths of Swin must double from stage to stage, got "
+                    f"{list(self.widths)}",
+                    hint=(f"model.widths={widths}",),
                 )
         check_divisible(self, "image_size", "patch_size")
         if self.graying != "none" and "heads" not in family.arguments:
             raise ConfigurationError(
-                f"model.graying needs attention, got {self.graying} for {self.name}; "
-                "set model.graying=none"
+                f"model.graying needs attention, got {self.graying} for {self.name}",
+                hint=("model.graying=none",),
             )
         if self.graying_scope == "window" and not family.windows:
             raise ConfigurationError(
-                f"model.graying_scope=window needs Swin's windows, {self.name} has none; take map"
+                f"model.graying_scope=window needs Swin's windows, {self.name} has none",
+                hint=("model.graying_scope=map",),
             )
         if self.graying_class_blocks and not family.class_blocks:
             raise ConfigurationError(
-                f"model.graying_class_blocks is of CaiT alone, got true for {self.name}; "
-                "set it to false"
+                f"model.graying_class_blocks is of CaiT alone, got true for {self.name}",
+                hint=("model.graying_class_blocks=false",),
             )
         every = {**INITIALISERS, **FILTER_INITIALISERS}
         make_initialiser({n: every[n] for n in family.inits}, self.init, self.init_options)
         if self.frozen_filters and "covariance" not in family.inits:
             raise ConfigurationError(
-                f"model.frozen_filters needs depthwise filters of ConvNeXt, got true for "
-                f"{self.name}; set it to false"
+                "model.frozen_filters needs depthwise filters of ConvNeXt, got true for "
+                f"{self.name}",
+                hint=("model.frozen_filters=false",),
             )
 
     @property
@@ -187,7 +191,8 @@ class TimmConfig(EncoderConfig):
         if found is None or "." in self.name:
             raise ConfigurationError(
                 f"model.name must be a model of timm that begins with {', '.join(FAMILIES)}, and "
-                f"have no tag, got {self.name!r}; such as swin_small_patch4_window7_224"
+                f"have no tag, got {self.name!r}",
+                hint=("model.name=swin_small_patch4_window7_224",),
             )
         return found
 

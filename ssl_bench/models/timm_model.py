@@ -138,14 +138,17 @@ class TimmEncoder(TimmBackbone, EncoderModule):
         if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
             raise ConfigurationError(
                 f"model.name={config.name} has another stem than patches, expected a ConvNeXt "
-                "that begins with patches; such as convnext_atto"
+                "that begins with patches",
+                hint=("model.name=convnext_atto",),
             )
         coarsest = max(shape_of_model(self.model).strides)
         if config.image_size % coarsest:
+            image_size = (config.image_size // coarsest + 1) * coarsest
             raise ConfigurationError(
                 f"model.image_size must be a multiple of {coarsest}, what a token of the last "
-                f"stage of {config.name} stands for, got {config.image_size}; take "
-                f"{(config.image_size // coarsest + 1) * coarsest}, or a smaller model.patch_size"
+                f"stage of {config.name} stands for, got {config.image_size}; take a larger one, "
+                "or a smaller model.patch_size",
+                hint=(f"model.image_size={image_size}",),
             )
         gray_inputs(config, blocks_of(self.model), getattr(self.model, "blocks_token_only", ()))
         for filters in depthwise_filters(self.model) if config.frozen_filters else ():

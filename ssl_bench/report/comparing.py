@@ -95,7 +95,10 @@ def pairs_of(checkpoints: Sequence[Checkpoint], asked: Iterable[tuple[str, str]]
     by_id = {checkpoint.encoder_id: checkpoint for checkpoint in checkpoints}
     wanted = [(by_id[first], by_id[second]) for first, second in asked]
     if any(first == second for first, second in wanted):
-        raise ConfigurationError("expected --pair of two different checkpoints, got one twice")
+        raise ConfigurationError(
+            "expected two different checkpoints, got one twice",
+            hint=("--pair", "{checkpoint}", "{other_checkpoint}"),
+        )
     if not wanted and len(checkpoints) <= MOST_PAIRED:
         wanted = list(combinations(checkpoints, 2))
     return [Pair(first, second) for first, second in dict.fromkeys(wanted)]

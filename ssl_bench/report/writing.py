@@ -111,10 +111,13 @@ def require_replaceable(folder: Path) -> None:
         ConfigurationError: something else lies there.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise ConfigurationError(f"--into {folder} is no folder; name another one")
+        raise ConfigurationError(
+            f"{folder} is no folder; name another one for the report", hint=("--into", "{folder}")
+        )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT).is_file():
         raise ConfigurationError(
-            f"--into {folder} holds files and is no report of ssl-bench; name a new or empty folder"
+            f"{folder} holds files and is no report of ssl-bench; name a new or empty folder",
+            hint=("--into", "{folder}"),
         )
 
 

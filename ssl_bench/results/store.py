@@ -289,13 +289,14 @@ class ResultStore:
             path = min(self.unreadable, key=lambda path: path.parts)
             raise DataError(
                 f"none of the {self.found} records in {self.root / 'records'} can be read, such as "
-                f"{path} ({self.unreadable[path]}); probe again, into another folder"
+                f"{path} ({self.unreadable[path]}); probe again, into another folder",
+                hint=("--out", "{folder}"),
             )
         if not found:
-            words = f"ssl-bench probe --task all --checkpoint demo:skip --out {self.root}"
+            words = ("ssl-bench", "probe", "--task", "all", "--checkpoint", "demo:skip")
             raise DataError(
-                _said_of_run(self.root)
-                or f"no records in {self.root / 'records'}; give the --out of some or run `{words}`"
+                _said_of_run(self.root) or f"no records in {self.root / 'records'}",
+                hint=("--out", "{folder}", "or", *words, "--out", str(self.root)),
             )
         return self._current(found)
 

@@ -58,7 +58,9 @@ def named_device(name: str) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise ConfigurationError(f"expected --device cpu, cuda or cuda:N, got {name!r}") from error
+        raise ConfigurationError(
+            f"expected cpu, cuda or cuda:N, got the device {name!r}", hint=("--device", "cpu")
+        ) from error
 
 
 def _usable(name: str) -> torch.device:
@@ -67,7 +69,7 @@ def _usable(name: str) -> torch.device:
         # The device "meta" makes tensors, but none that holds a number.
         float(torch.zeros(1, device=device))
     except (RuntimeError, AssertionError) as error:
-        raise MachineError(f"device {name} is not usable here; try --device cpu") from error
+        raise MachineError(f"device {name} is not usable here", hint=("--device", "cpu")) from error
     return device
 
 

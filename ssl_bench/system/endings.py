@@ -138,7 +138,7 @@ def _known(error: Exception, command: str) -> SslBenchError | None:
     if isinstance(error, ImportError | SyntaxError):
         return broken_file(error)
     if isinstance(error, OSError):
-        return MachineError(f"{error}; look at the disk and its rights (--debug)")
+        return MachineError(f"{error}; look at the disk and its rights", hint=("--debug",))
     return None
 
 

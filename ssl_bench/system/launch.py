@@ -81,7 +81,8 @@ def require_single_process(command: str) -> None:
     if count > 1:
         raise ConfigurationError(
             f"`ssl-bench {command}` expects one process, got {count} (WORLD_SIZE); start it alone, "
-            f"or let jobs share probes: ssl-bench sweep --jobs {count} ..."
+            "or let jobs share probes",
+            hint=("ssl-bench", "sweep", "--jobs", str(count)),
         )
 
 

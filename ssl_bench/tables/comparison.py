@@ -554,8 +554,19 @@ def epoch_comparisons(
         raise DataError(
             f"nothing to compare over epochs in {store.root}: no task was scored image by image "
             "for both runs at a common epoch on the same images with the same settings (epochs "
-            f"with records: {told}); pretrain with train.keep_epochs=[100,200] and probe "
-            "RUN@100 and so on"
+            f"with records: {told}); keep epochs of both runs and probe each",
+            hint=(
+                "ssl-bench",
+                "pretrain",
+                "train.keep_epochs=[100,200]",
+                "or",
+                "ssl-bench",
+                "probe",
+                "--task",
+                "all",
+                "--checkpoint",
+                "{run}@100",
+            ),
         )
     return tables
 

@@ -201,8 +201,19 @@ def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
     ]
     if not tables:
         raise DataError(
-            "no run has records of two epochs or more; pretrain with train.keep_epochs=[100,200] "
-            "or train.keep_every=25, and probe RUN, RUN@100 and so on"
+            "no run has records of two epochs or more; keep epochs of a run and probe each",
+            hint=(
+                "ssl-bench",
+                "pretrain",
+                "train.keep_epochs=[100,200]",
+                "or",
+                "ssl-bench",
+                "probe",
+                "--task",
+                "all",
+                "--checkpoint",
+                "{run}@100",
+            ),
         )
     return tables
 
@@ -244,8 +255,9 @@ def require_one_encoder_an_epoch(run: str, records: Sequence[Record]) -> None:
         epoch = epoch_of(record)
         if encoders.setdefault(epoch, record.encoder_id) != record.encoder_id:
             raise DataError(
-                f"two encoders of runs called {run} are of epoch {epoch:g}; choose one with "
-                "--out, or rename a run folder and probe it again"
+                f"two encoders of runs called {run} are of epoch {epoch:g}; rename a run folder "
+                "and probe it again, or choose the results of one",
+                hint=("--out", "{folder}"),
             )
 
 

@@ -223,8 +223,8 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
             )
     if not tables:
         raise DataError(
-            "no record is of corrupted images; probe with corrupt=clean,gaussian_noise:1-5 for "
-            "example, see docs/probes.md"
+            "no record is of corrupted images; probe some, see docs/probes.md",
+            hint=("ssl-bench", "probe", "--task", "all", "corrupt=clean,gaussian_noise:1-5"),
         )
     return tables
 

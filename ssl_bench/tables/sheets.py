@@ -83,7 +83,10 @@ def render_tables(tables: Sequence[Printable], style: str) -> str:
     if style == "json":
         return json_text([table.as_json() for table in tables]) + "\n"
     if style not in STYLES:
-        raise ConfigurationError(f"expected --format {'|'.join(FORMATS)}, got {style!r}")
+        raise ConfigurationError(
+            f"expected one of {', '.join(FORMATS)}, got the format {style!r}",
+            hint=("--format", "text"),
+        )
     return "\n".join(set_sheet(table.sheet(style), style) for table in tables)
 
 

@@ -23,32 +23,32 @@ UNKNOWN = "probe --task pca --checkpoint "
 MISTAKES = [
     ("trian", "`ssl-bench pretrain`"),
     ("nothing --task pca", "commands: probe, features, sweep"),
-    ("probe --nothing 0.3", "KEY=VALUE, which `ssl-bench keys` lists"),
-    (f"{PCA} --facet token", "KEY=VALUE: probe.facet=VALUE"),
-    (f"{SWEEP} --image-size=64", "KEY=VALUE: probe.image_size=VALUE"),
-    ("probe --task segmentation --epochs 3", "KEY=VALUE: probe.training.epochs=VALUE"),
-    ("pretrain --epochs 3", "KEY=VALUE: train.epochs=VALUE"),
-    ("features --epochs 3 --out x", "KEY=VALUE, which `ssl-bench keys` lists"),
+    ("probe --nothing 0.3", "`ssl-bench keys`"),
+    (f"{PCA} --facet token", "`probe.facet=VALUE`"),
+    (f"{SWEEP} --image-size=64", "`probe.image_size=VALUE`"),
+    ("probe --task segmentation --epochs 3", "`probe.training.epochs=VALUE`"),
+    ("pretrain --epochs 3", "`train.epochs=VALUE`"),
+    ("features --epochs 3 --out x", "`ssl-bench keys`"),
     ("probe --checkpoint x", "required: --task"),
     ("pretain", "`ssl-bench pretrain`"),
     ("--device cpu probe", "the command comes first"),
-    ("probe --tasks pca", "--task?"),
-    ("probe --layers 3", "--layer?"),
-    ("probe --data_root x", "--data-root?"),
+    ("probe --tasks pca", "`--task`"),
+    ("probe --layers 3", "`--layer`"),
+    ("probe --data_root x", "`--data-root`"),
     ("probe --task pca --data x", "could match --dataset, --data-root"),
-    ("probe --output x", "--out?"),
+    ("probe --output x", "`--out`"),
     ("probe --task pca --seed x", "invalid int value"),
-    ("probe --dryrun", "did you mean --dry-run?"),
+    ("probe --dryrun", "`--dry-run`"),
     ("keys tokencut", "`ssl-bench keys probe.tokencut`"),
-    ("pretrain --batch-size 1024", "train.batch_size=null fits it"),
-    ("probe --task pca --data-root photos", "--dataset folder"),
-    ("probe --task pca --data-root voc2012=a,b", "DATASET=DIR,DATASET=DIR, got 'voc2012=a,b'"),
+    ("pretrain --batch-size 1024", "`train.batch_size=null`"),
+    ("probe --task pca --data-root photos", "`--dataset folder --data-root FOLDER`"),
+    ("probe --task pca --data-root voc2012=a,b", "got 'voc2012=a,b'"),
     ("data check toy --data-root photos", "takes no --data-root"),
     ("data download cityscapes --data-root x", "register at https://www.cityscapes"),
     ("data download paired_folders --data-root x", "classes.txt has a name a line"),
-    ("data download voc2012", "data download needs --data-root DIR"),
+    ("data download voc2012", "`--data-root FOLDER`"),
     ("data download", "name a dataset: "),
-    ("data check ade20k", "data check needs --data-root DIR"),
+    ("data check ade20k", "`--data-root FOLDER`"),
     ("data verify", "data verify needs the folder"),
     ("data fetch", "invalid choice: 'fetch'"),
     ("data list voc2012 dataset.year=2007", "data list` takes no 'dataset.year=2007'"),
@@ -70,25 +70,25 @@ MISTAKES = [
     (f"{PCA} --layer 11", "layers must lie in 0..1"),
     ("probe --task tokencut,knn --dataset toy", "toy has no class labels for knn"),
     ("probe --task pca --checkpoint encoder.safetensor", "did you mean encoder.safetensors?"),
-    ("report photos", "unknown argument 'photos'; a folder is given as --out photos"),
+    ("report photos", "unknown argument 'photos', which is a folder; use `--out photos`"),
     ("table --task pca", "no records"),
     ("table --format xml", "unknown format 'xml'"),
     ("table seed=1", "takes no 'seed=1'"),
-    ("table --best-layer oracle", "--best-layer needs --pivot or --paper"),
+    ("table --best-layer oracle", "`--pivot` or `--paper TABLE`"),
     ("table --pivot --best-layer best", "unknown --best-layer 'best'"),
     ("table --pivot --paper table2", "got --pivot and --paper"),
-    ("table --as 'skip, soap=skip'", "needs --paper"),
-    ("pretrain --resume", "--resume and --extend need --out"),
+    ("table --as 'skip, soap=skip'", "`--paper TABLE`"),
+    ("pretrain --resume", "`--out RUN`"),
     ("probe --task pca --seed 3 seed=4", "leave it or seed=4 out"),
     ("pretrain --batch-size 3 train.batch_size=4", "leave it or train.batch_size=4 out"),
     ("probe --task pca --limit 0", "data.limit expects a whole number in [1, "),
     ("probe --task pca --dataset voc2012 --data-root absent", "absent"),
     ("probe --task tokencut --dataset ade20k", "ade20k has no boxes or masks of one object"),
     (f"{PCA} --checkpoint 'oth*'", "no checkpoint matches 'oth*'"),
-    (f"{SWEEP} --jobs 0", "--jobs must be at least 1"),
+    (f"{SWEEP} --jobs 0", "`--jobs 1`"),
     (f"{SWEEP} --slurm-gpus 2", "--slurm-gpus"),
     (f"{SWEEP} --slurm --print", "not allowed with"),
-    *((f"{SWEEP} --device gpu {way}", "expected --device cpu, cuda or cuda:N, got 'gpu'")
+    *((f"{SWEEP} --device gpu {way}", "`--device cpu`")
       for way in ("--dry-run", "--print", "--slurm")),
     ("completion ksh", "choose from"),
     ("keys probe", "name one: probe.classification, "),
@@ -98,16 +98,17 @@ MISTAKES = [
     ("keys probe.knn probe.nothing=1", "unknown key 'probe.nothing'"),
     ("keys train.epoch", "did you mean train.epochs"),
     ("reproduce cutting_the_skip/tabel2", "did you mean cutting_the_skip/table2"),
-    ("reproduce 'nothing like it'", "`ssl-bench reproduce` lists them"),
+    ("reproduce 'nothing like it'", "`ssl-bench reproduce`"),
     ("reproduce cutting_the_skip --run", "expected one PAPER/TABLE, got cutting_the_skip"),
     ("reproduce --run", "expected one PAPER/TABLE, got none"),
     ("reproduce table2 --row 'skp, adamw'", "did you mean skip, adamw"),
     ("reproduce table2 --dataset voc", "unknown dataset 'voc'"),
-    ("probe --task pca --dataset .", "got the folder '.'; of images without labels it is folder, "),
-    ("data check .", "with --data-root ."),
-    ("reproduce table2 --data-root /data", "expected --data-root NAME=DIR"),
+    ("probe --task pca --dataset voc2012=x", "`--dataset voc2012 --data-root x`"),
+    ("probe --task pca --dataset .", "`--dataset folder --data-root .`"),
+    ("data check .", "--data-root .`"),
+    ("reproduce table2 --data-root /data", "`--data-root DATASET=FOLDER`"),
     ("reproduce table2 --data-root imagenet=/data", "did you mean imagenet1k"),
-    ("reproduce table2 --run", "trains on imagenet1k, expected a folder of it, got none; give"),
+    ("reproduce table2 --run", "`data.root=FOLDER` or `--data-root imagenet1k=FOLDER`"),
     ("reproduce table2 --run --print", "not allowed with argument"),
 ]  # fmt: skip
 
@@ -174,7 +175,7 @@ def test_a_plan_leaves_out_what_a_run_leaves_out_before_it_begins(place, capsys,
         assert main([*words, "all", *more]) == 0
         said = capsys.readouterr().err
         (line,) = [one for one in said.splitlines() if "left out: conditioning on folder" in one]
-        assert "take --task pca or correspondence" in line
+        assert "`--task pca,correspondence`" in line
         assert "conditioning on folder all" not in said
         assert "folder has no class labels for classification and clustering and knn" in said
         assert "folder has no masks for retrieval and segmentation" in said
@@ -223,7 +224,7 @@ def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command
     assert main([*words, "all"]) == 0
     said = capsys.readouterr().err
     assert main([*words, "knn"]) == 2
-    assert "take probe.facet=patch_mean" in capsys.readouterr().err
+    assert "use `probe.facet=patch_mean`" in capsys.readouterr().err
 
     left = " ".join(line for line in said.splitlines() if "left out: " in line)
     assert "class_folders-limit2 has no masks for retrieval and segmentation" in left

@@ -156,7 +156,7 @@ def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
 
     words = ["probe", "--task", "pca", "--dataset", "folder", "--checkpoint", "demo:skip", "--out"]
     assert main([*words, str(tmp_path / "r")]) == 3
-    assert "needed: --data-root DIR" in capsys.readouterr().err
+    assert "`--data-root FOLDER`" in capsys.readouterr().err
 
 
 def test_images_that_cannot_be_read_are_left_out_when_asked(tmp_path):

@@ -88,7 +88,7 @@ def test_a_role_that_a_dataset_lacks_is_refused_with_those_that_have_it(dataset,
 def test_without_a_folder_a_dataset_asks_for_it_when_it_is_used(name):
     dataset: Any = DEFAULTS[name]
 
-    with pytest.raises(DataError, match="--data-root DIR"):
+    with pytest.raises(DataError, match="--data-root FOLDER"):
         replace(dataset, root=None).images()
 
 

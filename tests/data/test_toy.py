@@ -148,7 +148,7 @@ def test_neither_an_interrupt_nor_a_quicker_writer_leaves_half_written_scenes(
 
 def test_what_this_machine_lacks_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(MachineError, match=r"set dataset\.cache=DIR"):
+    with pytest.raises(MachineError, match=r"dataset\.cache=FOLDER"):
         Toy(cache=tmp_path / "file/below").train()
 
     gone = toy_scenes.Photograph("skimage", "data/gone.png")

@@ -159,7 +159,7 @@ def test_fault_57_a_disk_that_is_full_says_so_before_anything_is_computed(
     said = fails(capsys, from_disk(place, "out", "disk"), 5)
 
     assert "No space left on device" in said
-    assert "choose another folder with probe.cache=DIR" in said
+    assert "probe.cache=FOLDER" in said
     assert list((small_disk / "features").iterdir()) == []
 
 

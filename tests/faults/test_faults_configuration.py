@@ -296,7 +296,7 @@ def test_fault_75_weights_of_other_networks_are_named_with_who_takes_them(
     line = fails(capsys, ["models", "weights.pth"], 4)
 
     assert what in line
-    assert "expected a Vision Transformer in one of the layouts" in line
+    assert "`ssl-bench models`" in line
     assert way in line
 
 

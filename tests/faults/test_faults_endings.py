@@ -269,5 +269,5 @@ def test_fault_92_the_advice_for_lost_states_and_digests_works(place, capsys, be
     assert main(words) == 0
 
     Path("a run/state.pt").write_bytes(b"")
-    assert "--overwrite in place of --resume" in fails(capsys, [*run, "--resume"], 4)
+    assert "`--overwrite`" in fails(capsys, [*run, "--resume"], 4)
     assert main([*run, "--overwrite"]) == 0

@@ -85,8 +85,8 @@ def test_fault_28_forty_kills_while_saving_leave_forty_checkpoints_that_load(pla
 @pytest.mark.parametrize(
     ("number", "workers", "code", "advised"),
     [
-        (signal.SIGUSR1, 0, 75, "start it again with --resume"),
-        (signal.SIGTERM, 2, 75, "start it again with --resume"),
+        (signal.SIGUSR1, 0, 75, "`--resume`"),
+        (signal.SIGTERM, 2, 75, "`--resume`"),
         (signal.SIGINT, 0, 130, "the same command with --resume goes on with the rest"),
     ],
 )
@@ -442,7 +442,7 @@ def test_fault_42_a_folder_that_holds_a_run_is_refused_without_resume_or_overwri
 
     said = fails(capsys, begun, 2)
 
-    assert "already holds a run; go on with --resume, forget it with --overwrite" in said
+    assert "`--resume` continues it, `--overwrite` deletes it" in said
     assert {path.name: sha256_of(path) for path in Path("run").iterdir()} == before
     assert main([*begun, "--overwrite"]) == 0
     assert len(log_rows("run")) == 1

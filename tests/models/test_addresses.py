@@ -160,7 +160,7 @@ def test_colours_may_differ_and_random_weights_keep_them(path):
     ],
 )
 def test_another_form_is_refused_with_an_example(address):
-    with pytest.raises(CheckpointError, match=r"such as mean=0\.5,std=0\.5:my_vit\.pth"):
+    with pytest.raises(CheckpointError, match=r"mean=0\.5,std=0\.5:FILE"):
         load_encoder(address)
 
 

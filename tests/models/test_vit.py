@@ -60,7 +60,7 @@ def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
         ({"skip_mlp": "yes"}, "model.skip_mlp expects true or false, got 'yes'"),
         ({"position_embedding": "sinusoidal", "dim": 54}, "multiple of 4"),
         ({"drop_path": 1.0}, r"expects a number in \[0, 1\), got 1.0"),
-        ({"drop_path": 0.1, "skip_mlp": False}, "set model.drop_path=0"),
+        ({"drop_path": 0.1, "skip_mlp": False}, "model.drop_path=0"),
         ({"position_scale": 2.0}, "=sinusoidal, got 2 and learned positions"),
         ({"mlp_input_std": -0.1}, r"model.mlp_input_std expects .* got -0\.1"),
         ({"init_options": {"mlp_input_std": -0.1}}, r"init_options.mlp_input_std expects .* -0\.1"),

@@ -207,7 +207,7 @@ def test_a_run_never_replaces_what_it_starts_from(root, tmp_path, as_folder):
     file = saved(tmp_path / "last.safetensors")
     plan = plan_of(root, tmp_path if as_folder else file)
 
-    with pytest.raises(ConfigurationError, match="choose another --out"):
+    with pytest.raises(ConfigurationError, match="--out FOLDER"):
         plan.run(tmp_path, overwrite=True, device="cpu")
 
     assert file.is_file()

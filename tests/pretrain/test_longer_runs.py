@@ -95,7 +95,7 @@ def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
     assert main([*PCA, *out, "--checkpoint", str(kept)]) == 0
     table = ["table", *out, "--over-epochs"]
     assert main(table) == 3
-    assert "two epochs or more; pretrain with train.keep_epochs" in capsys.readouterr().err
+    assert "train.keep_epochs=[100,200]" in capsys.readouterr().err
     assert main([*PCA, *out, "--checkpoint", f"{kept}@1", f"{kept}@2"]) == 0
     printed = capsys.readouterr().out
     assert "run@1" in printed

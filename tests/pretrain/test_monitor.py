@@ -164,10 +164,10 @@ def test_a_broken_validation_image_is_named_and_the_steps_before_it_are_kept(roo
 @pytest.mark.parametrize(
     ("monitor", "complaint"),
     [
-        (Monitor(accuracy_epochs=1), "needs a head that names classes, objective=supervised"),
+        (Monitor(accuracy_epochs=1), "objective=supervised"),
         (Monitor(knn_epochs=1, neighbours=14), "at most the 13 training images, got 14"),
         (Monitor(knn_epochs=1, train_images=5), "at most the 5 training images, got 20"),
-        (None, r"monitor\.root=DIR is needed"),
+        (None, r"monitor\.root=FOLDER"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_training(root, tmp_path, monitor, complaint):

@@ -62,7 +62,7 @@ def test_what_is_typed_is_the_batch_and_null_fits(place, capsys):
     assert "fits:" not in said
 
     words = ["pretrain", "--data-root", str(root), "--batch-size", "21"]
-    assert "train.batch_size=null fits it" in fails(capsys, [*words, "--dry-run", *UNTYPED], 2)
+    assert "`train.batch_size=null`" in fails(capsys, [*words, "--dry-run", *UNTYPED], 2)
 
     assert (
         main([*words[:3], "--dry-run", "experiment=dino_photographs", "train.batch_size=null"]) == 0

@@ -163,7 +163,7 @@ def test_training_images_of_one_class_are_refused_and_missing_classes_named(root
 
 
 def test_both_concatenated_want_a_class_token_too():
-    with pytest.raises(ConfigurationError, match=r"no \[CLS\] token; take probe.facet=patch"):
+    with pytest.raises(ConfigurationError, match=r"no \[CLS\] token; use `probe.facet=patch"):
         classification(facet="cls_patch_mean").require_fitting(replace(tiny(), num_prefix_tokens=0))
 
 

@@ -390,7 +390,7 @@ def test_the_weights_before_training_are_those_of_the_seed(photographs, tmp_path
     assert changed[0].value != fresh[0].value
     assert again[0].settings["at_initialisation"]
     foreign = replace(trained, module=torch.nn.Identity())
-    with pytest.raises(ConfigurationError, match="at_initialisation needs a checkpoint"):
+    with pytest.raises(ConfigurationError, match="at_initialisation needs a run"):
         probe(photographs, tmp_path, foreign, at_initialisation=True)
 
 
@@ -416,7 +416,7 @@ def test_encoders_of_timm_are_measured_or_it_is_said(photographs, tmp_path, name
 
 
 def test_a_comparison_needs_the_address_of_the_other_encoder(photographs):
-    with pytest.raises(ConfigurationError, match=r"needs probe\.compare_to"):
+    with pytest.raises(ConfigurationError, match=r"probe\.compare_to=CHECKPOINT"):
         Conditioning(protocol="checkpoints").split(photographs)
 
 

@@ -196,8 +196,8 @@ def test_a_record_says_the_size_of_its_protocol(place, words, size, changed):
 
 
 def test_more_neighbours_than_images_are_refused(root):
-    command = r"ask for it alone: --task knn probe\.neighbours="
-    complaint = rf"at most the 30 images of class_folders train, got 200; {command}\[10,20\]"
+    command = r"--task knn 'probe\.neighbours="
+    complaint = rf"at most the 30 images of class_folders train, got 200; .*{command}\[10,20\]"
     with pytest.raises(ConfigurationError, match=complaint):
         scored(KNN(), ClassFolders(root))
     with pytest.raises(ConfigurationError, match=rf"at most the 8 images .*{command}\[8\]"):
@@ -240,7 +240,7 @@ def test_of_an_encoder_without_cls_nothing_stays_pending(place, capsys, task):
     words = probing(task, "class_folders", place)
 
     for more in ([], ["--dry-run"]):
-        assert "no [CLS] token; take probe.facet=patch_mean" in fails(capsys, [*words, *more], 2)
+        assert "no [CLS] token; use `probe.facet=patch_mean`" in fails(capsys, [*words, *more], 2)
     sweep = ["sweep", *words[1:], "--checkpoint", "vit.safetensors", "--dry-run"]
     assert main(sweep) == 0
     assert f"left out: {task} on class_folders: encoder has no [CLS]" in capsys.readouterr().err

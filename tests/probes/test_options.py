@@ -20,7 +20,7 @@ from ssl_bench.errors import ConfigurationError
 from tests.support.configured import configured
 from tests.support.heads import classification, segmentation
 
-NO_HOLDOUT = "probe.holdout must be 0 unless"
+NO_HOLDOUT = "`probe.holdout=0.0`"
 LBFGS, SGD = {"training": "lbfgs"}, {"training": "sgd"}
 knn, retrieval = partial(configured, KNN), partial(configured, Retrieval)
 linear, clustering = partial(configured, LinearClassification), partial(configured, Clustering)
@@ -51,7 +51,7 @@ BY_SHOTS = [
         (segmentation, {"norm": "batch"}, "probe.norm expects"),
         (segmentation, {"layers_mode": "all"}, "probe.layers_mode expects"),
         (segmentation, {"learning_rates": []}, "probe.training.learning_rates expects"),
-        (segmentation, {"views": 3}, "probe.views must be 1 or 2"),
+        (segmentation, {"views": 3}, "probe.views=1"),
         (segmentation, {"crops": "some"}, "probe.crops expects"),
         (segmentation, {"factor": 0}, "probe.loss.factor expects"),
         (segmentation, {"optimizer": "adam"}, "probe.training.optimizer expects"),
@@ -62,7 +62,7 @@ BY_SHOTS = [
         (
             segmentation,
             LBFGS | {"refit": True, "holdout": 0.0},
-            "training.refit must be false",
+            "probe.training.refit=false",
         ),
         (segmentation, LBFGS | {"max_iterations": 0}, "probe.training.max_iterations expects"),
         (tokencut, {"facet": "keys"}, "facet must be among key, .* got keys"),

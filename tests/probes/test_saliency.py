@@ -195,4 +195,4 @@ def test_data_without_the_asked_truth_is_refused_in_a_line(place, capsys):
     assert "paired_folders has no boxes or masks of one object for tokencut" in plain
     assert "voc2012 has no masks of one object for tokencut" in typed
     assert "ecssd has no boxes for discovery" in other
-    assert "one_object=true wants two names, background and object, got" in names
+    assert "dataset.class_names=[background,object]" in names

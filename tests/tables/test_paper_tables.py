@@ -215,7 +215,7 @@ def test_the_command_maps_rows_to_checkpoints(store, capsys):
     assert main([*command, "--as", "skp, soap=skip"]) == 2
     assert "did you mean skip, soap" in capsys.readouterr().err
     assert main([*command, "--as", "skip, soap"]) == 2
-    assert "expected --as 'ROW'=CHECKPOINT" in capsys.readouterr().err
+    assert "--as ROW=CHECKPOINT" in capsys.readouterr().err
     assert main([*command, "--as", "skip, soap=skip", "--as", "skip, soap=aaaa"]) == 2
     assert "got several" in capsys.readouterr().err
     assert main([*command, "--as", "skip, soap=nobody"]) == 3

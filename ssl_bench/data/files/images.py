@@ -313,18 +313,20 @@ def _squeezed_to_eight_bits(
         if bits is None:
             raise UnreadableImage(
                 f"{name} has 16 bits and values up to {most} alone: is it dark, or does it use "
-                f"fewer? {remedy}, or as many as its camera has, makes the largest of these "
-                "white; data.bits=16 reads it as it is",
+                "fewer? The bits of its camera make the largest value white; with 16 bits it is "
+                "read as it is",
                 remedy,
+                hint=(remedy, "or", "data.bits=16"),
             )
         full = 2**bits - 1
     if most > full:
+        num_bits = most.bit_length()
         raise DataError(
             f"{name} holds values up to {most}, more than the {full} that its header gives as the "
             "largest; save it with 8 bits"
             if says_itself
-            else f"{name} holds values up to {most}, more than data.bits={bits} has; "
-            f"data.bits={most.bit_length()} takes them"
+            else f"{name} holds values up to {most}, more than data.bits={bits} has",
+            hint=() if says_itself else (f"data.bits={num_bits}",),
         )
     if _is_inverted(image):
         values = full - values.astype(np.int64)

@@ -20,7 +20,7 @@ from ssl_bench.data.files.fingerprints import (
 )
 from ssl_bench.data.files.images import KINDS
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
-from ssl_bench.errors import DataError, UnreadableImage
+from ssl_bench.errors import DataError, UnreadableImage, either
 from ssl_bench.system.progress import say, show_progress
 
 OnBadImage = Literal["fail", "skip"]
@@ -159,7 +159,10 @@ def summary(left_out: dict[str, list[str]]) -> str:
 
 def with_a_way_out(error: UnreadableImage) -> UnreadableImage:
     """The same error, for a command that can do without the image."""
-    found = UnreadableImage(f"{error}, or leave such images out with --on-bad-image skip")
+    found = UnreadableImage(
+        f"{error}, or leave such images out",
+        hint=either(error.hint, ("--on-bad-image", "skip")),
+    )
     found.is_shared = error.is_shared
     return found
 
@@ -278,8 +281,8 @@ def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
         raise DataError(
             f"{first[0]}, to which something is fitted, is the same file as {first[1]}, which is "
             f"scored: {count} of {len(scored)} scored images of {scored.name} {scored.split} in "
-            "all; take them out of one of the splits, or score them all the same with "
-            "data.allow_overlap=true"
+            "all; take them out of one of the splits, or score them all the same",
+            hint=("data.allow_overlap=true",),
         )
     return count
 

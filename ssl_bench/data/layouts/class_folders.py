@@ -129,17 +129,20 @@ class ClassFolders(Layout):
         if not (self._root / _TRAIN).is_dir():
             names = sorted(one.name for one in self._root.iterdir() if one.is_dir())
             first = next((name for name in names if name.lower().startswith(_TRAIN)), names[0])
+            folder = self._root / first
             raise DataError(
                 f"{self._root} holds neither {_TRAIN}/CLASS/PICTURE nor CLASS/PICTURE, but "
-                f"{', '.join(names[:5])}; name the folder above the classes, such as "
-                f"data.root={self._root / first}"
+                f"{', '.join(names[:5])}; name the folder above the classes",
+                hint=(f"data.root={folder}",),
             )
         return self.train()
 
     @property
     def _root(self) -> Path:
         if self.root is None:
-            raise DataError("a folder with train/CLASS/PICTURE in it is needed: --data-root DIR")
+            raise DataError(
+                "expected a folder with train/CLASS/PICTURE in it", hint=("--data-root", "{folder}")
+            )
         root = given_folder(self.root)
         if next(root.glob("*/*"), None) is None:
             raise DataError(
@@ -182,7 +185,8 @@ class ClassFolders(Layout):
             if name != _ALL:
                 raise DataError(
                     f"{self._root} has no split {name}: its folders are classes, and {_ALL} is the "
-                    f"split of them; dataset.train_split={_ALL_TRAIN} dataset.val_split={_ALL_VAL}"
+                    "split of them",
+                    hint=(f"dataset.train_split={_ALL_TRAIN}", f"dataset.val_split={_ALL_VAL}"),
                 )
             return self._root
         folder = self._root / name
@@ -215,7 +219,8 @@ class ClassFolders(Layout):
         if unknown := sorted(set(classes.values()).difference(known)):
             raise DataError(
                 f"{folder} has the class {first_of(unknown)}, which the {len(known)} training "
-                "classes lack; dataset.known_only=true leaves such images out"
+                "classes lack; leave such images out",
+                hint=("dataset.known_only=true",),
             )
         # Of the sorted ids as a whole, a share would be some classes whole and others not at all.
         by_class: dict[str, list[str]] = {}

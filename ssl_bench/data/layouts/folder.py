@@ -44,7 +44,7 @@ class ImageFolder(Layout):
     def images(self) -> FileImageSet:
         """All pictures, of which there has to be one; an id is the path below `root`."""
         if self.root is None:
-            raise DataError("a folder of images is needed: --data-root DIR")
+            raise DataError("expected a folder of images", hint=("--data-root", "{folder}"))
         root = given_folder(self.root)
         if not root.is_dir():
             raise DataError(f"{root} is not a folder; expected one with pictures in it")

@@ -121,8 +121,13 @@ class TwoClassMasks(Masks):
         if set(np.unique(classes)) == {0, IGNORED}:
             raise DataError(
                 f"{self.files.path(image_id)} holds 0 and 255 but no 1, the number of the second "
-                "class: dataset.numbers=[0,255] dataset.ignored=[] if 255 is that class, "
-                "dataset.ignored=[255] if such pixels do not count"
+                "class; either 255 is that class, or such pixels do not count",
+                hint=(
+                    "dataset.numbers=[0,255]",
+                    "dataset.ignored=[]",
+                    "or",
+                    "dataset.ignored=[255]",
+                ),
             )
         return classes
 
@@ -215,8 +220,12 @@ class ImageMaskFolders(PairedFolders):
             )
         if self._together and self.image_suffix == self.mask_suffix:
             raise ConfigurationError(
-                f"images and masks are both {self.image_folder}/*{self.image_suffix}; tell them "
-                "apart by dataset.mask_folder or dataset.mask_suffix"
+                f"images and masks are both {self.image_folder}/*{self.image_suffix}",
+                hint=(
+                    "dataset.mask_folder={mask_folder}",
+                    "or",
+                    "dataset.mask_suffix={mask_suffix}",
+                ),
             )
 
     def train(self) -> FileImageSet:
@@ -285,8 +294,8 @@ class ImageMaskFolders(PairedFolders):
             return ("background", "object")
         if not path.is_file():
             raise DataError(
-                f"{self.name} needs the names of its classes: dataset.class_names=[road,sky], or "
-                f"one a line in {path}"
+                f"{self.name} needs the names of its classes, here or one a line in {path}",
+                hint=("dataset.class_names=[road,sky]",),
             )
         lines = (line.strip() for line in read_lines(path))
         return tuple(line for line in lines if line)
@@ -295,8 +304,9 @@ class ImageMaskFolders(PairedFolders):
         files, names = self._files(self.mask_folder, self.mask_suffix, split), self._class_names()
         if self.one_object and len(names) != 2:
             raise ConfigurationError(
-                "dataset.one_object=true wants two names, background and object, got "
-                f"{shown(list(names))}"
+                "dataset.one_object=true expects two names, background and object, got "
+                f"{shown(list(names))}",
+                hint=("dataset.class_names=[background,object]",),
             )
         if self.colours is not None:
             return self._colour_masks(files, len(names)), names

@@ -266,7 +266,8 @@ class Drawn(Layout):
             unfinished = Path(tempfile.mkdtemp(dir=path.parent, prefix=".toy-"))
         except OSError as error:
             raise MachineError(
-                f"cannot write to {path.parent} ({error.strerror}); set dataset.cache=DIR"
+                f"cannot write to {path.parent} ({error.strerror}); choose another folder",
+                hint=("dataset.cache={folder}",),
             ) from error
         try:
             write(unfinished)

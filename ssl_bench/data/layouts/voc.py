@@ -213,7 +213,7 @@ class Voc(Layout):
             tree=f"VOCdevkit/{year}/{{JPEGImages,SegmentationClass,Annotations,ImageSets}}",
         )
         if re.fullmatch(r"VOC\d{4}", path.name) and path.name != year:
-            raise DataError(f"{path} is not {self.name}; type --dataset {path.name.lower()}")
+            raise DataError(f"{path} is not {self.name}", hint=("--dataset", path.name.lower()))
         lists = {role: path / "ImageSets" / file for role, file in _LISTS.items()}
         found = {role: set(read_list(file)) for role, file in lists.items() if file.is_file()}
         return VocFolder(path, name_of_images(self.name, found), CLASS_NAMES)

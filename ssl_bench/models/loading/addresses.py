@@ -171,7 +171,8 @@ def demo_file(uri: str) -> Path:
     if not path.is_file():
         raise CheckpointError(
             f"{uri} does not come with this version: no {path.name} in {path.parent}; train an "
-            "encoder with `ssl-bench pretrain`, or give a checkpoint"
+            "encoder, or give a checkpoint",
+            hint=("ssl-bench", "pretrain", "or", "--checkpoint", "{checkpoint}"),
         )
     return path
 

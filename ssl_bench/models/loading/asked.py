@@ -80,8 +80,8 @@ def newest_checkpoint(folder: Path) -> str:
     newest = _newest(folder)
     if newest is None:
         raise CheckpointError(
-            f"no checkpoint below {folder}/; pass --checkpoint URI, such as demo:skip, or make one "
-            "with `ssl-bench pretrain`"
+            f"no checkpoint below {folder}/",
+            hint=("--checkpoint", "demo:skip", "or", "ssl-bench", "pretrain"),
         )
     ago = in_words(max(0.0, time.time() - newest.stat().st_mtime))
     steps = ""

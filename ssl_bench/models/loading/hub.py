@@ -11,7 +11,7 @@ import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from ssl_bench.errors import CheckpointError, DataError
+from ssl_bench.errors import CheckpointError, DataError, either
 from ssl_bench.network import NotFetched, Published, download, open_url
 from ssl_bench.system.files import open_regular, sha256_of
 
@@ -41,6 +41,13 @@ HUB_WEIGHTS: Mapping[str, Mapping[str, str]] = {
 # Of a zip, and of a pickle as torch wrote it before 1.6.
 _BEGINNINGS = (b"PK\x03\x04", b"\x80\x02")
 _DIGEST_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.pth?(?:\.part)?$")
+# For DINO and its like, for timm's models, for folders of Hugging Face, and what is always here.
+_LOCAL_WAYS = either(
+    ("--checkpoint", "{weights_file}"),
+    ("--checkpoint", "timm:{timm_name}@{weights_file}"),
+    ("--checkpoint", "local-dir:{model_folder}"),
+    ("--checkpoint", "demo:skip"),
+)
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -50,7 +57,7 @@ def downloaded_file(url: str) -> Path:
     try:
         return download(Published(url, None), target, _require_weights)
     except (NotFetched, DataError) as error:
-        raise CheckpointError(f"{error}; or {_local_ways(url)}") from error
+        raise CheckpointError(f"{error}; or {_elsewhere(url)}", hint=_LOCAL_WAYS) from error
 
 
 def _require_weights(file: Path) -> None:
@@ -92,17 +99,15 @@ def hugging_face_file(
         with suppress(urllib.error.HTTPError):
             open_url(urllib.request.Request(url, method="HEAD")).close()
     except NotFetched as error:
-        raise CheckpointError(f"{error}; {_local_ways(url)}") from error
+        raise CheckpointError(f"{error}; {_elsewhere(url)}", hint=_LOCAL_WAYS) from error
     for name in names:
         with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
             return Path(huggingface_hub.hf_hub_download(repository, name, revision=revision))
     at = f" at {revision}" if revision else ""
-    raise CheckpointError(f"{url}{at} gave no {' or '.join(names)}; {_local_ways(url)}")
-
-
-def _local_ways(url: str) -> str:
-    return (
-        f"fetch {url} where there is a network and give the file in its place: FILE.pth for DINO "
-        "and its like, timm:NAME@FILE or local-dir:FOLDER for others; timm:NAME alone has random "
-        "weights, demo:skip small ones that are here"
+    raise CheckpointError(
+        f"{url}{at} gave no {' or '.join(names)}; {_elsewhere(url)}", hint=_LOCAL_WAYS
     )
+
+
+def _elsewhere(url: str) -> str:
+    return f"fetch {url} on a machine with a network and give the file, or take the small demo:skip"

@@ -75,8 +75,8 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
         if model_type not in _ON_IMAGENET_COLOURS and not colours_stated:
             raise CheckpointError(
                 f"{uri} has no {_PREPROCESSOR} here, which would say the mean and deviation of its "
-                "images; save its image processor beside the weights, or say them: "
-                f"mean=0.5,std=0.5:{uri}"
+                "images; save its image processor beside the weights, or state them",
+                hint=("--checkpoint", f"mean=0.5,std=0.5:{uri}"),
             ) from error
     else:
         colours, colours_from = _preprocessed(_read(preprocessor), preprocessor), preprocessor.name

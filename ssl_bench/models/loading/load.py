@@ -130,8 +130,14 @@ def _with_stated_colours(uri: str) -> Encoder:
     if found is None or len(mean) != 3 or len(std) != 3 or max(mean) > 1 or not 0 < min(std) <= 1:
         raise CheckpointError(
             "expected mean=NUMBERS,std=NUMBERS:URI, of images from 0 to 1 and no deviation of 0, "
-            "such as mean=0.5,std=0.5:my_vit.pth or "
-            f"mean=0.48/0.46/0.41,std=0.27/0.26/0.28:my_vit.pth; got {uri!r}"
+            f"got {uri!r}",
+            hint=(
+                "--checkpoint",
+                "mean=0.5,std=0.5:{file}",
+                "or",
+                "--checkpoint",
+                "mean=0.48/0.46/0.41,std=0.27/0.26/0.28:{file}",
+            ),
         )
     if found[3].startswith(("hf-hub:", "local-dir:")):
         from ssl_bench.models.loading.hugging_face import load_hugging_face

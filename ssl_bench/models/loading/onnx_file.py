@@ -131,7 +131,8 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
             return shape[2]
     raise CheckpointError(
         f"{path} does not show into how many heads queries are cut; give its .safetensors with "
-        "config.json as local-dir:FOLDER"
+        "config.json",
+        hint=("--checkpoint", "local-dir:{model_folder}"),
     )
 
 
@@ -163,7 +164,8 @@ def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> fl
         came = ", ".join(f"{eps:g}" for eps in sorted(rounded)) or "none"
         raise CheckpointError(
             f"{path}: expected one epsilon for all norms of the encoder, came {came}; give its "
-            ".safetensors with config.json as local-dir:FOLDER"
+            ".safetensors with config.json",
+            hint=("--checkpoint", "local-dir:{model_folder}"),
         )
     return rounded.pop()
 

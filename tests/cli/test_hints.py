@@ -1,0 +1,408 @@
+"""The words that refusals recommend: carried in `hint`, and every one of them can be typed."""
+
+import argparse
+import ast
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain, product
+from pathlib import Path
+from typing import TypeGuard
+
+import pytest
+
+import pretrain
+import probes
+import ssl_bench
+from ssl_bench import errors
+from ssl_bench.cli.parser import WITH_OVERRIDES, build_parser
+from ssl_bench.composition.choices import choices
+from ssl_bench.composition.compose import (
+    TARGET,
+    build,
+    choice_group,
+    component_class,
+    compose_config,
+    flattened,
+    protocols,
+)
+from ssl_bench.data.corruptions import asked_corruptions
+from ssl_bench.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    MachineError,
+    SslBenchError,
+    UnreadableImage,
+    alternatives,
+    either,
+)
+
+PACKAGES = [Path(package.__path__[0]) for package in (ssl_bench, probes, pretrain)]
+FILES = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
+ERRORS = {
+    *(name for name, kind in vars(errors).items() if isinstance(kind, type)
+      and issubclass(kind, SslBenchError)),
+    "NotFetched",
+}  # fmt: skip
+
+# What a user knows, or the code that raises; by the name between braces or in the code.
+# Several words are separated by a null character.
+FILLED: Mapping[str, str] = {
+    "_ALL_TRAIN": "all:0-75%",
+    "_ALL_VAL": "all:75-100%",
+    "block": "11",
+    "checkpoint": "runs/skip",
+    "close": "overwrite",
+    "corruption": "gaussian_noise",
+    "corruptions": "gaussian_noise:3,fog:2",
+    "count": "4",
+    "dataset": "voc2012",
+    "file": "my_vit.pth",
+    "first": "train",
+    "folder": "photos",
+    "folder_flag": "--data-root",
+    "group": "probe",
+    "head_width": "12",
+    "image_size": "224",
+    "key": "train.warmup_epochs",
+    "larger": "300",
+    "late": "200",
+    "lower": "32",
+    "lower_rate": "1e-4",
+    "mask_folder": "masks",
+    "mask_suffix": ".png",
+    "mean": "[0.5,0.5,0.5]",
+    "meant": "pretrain",
+    "model_folder": "dinov2-small",
+    "most": "3",
+    "name": "imagenet1k",
+    "names": "knn",
+    "near": "9",
+    "nearest": "8",
+    "neighbours": "5,10",
+    "num_bits": "12",
+    "num_tokens": "28",
+    "number": "20",
+    "one_name": "train",
+    "other_checkpoint": "runs/skipless",
+    "other_dataset": "ade20k",
+    "other_folder": "/data/ade",
+    "other_run": "runs/skipless",
+    "owners": "tokencut,pca",
+    "path_name": "voc2012",
+    "prog": "ssl-bench\0probe",
+    "remedy": "data.bits=12",
+    "root": "results",
+    "row": "skip, adamw",
+    "run": "runs/skip",
+    "self_name": "fog",
+    "share": "0.5",
+    "side": "probe.max_side",
+    "size": "64",
+    "smaller": "1024",
+    "source_name": "voc2012",
+    "std": "[0.5,0.5,0.5]",
+    "table": "table2",
+    "target": "model.vit_tiny_skip",
+    "task": "knn",
+    "timm_name": "vit_small_patch16_224",
+    "uri": "hf-hub:org/name",
+    "value": "3",
+    "weights_file": "dino.pth",
+    "widths": "[24,48,96,192]",
+    "word": "runs/skip",
+    "words": "probe.training=lbfgs",
+}
+
+
+def hints_of(path: Path) -> list[tuple[int, tuple[str, ...]]]:
+    """All ways that the hints in a file name, with the line; what code knows is a placeholder."""
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    found = []
+    for function in functions:
+        reader = HintReader(tree, function)
+        for call in filter(is_error, ast.walk(function)):
+            for keyword in call.keywords:
+                if keyword.arg == "hint":
+                    ways = [way for one in reader.hints(keyword.value) for way in alternatives(one)]
+                    found += [(call.lineno, way) for way in ways]
+    return list(dict.fromkeys(found))
+
+
+def is_error(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether a piece of code makes an error of this suite."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return isinstance(function, ast.Name) and function.id in ERRORS
+
+
+class HintReader:
+    """Reads the words of hints in the source of a function."""
+
+    def __init__(self, tree: ast.Module, function: ast.FunctionDef) -> None:
+        self.assigned: dict[str, list[ast.expr]] = {}
+        for node in [*tree.body, *ast.walk(function)]:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    names, values = [target], [node.value]
+                    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                        names, values = target.elts, node.value.elts
+                    for name, value in zip(names, values, strict=True):
+                        if isinstance(name, ast.Name):
+                            self.assigned.setdefault(name.id, []).append(value)
+
+    def hints(self, node: ast.expr) -> Iterator[tuple[str, ...]]:
+        """All values that an expression of words can have."""
+        match node:
+            case ast.Tuple(elts=elts) | ast.List(elts=elts):
+                parts = [[*self._words(element)] for element in elts]
+                yield from (sum(some, ()) for some in product(*parts))
+            case ast.IfExp(body=body, orelse=other):
+                yield from (*self.hints(body), *self.hints(other))
+            case ast.BoolOp(values=values):
+                for value in values:
+                    yield from self.hints(value)
+            case ast.Call(func=ast.Name(id="either"), args=args):
+                for arg in args:
+                    inner = arg.value if isinstance(arg, ast.Starred) else arg
+                    yield from self.hints(inner)
+            case ast.ListComp(elt=element):
+                yield from self.hints(element)
+            case ast.Name(id=name) if name in self.assigned:
+                for value in self.assigned[name]:
+                    yield from self.hints(value)
+            case ast.Attribute(attr="hint"):
+                # Passed on from another error, whose own line is looked at.
+                return
+            case _:
+                raise AssertionError(f"no words of a hint: {ast.unparse(node)}")
+
+    def _words(self, node: ast.expr) -> Iterator[tuple[str, ...]]:
+        if isinstance(node, ast.Starred):
+            try:
+                yield from [*self.hints(node.value)]
+            except AssertionError:
+                yield (f"{{{known_as(node.value)}}}",)
+            return
+        if isinstance(node, ast.Constant):
+            yield (str(node.value),)
+        elif isinstance(node, ast.JoinedStr):
+            texts = (
+                part.value if isinstance(part, ast.Constant) else f"{{{known_as(part.value)}}}"
+                for part in node.values
+                if isinstance(part, ast.Constant | ast.FormattedValue)
+            )
+            yield ("".join(map(str, texts)),)
+        else:
+            yield (f"{{{known_as(node)}}}",)
+
+
+def known_as(node: ast.expr) -> str:
+    """The name in the code of what a hint shows."""
+    match node:
+        case ast.Attribute(value=owner, attr="name"):
+            return f"{known_as(owner)}_name"
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case ast.Call(func=ast.Attribute(value=value, attr="split" | "lower")):
+            return known_as(value)
+        case ast.Call(func=ast.Name(), args=[value, *_]) | ast.Subscript(value=value):
+            return known_as(value)
+        case ast.Call(func=ast.Attribute(attr="join"), args=[value]):
+            return known_as(value)
+        case ast.BinOp(left=left):
+            return known_as(left)
+        case _:
+            raise AssertionError(f"name what a hint shows: {ast.unparse(node)}")
+
+
+COMMANDS: dict[str, argparse.ArgumentParser] = next(
+    dict(action.choices)
+    for action in build_parser()._actions
+    if isinstance(action, argparse._SubParsersAction)
+)
+REQUIRED = {
+    "probe": ("--task", "pca"),
+    "features": ("--out", "features"),
+    "compare": ("one", "other"),
+    "data": ("check", "toy"),
+    "reproduce": ("table2",),
+    "keys": ("probe.knn",),
+    "completion": ("bash",),
+}
+GROUPS = ("probe", "dataset", "model", "objective", "optimizer")
+
+
+def is_right(words: Sequence[str]) -> bool:
+    """Whether the parser takes a command, and a configuration its overrides."""
+    try:
+        options, rest = build_parser().parse_known_args(list(words))
+    except SystemExit as ended:
+        return ended.code == 0
+    except ConfigurationError:
+        return False
+    tasks = {*(getattr(options, "task", None) or "all").split(",")}
+    if not tasks <= {*choices("probe"), "all"}:
+        return False
+    if not all("=" in word and not word.startswith("-") for word in rest):
+        return False
+    takes_none = options.command not in WITH_OVERRIDES
+    root = "pretraining" if options.command == "pretrain" else "probing"
+    return not rest or not (takes_none or not is_composed(root, tuple(rest)))
+
+
+@cache
+def is_composed(root: str, overrides: tuple[str, ...]) -> bool:
+    """Whether some choice of components takes all overrides."""
+    try:
+        corruptions, overrides = asked_corruptions(overrides)
+    except ConfigurationError:
+        return False
+    keys = [override.partition("=")[0] for override in overrides]
+    usual = {"probe": ["pca"], "dataset": ["toy"]} if root == "probing" else {}
+    groups = {key.partition(".")[0] for key in keys if "." in key}.intersection(GROUPS)
+    varied = usual | {group: choices(group) for group in groups if group not in keys}
+    bases = [
+        tuple(f"{group}={name}" for group, name in zip(varied, names, strict=True))
+        for names in product(*varied.values())
+    ]
+    # Such as a kind of training with other keys, where the usual one does not do.
+    further = ((*base, more) for base in bases for more in inner_choices(base))
+    return any(
+        {*keys} <= {*known_keys(root, base), *GROUPS}
+        and all(is_built(root, (*base, *overrides, *one), keys) for one in corruptions)
+        for base in chain(bases, further)
+    )
+
+
+def inner_choices(base: Sequence[str]) -> list[str]:
+    """Choices by name within a probe, such as "probe.training=lbfgs"; none for other bases."""
+    task = dict(one.split("=") for one in base).get("probe")
+    if task is None:
+        return []
+    probe = compose_config("probing", [f"probe={task}"]).probe
+    groups = {f"probe.{name}": choices(choice_group(f"probe.{name}", {"probe": task}) or "")
+              for name in probe if choice_group(f"probe.{name}", {"probe": task})}  # fmt: skip
+    kind = component_class(probe[TARGET], "probe")
+    groups["probe.protocol"] = protocols(task, kind)
+    return [f"{key}={name}" for key, names in groups.items() for name in names]
+
+
+@cache
+def known_keys(root: str, base: tuple[str, ...]) -> frozenset[str]:
+    """All keys of a choice of components, and the components themselves."""
+    try:
+        flat = flattened(compose_config(root, base))
+    except SslBenchError:
+        return frozenset()
+    names = (key.rsplit(".", depth)[0] for key in flat for depth in range(key.count(".") + 1))
+    return frozenset(names)
+
+
+def is_built(root: str, overrides: Sequence[str], keys: Sequence[str]) -> bool:
+    try:
+        config = compose_config(root, overrides)
+        for part in {key.partition(".")[0] for key in keys} & {*GROUPS, "train", "monitor"}:
+            build(config[part])
+    except SslBenchError:
+        return False
+    return True
+
+
+def can_be_typed(words: Sequence[str]) -> bool:
+    """Whether a whole command is right, or a part of one in some command."""
+    if words[0] == "ssl-bench":
+        return is_right(words[1:])
+    sets_keys = any(re.match(r"[a-z][\w.]*=", word) for word in words)
+    commands = WITH_OVERRIDES if sets_keys else COMMANDS
+    return any(is_right((name, *REQUIRED.get(name, ()), *words)) for name in commands)
+
+
+def filled(way: Sequence[str]) -> list[str]:
+    texts = (re.sub(r"\{(\w+)\}", lambda name: FILLED[name[1]], word) for word in way)
+    # Some stand for several words.
+    return [word for text in texts for word in text.split("\0")]
+
+
+HINTS = [
+    pytest.param(way, id=f"{path.parent.name}/{path.name}:{line} {' '.join(way)}")
+    for path in FILES
+    for line, way in hints_of(path)
+]
+
+
+@pytest.mark.parametrize("way", HINTS)
+def test_a_hint_can_be_typed(way):
+    assert can_be_typed(filled(way))
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--chekpoint x", "train.nothing=1", "train.epochs=-1", "model=vit_nothing", "ssl-bench prob",
+     "ssl-bench table seed=3", "--task nothing", "--device", "corrupt=fog:9"],
+)  # fmt: skip
+def test_wrong_words_cannot_be_typed(words):
+    assert not can_be_typed(words.split())
+
+
+RECOMMENDED = re.compile(
+    r"`ssl-bench [a-z]|--[a-z]|\b[a-z_]+(\.[a-z_]+)+=|"
+    r"\b(corrupt|dataset|dtype|experiment|model|objective|optimizer|probe|seed)="
+)
+
+
+def sentences_without_hint(path: Path) -> Iterator[str]:
+    """Errors whose advice, the text after the first semicolon, names flags, keys or commands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if is_error(node) and not any(one.arg == "hint" for one in node.keywords):
+            words = [
+                one.value
+                for arg in node.args
+                for one in ast.walk(arg)
+                if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
+            _, _, advice = "".join(words).partition(";")
+            if RECOMMENDED.search(advice):
+                yield f"{path}:{node.lineno}"
+
+
+def test_advice_is_in_the_hint_and_not_in_the_sentence():
+    assert not [line for path in FILES for line in sentences_without_hint(path)]
+
+
+def test_advice_in_a_sentence_is_found(tmp_path):
+    lines = {
+        'DataError("no images; give --data-root DIR")': True,
+        'DataError("--data-root lacks images; leave it out")': False,
+        'DataError(f"no images in {x}; take " f"dataset.root={y}")': True,
+        'DataError("no images; run `ssl-bench data list`")': True,
+        'DataError("no images; take it", hint=("--data-root", "x"))': False,
+    }
+    for line, is_found in lines.items():
+        (tmp_path / "code.py").write_text(line)
+        assert bool([*sentences_without_hint(tmp_path / "code.py")]) == is_found, line
+
+
+def test_an_error_shows_what_its_sentence_does_not_name():
+    hint = ("--checkpoint", "demo:skip", "or", "ssl-bench", "pretrain", "--out", "{folder}")
+    shown = "`--checkpoint demo:skip` or `ssl-bench pretrain --out FOLDER`"
+    assert str(CheckpointError("no checkpoint", hint=hint)) == f"no checkpoint; use {shown}"
+    assert str(DataError("take --out x", hint=("--out", "x"))) == "take --out x"
+    assert str(DataError("unknown --outs", hint=("--out",))) == "unknown --outs; use `--out`"
+    assert either(("--a",), (), ("--b", "1")) == ("--a", "or", "--b", "1")
+
+
+@pytest.mark.parametrize("kind", [ConfigurationError, MachineError, UnreadableImage])
+def test_a_hint_survives_another_sentence_and_a_process(kind):
+    try:
+        try:
+            raise kind("no space", hint=("--out", "{folder}"))
+        except kind as inner:
+            raise CheckpointError(f"saving failed: {inner}") from inner
+    except CheckpointError as error:
+        for one in (error, pickle.loads(pickle.dumps(error))):
+            assert one.hint == ("--out", "{folder}")
+            assert str(one) == "saving failed: no space; use `--out FOLDER`"
