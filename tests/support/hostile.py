@@ -64,11 +64,11 @@ def check_latex(text: str) -> None:
     body = [line for line in text.split("\n") if not line.startswith("%")]
     words = re.findall(r"\\([A-Za-z]+|.)", "\n".join(body))
     ours = "begin end toprule midrule bottomrule textbf underline textbackslash textasciitilde"
-    ours += " textasciicircum textless textgreater mid pm dagger"
+    ours += " textasciicircum textless textgreater mid pm dagger ddagger S par footnotesize"
     assert set(words) <= {*ours.split(), *"\\_%&#${}"}
     plain = re.sub(r"\\([A-Za-z]+|.)", "", "\n".join(body))
     assert not set(plain) & set("%#^_~\\")
-    assert plain.count("$") == 2 * sum(word in ("mid", "pm", "dagger") for word in words)
+    assert plain.count("$") == 2 * sum(word in ("mid", "pm", "dagger", "ddagger") for word in words)
     assert plain.count("{") == plain.count("}")
     rows = [line for line in body if line.endswith(r"\\")]
     assert len({re.sub(r"\\\\|\\&", "", row).count("&") for row in rows}) == 1
