@@ -122,7 +122,10 @@ class Monitor:
             observer = Observer(self, folders, learner, timeline, data.colours)
         except DataError as error:
             # Its keys are the dataset's, under another name.
-            raise DataError(str(error).replace("dataset.", "monitor.")) from error
+            raise DataError(
+                str(error).replace("dataset.", "monitor."),
+                hint=[word.replace("dataset.", "monitor.") for word in error.hint],
+            ) from error
         # No image that is scored may be a file that something is fitted to.
         fitted = [images] if data.labels else []
         if self.knn_epochs is not None:

@@ -47,7 +47,7 @@ _SHORT = {"limit": "data.limit", "pictures": "probe.panels"}
 def _in_words_of_python(line: str) -> str:
     """A line with `panels=9` where the command line has `--pictures 9` or `probe.panels=9`.
 
-    Commands between backticks stay what they are.
+    Whole commands stay what they are.
     """
 
     def keyword(found: re.Match[str]) -> str:
@@ -61,10 +61,12 @@ def _in_words_of_python(line: str) -> str:
         return f'{name}="{value}"' if is_text else f"{name}={value}"
 
     parts = line.split("`")
-    for place, part in enumerate(parts[::2]):
+    for place, part in enumerate(parts):
+        if place % 2 and part.startswith("ssl-bench"):
+            continue
         words = re.sub(r"(?<![\w-])--([a-z][a-z-]+)(?: ([\w*|:.,/-]*[\w*]))?", keyword, part)
         # Of a key with further dots the whole is typed; a file may be called probe.py.
-        parts[2 * place] = re.sub(r"(?<![\w./-])probe\.(?!py\b)([a-z_]+)\b(?!\.\w)", r"\1", words)
+        parts[place] = re.sub(r"(?<![\w./-])probe\.(?!py\b)([a-z_]+)\b(?!\.\w)", r"\1", words)
     return "`".join(parts)
 
 
@@ -75,7 +77,7 @@ def _said_in_python() -> Generator[None]:
     try:
         yield
     except SslBenchError as error:
-        error.args = (_in_words_of_python(str(error)),)
+        error.reword(_in_words_of_python)
         raise
     finally:
         reworded.reset(before)

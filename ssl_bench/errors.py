@@ -3,7 +3,7 @@
 import re
 import shlex
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -25,6 +25,7 @@ class SslBenchError(Exception):
 
     exit_code = 1
     is_shared = False
+    _is_whole = False
 
     def __init__(self, message: str = "", *, hint: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -36,8 +37,15 @@ class SslBenchError(Exception):
         cause = self.__cause__
         return self._hint or (cause.hint if isinstance(cause, SslBenchError) else ())
 
+    def reword(self, reworded: Callable[[str], str]) -> None:
+        """Replace the whole text; the hint stays as it is and is no longer appended."""
+        self.args = (reworded(str(self)),)
+        self._is_whole = True
+
     def __str__(self) -> str:
         message, typed = super().__str__(), map(_as_typed, alternatives(self.hint))
+        if self._is_whole:
+            return message
         missing = [f"`{words}`" for words in typed if not _names(message, words)]
         return f"{message}; use {' or '.join(missing)}" if missing else message
 

@@ -294,8 +294,8 @@ class ResultStore:
             )
         if not found:
             words = ("ssl-bench", "probe", "--task", "all", "--checkpoint", "demo:skip")
-            raise DataError(
-                _said_of_run(self.root) or f"no records in {self.root / 'records'}",
+            raise _error_of_run(self.root) or DataError(
+                f"no records in {self.root / 'records'}",
                 hint=("--out", "{folder}", "or", *words, "--out", str(self.root)),
             )
         return self._current(found)
@@ -587,8 +587,8 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
     return pandas.DataFrame(rows)
 
 
-def _said_of_run(folder: Path) -> str | None:
-    """One line on a run folder, with what its last step measured; None for any other folder.
+def _error_of_run(folder: Path) -> DataError | None:
+    """Return the error on a run folder, with what its last step measured; None for other folders.
 
     What a run measures of itself, such as the letters that it copies, is in its log alone: numbers
     of the last row that the first one lacks.
@@ -608,12 +608,10 @@ def _said_of_run(folder: Path) -> str | None:
     # Somebody's own files may hold anything.
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, yaml.YAMLError):
         return None
-    further = (
-        "no probe takes its model"
-        if model == "StateSpaceConfig"
-        else f"`ssl-bench probe --checkpoint {folder} --out results` leaves records of its encoder"
-    )
-    return (
+    command = ("ssl-bench", "probe", "--task", "all", "--checkpoint", str(folder))
+    has_encoder = model != "StateSpaceConfig"
+    return DataError(
         f"{folder} is a run of {objective} and holds no records: {said}; every step is in {log}; "
-        f"{further}"
+        f"{'probe' if has_encoder else 'no probe takes'} its model",
+        hint=(*command, "--out", "{folder}") if has_encoder else (),
     )

@@ -169,6 +169,8 @@ class HintReader:
                 for arg in args:
                     inner = arg.value if isinstance(arg, ast.Starred) else arg
                     yield from self.hints(inner)
+            case ast.ListComp(generators=[ast.comprehension(iter=ast.Attribute(attr="hint"))]):
+                return
             case ast.ListComp(elt=element):
                 yield from self.hints(element)
             case ast.Name(id=name) if name in self.assigned:

@@ -70,7 +70,7 @@ def test_float32_is_float32_on_a_gpu_and_its_name_says_so(two_gpus):
 
 def test_a_device_that_is_unknown_or_absent_is_named():
     with pytest.raises(
-        ConfigurationError, match="expected --device cpu, cuda or cuda:N, got 'gpu'"
+        ConfigurationError, match="expected cpu, cuda or cuda:N, got the device 'gpu'"
     ):
         choose_device("gpu")
     with pytest.raises(MachineError, match="device meta is not usable here"):

@@ -62,7 +62,7 @@ def test_typed_sizes_that_do_not_fit_run_nothing(place, capsys, door, task):
     line = fails(capsys, words, 2)
 
     assert "probe.image_size must be a multiple of the patch size 72 of a, got 100" in line
-    assert "nearest are 72 and 144" in line
+    assert "`probe.image_size=72` or `probe.image_size=144`" in line
     assert not list(Path("results").rglob("*.json"))
 
 

@@ -103,7 +103,7 @@ def test_a_faiss_without_gpu_is_refused_for_tensors_of_a_gpu(monkeypatch):
     faiss = ModuleType("faiss")
     faiss.__version__ = "9.9"  # pyrefly: ignore[missing-attribute]
     monkeypatch.setitem(sys.modules, "faiss", faiss)
-    with pytest.raises(MachineError, match=r"faiss 9.9 finds no GPU; take probe.engine=torch"):
+    with pytest.raises(MachineError, match=r"faiss 9.9 finds no GPU; use `probe.engine=torch"):
         faiss_nearest(*_elsewhere(), 3)
 
 

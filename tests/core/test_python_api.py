@@ -144,14 +144,13 @@ def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
     assert {record.dataset for record in found} == {"toy-limit5"}
     assert "finished before, skipped (overwrite=True)" in err
 
-    with pytest.raises(DataError, match=r"needed: data_root=\"DIR\"$"):
+    with pytest.raises(DataError, match=r"; use `data_root=\"FOLDER\"`$") as raised:
         ssl_bench.probe("demo:skip", task="pca", dataset="folder", out=tmp_path / "r")
-    with pytest.raises(
-        ConfigurationError, match=r"^the facet names .* layer=1, .* leave out layer,"
-    ):
+    assert raised.value.hint == ("--data-root", "{folder}")
+    with pytest.raises(ConfigurationError, match=r"^the facet names .* use `layer=1`$"):
         ssl_bench.probe("demo:skip", facet="blocks.1.mlp.act", **{**asked, "layer": 0})
     found = ssl_bench.read_results(tmp_path / "r")
-    with pytest.raises(ConfigurationError, match=r'^expected style="text\|'):
+    with pytest.raises(ConfigurationError, match=r'use `style="text"`$'):
         found.table("word")
 
     words = ["probe", "--task", "pca", "--dataset", "folder", "--checkpoint", "demo:skip", "--out"]
@@ -347,7 +346,7 @@ def test_features_on_disk_are_those_of_python_and_written_anew_when_damaged(
     assert main(features(tmp_path / "out", "--format", form)) == 0
     assert "all: 1 of 1 files were written before, kept" in capsys.readouterr().err
     line = fails(capsys, features(tmp_path / "out", "--format", form, "--layer", "0"), 2)
-    assert "holds other features (layers differ); choose another --out" in line
+    assert "holds other features (layers differ); choose another folder" in line
 
     index = pandas.read_parquet("out/index.parquet")
     assert list(index["image_id"]) == [f"{number:03}.png" for number in range(5)]

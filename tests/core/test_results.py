@@ -68,11 +68,9 @@ def test_a_run_folder_says_what_it_is_and_how_its_encoder_is_probed(tmp_path):
     with pytest.raises(DataError) as raised:
         ResultStore(tmp_path).records()
 
-    assert str(raised.value) == (
-        f"{tmp_path} is a run of Dino and holds no records: step 7, loss 1.5; every step is in "
-        f"{tmp_path / 'log.jsonl'}; `ssl-bench probe --checkpoint {tmp_path} --out results` leaves "
-        "records of its encoder"
-    )
+    said = f"{tmp_path} is a run of Dino and holds no records: step 7, loss 1.5; every step is in "
+    assert str(raised.value).startswith(f"{said}{tmp_path / 'log.jsonl'}")
+    assert raised.value.hint[4:6] == ("--checkpoint", str(tmp_path))
 
 
 @pytest.mark.parametrize("log", ["", "[]\n", "not JSON\n"])

@@ -155,9 +155,7 @@ def test_class_names_may_stand_in_a_file_and_classes_begin_at_one(folders):
     assert dataset.val().class_names == ("road", "sky")
     assert mask_of(dataset) == [[255, 0, 1], [1, 255, 255]]
     (folders / "classes.txt").unlink()
-    with pytest.raises(
-        DataError, match=r"dataset.class_names=\[road,sky\], or one a line in .*txt"
-    ):
+    with pytest.raises(DataError, match=r"one a line in .*txt; use .*dataset.class_names="):
         ImageMaskFolders(folders).val()
 
 

@@ -341,4 +341,4 @@ def test_the_command_chooses_among_the_asked_blocks(store, capsys):
     assert "recorded are 0, 1, 11" in capsys.readouterr().err
     assert main([*command, "--layer", "last"]) == 2
     said = capsys.readouterr().err
-    assert "expected --layer 11, -1, 0,5,11, 0-3 or all, got 'last'" in said
+    assert "expected blocks such as 11, -1, 0,5,11, 0-3 or all, got 'last'" in said

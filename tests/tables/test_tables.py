@@ -44,7 +44,7 @@ def test_rows_are_blocks_columns_are_models_and_the_best_block_is_bold():
         # A block that was not probed, and what is no number.
         f"| 2 |  | {NO_VALUE} |",
     ]
-    with pytest.raises(ConfigurationError, match=r"markdown\|latex\|csv\|json.*'xml'"):
+    with pytest.raises(ConfigurationError, match=r"markdown, latex, csv, json.*'xml'"):
         render_tables([table], "xml")
 
 

@@ -243,8 +243,8 @@ def refuse_strangers(weights: Mapping[str, Tensor], path: Path) -> None:
     for pattern, what, way in _OTHERS:
         if (found := _fitting(weights, pattern)) is not None:
             raise CheckpointError(
-                f"{path} holds {what} ({found}), expected a Vision Transformer in a known layout; "
-                f"{way}",
+                f"{path} holds {what} ({found}), expected a Vision Transformer in one of the "
+                f"layouts that `ssl-bench models` lists; {way}",
                 hint=("ssl-bench", "models"),
             )
     for pattern, what, architecture in _STRANGERS:
