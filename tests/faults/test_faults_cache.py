@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from probes.features.stream import KeptState
 from probes.features.tiers import FeatureFile, OpenFeatures
 from probes.segmentation import SegmentationRun
 from ssl_bench.cli.__main__ import main
+from ssl_bench.data.files.fingerprints import DigestCache
 from ssl_bench.errors import MachineError
 from tests.support.colours import probe_context, quick_probe, score_values
 from tests.support.faults import (
@@ -94,6 +96,89 @@ def test_fault_56_any_damage_to_kept_features_is_said_and_they_are_computed_agai
         (line,) = [line for line in said if str(path) in line]
         assert line.endswith("again"), name
         assert path.read_bytes() == whole, name
+
+
+def to_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def to_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.fixture
+def other_owner(monkeypatch) -> Callable[[Path], None]:
+    """Gives a file to another user, or makes it look like that where only root may."""
+
+    def give(path: Path) -> None:
+        if os.geteuid() == 0:
+            os.chown(path, 65534, 65534)
+            return
+        theirs, fstat = path.stat().st_ino, os.fstat
+
+        def changed(descriptor: int) -> os.stat_result:
+            status = list(fstat(descriptor))
+            status[4] += (status[1] == theirs) * 7
+            return os.stat_result(status)
+
+        monkeypatch.setattr(os, "fstat", changed)
+
+    return give
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link", "another user's"])
+def test_a_cache_file_that_others_put_there_is_computed_again(tmp_path, other_owner, kind):
+    probe, said = quick_probe(**SMALL, cache=str(tmp_path)), []
+    context = replace(probe_context(tmp_path), say=said.append)
+    before = score_values(probe.run(context))
+    path = kept(tmp_path)
+    # Their features are well-formed, and others.
+    whole = path.read_bytes()
+    {"a pipe": to_pipe, "a link": to_link, "another user's": other_owner}[kind](path)
+    said.clear()
+
+    assert score_values(probe.run(context)) == before
+
+    (line,) = [line for line in said if str(path) in line]
+    assert line.endswith("again")
+    assert path.is_file()
+    assert not path.is_symlink()
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link", "another user's"])
+def test_kept_work_that_others_put_there_is_not_taken_up(tmp_path, other_owner, kind):
+    said: list[str] = []
+    kept_state = KeptState(tmp_path / "some.heads", 1.0, said.append)
+    kept_state.write({"step": 3})
+    {"a pipe": to_pipe, "a link": to_link, "another user's": other_owner}[kind](kept_state.path)
+
+    assert kept_state.found == {}
+
+    (line,) = said
+    assert str(kept_state.path) in line
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link", "another user's"])
+def test_kept_digests_that_others_put_there_are_ignored(tmp_path, monkeypatch, other_owner, kind):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("ssl_bench.data.files.fingerprints._RACY_NS", -(10**18))
+    file = tmp_path / "image"
+    file.write_bytes(b"pixels")
+
+    def recalled(digest: bytes) -> bytes:
+        cache = DigestCache(tmp_path)
+        found = cache.recall("image", [file], lambda: digest)
+        cache.save()
+        return found
+
+    assert recalled(bytes(32)) == recalled(b"1" * 32) == bytes(32)
+    (path,) = (tmp_path / "cache/ssl-bench/digests").iterdir()
+    {"a pipe": to_pipe, "a link": to_link, "another user's": other_owner}[kind](path)
+
+    assert recalled(b"1" * 32) == b"1" * 32
 
 
 def test_fault_56_features_that_change_between_two_readings_are_never_used(tmp_path):
