@@ -39,7 +39,7 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
-from ssl_bench.neighbours import unit_vectors
+from ssl_bench.neighbours import power_of_two, unit_vectors
 from ssl_bench.results import encoder_id
 from ssl_bench.system.device import float64_device, in_float64, sent
 from ssl_bench.system.paths import cache_folder
@@ -558,7 +558,9 @@ def outlier_share(
 
     Of an even number of patches the median is the mean of the two in the middle.
     """
-    lengths = patches.norm(dim=-1).flatten(1).sort(1).values
+    # Exactly, so that no square leaves the range of float32.
+    scaled = patches / power_of_two(patches.abs().amax((1, 2, 3), keepdim=True))
+    lengths = scaled.norm(dim=-1).flatten(1).sort(1).values
     count = lengths.shape[1]
     median = (lengths[:, (count - 1) // 2] + lengths[:, count // 2]) / 2
     return 100 * (lengths > factor * median[:, None]).float().mean(1)

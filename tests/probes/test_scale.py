@@ -14,7 +14,7 @@ import ssl_bench
 from probes.features.tiers import narrowed, widened
 from probes.tokencut.eigensolver import cosines
 from ssl_bench.composition.choices import choices
-from ssl_bench.errors import DataError
+from ssl_bench.errors import DataError, UnfitEncoder
 from ssl_bench.neighbours import unit_vectors, zero_vectors_warning
 
 # 2^-26 leaves float16, 2^-42 the eps of torch's normalize, 2^64 has squares beyond float32.
@@ -67,6 +67,8 @@ def scores(task: str, power: int, folder: str) -> dict[tuple[str, str], float]:
         except DataError:
             # This one lacks what the task needs.
             continue
+        except UnfitEncoder as error:
+            pytest.skip(str(error))
         return {(record.facet, record.metric): record.value for record in records}
     raise AssertionError(f"no generated dataset fits {task}")
 
@@ -82,8 +84,8 @@ def plain_scores(tmp_path_factory) -> Callable[[str], dict[tuple[str, str], floa
 def test_tokens_times_a_power_of_two_give_the_same_scores(task, power, tmp_path, plain_scores):
     plain = plain_scores(task)
     scaled = scores(task, power, str(tmp_path))
-    # LiDAR adds a constant to its eigenvalues, so it depends on the size of features.
-    kept = {key: value for key, value in plain.items() if key[1] != "lidar"}
+    # A norm is proportional to the features; LiDAR adds a constant to its eigenvalues.
+    kept = {key: plain[key] for key in plain if key[1] not in ("lidar", "spectral_norm")}
     assert kept
     assert {key: scaled[key] for key in kept} == pytest.approx(kept, nan_ok=True)
 
