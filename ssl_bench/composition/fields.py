@@ -252,6 +252,8 @@ def _is_a(kind: Any, value: Any) -> bool:
         return any(type(value) is type(part) and value == part for part in parts)
     if origin in (Union, UnionType):
         return any(_is_a(part, value) for part in parts)
+    if kind is Any:
+        return True
     if kind is int or kind is float:
         numbers = int if kind is int else (int, float)
         return (

@@ -1,24 +1,30 @@
 """Every number of every configured component has a legal range."""
 
-from collections.abc import Iterator
-from dataclasses import fields
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import as_plain, compose_config
+from ssl_bench.composition.compose import as_plain, build, compose_config
 from ssl_bench.composition.fields import (
     Count,
     InnerShare,
     Items,
+    Positive,
+    Rate,
     Share,
+    ShareBelowOne,
     Span,
     Within,
+    check_fields,
     require,
 )
 from ssl_bench.errors import ConfigurationError
 from tests.core.test_composition import components
+from tests.support.faults import unchecked_types
 
 GROUPS = ("probe", "dataset", "model", "objective", "optimizer")
 ABSURD = (
@@ -84,3 +90,90 @@ def test_the_ends_of_a_range_are_legal_and_the_message_names_them(kind, legal, w
 
     assert words in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+@dataclass
+class Inner:
+    """A component that does not check itself."""
+
+    rate: float = 0.5
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A field of every kind that holds numbers."""
+
+    one: float = 0.5
+    ranged: Positive = 0.5
+    some: Sequence[Rate] = (0.5,)
+    optional: Positive | None = None
+    one_or_some: float | Sequence[float] = 0.5
+    by_name: Mapping[str, float] = field(default_factory=dict)
+    inner: Inner = field(default_factory=Inner)
+    count: Count = 1
+    count_or_share: Count | ShareBelowOne = 1
+    anything: Any = None
+    flag: bool | float = 0.5
+
+    def __post_init__(self) -> None:
+        check_fields(self, "outer")
+
+
+POSTPONED = """from __future__ import annotations
+from dataclasses import dataclass
+from ssl_bench.composition.fields import Positive, check_fields
+
+@dataclass(frozen=True)
+class Outer:
+    some: tuple[Positive, ...]
+
+made = Outer((1, 2.5))
+check_fields(made, "outer")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("one", 1, 1.0),
+        ("ranged", 2, 2.0),
+        ("some", (1, 2.5), (1.0, 2.5)),
+        ("some", [1, 2], [1.0, 2.0]),
+        ("optional", 1, 1.0),
+        ("optional", None, None),
+        ("one_or_some", 3, 3.0),
+        ("one_or_some", [3], [3.0]),
+        ("by_name", {"a": 1}, {"a": 1.0}),
+        ("inner", Inner(1), Inner(1.0)),
+        ("count", 1, 1),
+        ("count_or_share", 1, 1),
+        ("count_or_share", 0.0, 0.0),
+        ("anything", 1, 1),
+        ("flag", True, True),
+    ],
+)
+def test_a_number_in_a_field_of_floats_is_a_float(name, given, kept):
+    assert repr(getattr(Outer(**{name: given}), name)) == repr(kept)
+
+
+def test_types_that_are_postponed_are_held_to_and_kept_alike():
+    space: dict[str, Any] = {"__name__": __name__}
+    exec(POSTPONED, space)
+
+    assert repr(space["made"].some) == "(1.0, 2.5)"
+    with pytest.raises(ConfigurationError, match=r"outer\.some"):
+        check_fields(space["Outer"](("x",)), "outer")
+
+
+@pytest.mark.parametrize("task", choices("probe"))
+def test_settings_are_the_same_whether_typed_as_1_or_as_1_point_0(task):
+    probe = build(compose_config("probing", [f"probe={task}"]).probe)
+    for item in (item for item in fields(probe) if item.init):
+        for number in (0, 1, 2):
+            try:
+                with unchecked_types():
+                    made = [replace(probe, **{item.name: kind(number)}) for kind in (int, float)]
+            except ConfigurationError:
+                continue
+            settings = [json.dumps(one.settings(), sort_keys=True, default=list) for one in made]
+            assert settings[0] == settings[1], item.name
