@@ -256,7 +256,7 @@ class StepLog:
         self._sick = self._sick + 1 if symptom else 0
         if symptom and self._sick >= options.collapse_patience:
             raise ConfigurationError(
-                f"stopped at step {row['step']}: {symptom}, in another folder",
+                f"stopped at step {row['step']}: {symptom.args[0]}; start anew in another folder",
                 hint=either(symptom.hint, ("--out", "{folder}")),
             )
 

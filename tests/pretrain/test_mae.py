@@ -210,7 +210,9 @@ def test_a_loss_no_better_than_the_mean_is_a_symptom(loss, is_ill):
 def test_an_encoder_without_tokens_or_with_too_few_is_refused():
     with pytest.raises(ConfigurationError, match=r"mask_ratio=0\.95 shows 0 of 16 patches"):
         learner_of(mask_ratio=0.95)
-    with pytest.raises(ConfigurationError, match=r"objective=mae .*a ConvMixer:"):
+    with pytest.raises(
+        ConfigurationError, match=r"objective=mae .*a ConvMixer; use `model=vit_small_skip`"
+    ):
         learner_of(ConvMixerConfig(image_size=16, patch_size=4, dim=8, depth=1))
 
 

@@ -133,6 +133,8 @@ class Draw:
         flag = list(action.option_strings[:1])
         if action.nargs == 0:
             return flag
+        if flag and self.chance.random() < 0.02:
+            return [f"{flag[0]}={self.chance.choice(('--', '', '-', '='))}"]
         right = [str(one) for one in action.choices or RIGHT.get(action.dest, ("0", "1", "2"))]
         many = action.nargs if isinstance(action.nargs, int) else 1
         return [*flag, *(self.word(self.chance.choice(right)) for _ in range(many))]
