@@ -589,14 +589,14 @@ def _chosen_by_data(config: DictConfig, overrides: Sequence[str]) -> list[str]:
 
 
 def require_writable(folder: Path) -> None:
-    """Find out before hours of work whether results can be saved.
+    """Find out before hours of work whether results can be saved, without making their folder.
 
     Raises:
         MachineError: they cannot.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        places = (folder, *folder.absolute().parents)
+        with tempfile.TemporaryFile(dir=next(place for place in places if place.exists())):
             pass
     except OSError as error:
         raise MachineError(
@@ -609,6 +609,7 @@ def opened_store(folder: str) -> ResultStore:
     """A store that can be written, without what killed writers left there."""
     store = ResultStore(Path(folder))
     require_writable(store.root)
+    store.root.mkdir(parents=True, exist_ok=True)
     for name in ("records", "images", "pictures"):
         remove_orphans_below(store.root / name)
     remove_orphans(store.root)

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from ssl_bench.cli.records import print_main_tables
 from ssl_bench.composition.compose import as_yaml
@@ -19,6 +20,7 @@ from ssl_bench.planning import (
     opened_store,
     planned_probes,
     probing_config,
+    require_writable,
 )
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.device import choose_device
@@ -44,6 +46,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     device = choose_device(options.device)
     require_layers(options.layer, options.checkpoint)
     plan = asked_probes(options, overrides)
+    require_writable(Path(options.out))
     records, passed = list[Record](), PassedImages()
     named, uris = expand(options.checkpoint or []), asked_encoders(options)
     # What is wrong with the last one is known before the first is probed.
