@@ -43,7 +43,7 @@ class SslBenchError(Exception):
         self._is_whole = True
 
     def __str__(self) -> str:
-        message, typed = super().__str__(), map(_as_typed, alternatives(self.hint))
+        message, typed = super().__str__(), map(as_typed, alternatives(self.hint))
         if self._is_whole:
             return message
         missing = [f"`{words}`" for words in typed if not _names(message, words)]
@@ -69,7 +69,7 @@ def either(*ways: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for way in filter(None, ways) for word in ("or", *way))[1:]
 
 
-def _as_typed(words: Sequence[str]) -> str:
+def as_typed(words: Sequence[str]) -> str:
     """Return words as a shell takes them, "{name}" as NAME."""
     named = (re.sub(r"\{(\w+)\}", lambda name: name[1].upper(), word) for word in words)
     return shlex.join(named)

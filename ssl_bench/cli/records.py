@@ -105,7 +105,7 @@ def shown(out: str) -> Generator[ResultStore]:
         yield store
     except (ConfigurationError, DataError) as error:
         notes = store.notes()
-        if not notes or str(store.root / "records") in str(error) or str(error) in notes:
+        if not notes or str(store.root / "records") in str(error):
             raise
         raise type(error)("; ".join([str(error), *notes]), hint=error.hint) from error
     for line in store.notes():

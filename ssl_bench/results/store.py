@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import yaml
 
-from ssl_bench.errors import DataError
+from ssl_bench.errors import DataError, as_typed
 from ssl_bench.results import versions
 from ssl_bench.results.record import (
     ENCODER,
@@ -318,11 +318,14 @@ class ResultStore:
         cells = set(map(_without_versions, current))
         self._num_replaced = sum(_without_versions(record) in cells for record in self.outdated)
         if not current:
-            raise DataError(self._outdated_note(), hint=self._words_to_renew())
+            raise DataError(
+                f"all {len(found)} records in {self.root / 'records'} are outdated "
+                f"({self._why_outdated()})",
+                hint=self._words_to_renew(),
+            )
         return current
 
-    def _outdated_note(self) -> str:
-        """Return a line on how many records are outdated, why, and what to type."""
+    def _why_outdated(self) -> str:
         tasks = {}
         for record in self.outdated:
             names = ("metric version", "pipeline version")
@@ -330,12 +333,15 @@ class ResultStore:
             tasks[record.task] = ", ".join(
                 f"{name} {old}, now {new}" for name, old, new in both if old != new
             )
-        why = "; ".join(f"{task}: {reason}" for task, reason in sorted(tasks.items()))
+        return "; ".join(f"{task}: {reason}" for task, reason in sorted(tasks.items()))
+
+    def _outdated_note(self) -> str:
+        """Return a line on how many records are outdated, why, and what to type."""
         count = len(self.outdated)
-        line = f"left out {count} outdated record{'s' * (count > 1)} ({why})"
+        line = f"left out {count} outdated record{'s' * (count > 1)} ({self._why_outdated()})"
         if self._num_replaced == count:
             return f"{line}; newer ones replace them"
-        return f"{line}; `{' '.join(self._words_to_renew())}` computes them again"
+        return f"{line}; `{as_typed(self._words_to_renew())}` computes them again"
 
     def _words_to_renew(self) -> list[str]:
         tasks = ",".join(sorted({record.task for record in self.outdated}))

@@ -140,7 +140,8 @@ def _draw_curve(axis: Any, table: DepthTable, model: str, colour: Any, top: floa
     values = [min(entry.value, top) for entry in cells.values()]
     axis.plot(list(cells), values, marker="o", markersize=3, color=colour)
     hollow = {x: value for x, value in zip(cells, values, strict=True) if cells[x].is_degenerate}
-    axis.plot(list(hollow), list(hollow.values()), linestyle="", color=colour, **_HOLLOW)
+    if hollow:
+        axis.plot(list(hollow), list(hollow.values()), linestyle="", color=colour, **_HOLLOW)
     for layer in (layer for layer, entry in cells.items() if entry.value == math.inf):
         axis.annotate("∞", (layer, top), color=colour, ha="center", va="bottom")
     low = [entry.value if entry.low is None else min(entry.low, top) for entry in cells.values()]

@@ -338,7 +338,7 @@ def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path, objective)
         (Monitor, {"results": "results"}, r"monitor\.accuracy_epochs=NUMBER"),
         (TrainOptions, {"layer_decay": 0.0}, "layer_decay expects a number in"),
         (TrainOptions, {"layer_decay": 1.1}, "layer_decay expects a number in"),
-        (TrainOptions, {"epochs": 3, "keep_epochs": [2, 5]}, r"epochs up to .*=3, got 5"),
+        (TrainOptions, {"epochs": 3, "keep_epochs": [2, 5]}, r"train\.epochs=5"),
         (DataOptions, {"std": [1.0, 1.0, 0.0]}, r"data\.std expects .* 3 of them"),
         (DataOptions, {"std": [1.0, 1.0]}, r"data\.std expects .* 3 of them"),
         (DataOptions, {"mean": [0.0, 0.0, 128.0]}, r"data\.mean expects .* 3 of them"),
@@ -350,8 +350,9 @@ def test_options_without_meaning_are_refused_by_name(kind, options, said):
 
 
 def test_labels_need_a_folder_of_classes():
-    with pytest.raises(ConfigurationError, match=r"data\.labels=true.* needs .* data\.root=DIR"):
+    with pytest.raises(ConfigurationError) as caught:
         DataOptions(labels=True).open()
+    assert caught.value.hint == ("data.root={folder}",)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +395,8 @@ def test_a_run_is_deterministic_from_its_first_step_and_refuses_what_cannot_be(
 
     assert seen == [(True, ":4096:8")] * 2
     assert not torch.are_deterministic_algorithms_enabled()
-    assert said.startswith("ssl-bench: train.deterministic=true: upsample_bicubic2d")
+    assert said.startswith("ssl-bench: upsample_bicubic2d")
+    assert said.rstrip().endswith("`train.deterministic=false`")
 
     def misfit(*_):
         raise RuntimeError("shapes do not fit")

@@ -26,7 +26,7 @@ class Brightness(Probe):
     protocol: str = "plain"
 
     # A name that commands know.
-    task, role = "geometry", "images"
+    task, role = "correspondence", "images"
     keeps_images = True
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -80,7 +80,7 @@ def test_percentages_of_images_are_read_back_and_compared(probed, capsys):
         assert kept is None or kept.mean() == pytest.approx(record.value)
     assert not store.damaged
     # A plain number, of which nothing is kept, is finished too.
-    assert probed() == ["geometry on folder all, a: 6 of 6 scores finished before, skipped"
+    assert probed() == ["correspondence on folder all, a: 6 of 6 scores finished before, skipped"
                         " (--overwrite)"]  # fmt: skip
 
 
