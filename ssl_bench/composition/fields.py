@@ -9,8 +9,8 @@ field of type float becomes a float there: settings identify results, and 1 is n
 1.0.
 """
 
-import math
 import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -259,7 +259,7 @@ def _is_a(kind: Any, value: Any) -> bool:
         return (
             isinstance(value, numbers)
             and not isinstance(value, bool)
-            and (isinstance(value, int) or math.isfinite(value))
+            and (kind is int or abs(value) <= sys.float_info.max)
         )
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return isinstance(value, Mapping)

@@ -118,7 +118,8 @@ def unfinished(path: Path) -> Generator[BinaryIO]:
     # Not the name of the file within it, which may be as long as names can be.
     temporary = path.with_name(f".ssl-bench-{uuid.uuid4().hex}.tmp")
     # Not tempfile.mkstemp, whose files only their owner may read, whatever the umask says.
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    # Nor one that everybody may write, which `open_own` would refuse.
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o664)
     try:
         with os.fdopen(descriptor, "w+b") as file:
             # Whoever looks for orphans may hold it for a moment.

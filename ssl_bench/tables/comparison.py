@@ -306,9 +306,11 @@ def code_warning(tables: Iterable[Comparison]) -> str:
     """Warn in one line if the sides of some comparisons come from different code; else empty."""
     found: dict[str, set[str]] = defaultdict(set)
     for table in tables:
-        for name, code in table.code.items():
-            found[name] |= code
-    if len(set().union(*found.values())) < 2:
+        # Each table alone: code that changed from one to another explains no difference.
+        if len(set().union(*table.code.values())) > 1:
+            for name, code in table.code.items():
+                found[name] |= code
+    if not found:
         return ""
     sides = "; ".join(f"{name}: {', '.join(sorted(code))}" for name, code in found.items())
     return (

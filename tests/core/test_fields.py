@@ -156,6 +156,11 @@ def test_a_number_in_a_field_of_floats_is_a_float(name, given, kept):
     assert repr(getattr(Outer(**{name: given}), name)) == repr(kept)
 
 
+def test_a_whole_number_beyond_all_floats_is_refused_in_a_field_of_floats():
+    with pytest.raises(ConfigurationError, match=r"outer\.one expects a number"):
+        Outer(one=10**400)
+
+
 def test_types_that_are_postponed_are_held_to_and_kept_alike():
     space: dict[str, Any] = {"__name__": __name__}
     exec(POSTPONED, space)

@@ -141,6 +141,18 @@ def test_a_cache_file_that_somebody_else_could_have_written_is_refused(tmp_path,
         assert file.read() == b"own"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="modes are those of POSIX")
+def test_a_cache_file_is_read_again_where_the_umask_lets_everybody_write(tmp_path):
+    previous = os.umask(0)
+    try:
+        write_text_atomically(tmp_path / "file", "own")
+    finally:
+        os.umask(previous)
+
+    with open_own(tmp_path / "file") as file:
+        assert file.read() == b"own"
+
+
 def test_sha256_of_three_bytes_is_the_published_one(tmp_path):
     (tmp_path / "abc").write_bytes(b"abc")
 

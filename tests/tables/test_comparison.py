@@ -406,6 +406,17 @@ def test_sides_from_different_code_are_warned_of_in_one_line(tmp_path, capsys, w
         assert not warnings or f"different code ({said})" in warnings[0]
 
 
+def test_comparisons_that_each_come_from_one_commit_are_not_warned_of(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    for sha in "ad":
+        save(store, sha, {0: IMAGES, 1: IMAGES}, git_commit="a" * 40)
+        save(store, sha, {0: IMAGES}, git_commit="b" * 40, task="knn", metric="top1_k20")
+
+    for words in (["compare", "skip", "skipless"], ["compare", "skip"]):
+        assert main([*words, "--out", str(tmp_path)]) == 0
+        assert "different code" not in capsys.readouterr().err
+
+
 def test_blocks_of_one_encoder_from_different_code_are_warned_of(tmp_path, capsys):
     store = ResultStore(tmp_path)
     for layer in (0, 1):
