@@ -345,7 +345,7 @@ def _overrides(settings: dict[str, Any]) -> list[str]:
     words = []
     for key, value in settings.items():
         if key.removesuffix("s") in inspect.signature(probe).parameters:
-            raise ConfigurationError(f"unknown setting {key}; did you mean {key[:-1]}?")
+            raise ConfigurationError(f"unknown setting {key}; expected {key[:-1]}")
         whole = "." in key or key in ("seed", "dtype", "corrupt")
         name = _SHORT.get(key, key if whole else f"probe.{key}")
         words.append(f"{name}={_as_word(value)}")

@@ -16,8 +16,8 @@ class SslBenchError(Exception):
     Args:
         message: What is wrong and what was expected, in one line.
         hint: The words to type instead: flags, keys with their values, or a whole command that
-            begins with "ssl-bench". "{name}" stands for what only the user knows. The word "or"
-            separates alternatives.
+            begins with "ssl-bench". "{name}" stands for what only the user knows; a text that is
+            inserted is a `literal`. The word "or" separates alternatives.
 
     Attributes:
         is_shared: All processes of a run end with it, so that the first alone says it.
@@ -69,10 +69,20 @@ def either(*ways: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for way in filter(None, ways) for word in ("or", *way))[1:]
 
 
+def literal(text: str) -> str:
+    """Return a text as a part of a hint in which nothing is a placeholder."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
 def as_typed(words: Sequence[str]) -> str:
     """Return words as a shell takes them, "{name}" as NAME."""
-    named = (re.sub(r"\{(\w+)\}", lambda name: name[1].upper(), word) for word in words)
-    return shlex.join(named)
+    return shlex.join(filled_in(word, str.upper) for word in words)
+
+
+def filled_in(word: str, fill: Callable[[str], str]) -> str:
+    """Replace the placeholders in a word of a hint, given their names, and unescape its braces."""
+    parts = r"\{\{|\}\}|\{(\w+)\}"
+    return re.sub(parts, lambda one: fill(one[1]) if one[1] else one[0][0], word)
 
 
 class ConfigurationError(SslBenchError, ValueError):

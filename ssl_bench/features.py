@@ -18,7 +18,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder, either, literal
 from ssl_bench.layers import FACETS, INNER_FACETS, REGISTERS, Facet, submodule_of
 from ssl_bench.models import Encoder
 from ssl_bench.system.caller_state import evaluation_mode
@@ -33,7 +33,7 @@ _Place = tuple[dict[Facet, Tensor], Grid, int]
 Layout = Literal["tokens", "channels_first", "channels_last"]
 
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
-_TAKE_TOKENS = "ask for probe.facet=token, or --facet token of `features`"
+_TOKENS = ("probe.facet=token", "or", "--facet", "token")
 # Rows and columns of the patches of the first pass; no square, so that it shows what is a row.
 _TRIAL_GRID = (2, 3)
 # Of timm's blocks the first also takes in LayerScale and, in post-norm blocks, the norm.
@@ -195,7 +195,8 @@ class FeatureExtractor:
             if silent:
                 raise UnfitEncoder(
                     f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
-                    f"qkv layer; {_TAKE_TOKENS}"
+                    "qkv layer",
+                    hint=_TOKENS,
                 )
         # Sums, because they are one pass without a copy.
         sums = [value.flatten(1).sum(1) for item in found.values() for value in item.values()]
@@ -297,7 +298,8 @@ class FeatureExtractor:
         if output.shape[:2] != (batch, tokens):
             raise UnfitEncoder(
                 f"layer {layer} of {self.encoder.name} computes queries, keys and values of "
-                f"windows, expected those of an image; {_TAKE_TOKENS}"
+                f"windows, expected those of an image",
+                hint=_TOKENS,
             )
         for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
             if facet in self.facets:
@@ -360,9 +362,9 @@ def _require_asked(encoder: Encoder, layers: Sequence[int], facets: Sequence[Fac
             f"got {', '.join(unknown) or 'none'}"
         )
     if {"cls", "cls_normed"} & set(facets) and not encoder.has_cls:
-        raise UnfitEncoder(f"{encoder.name} has no [CLS] token; {_TAKE_TOKENS}")
+        raise UnfitEncoder(f"{encoder.name} has no [CLS] token", hint=_TOKENS)
     if REGISTERS in facets and not encoder.num_registers:
-        raise UnfitEncoder(f"{encoder.name} has no registers; {_TAKE_TOKENS}")
+        raise UnfitEncoder(f"{encoder.name} has no registers", hint=_TOKENS)
     last = encoder.width(encoder.depth - 1)
     narrow = [layer for layer in layers if encoder.width(layer) != last]
     if narrow and {"token_normed", "cls_normed"} & set(facets):
@@ -410,22 +412,23 @@ def _tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
     path = submodule_of(facet)
     if path is not None:
         if path not in parts:
-            near = ", ".join(difflib.get_close_matches(path, [n for n in parts if n], n=3))
-            hint = f"did you mean {near}? " if near else ""
+            near = difflib.get_close_matches(path, [n for n in parts if n], n=1)
             parent = path
             while parent not in parts:
                 parent = parent.rpartition(".")[0]
             where = f"blocks.{layer}.{parent}".rstrip(".")
             raise UnfitEncoder(
-                f"{encoder.name} has no blocks.{layer}.{path}; {hint}{where} has "
-                f"{_children(list(parts), parent)}"
+                f"{encoder.name} has no blocks.{layer}.{path}; {where} has "
+                f"{_children(list(parts), parent)}",
+                hint=either(*[(f"probe.facet=blocks.*.{literal(part)}",) for part in near]),
             )
         return _Tap(layer, facet, f"blocks.{layer}.{path}", (parts[path],), "output")
     found, side = _named(parts, facet)
     if not found:
         raise UnfitEncoder(
             f"block {layer} of {encoder.name} has no {facet}, only {_children(list(parts), '')}; "
-            f"{_TAKE_TOKENS}, or a submodule as blocks.*.NAME"
+            "take a submodule as blocks.*.NAME, or the tokens",
+            hint=_TOKENS,
         )
     return _Tap(layer, facet, f"{facet} of block {layer}", found, side)
 

@@ -16,9 +16,9 @@ from ssl_bench.composition.choices import (
     asked_names,
     choices,
     files,
-    nearest,
     require_choice,
     unknown_key,
+    unknown_name,
 )
 from ssl_bench.composition.compose import (
     TARGET,
@@ -56,6 +56,7 @@ from ssl_bench.errors import (
     UnreadableImage,
     broken_file,
     either,
+    literal,
 )
 from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
 from ssl_bench.layers import layers_of
@@ -347,9 +348,19 @@ def plan_probes(
     for override in overrides:
         takers = {pair.task for pair in pairs if override in pair.taken}
         others = {pair.task for pair in pairs} - takers
-        if not takers and override == f"{PICTURES}=0":
-            # A task without pictures draws none already.
-            continue
+        if override == f"{PICTURES}=0":
+            if not takers:
+                # A task without pictures draws none already.
+                continue
+            scoring = [
+                pair for pair in pairs if override in pair.taken and not pair.builds(override)
+            ]
+            drawing = {pair.task for pair in scoring}
+            if drawing < takers | others:
+                # What scores the images that it draws keeps its number beside other tasks.
+                for pair in scoring:
+                    pair.taken.remove(override)
+                unconcerned[override] = drawing
         if not takers:
             raise _refused(override, pairs)
         # What --batch-size and --pictures are short for reaches whom it may.
@@ -401,6 +412,14 @@ class _Pair:
     def composed(self, *overrides: str) -> DictConfig:
         return probing_config(self.task, self.dataset, overrides)
 
+    def builds(self, override: str) -> bool:
+        """Return whether its probe takes the value of an override."""
+        try:
+            build(self.composed(override).probe)
+        except ConfigurationError:
+            return False
+        return True
+
     def names(self, override: str) -> list[str]:
         """What its key can be, where that is the name of a file or a protocol."""
         key = override.partition("=")[0]
@@ -426,7 +445,8 @@ def _refused(override: str, pairs: Sequence[_Pair]) -> ConfigurationError:
     key, _, value = override.partition("=")
     if known := {name for pair in pairs for name in pair.names(override)}:
         what = key.removeprefix("probe.")
-        return ConfigurationError(f"unknown {what} {shown(value)}; {nearest(value, known)}")
+        message, hint = f"unknown {what} {shown(value)}", (f"{literal(key)}={{near}}",)
+        return unknown_name(message, value, known, hint=hint)
     part = key.rpartition(".")[0]
     # Such as "probe.training=lbfgs".
     chosen = [(p, f"{part}={name}") for p in pairs for name in p.names(part)]

@@ -15,7 +15,7 @@ from ssl_bench.cli.records import (
     recorded_checkpoint,
     shown,
 )
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import ConfigurationError, DataError, literal
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.comparison import (
@@ -113,11 +113,11 @@ def _compared(
         if not any(record.encoder_id == encoder for record in records):
             given = [f"--{name} {getattr(options, name)}" for name in ("task", *FILTERS)
                      if getattr(options, name) not in (None, "all")]  # fmt: skip
-            out = ("--out", str(store.root))
+            probed = ("ssl-bench", "probe", "--task", literal(options.task))
             has = ", ".join(sorted({r.task for r in every if r.encoder_id == encoder}))
             raise DataError(
                 f"{word} has no record of {' '.join(given)} in {store.root}, only of {has}",
-                hint=("ssl-bench", "probe", "--task", options.task, "--checkpoint", word, *out),
+                hint=(*probed, "--checkpoint", literal(word), "--out", literal(str(store.root))),
             )
     tables, reasons = comparisons(store, records, encoders)
     for task, why in reasons.items():

@@ -23,7 +23,7 @@ from ssl_bench.data.layouts.voc import CLASS_NAMES
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.data.splits import shared_values
-from ssl_bench.errors import ConfigurationError, DataError, MachineError, either
+from ssl_bench.errors import ConfigurationError, DataError, MachineError, either, literal
 from ssl_bench.network import download, part_of
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.system.files import (
@@ -67,7 +67,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _list(options: argparse.Namespace) -> int:
     """Print a line for each dataset, or all about one."""
     if options.target is not None:
-        source = _source(options.target)
+        source = _source(options.action, options.target)
         row = _as_json(source)
         print(json_text(row) if options.json else "\n".join(_about(row, source)))
         return 0
@@ -83,10 +83,11 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _source(name: str | None) -> Source:
+def _source(action: str, name: str | None) -> Source:
     if name is None:
         raise ConfigurationError(f"name a dataset: {', '.join(SOURCES)}")
-    return SOURCES[require_choice("dataset", name, list(SOURCES))]
+    hint = ("ssl-bench", "data", action, "{near}")
+    return SOURCES[require_choice("dataset", name, list(SOURCES), hint=hint)]
 
 
 def _as_json(source: Source) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> tuple[
 
 def _download(options: argparse.Namespace) -> int:
     """Fetch and unpack the files of a dataset, going on where an earlier call ended."""
-    source = _source(options.target)
+    source = _source(options.action, options.target)
     if not source.downloads:
         raise ConfigurationError(f"{source.name} has no free address: {source.by_hand}")
     root = _root(options)
@@ -256,7 +257,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         # One's own, of which nothing is published.
         source = Source(name, name, tree=("any folder",))
     else:
-        source = _source(name)
+        source = _source("check", name)
     if source.is_generated and options.data_root is not None:
         raise ConfigurationError(
             f"{source.name} is generated and takes no --data-root; leave it out"
@@ -310,7 +311,14 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         by_hand, remedy = f"; {source.by_hand}" if source.by_hand else "", ()
         if source.downloads:
             by_hand = ""
-            remedy = ("ssl-bench", "data", "download", source.name, "--data-root", str(root))
+            remedy = (
+                "ssl-bench",
+                "data",
+                "download",
+                source.name,
+                "--data-root",
+                literal(str(root)),
+            )
         fewer = all(
             0 < one["images"] < (one["published"] or 0) and len(one["problems"]) == 1
             for one in broken

@@ -16,8 +16,8 @@ from ssl_bench.composition.choices import (
     choices,
     config_folder,
     files,
-    nearest,
     require_choice,
+    unknown_name,
 )
 from ssl_bench.composition.compose import (
     TARGET,
@@ -147,7 +147,11 @@ def _lines(target: str, overrides: Sequence[str]) -> list[str]:
     name, _, field = rest.partition(".")
     named = f"{group}.{field}" if field else group
     if group in _PROBING and rest:
-        require_choice("task" if group == "probe" else group, name, choices(group))
+        kind, hint = (
+            "task" if group == "probe" else group,
+            ("ssl-bench", "keys", f"{group}.{{near}}"),
+        )
+        require_choice(kind, name, choices(group), hint=hint)
         if group == "dataset":
             config = compose_config("data", [f"dataset={name}", *overrides])
             return _within(config, (named, *([] if field else ["data"])))
@@ -159,7 +163,8 @@ def _lines(target: str, overrides: Sequence[str]) -> list[str]:
     if target == "experiment":
         return _wrapped("experiment.NAME", ", ".join(choices(target)))
     if group == "experiment":
-        require_choice(group, name, choices(group))
+        hint = ("ssl-bench", "keys", "experiment.{near}")
+        require_choice(group, name, choices(group), hint=hint)
     if group in _PROBING:
         names = choices(group)
         raise ConfigurationError(
@@ -178,8 +183,9 @@ def _within(config: DictConfig, within: Sequence[str]) -> list[str]:
             ways = [("ssl-bench", "keys", target) for target in named]
             raise ConfigurationError(f"no key is called {within[0]!r}", hint=either(*ways))
         known = {key.rsplit(".", depth)[0] for key in keys_of(config) for depth in (0, 1)}
-        hint = nearest(within[0], {"pretrain", "probe", "dataset", *_RUN, *known})
-        raise ConfigurationError(f"no key is called {within[0]!r}; {hint}")
+        known |= {"pretrain", "probe", "dataset", *_RUN}
+        message, hint = f"no key is called {within[0]!r}", ("ssl-bench", "keys", "{near}")
+        raise unknown_name(message, within[0], known, hint=hint)
     return lines
 
 

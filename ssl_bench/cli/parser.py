@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ssl_bench import __version__
-from ssl_bench.errors import ConfigurationError, either
+from ssl_bench.errors import ConfigurationError, either, literal
 from ssl_bench.system.paths import expanded
 
 EPILOG = """\
@@ -163,7 +163,9 @@ def _unknown_argument(command: str, flags: Sequence[str], word: str) -> Configur
     unknown, flag = f"unknown argument {word!r}", word.partition("=")[0]
     folder_flag = next((one for one in ("--data-root", "--out") if one in flags), None)
     if folder_flag and not word.startswith("-") and Path(word).is_dir():
-        return ConfigurationError(f"{unknown}, which is a folder", hint=(folder_flag, word))
+        return ConfigurationError(
+            f"{unknown}, which is a folder", hint=(folder_flag, literal(word))
+        )
     name, names = flag[:100].lstrip("-").replace("_", "-"), [flag.lstrip("-") for flag in flags]
     if close := difflib.get_close_matches(name, names, n=1, cutoff=0.65):
         return ConfigurationError(unknown, hint=(f"--{close[0]}",))

@@ -5,7 +5,6 @@ says what lies there already; `printed_lines` are for a shell, `carry_out` runs 
 """
 
 import argparse
-import difflib
 import itertools
 import re
 from collections import Counter
@@ -22,10 +21,11 @@ from ssl_bench.composition.choices import (
     experiments,
     papers,
     require_choice,
+    unknown_name,
 )
 from ssl_bench.composition.compose import read_file
 from ssl_bench.data.sources import SOURCES
-from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, as_typed, literal
 from ssl_bench.results.record import SUPERVISED, Record, encoder_id
 from ssl_bench.results.store import ResultStore
 from ssl_bench.system.endings import Outcome, attempted
@@ -117,10 +117,11 @@ def _require_one_process(options: argparse.Namespace) -> None:
     """
     count = place_of_process().count
     if count > 1:
-        hint = ("ssl-bench", "reproduce", options.name or "{table}", "--print", f"--gpus={count}")
+        table = literal(options.name) if options.name else "{table}"
+        hint = ("ssl-bench", "reproduce", table, "--print", f"--gpus={count}")
         raise ConfigurationError(
             f"`ssl-bench reproduce` expects one process, got {count} (WORLD_SIZE); start it "
-            f"without torchrun and run the lines that it prints: {' '.join(hint)}",
+            f"without torchrun and run the lines that it prints: {as_typed(hint)}",
             hint=hint,
         )
 
@@ -137,10 +138,11 @@ def _gpus(options: argparse.Namespace) -> int | None:
         raise ConfigurationError(f"--gpus expects a number from 1 on, got {options.gpus}")
     if not options.print or options.device:
         instead = "--print" if not options.print else "no --device"
-        hint = ("ssl-bench", "reproduce", options.name or "{table}", "--print", "--gpus={number}")
+        table = literal(options.name) if options.name else "{table}"
+        hint = ("ssl-bench", "reproduce", table, "--print", "--gpus={number}")
         raise ConfigurationError(
             f"--gpus {options.gpus} goes with {instead}: it prints lines that use so many GPUs; "
-            f"pipe them to a shell: {' '.join(hint)} | sh",
+            f"pipe them to a shell: {as_typed(hint)} | sh",
             hint=hint,
         )
     return options.gpus
@@ -157,8 +159,9 @@ def _roots(text: str | None) -> dict[str, str]:
             f"expected a folder for each dataset, got {text!r}; names: {', '.join(known)}",
             hint=("--data-root", "{dataset}={folder}"),
         )
+    hint = ("--data-root", "{near}={folder}")
     return {
-        require_choice("images", name.strip(), known): str(expanded(root))
+        require_choice("images", name.strip(), known, hint=hint): str(expanded(root))
         for name, _, root in pairs
     }
 
@@ -174,9 +177,8 @@ def tables_of(name: str) -> list[PublishedTable]:
     if found:
         return found
     names = [*known, *dict.fromkeys(table.paper for table in known.values())]
-    close = difflib.get_close_matches(name[:200], names, n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(close)}?" if close else "`ssl-bench reproduce` lists them"
-    raise ConfigurationError(f"expected PAPER/TABLE or PAPER, got {name[:200]!r}; {hint}")
+    message = f"expected PAPER/TABLE or PAPER, got {name[:200]!r}"
+    raise unknown_name(message, name, names, hint=("ssl-bench", "reproduce", "{near}"))
 
 
 def full_name(table: PublishedTable) -> str:
@@ -316,7 +318,7 @@ class Plan:
             name = min(missing)
             raise ConfigurationError(
                 f"{full_name(self.table)} trains on {name}, expected a folder of it, got none",
-                hint=("data.root={folder}", "or", "--data-root", f"{name}={{folder}}"),
+                hint=("data.root={folder}", "or", "--data-root", f"{literal(name)}={{folder}}"),
             )
 
 

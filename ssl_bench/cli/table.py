@@ -127,7 +127,8 @@ def _encoders(
                 f"expected a row and a checkpoint, got {pair!r}",
                 hint=("--as", "{row}={checkpoint}"),
             )
-        row = require_choice("row", row.strip(), published.rows)
+        hint = ("--as", "{near}={checkpoint}")
+        row = require_choice("row", row.strip(), published.rows, hint=hint)
         if row in found:
             raise ConfigurationError(f"expected one checkpoint for row {row!r}, got several")
         found[row] = recorded_checkpoint(name.strip(), records, store)[0]

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from ssl_bench.composition.fields import shown
-from ssl_bench.errors import ConfigurationError, either
+from ssl_bench.errors import ConfigurationError, either, literal
 from ssl_bench.system.paths import PACKAGE
 
 LONG = 200
@@ -94,19 +94,22 @@ def choices(group: str) -> list[str]:
 
 def unknown_key(key: str, valid: Iterable[str]) -> ConfigurationError:
     """Return the error on a key that does not exist, with the keys like it."""
-    names = sorted(valid)
-    close = [(f"{near}={{value}}",) for near in _close(key, names)[0]]
-    listed = "" if close else f"; {nearest(key, names)}"
-    return ConfigurationError(f"unknown key {shown(key)}{listed}", hint=either(*close))
+    return unknown_name(f"unknown key {shown(key)}", key, valid, hint=("{near}={value}",))
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """The end of an error message: names like the one that came, else all of them."""
+def unknown_name(
+    message: str, name: str, valid: Iterable[str], *, hint: Sequence[str]
+) -> ConfigurationError:
+    """Return the error on a name that does not exist, with the names like it, else all of them.
+
+    The hint is what to type, with "{near}" in place of a name that exists.
+    """
     close, names = _close(name, sorted(valid))
     if close:
-        return f"did you mean {', '.join(close)}?"
+        ways = [[word.replace("{near}", literal(near)) for word in hint] for near in close]
+        return ConfigurationError(message, hint=either(*ways))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"valid: {', '.join(names[:_SHOWN])}{more}"
+    return ConfigurationError(f"{message}; valid: {', '.join(names[:_SHOWN])}{more}")
 
 
 def _close(name: str, names: list[str]) -> tuple[list[str], list[str]]:
@@ -122,25 +125,29 @@ def _close(name: str, names: list[str]) -> tuple[list[str], list[str]]:
     return close, names
 
 
-def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
-    """Give back a name that is one of the valid ones.
+def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence[str] = ()) -> str:
+    """Return a name that is one of the valid ones.
+
+    The hint is as `unknown_name` takes it; without one the flag that is called as the kind of name
+    is recommended.
 
     Raises:
-        ConfigurationError: it is not; the message names the nearest.
+        ConfigurationError: It is not; the hint names the nearest.
     """
     if kind == "dataset" and name not in valid and Path(name).is_dir():
         raise ConfigurationError(
             f"expected the name of a dataset, got the folder {shown(name)}",
-            hint=("--dataset", "folder", "--data-root", name),
+            hint=("--dataset", "folder", "--data-root", literal(name)),
         )
     dataset, equals, folder = name.partition("=")
     if kind == "dataset" and equals and dataset in valid:
         raise ConfigurationError(
             f"expected the name of a dataset, got {shown(name)}",
-            hint=("--dataset", dataset, "--data-root", folder),
+            hint=("--dataset", literal(dataset), "--data-root", literal(folder)),
         )
     if name not in valid:
-        raise ConfigurationError(f"unknown {kind} {shown(name)}; {nearest(name, valid)}")
+        typed = hint or (f"--{kind.lstrip('-')}", "{near}")
+        raise unknown_name(f"unknown {kind} {shown(name)}", name, valid, hint=typed)
     return name
 
 

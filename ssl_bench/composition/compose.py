@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
@@ -33,11 +32,11 @@ from ssl_bench.composition.choices import (
     entry_points,
     experiments,
     files,
-    nearest,
     unknown_key,
+    unknown_name,
 )
 from ssl_bench.composition.fields import described, require, shown, takes_one_as_list
-from ssl_bench.errors import PACKAGES, BrokenFile, ConfigurationError, broken_file
+from ssl_bench.errors import PACKAGES, BrokenFile, ConfigurationError, broken_file, literal
 from ssl_bench.system.escaping import plain_json
 
 TARGET = "_target_"
@@ -212,9 +211,8 @@ def _check_choice(root: str, group: str, key: str, value: Any) -> None:
     if not _is_choice(group):
         return
     if value not in (valid := choices(group)):
-        raise ConfigurationError(
-            f"unknown {key}={shown(value)} for {root}; {nearest(str(value), valid)}"
-        )
+        message = f"unknown {key}={shown(value)} for {root}"
+        raise unknown_name(message, str(value), valid, hint=(f"{literal(key)}={{near}}",))
     if value in files(group):
         return
     store = ConfigStore.instance().store
@@ -519,10 +517,8 @@ def _check_arguments(kind: type, arguments: Mapping[str, Any], key: str) -> None
     names = [item.name for item in taken]
     for name in arguments:
         if name not in names:
-            near = get_close_matches(name, names) or names
-            raise ConfigurationError(
-                f"unknown key {_joined(key, name)!r}; valid: {', '.join(near)}"
-            )
+            known = [_joined(key, one) for one in names]
+            raise unknown_key(_joined(key, name), known)
     for item in taken:
         if item.name in arguments:
             require(_joined(key, item.name), item.type, arguments[item.name])

@@ -18,7 +18,7 @@ from ssl_bench.data.corruptions import Corruption, corrupted_dataset
 from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, dataset_read_as
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import ConfigurationError, DataError, literal
 from ssl_bench.system.files import read_regular
 
 DType = Literal["float32", "float16", "bfloat16"]
@@ -86,7 +86,10 @@ def require_disjoint(train: str, val: str) -> None:
     if one.name == other.name and max(one.start, other.start) < min(one.stop, other.stop):
         raise ConfigurationError(
             f"train_split={train} and val_split={val} share images",
-            hint=(f"dataset.train_split={one.name}:0-75%", f"dataset.val_split={one.name}:75-100%"),
+            hint=(
+                f"dataset.train_split={literal(one.name)}:0-75%",
+                f"dataset.val_split={literal(one.name)}:75-100%",
+            ),
         )
 
 
@@ -130,7 +133,10 @@ def absent_split(
     return DataError(
         f"{where} has no split {name}, but {', '.join(nearest)}; see docs/data.md, or cut one in "
         "two",
-        hint=(f"dataset.train_split={first}:0-75%", f"dataset.val_split={first}:75-100%"),
+        hint=(
+            f"dataset.train_split={literal(first)}:0-75%",
+            f"dataset.val_split={literal(first)}:75-100%",
+        ),
     )
 
 

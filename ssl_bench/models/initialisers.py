@@ -8,7 +8,6 @@ Pixels of a filter are counted row by row.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
 import scipy.linalg
@@ -16,6 +15,7 @@ import torch
 from jaxtyping import Float64
 from torch import Generator, Tensor, nn
 
+from ssl_bench.composition.choices import unknown_name
 from ssl_bench.composition.fields import Within, require
 from ssl_bench.errors import ConfigurationError
 
@@ -451,9 +451,10 @@ def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[s
     known = {item.name: item for item in fields(kinds[name])}  # pyrefly: ignore[bad-argument-type]
     for key, value in options.items():
         if key not in known:
-            near = ", ".join(get_close_matches(key, known) or known)
-            hint = f"did you mean: {near}?" if near else "it has none; set model.init_options={}"
-            raise ConfigurationError(f"model.init={name} has no option {key!r}; {hint}")
+            message = f"model.init={name} has no option {key!r}"
+            if not known:
+                raise ConfigurationError(message, hint=("model.init_options={{}}",))
+            raise unknown_name(message, key, known, hint=("model.init_options.{near}={value}",))
         require(f"model.init_options.{key}", known[key].type, value)
     return kinds[name](**{key: type(known[key].default)(one) for key, one in options.items()})
 

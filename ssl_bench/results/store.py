@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import yaml
 
-from ssl_bench.errors import DataError, as_typed
+from ssl_bench.errors import DataError, as_typed, literal
 from ssl_bench.results import versions
 from ssl_bench.results.record import (
     ENCODER,
@@ -296,7 +296,7 @@ class ResultStore:
             words = ("ssl-bench", "probe", "--task", "all", "--checkpoint", "demo:skip")
             raise _error_of_run(self.root) or DataError(
                 f"no records in {self.root / 'records'}",
-                hint=("--out", "{folder}", "or", *words, "--out", str(self.root)),
+                hint=("--out", "{folder}", "or", *words, "--out", literal(str(self.root))),
             )
         return self._current(found)
 
@@ -345,8 +345,8 @@ class ResultStore:
 
     def _words_to_renew(self) -> list[str]:
         tasks = ",".join(sorted({record.task for record in self.outdated}))
-        words = ["ssl-bench", "probe", "--task", tasks, "--checkpoint", "{checkpoint}"]
-        return [*words, "--out", str(self.root)]
+        words = ["ssl-bench", "probe", "--task", literal(tasks), "--checkpoint", "{checkpoint}"]
+        return [*words, "--out", literal(str(self.root))]
 
     def notes(self) -> list[str]:
         """Return a line each on the unreadable and the outdated records that `records` left out."""
@@ -614,7 +614,7 @@ def _error_of_run(folder: Path) -> DataError | None:
     # Somebody's own files may hold anything.
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, yaml.YAMLError):
         return None
-    command = ("ssl-bench", "probe", "--task", "all", "--checkpoint", str(folder))
+    command = ("ssl-bench", "probe", "--task", "all", "--checkpoint", literal(str(folder)))
     has_encoder = model != "StateSpaceConfig"
     return DataError(
         f"{folder} is a run of {objective} and holds no records: {said}; every step is in {log}; "

@@ -1,6 +1,5 @@
 """Published values, and how the experiments behind them differ from a record of this suite."""
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,8 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.composition.choices import Paper, config_folder, papers
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.composition.choices import Paper, config_folder, papers, unknown_name
 from ssl_bench.results import SUPERVISED, Record
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.run_logs import RUN_MEASURES
@@ -180,9 +178,8 @@ def published_table(name: str) -> PublishedTable:
     found = [table for full, table in known.items() if name in (full, table.name)]
     if not found:
         short = [table.name for table in published_tables()]
-        close = difflib.get_close_matches(name, [*short, *known], n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigurationError(f"no published table {name!r}; {hint}known are {', '.join(known)}")
+        message = f"no published table {name!r}"
+        raise unknown_name(message, name, {*short, *known}, hint=("--paper", "{near}"))
     return found[0]
 
 

@@ -44,7 +44,7 @@ def test_files_of_encoders_that_are_not_there_get_their_hint(place, capsys):
     probed = "probe --task pca --checkpoint"
     assert ".onnx" in said(capsys, f"{probed} x.onnx", 4)[1]
     (place / "my_net.py").write_text("import torch\nfrom torch import nn\nclass MyNet:\n  pass\n")
-    assert "did you mean my_net.py:MyNet?" in said(capsys, f"{probed} my_net:MyNet", 4)[1]
+    assert "use `--checkpoint my_net.py:MyNet`" in said(capsys, f"{probed} my_net:MyNet", 4)[1]
     line = said(capsys, f"{probed} my_net.py:Nope", 4)[1]
     assert line.endswith("my_net.py has no Nope; it has MyNet\n")
 

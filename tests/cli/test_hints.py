@@ -4,7 +4,9 @@ import argparse
 import ast
 import pickle
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
@@ -17,6 +19,7 @@ import probes
 import ssl_bench
 from ssl_bench import errors
 from ssl_bench.cli.parser import WITH_OVERRIDES, build_parser
+from ssl_bench.cli.parser import run as run_line
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import (
     TARGET,
@@ -37,6 +40,7 @@ from ssl_bench.errors import (
     UnreadableImage,
     alternatives,
     either,
+    literal,
 )
 
 PACKAGES = [Path(package.__path__[0]) for package in (ssl_bench, probes, pretrain)]
@@ -45,76 +49,127 @@ ERRORS = {
     *(name for name, kind in vars(errors).items() if isinstance(kind, type)
       and issubclass(kind, SslBenchError)),
     "NotFetched",
+    "require_choice",
+    "unknown_name",
 }  # fmt: skip
 
-# What a user knows, or the code that raises; by the name between braces or in the code.
-# Several words are separated by a null character.
+# What a user knows: placeholders, by the name between braces, and `literal` texts, by the name in
+# the code. Several words are separated by a null character.
 FILLED: Mapping[str, str] = {
-    "_ALL_TRAIN": "all:0-75%",
-    "_ALL_VAL": "all:75-100%",
-    "block": "11",
     "checkpoint": "runs/skip",
-    "close": "overwrite",
     "corruption": "gaussian_noise",
     "corruptions": "gaussian_noise:3,fog:2",
-    "count": "4",
     "dataset": "voc2012",
     "file": "my_vit.pth",
     "first": "train",
     "folder": "photos",
+    "key": "train.warmup_epochs",
+    "larger": "300",
+    "lower_rate": "1e-4",
+    "mask_folder": "masks",
+    "mask_suffix": ".png",
+    "model_folder": "dinov2-small",
+    "name": "imagenet1k",
+    "number": "20",
+    "one_name": "train",
+    "organisation": "timm",
+    "other_checkpoint": "runs/skipless",
+    "other_dataset": "ade20k",
+    "other_folder": "/data/ade",
+    "other_run": "runs/skipless",
+    "parent": "dinov2-small",
+    "part": "mlp.fc2",
+    "path": "my_vit.pth",
+    "root": "results",
+    "row": "skip, adamw",
+    "run": "runs/skip",
+    "share": "0.5",
+    "smaller": "1024",
+    "table": "table2",
+    "task": "knn",
+    "tasks": "knn",
+    "timm_name": "vit_small_patch16_224",
+    "uri": "hf-hub:org/name",
+    "value": "3",
+    "weights_file": "dino.pth",
+    "word": "runs/skip",
+}
+# Numbers and names of this suite, by the name in the code: what a user types would be a `literal`.
+OWN: Mapping[str, str] = {
+    "_ALL_TRAIN": "all:0-75%",
+    "_ALL_VAL": "all:75-100%",
+    "action": "list",
+    "address": "demo:skip",
+    "architecture": "vit_small_patch16_224",
+    "block": "11",
+    "close": "overwrite",
+    "count": "4",
     "folder_flag": "--data-root",
     "group": "probe",
     "head_width": "12",
     "image_size": "224",
     "key": "train.warmup_epochs",
-    "larger": "300",
+    "kind": "task",
     "late": "200",
     "lower": "32",
-    "lower_rate": "1e-4",
-    "mask_folder": "masks",
-    "mask_suffix": ".png",
     "mean": "[0.5,0.5,0.5]",
     "meant": "pretrain",
-    "model_folder": "dinov2-small",
     "most": "3",
-    "name": "imagenet1k",
     "names": "knn",
     "near": "9",
     "nearest": "8",
     "neighbours": "5,10",
     "num_bits": "12",
     "num_tokens": "28",
-    "number": "20",
-    "one_name": "train",
-    "other_checkpoint": "runs/skipless",
-    "other_dataset": "ade20k",
-    "other_folder": "/data/ade",
-    "other_run": "runs/skipless",
     "owners": "tokencut,pca",
     "path_name": "voc2012",
     "prog": "ssl-bench\0probe",
     "remedy": "data.bits=12",
-    "root": "results",
-    "row": "skip, adamw",
-    "run": "runs/skip",
     "self_name": "fog",
-    "share": "0.5",
     "side": "probe.max_side",
     "size": "64",
-    "smaller": "1024",
     "source_name": "voc2012",
     "std": "[0.5,0.5,0.5]",
     "table": "table2",
     "target": "model.vit_tiny_skip",
-    "task": "knn",
     "timm_name": "vit_small_patch16_224",
-    "uri": "hf-hub:org/name",
-    "value": "3",
-    "weights_file": "dino.pth",
     "widths": "[24,48,96,192]",
-    "word": "runs/skip",
     "words": "probe.training=lbfgs",
 }
+# A name like the one that was typed, by the words before it.
+NEAR: Mapping[str, str] = {
+    "": "train.epochs",
+    "--as\0": "skip, adamw",
+    "--data-root\0": "voc2012",
+    "--paper\0": "table2",
+    "--task\0": "knn",
+    "corrupt=": "fog",
+    "model.init_options.": "alpha",
+    "ssl-bench\0data\0list\0": "voc2012",
+    "ssl-bench\0keys\0": "train",
+    "ssl-bench\0keys\0experiment.": "skip",
+    "ssl-bench\0keys\0probe.": "knn",
+    "ssl-bench\0reproduce\0": "table2",
+    "train.warmup_epochs=": "3",
+}
+
+
+def shared_texts() -> dict[str, ast.AST]:
+    """Return the constants of all files, and their functions that give texts, by name."""
+    found: dict[str, ast.AST] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name.isupper():
+                    found[name] = value
+                case ast.FunctionDef(name=name, returns=ast.Name(id="str")):
+                    found[name] = ast.Module(node.body[ast.get_docstring(node) is not None :], [])
+                case _:
+                    continue
+    return found
+
+
+TEXTS = shared_texts()
 
 
 def hints_of(path: Path) -> list[tuple[int, tuple[str, ...]]]:
@@ -123,6 +178,9 @@ def hints_of(path: Path) -> list[tuple[int, tuple[str, ...]]]:
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     found = []
     for function in functions:
+        if function.name == "unknown_name":
+            # Fills in the hints of its callers.
+            continue
         reader = HintReader(tree, function)
         for call in filter(is_error, ast.walk(function)):
             for keyword in call.keywords:
@@ -142,7 +200,10 @@ class HintReader:
     """Reads the words of hints in the source of a function."""
 
     def __init__(self, tree: ast.Module, function: ast.FunctionDef) -> None:
+        self.tree = tree
         self.assigned: dict[str, list[ast.expr]] = {}
+        inner = [one for one in ast.walk(function) if isinstance(one, ast.arguments)]
+        self.parameters = {arg.arg for one in inner for arg in [*one.args, *one.kwonlyargs]}
         for node in [*tree.body, *ast.walk(function)]:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -176,6 +237,17 @@ class HintReader:
             case ast.Name(id=name) if name in self.assigned:
                 for value in self.assigned[name]:
                     yield from self.hints(value)
+            case ast.Name(id=name) if name in TEXTS:
+                yield from self.hints(TEXTS[name])
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)):
+                methods = (one for one in ast.walk(self.tree) if isinstance(one, ast.FunctionDef))
+                method = next(one for one in methods if one.name == name)
+                for one in ast.walk(method):
+                    if isinstance(one, ast.Return) and one.value is not None:
+                        yield from HintReader(self.tree, method).hints(one.value)
+            case ast.Name(id="hint") if "hint" in self.parameters:
+                # Of the callers, whose own lines are looked at.
+                return
             case ast.Attribute(attr="hint"):
                 # Passed on from another error, whose own line is looked at.
                 return
@@ -203,13 +275,17 @@ class HintReader:
 
 
 def known_as(node: ast.expr) -> str:
-    """The name in the code of what a hint shows."""
+    """Return the name in the code of what a hint shows, after "=" unless it is a `literal`."""
     match node:
         case ast.Attribute(value=owner, attr="name"):
             return f"{known_as(owner)}_name"
+        case ast.Call(func=ast.Name(id="literal"), args=[value]):
+            return known_as(value).removeprefix("=")
+        case ast.Call(func=ast.Name(id="_joined"), args=[_, ast.Constant(value=str(name))]):
+            return name.strip("{}")
         case ast.Name(id=name) | ast.Attribute(attr=name):
-            return name
-        case ast.Call(func=ast.Attribute(value=value, attr="split" | "lower")):
+            return f"={name}"
+        case ast.Call(func=ast.Attribute(value=value, attr="split" | "lower" | "lstrip")):
             return known_as(value)
         case ast.Call(func=ast.Name(), args=[value, *_]) | ast.Subscript(value=value):
             return known_as(value)
@@ -324,9 +400,15 @@ def can_be_typed(words: Sequence[str]) -> bool:
 
 
 def filled(way: Sequence[str]) -> list[str]:
-    texts = (re.sub(r"\{(\w+)\}", lambda name: FILLED[name[1]], word) for word in way)
+    def value(name: re.Match[str]) -> str:
+        kinds = OWN if name[1] else FILLED
+        return kinds.get(name[2], name[0]) if name[2] == "near" else kinds[name[2]]
+
+    text = "\0".join(re.sub(r"\{(=?)(\w+)\}", value, word) for word in way)
+    text = text.replace("{{", "{").replace("}}", "}")
+    before, near, after = text.partition("{near}")
     # Some stand for several words.
-    return [word for text in texts for word in text.split("\0")]
+    return (before + (NEAR[before] + after if near else "")).split("\0")
 
 
 HINTS = [
@@ -352,7 +434,8 @@ def test_wrong_words_cannot_be_typed(words):
 
 RECOMMENDED = re.compile(
     r"`ssl-bench [a-z]|--[a-z]|\b[a-z_]+(\.[a-z_]+)+=|"
-    r"\b(corrupt|dataset|dtype|experiment|model|objective|optimizer|probe|seed)="
+    r"\b(corrupt|dataset|dtype|experiment|model|objective|optimizer|probe|seed)=|"
+    r"\.py:\w|\bmean=\w|\b(timm|hf-hub|local-dir|torchhub):\w"
 )
 
 
@@ -360,29 +443,44 @@ def sentences_without_hint(path: Path) -> Iterator[str]:
     """Errors whose advice, the text after the first semicolon, names flags, keys or commands."""
     for node in ast.walk(ast.parse(path.read_text())):
         if is_error(node) and not any(one.arg == "hint" for one in node.keywords):
-            words = [
-                one.value
-                for arg in node.args
-                for one in ast.walk(arg)
-                if isinstance(one, ast.Constant) and isinstance(one.value, str)
-            ]
-            _, _, advice = "".join(words).partition(";")
-            if RECOMMENDED.search(advice):
+            text = "".join(text_of(arg, frozenset()) for arg in node.args)
+            if "did you mean" in text or RECOMMENDED.search(text.partition(";")[2]):
                 yield f"{path}:{node.lineno}"
+
+
+def text_of(node: ast.AST, within: frozenset[str]) -> str:
+    """Return the text in a piece of code, with that of the constants and functions it names."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.Name(id=name) if name in TEXTS and name not in within:
+            return text_of(TEXTS[name], within | {name})
+        case ast.Call(func=ast.Name(id=name), args=args) if name in TEXTS and name not in within:
+            inner = (text_of(one, within) for one in args)
+            return "".join([text_of(TEXTS[name], within | {name}), *inner])
+        case _:
+            text = "".join(text_of(one, within) for one in ast.iter_child_nodes(node))
+            return text or ("X" if isinstance(node, ast.FormattedValue) else "")
 
 
 def test_advice_is_in_the_hint_and_not_in_the_sentence():
     assert not [line for path in FILES for line in sentences_without_hint(path)]
 
 
-def test_advice_in_a_sentence_is_found(tmp_path):
+def test_advice_in_a_sentence_is_found(tmp_path, monkeypatch):
     lines = {
         'DataError("no images; give --data-root DIR")': True,
         'DataError("--data-root lacks images; leave it out")': False,
         'DataError(f"no images in {x}; take " f"dataset.root={y}")': True,
         'DataError("no images; run `ssl-bench data list`")': True,
         'DataError("no images; take it", hint=("--data-root", "x"))': False,
+        'CheckpointError(f"no ViT; take timm:{x}@FILE")': True,
+        'CheckpointError(f"no ViT; {_WAY}")': True,
+        'CheckpointError(f"no ViT; {_way(x)}")': True,
+        'ConfigurationError(f"no {x}; did you mean {y}?")': True,
     }
+    monkeypatch.setitem(TEXTS, "_WAY", ast.parse('"name it as FILE.py:NAME"'))
+    monkeypatch.setitem(TEXTS, "_way", ast.parse('return "take local-dir:FOLDER"'))
     for line, is_found in lines.items():
         (tmp_path / "code.py").write_text(line)
         assert bool([*sentences_without_hint(tmp_path / "code.py")]) == is_found, line
@@ -395,6 +493,52 @@ def test_an_error_shows_what_its_sentence_does_not_name():
     assert str(DataError("take --out x", hint=("--out", "x"))) == "take --out x"
     assert str(DataError("unknown --outs", hint=("--out",))) == "unknown --outs; use `--out`"
     assert either(("--a",), (), ("--b", "1")) == ("--a", "or", "--b", "1")
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("probe --task tokencutt", "--task tokencut"),
+        ("probe --task pca --dataset vocc2012", "--dataset voc2012"),
+        ("probe --task pca --on-bad-image skp", "--on-bad-image skip"),
+        ("probe --task segmentation probe.protocol=fastt", "probe.protocol=fast"),
+        ("probe --task pca --dataset toy corrupt=fogg:3", "corrupt=fog:3"),
+        ("pretrain model=vit_tiny_skp", "model=vit_tiny_skip"),
+        ("pretrain model.dept=8", "model.depth={value}"),
+        ("data list vocc2012", "ssl-bench data list voc2012"),
+        ("keys probe.tokencat", "ssl-bench keys probe.tokencut"),
+        ("keys trian", "ssl-bench keys train"),
+        ("reproduce cutting_the_skip/tabel2", "ssl-bench reproduce cutting_the_skip/table2"),
+        ("reproduce table2 --row 'skp, adamw'", "--row 'skip, adamw'"),
+        ("reproduce table2 --data-root imagenet1=x", "--data-root imagenet1k={folder}"),
+    ],
+)
+def test_a_wrong_name_gets_the_nearest_in_its_hint(line, hint):
+    with pytest.raises(ConfigurationError) as refused:
+        run_line(shlex.split(line))
+
+    words = tuple(shlex.split(hint))
+    assert words in alternatives(refused.value.hint)
+    assert can_be_typed(filled(words))
+
+
+def test_a_text_of_the_user_holds_no_placeholder():
+    with pytest.raises(ConfigurationError) as refused:
+        run_line(["probe", "--task", "pca", "--dataset", "voc2012={x}/{{y}"])
+
+    assert "`--dataset voc2012 --data-root '{x}/{{y}'`" in str(refused.value)
+    hint = ("--out", literal("{x}"), "{folder}")
+    assert str(DataError("no", hint=hint)) == "no; use `--out '{x}' FOLDER`"
+    assert [word.format(folder="y") for word in hint] == ["--out", "{x}", "y"]
+
+
+def test_a_text_in_a_hint_is_literal_or_of_this_suite(tmp_path):
+    code = "def f(checkpoint): raise DataError('no', hint=('--checkpoint', {}))"
+    for text, is_right in (("literal(checkpoint)", True), ("checkpoint", False)):
+        (tmp_path / "code.py").write_text(code.format(text))
+        ((_, way),) = hints_of(tmp_path / "code.py")
+        with nullcontext() if is_right else pytest.raises(KeyError):
+            assert can_be_typed(filled(way))
 
 
 @pytest.mark.parametrize("kind", [ConfigurationError, MachineError, UnreadableImage])

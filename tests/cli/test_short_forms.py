@@ -59,6 +59,17 @@ def test_no_pictures_are_drawn_when_none_are_wanted(place, capsys):
     assert "--pictures" in said
 
 
+def test_what_scores_its_pictures_draws_them_beside_tasks_that_draw_none(place, capsys):
+    none = ("--checkpoint", "encoder.safetensors", "--pictures", "0")
+    for tasks in ("all", "pca,tokencut", "pca,knn"):
+        found = configs(capsys, "probe", "--task", tasks, "--dataset", "toy,toy_objects", *none)
+        assert found["pca"]["probe"]["panels"] == 8
+        assert found.get("tokencut", {"probe": {"panels": 0}})["probe"]["panels"] == 0
+    assert main(["probe", "--task", "all", "--dataset", "toy", *none, "--dry-run"]) == 0
+    assert "probe.panels=0 does not concern pca\n" in capsys.readouterr().err
+    assert "panels expects" in fails(capsys, ["probe", "--task", "pca", *none], 2)
+
+
 def test_a_batch_of_pretraining_is_that_of_an_optimisation_step(capsys):
     with pytest.raises(SystemExit):
         main(["pretrain", "--help"])

@@ -38,7 +38,7 @@ def built_both(config: DictConfig) -> None:
         ("probe.facet=3", r"probe.facet expects text, got"),
         ("probe.limit=3", r"unknown key 'probe.limit'; use `data.limit=VALUE`"),
         ("dataset=VOC", r"unknown dataset='VOC' .*valid: voc2007, voc2012"),
-        ("dataset=voc2021", r"unknown dataset='voc2021' .*did you mean voc2012"),
+        ("dataset=voc2021", r"unknown dataset='voc2021' .*use `dataset=voc2012`"),
         ("probe.panels", r"expected KEY=VALUE, got 'probe.panels'"),
         ("probe.panels=[1", r"panels"),
         ("probe.new=1", r"unknown key 'probe.new'"),

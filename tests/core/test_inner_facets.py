@@ -182,8 +182,12 @@ class Pooled(nn.Module):
 @pytest.mark.parametrize(
     ("make", "facet", "said"),
     [
-        (ours, "blocks.*.mlp.fc3", r"x has no blocks.1.mlp.fc3; did you mean mlp.fc2, mlp.fc1"),
-        (ours, "blocks.*.mlp.fc3", "blocks.1.mlp has fc1, fc2$"),
+        (
+            ours,
+            "blocks.*.mlp.fc3",
+            "use `'probe.facet=blocks.*.mlp.fc2'`",
+        ),
+        (ours, "blocks.*.mlp.fc3", "blocks.1.mlp has fc1, fc2;"),
         (ours, "blocks.*.zzz", "x has no blocks.1.zzz; blocks.1 has graying, norm1, attn, norm2"),
         (lambda: with_shown(Pair()), "blocks.*.shown", "blocks.1.shown of x gives a tuple, expec"),
         (

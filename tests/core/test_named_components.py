@@ -88,7 +88,7 @@ def test_a_name_replaces_all_that_the_protocol_says_of_the_part():
 
 def test_a_wrong_name_gets_the_right_ones():
     assert refused("segmentation", "probe.loss=histogramm") == (
-        "unknown loss 'histogramm'; did you mean histogram?"
+        "unknown loss 'histogramm'; use `probe.loss=histogram`"
     )
     assert "unknown training 'adam'" in refused("segmentation", "probe.training=adam")
     assert "unknown loss" in refused("segmentation", "probe.loss={_target_: os.system}")

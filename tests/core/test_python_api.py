@@ -187,11 +187,11 @@ def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
     assert [line.split()[1] for line in chosen.splitlines() if line.startswith("geometry: ")] == [
         "lidar", "rankme"
     ]  # fmt: skip
-    with pytest.raises(ConfigurationError, match="unknown metric 'rank'; did you mean rankme"):
+    with pytest.raises(ConfigurationError, match="unknown metric 'rank'; use `metric=\"rankme\"`"):
         found.table(metric="rank")
     drawn = [axis.get_title().split()[1] for axis in found.plot("rankme,lidar").axes if axis.lines]
     assert drawn == ["lidar", "lidar", "rankme", "rankme"]
-    with pytest.raises(ConfigurationError, match="unknown metric 'rank'; did you mean rankme"):
+    with pytest.raises(ConfigurationError, match="unknown metric 'rank'; use `metric=\"rankme\"`"):
         found.plot("rank")
 
 
@@ -481,7 +481,7 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("mine.py", "encoder = 3\n", "name the module in it: mine.py:NAME"),
+        ("mine.py", "encoder = 3\n", "name the module in it; use `--checkpoint mine.py:NAME`"),
         ("mine.py:own", "", "has no own; it has nothing"),
         ("mine.py:own", "own = 3", "gives a int; expected a torch.nn.Module"),
         ("mine.py:own", "own = None", "gives a NoneType; expected a torch.nn.Module"),
@@ -693,9 +693,9 @@ def test_images_that_bicubic_resizing_left_outside_are_taken():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"task": "geometri"}, "did you mean"),
+        ({"task": "geometri"}, "use `task="),
         ({"task": "geometry", "nothing": 3}, "unknown key"),
-        ({"task": "geometry", "layers": [3]}, r"^unknown setting layers; did you mean layer\?$"),
+        ({"task": "geometry", "layers": [3]}, r"^unknown setting layers; expected layer$"),
     ],
 )
 def test_wrong_words_in_python_are_one_line(tmp_path, words, said):

@@ -139,7 +139,7 @@ def test_corruptions_are_asked_for_by_name_and_severity(text, found):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("gausian_noise:3", "did you mean gaussian_noise"),
+        ("gausian_noise:3", "`corrupt=gaussian_noise:3`"),
         ("snow:0", "corrupt=snow expects a severity in 1 to 5, got 0"),
         ("snow:6", "expects a severity in 1 to 5, got 6"),
         ("snow:2-9", "expects a severity in 1 to 5, got 9"),

@@ -212,10 +212,10 @@ def test_fault_22_wrong_shapes_are_refused(place, capsys):
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["--task", "tokencutt"], "did you mean tokencut?"),
-        (["--task", "pca,segmentaton"], "did you mean segmentation"),
-        (["--task", "pca", "--dataset", "vocc2012"], "did you mean voc2012"),
-        (["--task", "pca", "--on-bad-image", "skp"], "did you mean skip?"),
+        (["--task", "tokencutt"], "`--task tokencut`"),
+        (["--task", "pca,segmentaton"], "`--task segmentation`"),
+        (["--task", "pca", "--dataset", "vocc2012"], "`--dataset voc2012`"),
+        (["--task", "pca", "--on-bad-image", "skp"], "`--on-bad-image skip`"),
         (["--task", "pca", "--chekpoint", "x"], "use `--checkpoint`"),
         (["--task", "pca", "prob.panels=1"], "`probe.panels=VALUE`"),
         (["--task", "pca", "probe.panels=1,2"], "probe.panels"),
@@ -227,7 +227,7 @@ def test_fault_22_wrong_shapes_are_refused(place, capsys):
         (["--task", "pca", "~probe.panels"], "~probe.panels"),
         (["--task", "pca", "probe=tokencut=1"], "probe"),
         (["--task", "pca", "dataset=nowhere"], "dataset"),
-        (["--task", "segmentation", "probe.protocol=fastt"], "did you mean fast"),
+        (["--task", "segmentation", "probe.protocol=fastt"], "`probe.protocol=fast`"),
         (["--task", "pca", "probe.protocol=bacth"], "unknown protocol 'bacth'"),
     ],
 )

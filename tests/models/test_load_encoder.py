@@ -184,7 +184,7 @@ def test_timm_refuses_a_file_that_lacks_weights(tmp_path):
     ("uri", "said"),
     [
         ("timm:vit_tiny_patch16_22", f"timm {timm.__version__} has no model 'vit_tiny_patch16_22'"),
-        ("timm:vit_tiny_patch16_22", "did you mean: vit_tiny_patch16_224"),
+        ("timm:vit_tiny_patch16_22", "`--checkpoint timm:vit_tiny_patch16_224`"),
         ("timm:vit_tiny_patch16_224.augregg", "augreg_in21k"),
         ("timm:resnet18", "supported are timm's plain Vision Transformers"),
         ("timm:swinv2_tiny_window8_256", "its Swin, CaiT, PVT v2 and ConvNeXt"),

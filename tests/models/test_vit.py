@@ -75,12 +75,15 @@ def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
         ({"init": "osa", "num_heads": 1}, "two heads or more, got 1"),
         ({"init": "mimetic", "init_options": {"parts": "vq"}}, "both or qk or vo, got 'vq'"),
         ({"init": "magic"}, "one of default, skipless, mimetic, xavier, osa, got 'magic'"),
-        ({"init": "skipless", "init_options": {"alhpa": 1.0}}, "did you mean: alpha"),
+        (
+            {"init": "skipless", "init_options": {"alhpa": 1.0}},
+            "use `model.init_options.alpha=VALUE`",
+        ),
         (
             {"init": "skipless", "init_options": {"alpha": "big"}},
             "alpha expects a number .*, got 'big'",
         ),
-        ({"init_options": {"alpha": 1.0}}, "it has none; set model.init_options={}"),
+        ({"init_options": {"alpha": 1.0}}, "`'model.init_options={}'`"),
         ({"dimm": 48}, "model has no key 'dimm'"),
         (
             {"kind": "conv_mixer", "kernel_size": 4},
@@ -88,7 +91,10 @@ def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
         ),
         ({"kind": "conv_mixer", "patch_size": 5}, "multiple of model.patch_size = 5, got 32"),
         (COVARIANCE | {"init": "covariances"}, "model.init must be one of uniform, covariance"),
-        (COVARIANCE | {"init_options": {"sigma": 1.0}}, "'sigma'; did you mean: .*v_sigma"),
+        (
+            COVARIANCE | {"init_options": {"sigma": 1.0}},
+            r"'sigma'; use .*`model.init_options.v_sigma=VALUE`",
+        ),
         (COVARIANCE | {"init_options": {"sigma_0": 0.0}}, "must stay positive .* got 0 with"),
         # Positive in both the first and the last layer, not between them.
         (COVARIANCE | {"init_options": {"v_sigma": -1.4}}, "must stay positive .* got -0.2579"),

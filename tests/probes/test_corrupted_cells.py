@@ -90,7 +90,7 @@ def test_images_that_cannot_be_read_are_left_out_of_both(place, capsys):
 
 @pytest.mark.parametrize(
     ("value", "why"),
-    [("gausian_noise:3", "did you mean gaussian_noise"), ("snow:0", "in 1 to 5, got 0")],
+    [("gausian_noise:3", "`corrupt=gaussian_noise:3`"), ("snow:0", "in 1 to 5, got 0")],
 )
 def test_what_is_no_corruption_is_one_line(place, capsys, value, why):
     words = probing("knn", "class_folders", place / "classes", f"corrupt={value}")

@@ -79,7 +79,7 @@ def test_a_submodule_with_another_name_gives_the_scores_of_the_named_facet(task)
     [
         ("tokencut", "blocks.1.attn", ["--layer", "0"], "--layer 1"),
         ("tokencut", "blocks.2.attn", [], "layers must lie in 0..1"),
-        ("pca", "blocks.*.mlp.fc7", [], "no blocks.0.mlp.fc7; did you mean mlp.fc2, mlp.fc1, mlp?"),
+        ("pca", "blocks.*.mlp.fc7", [], "`'probe.facet=blocks.*.mlp.fc2'`"),
         ("segmentation", "keys", [], "must be among token, key, query, value, attn_out"),
         ("segmentation", "key", ["probe.norm=final"], "probe.facet=token"),
         (

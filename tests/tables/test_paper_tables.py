@@ -213,7 +213,7 @@ def test_the_command_maps_rows_to_checkpoints(store, capsys):
     assert main([*command, "--as", "skip, soap=aaaa", "--format", "markdown"]) == 0
     assert r"| skip, soap | 49.4 \| 25.0 @11 (4) | 27.5 \| - |" in capsys.readouterr().out
     assert main([*command, "--as", "skp, soap=skip"]) == 2
-    assert "did you mean skip, soap" in capsys.readouterr().err
+    assert "--as 'skip, soap=CHECKPOINT'" in capsys.readouterr().err
     assert main([*command, "--as", "skip, soap"]) == 2
     assert "--as ROW=CHECKPOINT" in capsys.readouterr().err
     assert main([*command, "--as", "skip, soap=skip", "--as", "skip, soap=aaaa"]) == 2

@@ -16,7 +16,7 @@ from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
 from ssl_bench.data.roles import Layout, given_folder, require_own_name
 from ssl_bench.data.samples import ImageView, Sample
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
-from ssl_bench.errors import DataError
+from ssl_bench.errors import DataError, literal
 from ssl_bench.system.files import is_written
 from ssl_bench.system.progress import say_once
 
@@ -133,7 +133,7 @@ class ClassFolders(Layout):
             raise DataError(
                 f"{self._root} holds neither {_TRAIN}/CLASS/PICTURE nor CLASS/PICTURE, but "
                 f"{', '.join(names[:5])}; name the folder above the classes",
-                hint=(f"data.root={folder}",),
+                hint=(f"data.root={literal(str(folder))}",),
             )
         return self.train()
 

@@ -63,7 +63,8 @@ def random_encoder(trained: Encoder, uri: str) -> Encoder:
     if shapes != wanted:
         raise CheckpointError(
             f"{uri}: timm's {trained.architecture['name']} is another architecture than that of "
-            f"{trained.uri}, whose config.json changes it; give timm:NAME of one that is the same"
+            f"{trained.uri}, whose config.json changes it; name one that is the same",
+            hint=("--checkpoint", "timm:{timm_name}"),
         )
     return replace(drawn, uri=uri, mean=trained.mean, std=trained.std)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.errors import CheckpointError, ConfigurationError, either, literal
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import (
     ASSUMED,
@@ -33,6 +33,8 @@ from ssl_bench.models.loading.layouts import (
 )
 from ssl_bench.models.loading.weights import (
     IN_PYTHON,
+    MODEL_FOLDER,
+    PYTHON_FILE,
     load_weights,
     read_weights,
     unreplaced,
@@ -77,13 +79,14 @@ def load_foreign(
         if described is None and any(one.startswith("embeddings.") for one in names):
             raise CheckpointError(
                 f"{path} has the layout of transformers, whose heads and norms stand in "
-                f"config.json; type local-dir:{path.parent} once "
-                f"model.save_pretrained({str(path.parent)!r}) has written both there"
+                "config.json; type the folder once "
+                f"model.save_pretrained({str(path.parent)!r}) has written both there",
+                hint=("--checkpoint", f"local-dir:{literal(str(path.parent))}"),
             )
         if (architecture := dinov3_architecture(backbone.weights)) is not None:
             raise CheckpointError(
-                f"{path} is a DINOv3, whose rotary positions the ViT of this suite does not have; "
-                f"type timm:{architecture}@{path}"
+                f"{path} is a DINOv3, whose rotary positions the ViT of this suite does not have",
+                hint=("--checkpoint", f"timm:{architecture}@{literal(str(path))}"),
             )
         refuse_strangers(backbone.weights, path)
         weights, dropped = renamed(layout, backbone.weights, path)
@@ -215,12 +218,13 @@ def _grid_size(
         return rows, cols, ""
     side = math.isqrt(num_patches)
     if side**2 != num_patches:
-        way = "say image_size=[HEIGHT, WIDTH] in its config.json"
+        way, hint = "say image_size=[HEIGHT, WIDTH] in its config.json", ()
         if described is None:
-            way = with_model_args(path, '"img_size": [HEIGHT, WIDTH]')
+            way, hint = with_model_args(path, '"img_size": [HEIGHT, WIDTH]'), MODEL_FOLDER
         raise CheckpointError(
             f"{path} has pos_embed for {num_patches} patches, which are no square, and nothing "
-            f"says rows and columns; {way}"
+            f"says rows and columns; {way}",
+            hint=hint,
         )
     return side, side, f"{ASSUMED_GRID.format(side, side)}; "
 
@@ -233,8 +237,9 @@ def _require_needed(
         came = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
             f"{path} is no Vision Transformer in DINO's layout or one that is like it: expected "
-            f"{', '.join(missing)}, came {came}; rename its keys, use timm:NAME@{path}, "
-            f"or {IN_PYTHON}"
+            f"{', '.join(missing)}, came {came}; rename its keys, take timm's name of its "
+            f"architecture, or {IN_PYTHON}",
+            hint=either(("--checkpoint", f"timm:{{timm_name}}@{literal(str(path))}"), PYTHON_FILE),
         )
     _, positions, kernel, linear = (weights[name] for name in _NEEDED)
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):
@@ -248,5 +253,7 @@ def _require_needed(
         came = (f"{name} {tuple(weights[name].shape)}" for name in _NEEDED)
         raise CheckpointError(
             f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
-            f"multiple of {head_dim}, came {', '.join(came)}; use timm:NAME@{path}"
+            f"multiple of {head_dim}, came {', '.join(came)}; take timm's name of its "
+            "architecture",
+            hint=("--checkpoint", f"timm:{{timm_name}}@{literal(str(path))}"),
         )

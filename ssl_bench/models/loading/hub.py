@@ -91,7 +91,8 @@ def hugging_face_file(
                 return Path(found)
     except HFValidationError as error:
         raise CheckpointError(
-            f"{repository!r} is no name of a repository; expected hf-hub:ORG/NAME"
+            f"{repository!r} is no name of a repository",
+            hint=("--checkpoint", "hf-hub:{organisation}/{name}"),
         ) from error
     url = f"{huggingface_hub.constants.ENDPOINT}/{repository}"
     try:

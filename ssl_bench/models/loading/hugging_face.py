@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from ssl_bench.errors import CheckpointError
+from ssl_bench.errors import CheckpointError, literal
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Encoder
 from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
 from ssl_bench.models.loading.layouts import Description
-from ssl_bench.models.loading.weights import IN_PYTHON, colour_of, is_number
+from ssl_bench.models.loading.weights import IN_PYTHON, PYTHON_FILE, colour_of, is_number
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.paths import expanded, real
 
@@ -63,7 +63,8 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
         raise CheckpointError(
             f"{path} is neither timm's (architecture=...) nor of model_type "
             f"{', '.join((*_TRANSFORMERS, _DINOV3))}, but {config.get('model_type', 'unnamed')!r}; "
-            f"{IN_PYTHON}, such as AutoModel.from_pretrained({str(path.parent)!r}) of transformers"
+            f"{IN_PYTHON}, such as AutoModel.from_pretrained({str(path.parent)!r}) of transformers",
+            hint=PYTHON_FILE,
         )
     weights = file(WEIGHTS_FILES)
     described = None if model_type == _DINOV3 else _described(config, path)
@@ -76,7 +77,7 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
             raise CheckpointError(
                 f"{uri} has no {_PREPROCESSOR} here, which would say the mean and deviation of its "
                 "images; save its image processor beside the weights, or state them",
-                hint=("--checkpoint", f"mean=0.5,std=0.5:{uri}"),
+                hint=("--checkpoint", f"mean=0.5,std=0.5:{literal(uri)}"),
             ) from error
     else:
         colours, colours_from = _preprocessed(_read(preprocessor), preprocessor), preprocessor.name
@@ -127,7 +128,8 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
         if theirs != value and theirs != [value, value]:
             raise CheckpointError(
                 f"{path} says {key}={theirs!r}, the encoder of {weights.name} has {value!r}; fetch "
-                f"both again, or {IN_PYTHON}"
+                f"both again, or {IN_PYTHON}",
+                hint=PYTHON_FILE,
             )
     return encoder
 

@@ -14,9 +14,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ssl_bench.errors import CheckpointError
+from ssl_bench.errors import CheckpointError, either, literal
 from ssl_bench.models.encoder import DINO_NAMES
-from ssl_bench.models.loading.weights import IN_PYTHON, named, usable, with_model_args
+from ssl_bench.models.loading.weights import (
+    IN_PYTHON,
+    MODEL_FOLDER,
+    PYTHON_FILE,
+    TIMM_NAME,
+    named,
+    usable,
+    with_model_args,
+)
 from ssl_bench.models.vit import DINO_MARGIN
 
 _MASKED = "stands for masked patches, of which probes have none"
@@ -185,7 +193,7 @@ _STRANGERS = (
 _SIZES = MappingProxyType(
     {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
 )
-_BY_NAME = "use timm:NAME@FILE with timm's name of its architecture"
+_BY_NAME = "take timm's name of its architecture"
 _BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r}, patch_size=16)"
 # Other networks, and who takes them.
 _OTHERS = (
@@ -245,7 +253,7 @@ def refuse_strangers(weights: Mapping[str, Tensor], path: Path) -> None:
             raise CheckpointError(
                 f"{path} holds {what} ({found}), expected a Vision Transformer in one of the "
                 f"layouts that `ssl-bench models` lists; {way}",
-                hint=("ssl-bench", "models"),
+                hint=TIMM_NAME if way == _BY_NAME else PYTHON_FILE,
             )
     for pattern, what, architecture in _STRANGERS:
         if (found := _fitting(weights, pattern)) is not None:
@@ -254,11 +262,12 @@ def refuse_strangers(weights: Mapping[str, Tensor], path: Path) -> None:
 
             kernel = weights.get("patch_embed.proj.weight")
             width = len(kernel) if kernel is not None and kernel.ndim else 0
-            name = architecture.format(_SIZES.get(width))
+            timm_name = architecture.format(_SIZES.get(width))
+            by_name = ("--checkpoint", f"timm:{timm_name}@{literal(str(path))}")
             raise CheckpointError(
                 f"{path} has {what} ({found}), which the ViT of this suite does not have; "
-                f"{_BY_NAME.replace('NAME', name) if timm.is_model(name) else _BY_NAME}, or, if it "
-                f"differs from that, {with_model_args(path, '...')}"
+                f"{_BY_NAME}, or, if it differs from that, {with_model_args(path, '...')}",
+                hint=either(by_name if timm.is_model(timm_name) else TIMM_NAME, MODEL_FOLDER),
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_bench.errors import CheckpointError, broken_file
+from ssl_bench.errors import CheckpointError, broken_file, literal
 from ssl_bench.models.encoder import Contents, Encoder, EncoderIdentity
 from ssl_bench.models.loading.addresses import (
     COLOURS,
@@ -34,7 +34,7 @@ _SEED = 0
 _STATED = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
 _KINDS = (
     f"a run folder, RUN@EPOCH, a file ({', '.join(WEIGHTS)}), FILE.py:NAME, timm:NAME, "
-    "timm:NAME.TAG, timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER or "
+    "timm:NAME.TAG, timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER, "
     "torchhub:facebookresearch/dino:dino_vits16, demo:skip, random:URI or colours:PATCH; "
     "`ssl-bench models` lists them"
 )
@@ -85,7 +85,8 @@ def load_encoder(uri: str) -> Encoder:
     if scheme == "torchvision":
         raise CheckpointError(
             f"{uri}: addresses of torchvision are not supported; save the state_dict() of its "
-            f"Vision Transformer and give that file, or give {_KINDS}"
+            f"Vision Transformer and give that file, or give {_KINDS}",
+            hint=("ssl-bench", "models"),
         )
     return _from_path(uri)
 
@@ -172,17 +173,25 @@ def _from_path(uri: str) -> Encoder:
     path = file_of(uri)
     if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
         folder = path.parent
-        raise CheckpointError(f"{folder} is a folder of Hugging Face; type local-dir:{folder}")
+        raise CheckpointError(
+            f"{folder} is a folder of Hugging Face",
+            hint=("--checkpoint", f"local-dir:{literal(str(folder))}"),
+        )
     if not path.is_file():
         names: list[str] = []
         with suppress(OSError):
             names = [one.name for one in path.parent.iterdir()]
         near = get_close_matches(path.name, names, n=1, cutoff=0.8)
-        hint = str(path.with_name(near[0])) if near else _address_of(uri)
-        wanted = f"did you mean {hint}?" if hint else f"give {_KINDS}"
-        raise CheckpointError(f"no checkpoint at {path}; {wanted}")
+        address = literal(str(path.with_name(near[0]))) if near else _address_of(uri)
+        raise CheckpointError(
+            f"no checkpoint at {path}" + ("" if address else f"; give {_KINDS}"),
+            hint=("--checkpoint", address) if address else ("ssl-bench", "models"),
+        )
     if path.suffix == ".py":
-        raise CheckpointError(f"{path} is Python; name the module in it: {path}:NAME")
+        raise CheckpointError(
+            f"{path} is Python; name the module in it",
+            hint=("--checkpoint", f"{literal(str(path))}:{{name}}"),
+        )
     if path.suffix != ".safetensors" or not is_ours(path):
         from ssl_bench.models.loading.foreign import load_foreign
 
@@ -198,7 +207,7 @@ def _from_own_file(uri: str, file: str, name: str) -> Encoder:
     """
     path = real(expanded(file))
     if not path.is_file():
-        raise CheckpointError(f"no file {path}; expected FILE.py:NAME, such as model.py:encoder")
+        raise CheckpointError(f"no file {path}", hint=("--checkpoint", "{file}.py:{name}"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         given = _called(path, name)
@@ -254,12 +263,12 @@ def _called(path: Path, name: str) -> Any:
 
 
 def _address_of(name: str) -> str | None:
-    """The address of a model that is known elsewhere by a name, None if nobody knows it."""
+    """Return the address of a model that is known elsewhere by a name, as a word of a hint."""
     from ssl_bench.models.loading.hub import HUB_WEIGHTS
 
     own = re.fullmatch(r"(.+):(\w+)", name)
     if own and Path(f"{own[1]}.py").is_file():
-        return f"{own[1]}.py:{own[2]}"
+        return literal(f"{own[1]}.py:{own[2]}")
     for repository, names in HUB_WEIGHTS.items():
         if name in names:
             return f"torchhub:{repository}:{name}"
@@ -271,4 +280,4 @@ def _address_of(name: str) -> str | None:
 
     if not timm.is_model(name.partition(".")[0]):
         return None
-    return f"timm:{name}" if "." in name else f"timm:{name}.TAG (random weights without a tag)"
+    return f"timm:{name}" if "." in name else f"timm:{name}.{{tag}}"

@@ -184,6 +184,6 @@ def _require_gelu(graph: Any, path: Path) -> None:
     ]
     if not exact:
         raise CheckpointError(
-            f"{path} has an MLP without GELU, the ViT of this suite GELU; give its .safetensors "
-            "as timm:NAME@FILE"
+            f"{path} has an MLP without GELU, the ViT of this suite GELU; give its .safetensors",
+            hint=("--checkpoint", "timm:{timm_name}@{file}"),
         )

@@ -27,7 +27,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError
+from ssl_bench.errors import CheckpointError, either, literal
 from ssl_bench.models.encoder import (
     ASSUMED,
     Colours,
@@ -41,6 +41,9 @@ from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
 from ssl_bench.models.loading.weights import (
     IN_PYTHON,
+    MODEL_FOLDER,
+    PYTHON_FILE,
+    TIMM_NAME,
     colour_of,
     read_weights,
     shape_text,
@@ -78,9 +81,12 @@ def load_timm(uri: str) -> Encoder:
         label = f"{name}@{Path(file).stem}"
         return _from_file(uri, name, expanded(file), label=label, config={})
     if "." in name:
-        published = timm.get_pretrained_cfg(name)
+        published, architecture = timm.get_pretrained_cfg(name), name.partition(".")[0]
         if published is None or not (published.hf_hub_id or published.url):
-            raise CheckpointError(f"timm publishes no weights for {name}; use timm:NAME@FILE")
+            raise CheckpointError(
+                f"timm publishes no weights for {name}; load a file",
+                hint=("--checkpoint", f"timm:{architecture}@{{file}}"),
+            )
         hub = published.hf_hub_id
         path = hugging_face_file(hub) if hub else downloaded_file(str(published.url))
         return _from_file(uri, name, path, label=name, config={})
@@ -128,7 +134,9 @@ def _from_file(
             depths, _ = _depths_and_width(backbone.weights)
             config = {**config, "model_args": {"depth": depths[0]} if depths else {}}
         if name is None:
-            raise CheckpointError(f"{path} is no DINOv3 of a published size; {IN_PYTHON}")
+            raise CheckpointError(
+                f"{path} is no DINOv3 of a published size; {IN_PYTHON}", hint=PYTHON_FILE
+            )
         if not backbone.weights:
             # timm would take "no weights" for "none given" and ask the network.
             raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")
@@ -152,9 +160,10 @@ def _check_name(name: str) -> None:
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
         near = get_close_matches(architecture, timm.list_models("*vit*"), n=3)
+        near = near or ["vit_small_patch16_224"]
         raise CheckpointError(
-            f"timm {timm.__version__} has no model {architecture!r}; "
-            f"did you mean: {', '.join(near) or 'vit_small_patch16_224'}?"
+            f"timm {timm.__version__} has no model {architecture!r}",
+            hint=either(*[("--checkpoint", f"timm:{timm_name}") for timm_name in near]),
         )
     tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*")]
     if tag and tag not in tags:
@@ -208,7 +217,7 @@ def _with_weights(
     _require_depth(name, plan, weights, path)
     shapes = {ours: value for ours, value in plan.state_dict().items() if ours in weights}
     if wrong := {o: value for o, value in shapes.items() if weights[o].shape != value.shape}:
-        raise CheckpointError(_mismatch(path, name, weights, wrong))
+        raise _mismatch(path, name, weights, wrong)
     # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
     # missing keys without a word.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
@@ -255,13 +264,18 @@ def _create(
             **options,
         )
     except TypeError as error:
-        raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
+        raise CheckpointError(
+            f"timm:{name} is not supported; {_SUPPORTED}", hint=PYTHON_FILE
+        ) from error
     except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
         pass_on_memory(error)
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         file = path or "its random weights"
-        way = f"take timm's name of another architecture, or {IN_PYTHON}"
-        raise CheckpointError(f"timm:{name} does not fit {file}: {reason}; {way}") from error
+        raise CheckpointError(
+            f"timm:{name} does not fit {file}: {reason}; take timm's name of another "
+            f"architecture, or {IN_PYTHON}",
+            hint=either(TIMM_NAME, PYTHON_FILE),
+        ) from error
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     channels = next((convolution.in_channels for convolution in convolutions), 3)
     if channels != 3:
@@ -272,12 +286,13 @@ def _create(
     if isinstance(model, (*STAGED, Cait)):
         return model
     if not isinstance(model, PlainViT):
-        raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}")
+        raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}", hint=PYTHON_FILE)
     patch_embed: Any = model.patch_embed
     rows, cols = patch_embed.feat_ratio(as_scalar=False)
     if rows != cols:
         raise CheckpointError(
-            f"timm:{name} has patches of {rows} x {cols} pixels, expected squares; {_SUPPORTED}"
+            f"timm:{name} has patches of {rows} x {cols} pixels, expected squares; {_SUPPORTED}",
+            hint=PYTHON_FILE,
         )
     return model
 
@@ -404,7 +419,7 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
         numbers.sort()
         made |= {ours: own[ours] for ours in renamed if not _are_of(numbers, _bits(own[ours]))}
     if made:
-        raise CheckpointError(_mismatch(path, name, weights, made))
+        raise _mismatch(path, name, weights, made)
 
 
 def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
@@ -421,19 +436,20 @@ def _require_depth(name: str, plan: Supported, weights: Weights, path: Path) -> 
     if depths == expected or len(depths) != len(expected) or width != own_width:
         return
     different = f'"depths": {depths}' if len(depths) > 1 else f'"depth": {depths[0]}'
-    way = with_model_args(path, different, name)
+    way, stated = with_model_args(path, different, name), ()
     # The ViT of this suite has any depth.
     plain = VisionTransformer(depth=1, num_classes=0).state_dict().keys()
     if plain == {re.sub(r"^blocks\.\d+", "blocks.0", key) for key in weights}:
         known: Any = plan.pretrained_cfg
         mean, std = ("/".join(f"{one:g}" for one in known[key]) for key in ("mean", "std"))
-        way += f", or type mean={mean},std={std}:{path}"
+        stated = ("--checkpoint", f"mean={mean},std={std}:{literal(str(path))}")
     raise CheckpointError(
-        f"{path} has {sum(depths)} blocks of width {width}, timm:{name} {sum(expected)}; {way}"
+        f"{path} has {sum(depths)} blocks of width {width}, timm:{name} {sum(expected)}; {way}",
+        hint=either(MODEL_FOLDER, stated),
     )
 
 
-def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> str:
+def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> CheckpointError:
     shown = "; ".join(
         f"{ours} is {shape_text(weights[ours]) if ours in weights else 'of no such name'}, "
         f"expected {shape_text(value)}"
@@ -441,9 +457,10 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> str:
     )
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     different = '"img_size": [HEIGHT, WIDTH]' if _POSITIONS in wrong else "..."
-    return (
+    return CheckpointError(
         f"timm:{name} does not fit {path}: {shown}{more}, and nothing is resized; take timm's "
-        f"name of the file's architecture, or {with_model_args(path, different, name)}"
+        f"name of the file's architecture, or {with_model_args(path, different, name)}",
+        hint=either(TIMM_NAME, MODEL_FOLDER),
     )
 
 

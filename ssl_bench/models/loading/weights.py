@@ -16,11 +16,15 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError
+from ssl_bench.errors import CheckpointError, literal
 from ssl_bench.system.files import open_regular, read_digests, sha256_of
 from ssl_bench.system.memory import pass_on_memory
 
-IN_PYTHON = "name a function that loads it in Python, FILE.py:NAME (docs/python.md)"
+IN_PYTHON = "name a function that loads it in Python (docs/python.md)"
+PYTHON_FILE = ("--checkpoint", "{file}.py:{name}")
+TIMM_NAME = ("--checkpoint", "timm:{timm_name}@{file}")
+MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
+"""What is typed once the advice of `IN_PYTHON`, or that of `with_model_args`, is taken."""
 
 _SMALL_FILE = 2**20
 # Of numbers in a config.json.
@@ -195,7 +199,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
         fitting = len(wanted) - len(wrong["missing"]) - len(wrong["of another shape"])
         raise CheckpointError(
             f"{path} does not fit the encoder: {fitting}/{len(wanted)} keys fit; "
-            f"{'; '.join(faults)}; for another architecture use timm:NAME@{path}"
+            f"{'; '.join(faults)}; of another architecture take timm's name",
+            hint=("--checkpoint", f"timm:{{timm_name}}@{literal(str(path))}"),
         )
     model.load_state_dict(dict(weights))
 
@@ -220,7 +225,7 @@ def with_model_args(path: Path, different: str, name: str = "NAME") -> str:
     file = "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
     return (
         f'put it as {file} into a folder with a config.json, {{"architecture": '
-        f'"{name}", "model_args": {{{different}}}}}, and type local-dir:FOLDER'
+        f'"{name}", "model_args": {{{different}}}}}'
     )
 
 
