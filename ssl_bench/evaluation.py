@@ -144,7 +144,7 @@ class Score:
     per_image_kind: PerImageKind | None = None
 
     def __post_init__(self) -> None:
-        if self.per_image is None:
+        if self.per_image is None or self.unit != "%":
             return
         per_image, kind = np.asarray(self.per_image), self.per_image_kind
         if kind is None and per_image.ndim == 1:

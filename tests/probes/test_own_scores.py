@@ -143,3 +143,7 @@ def test_counts_state_how_a_value_comes_from_them():
 
     with pytest.raises(ConfigurationError, match="per_image_kind"):
         Score(0, "token", "iou", 50.0, None, 4, per_image=counts)
+
+
+def test_counts_behind_a_plain_number_need_no_kind_because_they_are_not_kept():
+    Score(0, "token", "rank", 5.0, None, 4, per_image=np.ones((4, 2), int), unit="")
