@@ -77,7 +77,7 @@ def test_a_submodule_with_another_name_gives_the_scores_of_the_named_facet(task)
 @pytest.mark.parametrize(
     ("task", "facet", "more", "said"),
     [
-        ("tokencut", "blocks.1.attn", ["--layer", "0"], "the facet names block 1, expected --la"),
+        ("tokencut", "blocks.1.attn", ["--layer", "0"], "the facet names block 1, got 0"),
         ("tokencut", "blocks.2.attn", [], "layers must lie in 0..1"),
         ("pca", "blocks.*.mlp.fc7", [], "`'probe.facet=blocks.*.mlp.fc2'`"),
         ("segmentation", "keys", [], "must be among token, key, query, value, attn_out"),
