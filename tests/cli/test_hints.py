@@ -72,7 +72,7 @@ FILLED: Mapping[str, str] = {
     "name": "imagenet1k",
     "number": "20",
     "one_name": "train",
-    "organisation": "timm",
+    "org": "timm",
     "other_checkpoint": "runs/skipless",
     "other_dataset": "ade20k",
     "other_folder": "/data/ade",

@@ -146,9 +146,7 @@ def test_timm_models_without_class_token_and_with_registers_work(kwargs):
         FeatureExtractor(encoder, layers=[2])(images)
     assert torch.equal(found["token"].flatten(1, 2), seen[0][:, -15:])
     if "class_token" in kwargs:
-        with pytest.raises(
-            ConfigurationError, match=r"no \[CLS\] token; ask for probe.facet=token"
-        ):
+        with pytest.raises(ConfigurationError, match=r"no \[CLS\] token; use `probe.facet=token`"):
             FeatureExtractor(encoder, layers=[0], facets=["cls"])
 
 
@@ -249,7 +247,7 @@ def test_a_model_without_a_qkv_layer_gives_tokens_alone():
     images = torch.rand(1, 3, 32, 32)
     assert FeatureExtractor(encoder, layers=[0])(images)[0]["token"].shape == (1, 2, 2, 256)
     with pytest.raises(
-        CheckpointError, match=r"computes no key in its qkv layer; ask for probe.facet=token"
+        CheckpointError, match=r"computes no key in its qkv layer; use `probe.facet=token`"
     ):
         FeatureExtractor(encoder, layers=[0], facets=["key"])(images)
 

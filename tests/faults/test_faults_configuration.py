@@ -280,11 +280,23 @@ def test_fault_74_a_link_that_leads_to_itself_ends_no_walk_in_a_traceback(place,
         (
             torchvision.models.convnext_tiny,
             "holds a network of torchvision",
-            "FILE.py:NAME (docs/python.md), with Encoder.from_module(model, blocks='features.5'",
+            "Python (docs/python.md), with Encoder.from_module(model, blocks='features.5'",
         ),
-        ("stages.0.blocks.0.gamma", "holds stages, such as a ConvNeXt's", "use timm:NAME@FILE"),
-        ("layers.0.blocks.0.norm1.weight", "holds a Swin Transformer", "use timm:NAME@FILE"),
-        ("blocks.0.attn.relative_position_bias_table", "such as a BEiT's", "Python, FILE.py:NAME"),
+        (
+            "stages.0.blocks.0.gamma",
+            "holds stages, such as a ConvNeXt's",
+            "timm's name of its architecture",
+        ),
+        (
+            "layers.0.blocks.0.norm1.weight",
+            "holds a Swin Transformer",
+            "timm's name of its architecture",
+        ),
+        (
+            "blocks.0.attn.relative_position_bias_table",
+            "such as a BEiT's",
+            "use `--checkpoint FILE.py:NAME`",
+        ),
     ],
 )
 def test_fault_75_weights_of_other_networks_are_named_with_who_takes_them(
@@ -302,7 +314,8 @@ def test_fault_75_weights_of_other_networks_are_named_with_who_takes_them(
 
 def test_fault_75_what_is_advised_for_a_network_of_torchvision_loads_it(place, capsys):
     torch.save(torchvision.models.convnext_tiny().state_dict(), "weights.pth")
-    advised = fails(capsys, ["models", "weights.pth"], 4).rpartition("with ")[2]
+    said = fails(capsys, ["models", "weights.pth"], 4)
+    advised = said.rpartition("with ")[2].partition("; use")[0]
     (place / "mine.py").write_text(
         "import torch, torchvision\nfrom ssl_bench import Encoder\n\ndef encoder():\n"
         "    model = torchvision.models.convnext_tiny()\n"

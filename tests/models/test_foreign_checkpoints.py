@@ -198,10 +198,10 @@ def _first_names(found: re.Match[str]) -> str:
     [
         ("dist_token", 192, "a distillation token", "deit_tiny_distilled_patch16_224"),
         ("blocks.0.mlp.w12.weight", 128, "(blocks.0.mlp.w12.weight)", "vit_giant_patch14_dinov2"),
-        ("rope_embed.periods", 128, "the rotary positions of DINOv3", "NAME"),
+        ("rope_embed.periods", 128, "the rotary positions of DINOv3", "TIMM_NAME"),
         ("norm_pre.weight", 768, "a norm before the first block", "vit_base_patch16_clip_224"),
-        ("blocks.0.attn.q_norm.weight", 128, "norms of queries and keys", "NAME"),
-        ("reg_token", 192, "registers as timm stores them", "NAME"),
+        ("blocks.0.attn.q_norm.weight", 128, "norms of queries and keys", "TIMM_NAME"),
+        ("reg_token", 192, "registers as timm stores them", "TIMM_NAME"),
         ("reg_token", 384, "registers as timm stores them", "vit_small_patch14_reg4_dinov2"),
     ],
 )
@@ -210,14 +210,14 @@ def test_encoders_that_ours_is_not_are_named(tmp_path, extra, dim, said, name):
     weights = {**model.state_dict(), extra: torch.zeros(1, 1, dim)}
     message = message_of(saved(tmp_path / "w.pth", weights))
     assert said in message
-    assert f"use timm:{name}@FILE" in message
+    assert f"`--checkpoint timm:{name}@" in message
 
 
 @pytest.mark.parametrize("qkv_bias", ["_qkvb", ""])
 def test_a_dinov3_that_timm_saved_is_told_by_its_width(tmp_path, qkv_bias):
     name = f"vit_small_patch16_dinov3{qkv_bias}"
     path = saved(tmp_path / "w.pth", timm.create_model(name, depth=1).state_dict())
-    assert f"type timm:{name}@{path}" in message_of(path)
+    assert f"`--checkpoint timm:{name}@{path}" in message_of(path)
 
 
 def test_the_hub_of_dinov2_gives_a_file_in_its_layout(tmp_path, monkeypatch):

@@ -138,7 +138,7 @@ def test_colours_come_from_the_folder_and_are_never_guessed_where_they_differ(tm
 
 def test_a_file_of_transformers_alone_asks_for_its_folder(tmp_path):
     folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
-    assert f"type local-dir:{folder} once" in message_of(folder / "model.safetensors")
+    assert f"`--checkpoint local-dir:{folder}`" in message_of(folder / "model.safetensors")
     assert f"local-dir:{folder}" in message_of(folder)
     torch.save({"embeddings.cls_token": torch.ones(1), "layer.0.x": torch.ones(1)}, folder / "x.pt")
     assert f"model.save_pretrained('{folder}') has written" in message_of(folder / "x.pt")
@@ -220,7 +220,7 @@ def test_a_cached_repository_needs_no_network(tmp_path, monkeypatch, revision):
 
 
 def test_a_wrong_name_of_a_repository_is_told():
-    assert "expected hf-hub:ORG/NAME" in message_of("hf-hub:a/b/c/d")
+    assert "hf-hub:ORG/NAME" in message_of("hf-hub:a/b/c/d")
 
 
 @pytest.mark.parametrize("kind", ["vit", "vit_mae", "dinov2"])
@@ -260,7 +260,7 @@ def test_fault_79_a_grid_nobody_states_is_announced(tmp_path, capsys):
         ({"model_type": "swin"}, "vit_mae, dinov2, dinov2_with_registers, dinov3_vit, but 'swin'"),
         (
             {"model_type": "clip"},
-            "FILE.py:NAME (docs/python.md), such as AutoModel.from_pretrained(",
+            "Python (docs/python.md), such as AutoModel.from_pretrained(",
         ),
         ({"image_size": 64}, "pos_embed for 16 patches; config.json says images of 64 x 64"),
         ({"image_size": [32]}, "has image_size=[32], expected pixels or [HEIGHT, WIDTH]"),

@@ -162,7 +162,7 @@ def test_blocks_without_thirds_of_keys_give_tokens_and_say_so(name, what):
     images = images_of(encoder)
     assert FeatureExtractor(encoder, layers=[1])(images)[1]["token"].shape == (2, 3, 5, 64)
     with pytest.raises(
-        CheckpointError, match=r"layer 1 .* computes no key .* ask for probe.facet=token"
+        CheckpointError, match=r"layer 1 .* computes no key .* use `probe.facet=token`"
     ):
         FeatureExtractor(encoder, layers=[1], facets=["key"])(images)
 

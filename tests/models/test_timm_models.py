@@ -169,8 +169,8 @@ def test_features_of_a_block_are_what_it_gives(kind):
         ("atto", 3, "value", "layer 3 of x computes no value"),
         ("swin", 1, "token_normed", "layer 1 of x has width 16, its final norm 64"),
         ("cait", 0, "attn_out", "calls attn_out of block 0 more than once"),
-        ("cait", 0, "cls", r"has no \[CLS\] token; ask for probe.facet=token"),
-        ("mixer", 0, "cls", r"has no \[CLS\] token; ask for probe.facet=token"),
+        ("cait", 0, "cls", r"has no \[CLS\] token; use `probe.facet=token`"),
+        ("mixer", 0, "cls", r"has no \[CLS\] token; use `probe.facet=token`"),
         ("mixer", 0, "key", "layer 0 of x computes no key"),
     ],
 )

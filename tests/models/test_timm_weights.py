@@ -90,7 +90,7 @@ ATTO = "convnext_atto"
 
 
 def advised_config(line: str) -> dict[str, Any]:
-    found = re.search(r"config\.json, (\{.*\}), and type local-dir", line)
+    found = re.search(r"config\.json, (\{.*\})(?:, and type |; use `--checkpoint )local-dir", line)
     assert found is not None, line
     return json.loads(found[1].replace("N}", "6}"))
 
@@ -115,7 +115,7 @@ def test_a_file_of_another_depth_is_told_what_loads_it(tmp_path, name, changes, 
     config["model_args"] |= changes
     encoder = load_encoder(folder_of(tmp_path / "f", weights, config))
     assert encoder.depth == int(line.partition("has ")[2].split()[0])
-    bare = re.search(r"or type (mean=\S+)", line)
+    bare = re.search(r"or `--checkpoint (mean=[^`]+)`", line)
     assert bool(bare) == ("reg_token" not in weights and name != ATTO)
     if bare:
         told = load_encoder(bare[1])

@@ -182,7 +182,9 @@ def _inferred_config(
     if described is None:
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
         # timm reads all of these names but torchvision's.
-        other = IN_PYTHON if layout is TORCHVISION else with_model_args(path, '"num_heads": N')
+        other = with_model_args(path, '"num_heads": N') + ", and type local-dir:FOLDER"
+        if layout is TORCHVISION:
+            other = f"{IN_PYTHON}, and type FILE.py:NAME"
         assumed += f"{heads} heads of {dim // heads} channels assumed, if it has others {other}; "
     else:
         heads = described.num_heads

@@ -92,7 +92,7 @@ def hugging_face_file(
     except HFValidationError as error:
         raise CheckpointError(
             f"{repository!r} is no name of a repository",
-            hint=("--checkpoint", "hf-hub:{organisation}/{name}"),
+            hint=("--checkpoint", "hf-hub:{org}/{name}"),
         ) from error
     url = f"{huggingface_hub.constants.ENDPOINT}/{repository}"
     try:
