@@ -53,6 +53,8 @@ class ObjectDiscovery(TokenCut):
     further_protocols = ()
     truths_by_role = max_sides_by_role = MappingProxyType({})
     metrics_of_sets = (COCO,)
+    # Since `ap_coco` is that of pycocotools, which rounds otherwise.
+    metric_version = 2
 
     @property
     def role(self) -> str:
