@@ -115,6 +115,7 @@ class Results:
         """A row a record."""
         return to_pandas(self.records)
 
+    @_said_in_python()
     def plot(self, metric: str | None = None) -> "Figure":
         """Curves over blocks with their 95 % bands, a panel a table, as a figure of matplotlib.
 

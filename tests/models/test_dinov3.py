@@ -99,7 +99,7 @@ def test_the_advice_for_a_file_of_dinov3_loads_it_with_its_biases(tmp_path, mode
 
     said = message_of(path)
 
-    advice = re.search(r"type (timm:\S+)", said)
+    advice = re.search(r"(timm:[^`\s]+)", said)
     assert advice is not None, said
     assert advice[1] == f"timm:{ARCHITECTURE}@{path}"
     assert_same_features(advice[1], model)

@@ -357,7 +357,7 @@ def test_why_two_checkpoints_cannot_be_compared_is_said(tmp_path, capsys, which)
 
     # Of a task beside one that can be compared it is said too.
     for sha in "ad":
-        save(store, sha, {0: IMAGES}, task="discovery")
+        save(store, sha, {0: IMAGES}, task="retrieval")
     assert main(["compare", "skip", "skipless", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().err
     assert "left out: tokencut: " in said
