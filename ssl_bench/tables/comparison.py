@@ -11,7 +11,12 @@ from ssl_bench.errors import DataError
 from ssl_bench.intervals import SIGNIFICANT, Estimate, holm
 from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore, is_degenerate
 from ssl_bench.results.contributions import Scored, stored_curve
-from ssl_bench.tables.depth import by_run, epoch_of, require_one_encoder_an_epoch
+from ssl_bench.tables.depth import (
+    PROBE_EPOCHS,
+    by_run,
+    epoch_of,
+    require_one_encoder_an_epoch,
+)
 from ssl_bench.tables.entries import (
     comparable_groups,
     dagger,
@@ -557,18 +562,7 @@ def epoch_comparisons(
             f"nothing to compare over epochs in {store.root}: no task was scored image by image "
             "for both runs at a common epoch on the same images with the same settings (epochs "
             f"with records: {told}); keep epochs of both runs and probe each",
-            hint=(
-                "ssl-bench",
-                "pretrain",
-                "train.keep_epochs=[100,200]",
-                "or",
-                "ssl-bench",
-                "probe",
-                "--task",
-                "all",
-                "--checkpoint",
-                "{run}@100",
-            ),
+            hint=PROBE_EPOCHS,
         )
     return tables
 

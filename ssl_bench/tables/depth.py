@@ -26,6 +26,13 @@ Row = int | float
 """A block, or an epoch."""
 
 
+PROBE_EPOCHS = (
+    *("ssl-bench", "pretrain", "train.keep_epochs=[100,200]", "or"),
+    *("ssl-bench", "probe", "--task", "all", "--checkpoint", "{run}@100"),
+)
+"""What to type to have records of several epochs of a run."""
+
+
 @dataclass(frozen=True)
 class DepthTable:
     """One metric over blocks (rows) and models (columns).
@@ -202,18 +209,7 @@ def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
     if not tables:
         raise DataError(
             "no run has records of two epochs or more; keep epochs of a run and probe each",
-            hint=(
-                "ssl-bench",
-                "pretrain",
-                "train.keep_epochs=[100,200]",
-                "or",
-                "ssl-bench",
-                "probe",
-                "--task",
-                "all",
-                "--checkpoint",
-                "{run}@100",
-            ),
+            hint=PROBE_EPOCHS,
         )
     return tables
 
