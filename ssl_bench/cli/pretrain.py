@@ -21,7 +21,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     full = deepcopy(config)
     if "init_options" in full.model:
         # What holds, and not which words were left out: a default may become another.
-        full.model.init_options = in_full(full.model.init, full.model.init_options)
+        full.model.init_options = in_full(full.model.init, as_plain(full.model.init_options))
     if options.print_config:
         print(as_yaml(full), end="")
         return 0

@@ -248,7 +248,13 @@ def test_fault_73_values_without_a_meaning_name_the_legal_ones(place, capsys, wo
     [
         *("optimizer.lr=-1", "optimizer.lr=nan", "optimizer.betas=[0.9]", "objective.momentum=2"),
         *("objective.crops.flip_probability=7", "objective.crops.global_scale=[0.1]"),
-        *("train=3", "train.epochs=0", "objective={}", "model.init_options.alpha=nan"),
+        *(
+            "train=3",
+            "train.epochs=0",
+            "objective={}",
+            "model.init_options.alpha=nan",
+            "model.init_options.mlp_mean=???",
+        ),
         *("model.dim=100000000000", "data.image_size=0"),
     ],
 )

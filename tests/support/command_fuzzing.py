@@ -1,9 +1,9 @@
 """Commands drawn at random, in a process without type checks; what ended badly is printed.
 
-`python -m tests.support.command_fuzzing SEED COUNT` prints how many ended with each exit code. The
-flags are those of the parser; about half of what is drawn is right. A draw that is valid goes on
-until an encoder computes for the first time, which is where it is stopped; one in fifty goes on
-from there to its end.
+`python -m tests.support.command_fuzzing SEED COUNT` prints how many ended with each exit code.
+Every second line is valid and has to end well. The others have flags of the parser with values
+that are right or strange. A draw that is valid goes on until an encoder computes for the first
+time, which is where it is stopped; one in fifty goes on from there to its end.
 """
 
 import argparse
@@ -89,6 +89,15 @@ RIGHT = {
     "into": ["report"],
     **dict.fromkeys(("checkpoint", "checkpoints", "uris", "pair"), URIS),
 }
+# A task, and a dataset that it can be asked of.
+FITTING = (
+    *(
+        ("knn", "class_folders", "--data-root", "classes"),
+        ("pca", "folder", "--data-root", "photos"),
+    ),
+    *(("tokencut,discovery", "voc2012", "--data-root", "voc"), ("classification", "toy_objects")),
+    *((task, "toy") for task in ("segmentation", "retrieval", "correspondence", "geometry")),
+)
 # The network is no part of this, nor are tracebacks.
 LEFT_OUT = ("help", "debug")
 SMALL = ("model.dim=24", "model.depth=1", "model.image_size=32", "train.batch_size=2")
@@ -127,6 +136,33 @@ class Draw:
         if self.chance.random() < 0.04:
             words.insert(self.chance.randrange(len(words) + 1), self.chance.choice(WORDS))
         return [word if word != "download" else "list" for word in words]
+
+    def valid_line(self) -> list[str]:
+        """A line that has to end with exit code 0, or computes."""
+        pick, number = self.chance.choice, str(self.chance.randrange(10**9))
+        task, *data = pick(FITTING)
+        probing = ["--task", task, "--dataset", *data, "--checkpoint", "runs/tiny", "--limit", "2"]
+        probing += pick(([], ["--layer", "0"], ["--layer=-1"], ["--layer", "all"]))
+        probing += pick(([], ["--seed", "3"], ["seed=2"], ["dtype=float32"]))
+        objective = pick(list(OBJECTIVES))
+        training = [f"objective={objective}", *OBJECTIVES[objective], "train.max_steps=2"]
+        return pick(
+            (
+                ["probe", *probing, *pick(([], ["--json"], ["--overwrite"], ["--dry-run"]))],
+                ["sweep", *probing, pick(("--dry-run", "--print"))],
+                ["pretrain", *training, "--out", f"runs/{number}"],
+                ["features", "--checkpoint", "runs/tiny", "--data-root", "photos", "--facet",
+                 pick(("cls", "token,cls", "key")), "--out", f"features/{number}"],
+                ["table", "--format", pick(("text", "markdown", "latex", "csv", "json"))],
+                ["table", "--figure", pick(("c.png", "c.svg", "c.pdf"))],
+                ["report", "--into", f"report/{number}"],
+                ["models", "runs/tiny"],
+                ["data", *pick((["list"], ["check", "folder", "--data-root", "photos"]))],
+                ["keys", f"probe.{task.split(',')[0]}"],
+                ["reproduce", *pick(([], ["cutting_the_skip/table2", "--print", "--gpus", "8"]))],
+                ["completion", "bash"],
+            )
+        )  # fmt: skip
 
     def flag(self, action: argparse.Action) -> list[str]:
         """A flag with its values, or values alone."""
@@ -234,8 +270,11 @@ def main(seed: int, count: int) -> int:
     confine(signal.SIGPROF, MEBIBYTES)
     try:
         for number in range(count):
-            line = draw.line()
+            is_valid = number % 2 == 1
+            line = draw.valid_line() if is_valid else draw.line()
             end, wrong = ended(line, through=number % THROUGH == 0)
+            if is_valid and end not in ("0", "computing"):
+                wrong = wrong or f"a valid line ended with {end}"
             os.chdir(place)
             ends[end] += 1
             if wrong:
