@@ -17,7 +17,7 @@ from ssl_bench.composition.fields import Count, require
 from ssl_bench.data.files.readable import Looked, as_readable, counts_and_first, with_a_way_out
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import as_asked, shared_values
-from ssl_bench.errors import ConfigurationError, UnreadableImage
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import left_out
 from ssl_bench.features import FeatureExtractor, squashed
 from ssl_bench.layers import resolve_layers
@@ -209,12 +209,29 @@ def _features(
         names = [name for _, name, _ in batch]
         for layer, by_facet in extractor(pixels, names).items():
             for facet, value in by_facet.items():
-                kept = value.cpu().numpy().astype(options.dtype)
-                parts.setdefault(f"block{layer:02}.{facet}", []).append(kept)
+                values, name = value.cpu().numpy(), f"block{layer:02}.{facet}"
+                _require_range(values, options.dtype, name)
+                parts.setdefault(name, []).append(values.astype(options.dtype))
         ids += names
         labels += [-1 if label is None else label for _, _, label in batch]
     found = {name: np.concatenate(those) for name, those in parts.items()}
     return found | {"image_id": np.array(ids, dtype=str), "label": np.array(labels, dtype=np.int64)}
+
+
+def _require_range(values: np.ndarray, dtype: str, name: str) -> None:
+    """Refuse features whose largest entry is no normal number of the type that keeps them.
+
+    Raises:
+        CheckpointError: It is too small or too large, so that precision would be lost.
+    """
+    largest = float(np.abs(values).max(initial=0.0))
+    least, most = float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)
+    if largest and not least <= largest <= most:
+        raise CheckpointError(
+            f"{name} has entries up to {largest:.2g}, expected {least:.2g} to {most:.5g} in "
+            f"{dtype}",
+            hint=("--dtype", "float32"),
+        )
 
 
 def _write(path: Path, found: dict[str, np.ndarray], style: str) -> None:

@@ -24,7 +24,7 @@ import ssl_bench
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import TimmConfig, build_encoder
+from ssl_bench.models import TimmConfig, ViTConfig, build_encoder, build_vit, save_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
 from ssl_bench.system.progress import say_once
 from tests.support import own_module
@@ -431,6 +431,20 @@ def test_features_take_the_keys_of_data_as_probes_do(tmp_path, monkeypatch, caps
         assert main(features(tmp_path / "none", word)) == 2
     assert not (tmp_path / "none").exists()
     assert "expects" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("power", [-26, 20])
+def test_features_that_float16_does_not_hold_are_refused(tmp_path, monkeypatch, capsys, power):
+    monkeypatch.chdir(tmp_path)
+    photographs(tmp_path / "photos", 2)
+    model = build_vit(ViTConfig(image_size=32, patch_size=8, dim=12, depth=1, num_heads=2), seed=0)
+    torch.nn.init.constant_(model.get_parameter("norm.weight"), 2.0**power)
+    save_encoder(tmp_path / "scaled.safetensors", model, {})
+    words = ["features", "--checkpoint", "scaled.safetensors", "--data-root", "photos"]
+    words += ["--facet", "cls_normed", "--out", "out"]
+    assert main([*words, "--dtype", "float16"]) == 4
+    assert "--dtype float32" in capsys.readouterr().err
+    assert main(words) == 0
 
 
 def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsys):
