@@ -6,7 +6,13 @@ python docs/_gallery.py
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssl_bench.report.model import Panel, by_task, checkpoints_of, headline_panels, panels_of
+from ssl_bench.report.model import (
+    Panel,
+    by_task,
+    group_into_panels,
+    list_checkpoints,
+    select_headline_panels,
+)
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves
@@ -69,7 +75,7 @@ def shown() -> dict[str, tuple[Panel, ...]]:
     records = shown_records()
     panels = [
         panel
-        for panel in headline_panels(panels_of(records, checkpoints_of(records)))
+        for panel in select_headline_panels(group_into_panels(records, list_checkpoints(records)))
         if panel.record.num_images >= FEWEST_IMAGES
     ]
     return {task: tuple(those) for task, those in by_task(panels).items()}

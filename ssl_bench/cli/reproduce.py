@@ -21,11 +21,17 @@ from ssl_bench.composition.choices import (
     experiments,
     papers,
     require_choice,
-    unknown_name,
+    unknown_name_error,
 )
 from ssl_bench.composition.compose import read_file
 from ssl_bench.data.sources import SOURCES
-from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, as_typed, literal
+from ssl_bench.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    escape_braces,
+    format_command,
+)
 from ssl_bench.results.record import SUPERVISED, Record, encoder_id
 from ssl_bench.results.store import ResultStore
 from ssl_bench.system.endings import Outcome, attempted
@@ -117,11 +123,11 @@ def _require_one_process(options: argparse.Namespace) -> None:
     """
     count = place_of_process().count
     if count > 1:
-        table = literal(options.name) if options.name else "{table}"
+        table = escape_braces(options.name) if options.name else "{table}"
         hint = ("ssl-bench", "reproduce", table, "--print", f"--gpus={count}")
         raise ConfigurationError(
             f"`ssl-bench reproduce` expects one process, got {count} (WORLD_SIZE); start it "
-            f"without torchrun and run the lines that it prints: {as_typed(hint)}",
+            f"without torchrun and run the lines that it prints: {format_command(hint)}",
             hint=hint,
         )
 
@@ -138,11 +144,11 @@ def _gpus(options: argparse.Namespace) -> int | None:
         raise ConfigurationError(f"--gpus expects a number from 1 on, got {options.gpus}")
     if not options.print or options.device:
         instead = "--print" if not options.print else "no --device"
-        table = literal(options.name) if options.name else "{table}"
+        table = escape_braces(options.name) if options.name else "{table}"
         hint = ("ssl-bench", "reproduce", table, "--print", "--gpus={number}")
         raise ConfigurationError(
             f"--gpus {options.gpus} goes with {instead}: it prints lines that use so many GPUs; "
-            f"pipe them to a shell: {as_typed(hint)} | sh",
+            f"pipe them to a shell: {format_command(hint)} | sh",
             hint=hint,
         )
     return options.gpus
@@ -178,7 +184,7 @@ def tables_of(name: str) -> list[PublishedTable]:
         return found
     names = [*known, *dict.fromkeys(table.paper for table in known.values())]
     message = f"expected PAPER/TABLE or PAPER, got {name[:200]!r}"
-    raise unknown_name(message, name, names, hint=("ssl-bench", "reproduce", "{near}"))
+    raise unknown_name_error(message, name, names, hint=("ssl-bench", "reproduce", "{near}"))
 
 
 def full_name(table: PublishedTable) -> str:
@@ -318,7 +324,12 @@ class Plan:
             name = min(missing)
             raise ConfigurationError(
                 f"{full_name(self.table)} trains on {name}, expected a folder of it, got none",
-                hint=("data.root={folder}", "or", "--data-root", f"{literal(name)}={{folder}}"),
+                hint=(
+                    "data.root={folder}",
+                    "or",
+                    "--data-root",
+                    f"{escape_braces(name)}={{folder}}",
+                ),
             )
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from ssl_bench.cli.records import (
     FILTERS,
     asked_format,
-    asked_records,
+    find_recorded_encoder,
+    load_selected_records,
     main_metrics,
     print_main_tables,
     print_tables,
-    recorded_checkpoint,
     shown,
 )
 from ssl_bench.composition.choices import require_choice
@@ -38,7 +38,7 @@ def command(options: argparse.Namespace) -> int:
         if options.pack:
             say(f"{store.pack()} records are in {store.root / PACKED} now, which is read like them")
             return 0
-        records = asked_records(options, store)
+        records = load_selected_records(options, store)
         check_values(store, records)
         tables = _tables(options, records, store)
         over_blocks = [table for table in tables if isinstance(table, DepthTable)]
@@ -131,5 +131,5 @@ def _encoders(
         row = require_choice("row", row.strip(), published.rows, hint=hint)
         if row in found:
             raise ConfigurationError(f"expected one checkpoint for row {row!r}, got several")
-        found[row] = recorded_checkpoint(name.strip(), records, store)[0]
+        found[row] = find_recorded_encoder(name.strip(), records, store)[0]
     return found

@@ -13,7 +13,7 @@ import numpy as np
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.model import Checkpoint, Line, Panel
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.results.contributions import ImageCurve, Scored, stored_curve
+from ssl_bench.results.contributions import CurveEstimates, ImageCurve, load_curve
 from ssl_bench.scores import mean_iou
 from ssl_bench.system.checked_lines import read_checked_lines
 from ssl_bench.system.files import read_within
@@ -22,7 +22,7 @@ from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.comparison import Difference, best_blocks, block_by_block
 from ssl_bench.tables.entries import Entry
 
-MOST_PAIRED = 6
+MAX_PAIRED = 6
 """With more checkpoints than that, pairs must be asked for."""
 
 KINDS = ("hits", "misses", "degenerate")
@@ -52,7 +52,7 @@ class Side(NamedTuple):
     """
 
     curve: ImageCurve
-    scored: Scored
+    scored: CurveEstimates
     names: Sequence[str]
     records: Mapping[int, Record]
     seed: int
@@ -99,7 +99,7 @@ def pairs_of(checkpoints: Sequence[Checkpoint], asked: Iterable[tuple[str, str]]
             "expected two different checkpoints, got one twice",
             hint=("--pair", "{checkpoint}", "{other_checkpoint}"),
         )
-    if not wanted and len(checkpoints) <= MOST_PAIRED:
+    if not wanted and len(checkpoints) <= MAX_PAIRED:
         wanted = list(combinations(checkpoints, 2))
     return [Pair(first, second) for first, second in dict.fromkeys(wanted)]
 
@@ -113,14 +113,14 @@ def side_of(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | 
     records = [record for point in line.points for record in point.records] if line else []
     seed = min((record.seed for record in records), default=0)
     chosen = {record.layer: record for record in records if record.seed == seed}
-    curve = stored_curve(store, list(chosen.values()))
+    curve = load_curve(store, list(chosen.values()))
     found = curve.per_image
     if not found or len({counts.shape for counts in found.values()}) > 1:
         return None
     number = len(next(iter(found.values())))
     return Side(
         curve=curve,
-        scored=Scored.of(curve),
+        scored=CurveEstimates.of(curve),
         names=image_names(store, records[0], number),
         records={layer: chosen[layer] for layer in found},
         seed=seed,
@@ -219,7 +219,7 @@ def extremes_of(store: ResultStore, panel: Panel, line: Line) -> Extremes | None
     if not panel.metric.startswith("miou") or best is None:
         return None
     record = best.records[0]
-    counts = stored_curve(store, [record]).per_image.get(best.layer)
+    counts = load_curve(store, [record]).per_image.get(best.layer)
     if counts is None or counts.ndim != 3:
         return None
     names = image_names(store, record, len(counts))

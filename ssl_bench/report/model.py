@@ -78,7 +78,7 @@ class Checkpoint:
         return f"c{self.number % NUM_COLOURS} d{min(again, 2)}{'s' if self.skipless else ''}"
 
 
-def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
+def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
     """The checkpoints of some records, ordered by name."""
     folders: dict[str, set[str]] = defaultdict(set)
     for encoder, model in {(record.encoder_id, record.model) for record in records}:
@@ -309,7 +309,9 @@ class Panel:
         return {line.checkpoint.encoder_id: line for line in self.lines}
 
 
-def panels_of(records: Sequence[Record], checkpoints: Sequence[Checkpoint]) -> tuple[Panel, ...]:
+def group_into_panels(
+    records: Sequence[Record], checkpoints: Sequence[Checkpoint]
+) -> tuple[Panel, ...]:
     """Group records by everything that must be the same for numbers to be compared."""
     groups = comparable_groups(records)
     firsts = [group[0] for group in groups]
@@ -327,7 +329,7 @@ def panels_of(records: Sequence[Record], checkpoints: Sequence[Checkpoint]) -> t
         for (encoder, _), point in sorted(entries.items(), key=lambda one: one[0]):
             points[encoder].append(point)
         # What the protocol's name leaves out, and what sets it apart from the rivals.
-        changed = first.named_protocol.removeprefix(first.protocol) + said_training(first)
+        changed = first.protocol_label.removeprefix(first.protocol) + said_training(first)
         panels.append(
             Panel(
                 number=number,
@@ -392,7 +394,7 @@ def headline_metric(panels: Sequence[Panel]) -> str:
     return chosen_metric([(panel.metric, panel.is_ranked) for panel in panels])
 
 
-def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
+def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
     """Of each task and split of a dataset the panel of its metric with the most checkpoints.
 
     Then, of checkpoints that it lacks, as those that were seen in another protocol, the next one,

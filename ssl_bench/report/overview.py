@@ -9,7 +9,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ssl_bench.report.comparing import MOST_PAIRED, side_of
+from ssl_bench.report.comparing import MAX_PAIRED, side_of
 from ssl_bench.report.drawing import Curve, RankChart, draw_ranks
 from ssl_bench.report.model import (
     Checkpoint,
@@ -18,7 +18,7 @@ from ssl_bench.report.model import (
     by_place,
     by_task,
     headline_metric,
-    headline_panels,
+    select_headline_panels,
     spot_of,
 )
 from ssl_bench.results import Record, ResultStore
@@ -132,7 +132,7 @@ def board_of(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> dict
         `checkpoints`, what they differ in row by row; `columns`, the panel of each and what sets it
         apart from the others; `shared`, what all columns share.
     """
-    chosen = headline_panels(panels)
+    chosen = select_headline_panels(panels)
     heads = [tuple(fact for fact in panel.facts if fact[0] in _IN_HEADS) for panel in chosen]
     rivals: dict[Any, list[int]] = defaultdict(list)
     for number, panel in enumerate(chosen):
@@ -210,7 +210,7 @@ def profiles_of(
     store: ResultStore, panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
 ) -> tuple[Profile, ...]:
     """One a checkpoint with scores; of a few its blocks are told apart by pairs of images."""
-    chosen, paired = _of_each_protocol(panels), len(checkpoints) <= MOST_PAIRED
+    chosen, paired = _of_each_protocol(panels), len(checkpoints) <= MAX_PAIRED
     profiles, protocols = [], defaultdict[tuple[str, str], set[str]](set)
     for panel in panels:
         protocols[panel.task, panel.where].add(panel.protocol)
@@ -243,9 +243,9 @@ def profiles_of(
 
 def _of_each_protocol(panels: Sequence[Panel]) -> list[Panel]:
     """Return the panels that stand for a task and place, and those of its other protocols."""
-    chosen = {panel.number: panel for panel in headline_panels(panels)}
+    chosen = {panel.number: panel for panel in select_headline_panels(panels)}
     for protocol in dict.fromkeys(panel.protocol for panel in panels):
-        those = headline_panels([panel for panel in panels if panel.protocol == protocol])
+        those = select_headline_panels([panel for panel in panels if panel.protocol == protocol])
         chosen |= {panel.number: panel for panel in those}
     places = list(dict.fromkeys((panel.task, panel.where) for panel in chosen.values()))
     return sorted(chosen.values(), key=lambda panel: places.index((panel.task, panel.where)))

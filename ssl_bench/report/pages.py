@@ -28,9 +28,9 @@ from ssl_bench.report.model import (
     Panel,
     by_place,
     by_task,
-    checkpoints_of,
+    group_into_panels,
     headline_metric,
-    panels_of,
+    list_checkpoints,
     said_reasons,
     said_units,
     spot_of,
@@ -120,8 +120,8 @@ def build_report(
     Raises:
         ConfigurationError: a pair names a checkpoint that is not there.
     """
-    checkpoints, pictures = checkpoints_of(records), PictureFiles(store.root)
-    panels = panels_of(records, checkpoints)
+    checkpoints, pictures = list_checkpoints(records), PictureFiles(store.root)
+    panels = group_into_panels(records, checkpoints)
     galleries = {
         one.encoder_id: of_layers(galleries_of(pictures, records, one), layers, one.depth)
         for one in checkpoints
@@ -343,7 +343,7 @@ def _runs(records: Sequence[Record]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         title = (
-            f"{record.task} on {record.dataset} {record.split}, protocol {record.named_protocol}"
+            f"{record.task} on {record.dataset} {record.split}, protocol {record.protocol_label}"
         )
         same = (record.dataset_fingerprint, sorted(record.settings.items()))
         groups[title, repr(same)].append(record)

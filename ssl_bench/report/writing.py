@@ -18,7 +18,7 @@ from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.report.comparing import scored_by_panel
 from ssl_bench.report.pages import Page, Report, checkpoint_page, epochs_page, index_page, pair_page
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.results.record import INFINITE
+from ssl_bench.results.record import INFINITY_AS_JSON
 from ssl_bench.system.escaping import in_page, json_text, plain_json, printable
 from ssl_bench.system.files import REPORT
 from ssl_bench.system.paths import real
@@ -166,7 +166,7 @@ def as_script(store: ResultStore, records: Sequence[Record]) -> str:
     words, mappings = dict[str, int](), dict[int, int]()
 
     def new(value: Any) -> int:
-        word = json.dumps(plain_json(value, infinity=INFINITE), sort_keys=True, default=str)
+        word = json.dumps(plain_json(value, infinity=INFINITY_AS_JSON), sort_keys=True, default=str)
         return words.setdefault(word, len(words))
 
     def place(value: Any) -> int:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import SIGNIFICANT, Estimate, holm
-from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore, is_degenerate
-from ssl_bench.results.contributions import Scored, stored_curve
+from ssl_bench.results import ENCODER_FIELDS, TRAINED_ON, Record, ResultStore, is_degenerate
+from ssl_bench.results.contributions import CurveEstimates, load_curve
 from ssl_bench.tables.depth import (
     PROBE_EPOCHS,
     by_run,
@@ -122,14 +122,14 @@ class Side(NamedTuple):
     degenerate: float | None = None
 
 
-def at_block(scored: Scored, layer: int) -> Side:
+def at_block(scored: CurveEstimates, layer: int) -> Side:
     """Return the score of one block."""
     return Side(scored.blocks[layer], (layer,), scored.degenerate.get(layer))
 
 
-def held_out(scored: Scored) -> Side:
+def held_out(scored: CurveEstimates) -> Side:
     """Return the score with the blocks that other images choose, all of which took part."""
-    return Side(scored.held_out, tuple(scored.blocks), scored.degenerate_held_out)
+    return Side(scored.held_out, tuple(scored.blocks), scored.held_out_degenerate_percent)
 
 
 def difference(name: str, first: Side, second: Side) -> Difference:
@@ -155,7 +155,7 @@ def corrected_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]
 
 
-def block_by_block(first: Scored, second: Scored) -> list[Difference]:
+def block_by_block(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
     """The blocks that both have; and the last of each, where these are others."""
     pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
     one, other = max(first.blocks), max(second.blocks)
@@ -166,7 +166,7 @@ def block_by_block(first: Scored, second: Scored) -> list[Difference]:
     )
 
 
-def best_blocks(first: Scored, second: Scored) -> list[Difference]:
+def best_blocks(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
     """The best blocks, chosen on the scored images, and the held-out choice.
 
     The best block on the scored images flatters both sides; the held-out one is what somebody
@@ -176,7 +176,7 @@ def best_blocks(first: Scored, second: Scored) -> list[Difference]:
     if not (first.has_best and second.has_best):
         return []
     one, other = first.best, second.best
-    chosen = (_named(first.layers_held_out), _named(second.layers_held_out))
+    chosen = (_named(first.held_out_layers), _named(second.held_out_layers))
     name = f"held-out choice ({chosen[0]}; {chosen[1]})"
     return [
         difference(f"best ({one}, {other})", at_block(first, one), at_block(second, other)),
@@ -184,14 +184,14 @@ def best_blocks(first: Scored, second: Scored) -> list[Difference]:
     ]
 
 
-def between_checkpoints(first: Scored, second: Scored) -> list[Difference]:
+def between_checkpoints(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
     """Block by block; then, of several, the best blocks and those that were chosen held out."""
     rows = block_by_block(first, second)
     several = len(first.blocks) > 1 and len(second.blocks) > 1
     return rows + best_blocks(first, second) if several else rows
 
 
-def between_blocks(scored: Scored) -> list[Difference]:
+def between_blocks(scored: CurveEstimates) -> list[Difference]:
     """Every block, and the held-out choice, minus the best block on the scored images.
 
     Where no block may be best, minus the last block, and nothing is chosen.
@@ -202,7 +202,7 @@ def between_blocks(scored: Scored) -> list[Difference]:
     )
     if not scored.has_best:
         return rows
-    name = f"held-out choice ({_named(scored.layers_held_out)})"
+    name = f"held-out choice ({_named(scored.held_out_layers)})"
     return [*rows, difference(name, held_out(scored), best)]
 
 
@@ -288,7 +288,7 @@ class Comparison:
             "settings": dict(self.record.settings),
             "num_images": self.record.num_images,
             "names": list(self.names),
-            **{name: [getattr(one, name) for one in self.encoders] for name in ENCODER},
+            **{name: [getattr(one, name) for one in self.encoders] for name in ENCODER_FIELDS},
             "version": self.record.version,
             "git_commit": self.record.git_commit,
             "device": self.record.device,
@@ -406,13 +406,15 @@ def comparisons(
     return tables, reasons
 
 
-def _sides_of(store: ResultStore, group: Sequence[Record], encoders: Sequence[str]) -> list[Scored]:
+def _sides_of(
+    store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
+) -> list[CurveEstimates]:
     """Return one a side; none if the values of single images of a side were not kept."""
-    curves = [stored_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
-    return list(map(Scored.of, curves)) if all(curve.per_image for curve in curves) else []
+    curves = [load_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
+    return list(map(CurveEstimates.of, curves)) if all(curve.per_image for curve in curves) else []
 
 
-def _rows_of(sides: Sequence[Scored]) -> list[Difference]:
+def _rows_of(sides: Sequence[CurveEstimates]) -> list[Difference]:
     return between_blocks(sides[0]) if len(sides) == 1 else between_checkpoints(*sides)
 
 

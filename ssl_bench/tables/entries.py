@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 from ssl_bench.data.files.fingerprints import kind_of, shortened
 from ssl_bench.results import (
     CORRUPTED,
-    ENCODER,
-    MOST_DEGENERATE,
+    ENCODER_FIELDS,
+    MAX_DEGENERATE_PERCENT,
     TRAINED_ON,
     Baseline,
     Record,
     is_degenerate,
 )
-from ssl_bench.results.record import cell_filename
+from ssl_bench.results.record import record_filename
 from ssl_bench.system.escaping import printable
 from ssl_bench.tables.sheets import NO_VALUE
 
@@ -98,7 +98,7 @@ def title(record: Record) -> str:
     """What was measured, on what and how."""
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
-        f"{record.facet}, protocol {record.named_protocol}{said_training(record)}"
+        f"{record.facet}, protocol {record.protocol_label}{said_training(record)}"
     )
 
 
@@ -263,7 +263,7 @@ class Entry:
         first = self.records[0]
         return {
             "model": first.model,
-            **{name: getattr(first, name) for name in ENCODER},
+            **{name: getattr(first, name) for name in ENCODER_FIELDS},
             "depth": first.depth,
             "value": self.value,
             "ci95": [self.low, self.high],
@@ -277,7 +277,7 @@ class Entry:
                     "value": record.value,
                     "ci95": None if record.ci95 is None else list(record.ci95),
                     **{name: getattr(record, name) for name in _PROVENANCE},
-                    "file": cell_filename(record, record.digest),
+                    "file": record_filename(record, record.digest),
                 }
                 for record in self.records
             ],
@@ -348,7 +348,7 @@ def dagger_meaning(percents: Iterable[float | None]) -> str:
         return ""
     return (
         f"†: percent of the images that are {_DEGENERATE}; a value with more than "
-        f"{MOST_DEGENERATE:.0f} is never the best"
+        f"{MAX_DEGENERATE_PERCENT:.0f} is never the best"
     )
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.composition.choices import Paper, config_folder, papers, unknown_name
+from ssl_bench.composition.choices import Paper, config_folder, papers, unknown_name_error
 from ssl_bench.results import SUPERVISED, Record
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.run_logs import RUN_MEASURES
@@ -179,7 +179,7 @@ def published_table(name: str) -> PublishedTable:
     if not found:
         short = [table.name for table in published_tables()]
         message = f"no published table {name!r}"
-        raise unknown_name(message, name, {*short, *known}, hint=("--paper", "{near}"))
+        raise unknown_name_error(message, name, {*short, *known}, hint=("--paper", "{near}"))
     return found[0]
 
 

@@ -33,7 +33,7 @@ from ssl_bench.cli.reproduce import (
     tables_of,
 )
 from ssl_bench.composition.choices import experiments
-from ssl_bench.composition.compose import compose_config, value_of
+from ssl_bench.composition.compose import compose_config, get_value
 from ssl_bench.errors import ConfigurationError, DataError, Preempted
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.published import PublishedTable, published_tables
@@ -132,7 +132,7 @@ def test_whatever_recipes_count_in_epochs_fits_a_short_run(asked):
         )
 
         warmup_steps(cast(Any, OmegaConf.to_container(short)), timeline)
-        long = {key for key in LENGTHS if (value_of(whole, key) or 0) > 0}
+        long = {key for key in LENGTHS if (get_value(whole, key) or 0) > 0}
         if "train.max_steps" in asked:
             assert {word.partition("=")[0] for word in own} == long, name
         lengths |= long

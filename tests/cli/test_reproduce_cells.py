@@ -31,7 +31,7 @@ from ssl_bench.layers import layers_of
 from ssl_bench.models import ViTConfig, build_encoder, identify_encoder
 from ssl_bench.models.loading import checkpoint
 from ssl_bench.planning import probing_config
-from ssl_bench.results import CellKey, ResultStore
+from ssl_bench.results import ResultKey, ResultStore
 from ssl_bench.results.contributions import ImageCurve
 from ssl_bench.tables.published import DIFFERENCE, SUPERVISED, PublishedTable, published_tables
 from tests.core.test_results import RECORD
@@ -122,7 +122,7 @@ def record(
         elif metric.startswith(("top", "corloc")):
             per_image = np.arange(10) < 2 + layer % 5
         value = 3.5 if per_image is None else ImageCurve(metric, {}).value(per_image)
-        key = CellKey(
+        key = ResultKey(
             task=task, dataset=dataset, split="val", layer=layer, facet=facet, metric=metric,
             **identity, **{"protocol": "own", "settings": {}, **more},
             dataset_fingerprint="b" * 64, seed=0,

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.model import MOST_DRAWN, checkpoints_of
+from ssl_bench.report.model import MOST_DRAWN, list_checkpoints
 from ssl_bench.report.pictures import PictureFiles, galleries_of
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import REPORT
@@ -96,7 +96,7 @@ def test_pictures_are_found_by_block_by_sheet_and_by_protocol(tmp_path):
     )
     drawing = tmp_path / f"pictures/tokencut/toy/{skip}/reference/block01_key.svg"
     drawing.write_text("<svg/>")
-    (checkpoint,) = checkpoints_of(records)
+    (checkpoint,) = list_checkpoints(records)
 
     blocks, sheet, *panels = galleries_of(PictureFiles(tmp_path), records, checkpoint)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ssl_bench.report.drawing import MOST_LABELLED, draw, nice_ticks, spread
-from ssl_bench.report.model import checkpoints_of, panels_of
+from ssl_bench.report.model import group_into_panels, list_checkpoints
 from ssl_bench.tables.sheets import NO_VALUE
 from tests.support.report_cells import (
     cell,
@@ -24,7 +24,7 @@ def test_a_point_is_the_mean_of_its_seeds_with_the_interval_of_one():
         cell(value=9.0, ci95=None, layer=5),
     ]
 
-    (line,) = panels_of(records, checkpoints_of(records))[0].lines
+    (line,) = group_into_panels(records, list_checkpoints(records))[0].lines
 
     assert [point.text() for point in line.points] == [
         "45.0 [40.5, 50.5] (2 seeds)",
@@ -45,7 +45,7 @@ def test_of_a_plain_number_no_block_is_best_and_its_interval_is_shown_by_its_end
         cell(layer=0),
     ]
 
-    panels = panels_of(records, checkpoints_of(records))
+    panels = group_into_panels(records, list_checkpoints(records))
 
     lines = {panel.metric: panel.lines[0] for panel in panels}
     texts = [point.text() for point in lines["condition_number"].points]
@@ -62,7 +62,7 @@ def test_numbers_with_other_settings_or_data_stand_in_panels_of_their_own():
     records = [cell(**same), skipless(**same), cell(**other)]
     records.append(cell(**same, dataset_fingerprint="d" * 64))
 
-    panels = panels_of(records, checkpoints_of(records))
+    panels = group_into_panels(records, list_checkpoints(records))
 
     assert [panel.difference for panel in panels] == [
         ", eps=1 [tau=0.2, data bbbbbb]",
@@ -79,7 +79,7 @@ def test_a_checkpoint_without_skips_is_told_apart_by_colour_dashes_and_label():
     records[4] = replace(records[4], architecture={"kind": "vit", "skip_attention": False})
     records[5] = replace(records[5], architecture={"kind": "module", "name": "Net"})
 
-    found = checkpoints_of(records)
+    found = list_checkpoints(records)
 
     assert {one.name: (one.style, one.label, dict(one.facts).get("skips")) for one in found} == {
         "net": ("c0 d0", "net", None),
@@ -89,7 +89,7 @@ def test_a_checkpoint_without_skips_is_told_apart_by_colour_dashes_and_label():
         "vit": ("c4 d0", "vit", "yes"),
         "z": ("c5 d0s", "z", "mlp"),
     }
-    (long,) = checkpoints_of([cell(model="a_run_of_a_small_vit_skipless")])
+    (long,) = list_checkpoints([cell(model="a_run_of_a_small_vit_skipless")])
     assert long.label == "a_run_of_…t_skipless"
 
 
@@ -111,7 +111,7 @@ def test_no_two_of_many_checkpoints_look_the_same():
     shas = [hashlib.sha256(bytes([i])).hexdigest() for i in range(22)]
     records = [cell(checkpoint_sha256=s, model=f"vit{i % 11}") for i, s in enumerate(shas)]
 
-    checkpoints = checkpoints_of(records)
+    checkpoints = list_checkpoints(records)
 
     assert len({checkpoint.name for checkpoint in checkpoints}) == 22
     assert len({checkpoint.style for checkpoint in checkpoints}) == 22

@@ -9,7 +9,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.courses import block_style, followed_panels
 from ssl_bench.report.drawing import Curve, Spot, draw
-from ssl_bench.report.model import MOST_DRAWN, checkpoints_of, panels_of
+from ssl_bench.report.model import MOST_DRAWN, group_into_panels, list_checkpoints
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import EVIL, Elements, cell, plain
 
@@ -38,7 +38,7 @@ ALONE = kept("alone", 300.0, 0, 90.0)
 
 
 def followed(records):
-    return followed_panels(panels_of(records, checkpoints_of(records)))
+    return followed_panels(group_into_panels(records, list_checkpoints(records)))
 
 
 def test_a_run_is_followed_block_by_block_and_one_epoch_is_no_course():

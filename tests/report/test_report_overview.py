@@ -10,7 +10,12 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
-from ssl_bench.report.model import by_task, checkpoints_of, headline_panels, panels_of
+from ssl_bench.report.model import (
+    by_task,
+    group_into_panels,
+    list_checkpoints,
+    select_headline_panels,
+)
 from ssl_bench.report.overview import MEANINGS, block_groups, board_of, profiles_of
 from ssl_bench.report.pictures import MOST_SHOWN, Gallery, of_layers, strips_of
 from ssl_bench.results import Baseline, Record, ResultStore
@@ -20,7 +25,7 @@ SEGMENTATION = {"task": "segmentation", "metric": "miou_oracle", "facet": "token
 
 
 def panels(*records: Record):
-    return panels_of(records, checkpoints_of(records))
+    return group_into_panels(records, list_checkpoints(records))
 
 
 def written(root: Path, *records: Record, page: str = "index.html") -> str:
@@ -36,7 +41,7 @@ def ids(page: str) -> list[str]:
 
 
 def headlines(*records: Record) -> list[tuple[str, ...]]:
-    chosen = headline_panels(panels(*records))
+    chosen = select_headline_panels(panels(*records))
     return [(p.task, p.dataset, p.metric, p.protocol + p.difference) for p in chosen]
 
 
@@ -74,10 +79,10 @@ def test_neither_a_look_at_one_block_nor_a_changed_option_takes_the_place_of_the
     every = [cell(layer=n, value=50.0) for n in range(3)]
 
     for records in ([look, *every], [*every, look]):
-        (panel,) = headline_panels(panels(*records))
+        (panel,) = select_headline_panels(panels(*records))
         assert panel.layers == (0, 1, 2)
     for records in ([changed, cell()], [cell(), changed]):
-        (panel,) = headline_panels(panels(*records))
+        (panel,) = select_headline_panels(panels(*records))
         assert panel.title == "corloc, key, protocol reference [tau=0.2]"
 
 
@@ -88,7 +93,7 @@ def test_of_two_protocols_all_checkpoints_stand_in_the_same_one():
     records += [skipless(layer=n, protocol="reference", **squashed) for n in range(2)]
     records += [skipless(layer=n, protocol="adaptive", **squashed) for n in range(2)]
 
-    chosen = headline_panels(panels(*records))
+    chosen = select_headline_panels(panels(*records))
 
     assert [panel.protocol for panel in chosen] == ["reference", "reference"]
     assert [panel.lines[0].checkpoint.model for panel in chosen] == ["skip", "skipless"]
@@ -99,8 +104,8 @@ def test_no_checkpoint_is_without_its_number_for_having_been_seen_otherwise(tmp_
     dinov2 = cell(model="dinov2", checkpoint_sha256="f" * 64)
     records = [cell(**smaller), skipless(**smaller), cell(), dinov2]
 
-    chosen = headline_panels(panels(*records))
-    checkpoints = checkpoints_of(records)
+    chosen = select_headline_panels(panels(*records))
+    checkpoints = list_checkpoints(records)
     profiles = profiles_of(ResultStore(tmp_path), chosen, checkpoints)
 
     assert [[line.checkpoint.model for line in panel.lines] for panel in chosen] == [
@@ -122,9 +127,9 @@ def test_segmentation_and_discovery_come_first_and_many_plain_numbers_last():
 def test_the_board_shows_the_best_block_or_the_last_one_where_more_is_not_better():
     records = [cell(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
     records += [plain(facet="mlp", layer=n, value=v) for n, v in enumerate((3.0, 2.0, 1.0))]
-    checkpoints = checkpoints_of(records)
+    checkpoints = list_checkpoints(records)
 
-    board = board_of(panels_of(records, checkpoints), checkpoints)
+    board = board_of(group_into_panels(records, checkpoints), checkpoints)
 
     points = [panel.shown(checkpoints[0]) for panel, _ in board["columns"]]
     assert [(p.layer, p.value) for p in points if p] == [(1, 60.0), (2, 1.0)]
@@ -135,9 +140,9 @@ def test_the_board_shows_the_best_block_or_the_last_one_where_more_is_not_better
 def test_columns_of_one_head_say_in_what_setting_they_differ():
     # The first is of another encoder: of one encoder alone the headline is chosen.
     records = [skipless(settings={"size": 64}), cell(settings={"size": 518})]
-    checkpoints = checkpoints_of(records)
+    checkpoints = list_checkpoints(records)
 
-    board = board_of(panels_of(records, checkpoints), checkpoints)
+    board = board_of(group_into_panels(records, checkpoints), checkpoints)
 
     assert sorted(facts for _, facts in board["columns"]) == [("size 518",), ("size 64",)]
 
@@ -187,7 +192,7 @@ def test_checkpoints_of_one_model_say_what_sets_them_apart(tmp_path):
 
     page = written(tmp_path, *records)
 
-    apart = {one.apart for one in checkpoints_of(records)}
+    apart = {one.apart for one in list_checkpoints(records)}
     assert apart == {
         "image size not set",
         "image size 224",
@@ -258,7 +263,7 @@ def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Ga
 
 
 def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
-    first, second, third = checkpoints_of([cell(), skipless(), cell(checkpoint_sha256="e" * 64)])
+    first, second, third = list_checkpoints([cell(), skipless(), cell(checkpoint_sha256="e" * 64)])
     galleries = {
         first.encoder_id: [gallery([None], "all"), gallery(range(12), "cat", "dog")],
         second.encoder_id: [gallery(range(3), "dog")],
@@ -279,7 +284,7 @@ def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
 
 
 def test_strips_are_of_what_most_checkpoints_have_and_of_many_blocks():
-    first, second = checkpoints_of([cell(), skipless()])
+    first, second = list_checkpoints([cell(), skipless()])
 
     def shown(few: Gallery, many: Gallery, *others: Gallery) -> list[tuple[str, ...]]:
         galleries = {first.encoder_id: [few, many], second.encoder_id: list(others)}

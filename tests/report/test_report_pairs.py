@@ -16,7 +16,7 @@ from ssl_bench.report.comparing import (
     panel_pair,
     side_of,
 )
-from ssl_bench.report.model import checkpoints_of, panels_of
+from ssl_bench.report.model import group_into_panels, list_checkpoints
 from ssl_bench.report.pictures import PictureFiles, galleries_of, gallery_pairs
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import comparisons
@@ -45,7 +45,7 @@ def test_a_pair_shows_every_kind_of_picture_that_both_have(tmp_path):
         save_pictures(tmp_path, *(f"pca/toy/{folder}/image/{name}" for name in names))
     save_pictures(tmp_path, f"pca/toy/{folder_of(records[0])}/image/block02/one")
     files = PictureFiles(tmp_path)
-    first, second = (galleries_of(files, records, c) for c in checkpoints_of(records))
+    first, second = (galleries_of(files, records, c) for c in list_checkpoints(records))
 
     pairs = gallery_pairs(first, second)
 
@@ -68,8 +68,8 @@ def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_setting
             {"tau": 0.2}, a=(True, False, 1), b=(False, False, 2), c=(True, True, 1), d=(True, 0, 0)
         )
     )
-    (checkpoint,) = checkpoints_of(records)
-    (panel,) = panels_of(records, (checkpoint,))
+    (checkpoint,) = list_checkpoints(records)
+    (panel,) = group_into_panels(records, (checkpoint,))
 
     found = outcomes_of(ResultStore(tmp_path), panel, panel.lines[0])
 
@@ -82,7 +82,9 @@ def test_every_image_that_tokencut_scored_is_a_hit_a_miss_or_degenerate(place):
     assert main([*words, "--dataset", "toy", "dataset.num_train=2", "dataset.num_val=3"]) == 0
     store = ResultStore(Path("results"))
     records = store.records()
-    (panel,) = [p for p in panels_of(records, checkpoints_of(records)) if p.metric == "corloc"]
+    (panel,) = [
+        p for p in group_into_panels(records, list_checkpoints(records)) if p.metric == "corloc"
+    ]
 
     (kinds,) = outcomes_of(store, panel, panel.lines[0]).values()
 
@@ -120,8 +122,8 @@ def test_the_worst_and_best_images_are_named_where_ids_were_kept(tmp_path, ids):
     if ids:
         store.save_image_ids(record.dataset_fingerprint, ids)
     records = store.records()
-    checkpoints = checkpoints_of(records)
-    (panel,) = panels_of(records, checkpoints)
+    checkpoints = list_checkpoints(records)
+    (panel,) = group_into_panels(records, checkpoints)
 
     found = extremes_of(store, panel, panel.lines[0])
 
@@ -139,8 +141,8 @@ def test_images_are_listed_from_the_worst_from_the_best_and_from_the_largest_los
     save(store, cell(**names), counts(HALF, PERFECT, WRONG, good))
     save(store, skipless(**names), counts(PERFECT, WRONG, HALF, good))
     records = store.records()
-    checkpoints = checkpoints_of(records)
-    (panel,) = panels_of(records, checkpoints)
+    checkpoints = list_checkpoints(records)
+    (panel,) = group_into_panels(records, checkpoints)
 
     found = extremes_of(store, panel, panel.lines[0])
     compared = compared_pair(store, records)
@@ -204,8 +206,8 @@ def test_checkpoints_of_two_seeds_are_not_paired(tmp_path):
     save(store, cell(seed=1), np.array([1, 0, 0, 0], bool))
     save(store, skipless(seed=2), np.array([1, 1, 1, 0], bool))
     records = store.records()
-    checkpoints = checkpoints_of(records)
-    (panel,) = panels_of(records, checkpoints)
+    checkpoints = list_checkpoints(records)
+    (panel,) = group_into_panels(records, checkpoints)
 
     first, second = (side_of(store, panel, checkpoint) for checkpoint in checkpoints)
 
@@ -232,8 +234,8 @@ def test_of_what_more_is_not_better_a_page_says_neither_best_nor_right(tmp_path)
 
 
 def test_pairs_of_many_checkpoints_must_be_asked_for():
-    few = checkpoints_of([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(4)])
-    many = checkpoints_of([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(7)])
+    few = list_checkpoints([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(4)])
+    many = list_checkpoints([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(7)])
 
     assert len(pairs_of(few, [])) == 6
     assert pairs_of(many, []) == []

@@ -9,7 +9,7 @@ import numpy as np
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.drawing import Curve, Spot, draw_ranks, places
-from ssl_bench.report.model import checkpoints_of, panels_of
+from ssl_bench.report.model import group_into_panels, list_checkpoints
 from ssl_bench.report.overview import profiles_of
 from ssl_bench.results import Baseline, ResultStore
 from tests.report.test_report_overview import written
@@ -60,9 +60,9 @@ def test_a_profile_has_a_row_a_headline_and_says_where_more_is_not_better(tmp_pa
           for layer, v in values.items()),
         skipless(layer=1),
     ]  # fmt: skip
-    checkpoints = checkpoints_of(records)
+    checkpoints = list_checkpoints(records)
 
-    panels, store = panels_of(records, checkpoints), ResultStore(tmp_path)
+    panels, store = group_into_panels(records, checkpoints), ResultStore(tmp_path)
     profile, other = profiles_of(store, panels, checkpoints)
 
     assert other.chart is None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.courses import corrupted_scores
-from ssl_bench.report.model import checkpoints_of, panels_of
+from ssl_bench.report.model import group_into_panels, list_checkpoints
 from ssl_bench.report.pages import build_report, index_page
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import EVIL, Elements
@@ -66,7 +66,7 @@ def test_the_page_is_linked_once_and_names_are_escaped(tmp_path):
 
 def test_the_first_table_is_of_images_as_they_are(tmp_path):
     store = ResultStore(tmp_path)
-    panels = panels_of(RECORDS, checkpoints_of(RECORDS))
+    panels = group_into_panels(RECORDS, list_checkpoints(RECORDS))
     assert [panel.is_corrupted for panel in panels] == [False, True, True]
 
     board = index_page(build_report(store, RECORDS, []))["board"]

@@ -13,7 +13,7 @@ from PIL import Image
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.comparing import PanelPair, panel_pair, side_of
 from ssl_bench.report.drawing import Curve, Spot
-from ssl_bench.report.model import checkpoints_of, panels_of
+from ssl_bench.report.model import group_into_panels, list_checkpoints
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.contributions import ImageCurve
 from tests.core.test_results import RECORD
@@ -135,8 +135,8 @@ EMPTY = [[0, 0], [0, 0], [0, 0]]
 
 def compared_pair(store: ResultStore, records: list[Record]) -> PanelPair:
     """The only two checkpoints in the only panel."""
-    one, other = checkpoints_of(records)
-    (panel,) = panels_of(records, (one, other))
+    one, other = list_checkpoints(records)
+    (panel,) = group_into_panels(records, (one, other))
     first, second = (side_of(store, panel, checkpoint) for checkpoint in (one, other))
     assert first is not None
     assert second is not None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.model import checkpoints_of, panels_of
+from ssl_bench.report.model import group_into_panels, list_checkpoints
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure
@@ -186,7 +186,7 @@ def test_pages_of_the_report_rank_none_and_cross_it_out(out, tmp_path, capsys):
 def test_lines_of_a_panel_with_one_sound_block_have_it_as_best():
     records = [record for record, _ in make("a", "skip", {0: (9, 51.0), 1: (3, 0.0)})]
 
-    (panel,) = panels_of(records, checkpoints_of(records))
+    (panel,) = group_into_panels(records, list_checkpoints(records))
 
     assert [point.layer for point in panel.lines[0].bests] == [1]
     (table,) = depth_tables(records)
