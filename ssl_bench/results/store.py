@@ -45,6 +45,9 @@ from ssl_bench.system.files import (
     RECORDS,
     lock_when_free,
     read_within,
+    remove_orphans,
+    remove_orphans_below,
+    require_writable,
     write_atomically,
     write_text_atomically,
 )
@@ -109,6 +112,20 @@ class ResultStore:
         self._newest: Mapping[str, tuple[int, int]] = {}
         self._rows: tuple[object, Mapping[Path, _Row], Mapping[Path, _Row]] | None = None
         self._by_number: dict[tuple[Path, str], Mapping[str, Path]] = {}
+
+    @classmethod
+    def create(cls, root: Path) -> "ResultStore":
+        """Create the folder if it is missing, and delete what interrupted writers left in it.
+
+        Raises:
+            MachineError: The folder cannot be written.
+        """
+        require_writable(root)
+        root.mkdir(parents=True, exist_ok=True)
+        for name in ("records", "images", "pictures"):
+            remove_orphans_below(root / name)
+        remove_orphans(root)
+        return cls(root)
 
     def path(self, key: ResultKey) -> Path:
         """Where the record of a cell is.
