@@ -26,7 +26,7 @@ class SslBenchError(Exception):
         message: What is wrong and what was expected, in one line.
         hint: The words to type instead: flags, keys with their values, or a whole command that
             begins with "ssl-bench". "{name}" stands for what only the user knows; a text that is
-            inserted is a `escape_braces`. The word "or" separates split_alternatives.
+            inserted needs `escape_braces`. The word "or" separates alternatives.
 
     Attributes:
         is_raised_on_all_ranks: All processes of a run end with it, so that the first alone says it.
@@ -72,12 +72,10 @@ def with_hint(
     """
     names = _keyword_names.get() if keyword_names is None else keyword_names
     ways = dict.fromkeys(
-        format_command(words)
-        if names is None or words[0] == "ssl-bench"
-        else as_keywords(words, names)
+        format_keywords(words, names) if names is not None else format_command(words)
         for words in split_alternatives(hint)
     )
-    missing = [f"`{way}`" for way in ways if not _names(message, way)]
+    missing = [f"`{way}`" for way in ways if not _mentions(message, way)]
     return f"{message}; use {' or '.join(missing)}" if missing else message
 
 
@@ -100,12 +98,14 @@ def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
         _keyword_names.reset(token)
 
 
-def as_keywords(words: Sequence[str], names: Mapping[str, str]) -> str:
+def format_keywords(words: Sequence[str], names: Mapping[str, str]) -> str:
     """Return words of a hint as keyword arguments: `--dtype float32` as `dtype="float32"`.
 
-    A key of the probe is a keyword by its last part, and other keys are written
-    `**{"dataset.num_val": 4}`.
+    A key of the probe becomes a keyword without "probe.", and other keys with dots become
+    `**{"dataset.num_val": 4}`. Whole commands stay as they are.
     """
+    if words[0] == "ssl-bench":
+        return format_command(words)
     arguments, rest = list[str](), list(words)
     while rest:
         word = rest.pop(0)
@@ -120,7 +120,7 @@ def as_keywords(words: Sequence[str], names: Mapping[str, str]) -> str:
 
 
 def _as_python(value: str) -> str:
-    """Return the value of a flag or key as a Python escape_braces, a placeholder in capitals."""
+    """Return the value of a flag or key as a Python literal, or a placeholder in capitals."""
     text = fill_placeholders(value, str.upper)
     if value in _UNQUOTED or value in _CONSTANTS:
         return _CONSTANTS.get(value, text)
@@ -128,14 +128,11 @@ def _as_python(value: str) -> str:
         found = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         found = text
-    return (
-        repr(found)
-        if isinstance(found, (int, float, list))
-        else json.dumps(text, ensure_ascii=False)
-    )
+    is_text = not isinstance(found, (int, float, list))
+    return json.dumps(text, ensure_ascii=False) if is_text else repr(found)
 
 
-def _names(message: str, words: str) -> bool:
+def _mentions(message: str, words: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(words)}(?![\w=-])", message) is not None
 
 
