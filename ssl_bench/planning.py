@@ -252,6 +252,7 @@ def evaluate(
     for number, planned in enumerate(plan, start=1):
         count = f"{number} of {len(plan)}: " if len(plan) > 1 else ""
         try:
+            indices = layers_of(planned.probe.asked_facets, layers, encoder.depth)
             probe = planned.fit_to(encoder)
             _log_adaptations(planned.probe, probe, encoder)
             changed = changed_settings(probe)
@@ -263,7 +264,7 @@ def evaluate(
                 dataset=planned.dataset,
                 probe=probe,
                 changed=changed,
-                layers=layers_of(planned.probe.asked_facets, layers, encoder.depth),
+                layers=indices,
                 seed=planned.seed,
                 device=device,
                 dtype=getattr(torch, planned.dtype),
