@@ -78,12 +78,12 @@ def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[Epoch
             f"expected two runs with --over-epochs, got {' and '.join(runs)}",
             hint=("ssl-bench", "compare", "{run}", "{other_run}", "--over-epochs"),
         )
-    return epoch_comparisons(store, filter_records(options, records, store), (runs[0], runs[1]))
+    return compare_runs(store, filter_records(options, records, store), (runs[0], runs[1]))
 
 
 def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
     """Return the name of a run, given its name or one of its encoders."""
-    runs = by_run(records)
+    runs = group_by_run(records)
     if name in runs:
         return name
     encoder, model = find_recorded_encoder(name, records, store)

@@ -81,7 +81,7 @@ def main_metrics(
     for record in records:
         group = tuple(getattr(record, name) for name in names)
         metrics[group][record.metric, record.is_ranked] = None
-    return {group: chosen_metric(list(known)) for group, known in metrics.items()}
+    return {group: choose_main_metric(list(known)) for group, known in metrics.items()}
 
 
 def resolve_format(name: str | None) -> str:

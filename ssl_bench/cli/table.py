@@ -104,7 +104,7 @@ def _make_tables(
         return severity_tables(records)
     if options.paper is None:
         return depth_tables(records)
-    published = published_table(options.paper)
+    published = load_published_table(options.paper)
     encoders = _resolve_rows(options.encoders or [], published, records, store)
     return [paper_table(published, records, store, encoders=encoders, choice=options.best_layer)]
 

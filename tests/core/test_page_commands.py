@@ -87,7 +87,7 @@ def read(asked: Typed) -> None:
     parse_names("task", options.task, [*choices("probe"), "supervised"])
     if asked.command == "table":
         _check_options(options)
-        rows = published_table(options.paper).rows if options.paper else []
+        rows = load_published_table(options.paper).rows if options.paper else []
         for pair in options.encoders or []:
             require_choice("row", pair.partition("=")[0], rows)
 
