@@ -42,7 +42,6 @@ from ssl_bench.intervals import holds
 from ssl_bench.layers import AskedFacets, Facet, asked_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import (
-    OLD_FORMAT,
     Record,
     ResultKey,
     ResultStore,
@@ -564,7 +563,7 @@ def find_pending(
 def _finished(key: ResultKey, store: ResultStore, *, keeps_images: bool) -> Record | None:
     """Its record, if it is there, and what each image contributed to a percentage."""
     record = store.load(key)
-    if keeps_images and record and record.unit == "%" and not store.keeps_images(key):
+    if keeps_images and record and record.unit == "%" and not store.has_per_image(key):
         return None
     return record
 
@@ -731,12 +730,8 @@ class Evaluation:
         if older := store.find_older_versions(pending.cells):
             say(f"{where}: {len(older)} scores are outdated, this version computes others")
         broken = {path: store.unreadable.get(path) for path in map(store.path, pending.cells)}
-        if known := {path: why for path, why in broken.items() if why not in (None, OLD_FORMAT)}:
+        if known := {path: why for path, why in broken.items() if why is not None}:
             say(f"{where}: computed again, because of {summarise_problems(known)}")
-        if pending.cells and (
-            old := store.find_old_format_record(next(k for k in keys if k in pending.cells))
-        ):
-            say(f"{where}: ignored {old} and its like: {OLD_FORMAT}")
         if pending.layers:
             again = "" if pending.cells else "pictures are missing and drawn again, "
             say(f"{where}: {again}layers {', '.join(map(str, pending.layers))}")
