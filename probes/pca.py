@@ -23,7 +23,7 @@ from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sampled, sampled_numbers
-from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, with_hint
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS
@@ -87,7 +87,7 @@ class PCA(Probe):
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
     rounds_size = True
     # What is drawn and how, not what the variance is.
-    not_settings = ("protocol", "facet", "align_to", "grid", "own_size")
+    excluded_from_identity = ("protocol", "facet", "align_to", "grid", "own_size")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +109,7 @@ class PCA(Probe):
         found = super().settings().items()
         return {name: value for name, value in found if (name, value) != ("squash", None)}
 
-    def shown_to(self, native_size: tuple[int, int]) -> "PCA":
+    def with_native_size(self, native_size: tuple[int, int]) -> "PCA":
         """The same with images of a size, for an encoder with images of that one."""
         own_size = max(_AT_LEAST, *native_size)
         fitted = replace(self, image_size=self.image_size or own_size)
@@ -151,8 +151,8 @@ class PCA(Probe):
         images = self.split(context.dataset)
         drawn = sampled_numbers(images.ids, self.panels)
         if len(drawn) < len(images):
-            words = f"pca: {len(drawn)} of {len(images)} images"
-            context.say(f"{words}; --pictures {len(images)} takes all")
+            line = f"pca: only {len(drawn)} of {len(images)} images are projected"
+            context.say(with_hint(line, hint=("--pictures", str(len(images)))))
         samples = [images[number] for number in drawn]
         given = None
         if self.align_to is not None:
@@ -197,7 +197,7 @@ def features_of(
     whole = probe.protocol == "dataset"
     total = len(images) if whole else len(samples)
     shown = {sample.image_id for sample in samples}
-    side = probe.shown_to(context.encoder.native_size).image_size
+    side = probe.with_native_size(context.encoder.native_size).image_size
     assert side is not None
     kept = []
     moments = {layer: Moments() for layer in layers} if whole else {}

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,13 +29,12 @@ from ssl_bench.data.files.readable import (
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import OpenedOnce
-from ssl_bench.errors import ConfigurationError, UnfitEncoder
+from ssl_bench.errors import ConfigurationError, UnfitEncoder, with_hint
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import holds
 from ssl_bench.layers import AskedFacets, Facet, asked_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import (
-    OLD_FORMAT,
     Record,
     ResultKey,
     ResultStore,
@@ -58,6 +56,7 @@ from ssl_bench.system.files import mark_as_written
 from ssl_bench.system.progress import say, show_progress
 
 _CPU = torch.device("cpu")
+_EXCLUDED = ("protocol", "facet", "num_workers", "guesses")
 
 Progress = Callable[..., Iterable[Any]]
 """A function like `ssl_bench.system.progress.show_progress`, which returns the items unchanged."""
@@ -222,7 +221,8 @@ class Probe:
         facet: Field with the facets of a block to score, one name or several. None for probes
             without facets.
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
-        image_size: Side in pixels of the square images that the encoder sees. None for its own size.
+        image_size: Side in pixels of the square images that the encoder sees. None for its native
+            size.
         longer_side: Longer side in pixels of images that keep their aspect ratio. None for their
             original size.
         squash: Side in pixels of the square that such images are resized to instead, without
@@ -251,20 +251,27 @@ class Probe:
     keeps_images: ClassVar[bool] = False
     metrics_of_sets: ClassVar[Collection[str]] = ()
     further_protocols: ClassVar[Sequence[str]] = ()
-    protocols_by_role: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    truths_by_role: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    max_sides_by_role: ClassVar[Mapping[str, int | None]] = MappingProxyType({})
     rounds_size: ClassVar[bool] = False
     takes_long: ClassVar[bool] = False
-    excluded_from_identity: ClassVar[Collection[str]] = (
-        *("protocol", "facet", "num_workers", "guesses"),
-    )
+    excluded_from_identity: ClassVar[Collection[str]] = _EXCLUDED
     metric_version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
         # Raises an error for an unknown name.
         _ = self.facets
+
+    @classmethod
+    def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
+        """Return the settings that a dataset needs in place of the defaults, such as a protocol.
+
+        A setting that the user chose takes precedence.
+
+        Args:
+            roles: What the dataset supports, keys of `ssl_bench.data.roles.OFFERED`.
+        """
+        del roles
+        return {}
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         """Return every (layer, facet, metric) that `run` scores."""
@@ -468,7 +475,6 @@ class Evaluation:
     def _select_features(
         self, features: FeatureCache | None, images: ImageSet, key: ResultKey
     ) -> FeatureCache:
-        # An empty cache is false.
         features = FeatureCache() if features is None else features
         corruption = corruption_of(images)
         fingerprint = key.settings[CORRUPTED]["fingerprint"] if corruption else images.fingerprint()
@@ -490,16 +496,13 @@ class Evaluation:
             versions_used = {record.version for record in plan.finished.values()}
             others = ", ".join(sorted(versions_used - {ssl_bench.__version__}))
             by = f", computed by version {others}" if others else ""
-            say(f"{where}: {done} of {len(keys)} results already exist{by} (--overwrite)")
+            line = f"{where}: skipping {done} of {len(keys)} results that already exist{by}"
+            say(with_hint(line, hint=("--overwrite",)))
         if outdated := store.find_older_versions(plan.pending):
             say(f"{where}: {len(outdated)} results are outdated and will be computed again")
         errors = {path: store.unreadable.get(path) for path in map(store.path, plan.pending)}
-        if damaged := {p: why for p, why in errors.items() if why not in (None, OLD_FORMAT)}:
+        if damaged := {path: why for path, why in errors.items() if why is not None}:
             say(f"{where}: computing damaged records again: {summarise_problems(damaged)}")
-        if plan.pending:
-            first = next(key for key in keys if key in plan.pending)
-            if old := store.find_old_format_record(first):
-                say(f"{where}: ignoring {old} and similar records: {OLD_FORMAT}")
         if plan.layers:
             reason = "" if plan.pending else "drawing missing pictures again, "
             say(f"{where}: {reason}layers {', '.join(map(str, plan.layers))}")
@@ -597,7 +600,7 @@ def find_pending(
 def _find_finished(key: ResultKey, store: ResultStore, *, with_images: bool) -> Record | None:
     """Return the stored record, or None if it or its per-image values are missing."""
     record = store.load(key)
-    if with_images and record and record.unit == "%" and not store.keeps_images(key):
+    if with_images and record and record.unit == "%" and not store.has_per_image(key):
         return None
     return record
 
@@ -746,9 +749,7 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
     return replace(probe, image_size=max(1, round(size / patch)) * patch)
 
 
-def _with_only_size(
-    probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]
-) -> Any:
+def _with_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
     height, width = encoder.native_size
     if height != width:
         raise UnfitEncoder(

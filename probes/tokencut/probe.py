@@ -10,7 +10,7 @@ import itertools
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -107,17 +107,24 @@ class TokenCut(Cut, Probe):
     task = "tokencut"
     known_facets = ("key", "query", "value", "token", "token_normed", *INNER_FACETS)
     further_protocols = ("adaptive",)
-    truths_by_role = MappingProxyType({"boxes": "boxes", "saliency": "masks", "discovery": "none"})
-    max_sides_by_role = MappingProxyType({"boxes": None, "saliency": None, "discovery": 640})
     keeps_images = True
     # The truth is another one where the metric is.
-    not_settings = ("protocol", "facet", "panels", "truth")
+    excluded_from_identity = ("protocol", "facet", "panels", "truth")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # MaskCut's painted patches have cosine 0 with all: a lower tau would link them to all.
         if self.method == "maskcut" and self.tau != "otsu" and self.tau < 0:
             raise ConfigurationError(f"probe.tau must lie in [0, 1) for maskcut, got {self.tau}")
+
+    @classmethod
+    def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
+        """Score masks if the dataset has no boxes; without either, search in smaller images."""
+        if "boxes" in roles:
+            return {}
+        if "saliency" in roles:
+            return {"truth": "masks"}
+        return {"truth": "none", "max_side": 640} if "discovery" in roles else {}
 
     @property
     def role(self) -> str:
@@ -260,7 +267,9 @@ class TokenCut(Cut, Probe):
             "version": __version__,
         }
         entries = dict(zip(images.ids, entries_of(images), strict=True))
-        log = DiscoveryLog(folder, key, entries, forget=context.overwrite, kept=context.begun)
+        log = DiscoveryLog(
+            folder, key, entries, forget=context.overwrite, kept=context.features.started_files
+        )
         # Pictures of results lie in folders of task, set and encoder.
         sets = folder.parents[2] if len(folder.parents) > 2 else folder
         is_stored = folder.parent == context.artifacts and sets.name == self.task
