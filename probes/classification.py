@@ -56,7 +56,7 @@ from ssl_bench.composition.fields import (
     PositiveOrZero,
     Rate,
     Threads,
-    shown,
+    format_value,
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
@@ -180,7 +180,7 @@ class LinearClassification(Probe):
         if is_attentive and (self.facet, self.layers_mode) != usual:
             raise ConfigurationError(
                 "probe.pool=attentive looks at the patches of one block after the final norm, got "
-                f"the facet {shown(self.facet)} and the blocks {self.layers_mode}; leave "
+                f"the facet {format_value(self.facet)} and the blocks {self.layers_mode}; leave "
                 "probe.facet and probe.layers_mode out"
             )
 

@@ -117,7 +117,7 @@ def _open_dataset(
     words = [f"dataset={name}", *add_data_root(overrides, options.data_root)]
     config = compose_config("data", words)
     values = shared_values(config)
-    dataset: Dataset = build(config.dataset)
+    dataset: Dataset = build(config, "dataset")
     view = as_asked(dataset, values)
     return as_readable(view, dataset, on_bad_image, Looked()), values["data.bits"]
 

@@ -54,7 +54,7 @@ def test_how_many_images_the_encoder_takes_at_once_is_in_no_cell(task):
     usual = compose_config("probing", [f"probe={task}"])
     sizes = [f"{key}=3" for key in BATCH_SIZES if has_key(usual, key)]
     other = compose_config("probing", [f"probe={task}", *sizes])
-    assert build(other.probe).settings() == build(usual.probe).settings()
+    assert build(other, "probe").settings() == build(usual, "probe").settings()
 
 
 def test_fault_52_training_classes_that_change_places_are_other_training_images(place):
@@ -119,7 +119,7 @@ def test_fault_52_whoever_reads_training_images_says_so(place, task):
     overrides = [f"probe={task}", f"dataset={kind}", *SMALL[task]]
     root = place / ("voc" if kind == "voc2012" else "classes")
     config = compose_config("probing", [*overrides, f"data.root={root}"])
-    probe, dataset = build(config.probe), cast(Any, Watched(build(config.dataset), []))
+    probe, dataset = build(config, "probe"), cast(Any, Watched(build(config, "dataset"), []))
     encoder = encoder_from_model(build_vit(TINY, seed=0), name="tiny")
     cpu = torch.device("cpu")
     evaluation = Evaluation(encoder, dataset, probe, (1,), 0, cpu, torch.float32)
@@ -146,7 +146,7 @@ def test_fault_52_training_images_that_change_during_a_run_give_it_no_other_key(
     save = ResultStore.save
     encoder = encoder_from_model(build_vit(TINY, seed=0), name="tiny")
     cpu = torch.device("cpu")
-    evaluation = Evaluation(encoder, dataset, build(config.probe), (1,), 0, cpu, torch.float32)
+    evaluation = Evaluation(encoder, dataset, build(config, "probe"), (1,), 0, cpu, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ResultStore, "save", swapped_after_the_first)
         made = evaluation.run(ResultStore(Path("here")), say=print)
@@ -304,7 +304,7 @@ def test_finished_results_name_the_release_that_computed_them(place, capsys, mon
 
 @pytest.mark.parametrize("task", choices("probe"))
 def test_tables_know_the_metric_version_of_each_probe_in_this_repository(task):
-    probe = build(compose_config("probing", [f"probe={task}"]).probe)
+    probe = build(compose_config("probing", [f"probe={task}"]), "probe")
     assert versions.METRIC_VERSIONS.get(task, 1) == probe.metric_version
 
 
