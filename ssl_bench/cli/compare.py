@@ -22,10 +22,10 @@ from ssl_bench.tables.comparison import (
     Comparison,
     EpochComparison,
     code_warning,
+    compare_runs,
     comparisons,
-    epoch_comparisons,
 )
-from ssl_bench.tables.depth import by_run
+from ssl_bench.tables.depth import group_by_run
 
 Table = Comparison | EpochComparison
 # The tables of records with equal fields of these names differ in the metric only.
@@ -78,12 +78,12 @@ def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[Epoch
             f"expected two runs with --over-epochs, got {' and '.join(runs)}",
             hint=("ssl-bench", "compare", "{run}", "{other_run}", "--over-epochs"),
         )
-    return epoch_comparisons(store, filter_records(options, records, store), (runs[0], runs[1]))
+    return compare_runs(store, filter_records(options, records, store), (runs[0], runs[1]))
 
 
 def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
     """Return the name of a run, given its name or one of its encoders."""
-    runs = by_run(records)
+    runs = group_by_run(records)
     if name in runs:
         return name
     encoder, model = find_recorded_encoder(name, records, store)

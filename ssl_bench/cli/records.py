@@ -18,7 +18,7 @@ from ssl_bench.system.files import read_digests, read_within
 from ssl_bench.system.paths import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.entries import chosen_metric, model_names
+from ssl_bench.tables.entries import choose_main_metric, model_names
 from ssl_bench.tables.sheets import (
     FORMATS,
     Printable,
@@ -81,7 +81,7 @@ def main_metrics(
     for record in records:
         group = tuple(getattr(record, name) for name in names)
         metrics[group][record.metric, record.is_ranked] = None
-    return {group: chosen_metric(list(known)) for group, known in metrics.items()}
+    return {group: choose_main_metric(list(known)) for group, known in metrics.items()}
 
 
 def resolve_format(name: str | None) -> str:

@@ -49,6 +49,9 @@ from ssl_bench.system.files import (
     lock_when_free,
     read_folder_within,
     read_within,
+    remove_orphans,
+    remove_orphans_below,
+    require_writable,
     write_atomically,
     write_text_atomically,
 )
@@ -108,6 +111,20 @@ class ResultStore:
         self._newest: Mapping[str, tuple[int, int]] = {}
         self._packed_rows: tuple[object, Mapping[Path, _Row], Mapping[Path, _Row]] | None = None
         self._paths_by_number: dict[tuple[Path, str], Mapping[str, Path]] = {}
+
+    @classmethod
+    def create(cls, root: Path) -> "ResultStore":
+        """Create the folder if it is missing, and delete what interrupted writers left in it.
+
+        Raises:
+            MachineError: The folder cannot be written.
+        """
+        require_writable(root)
+        root.mkdir(parents=True, exist_ok=True)
+        for name in ("records", "images", "pictures"):
+            remove_orphans_below(root / name)
+        remove_orphans(root)
+        return cls(root)
 
     def path(self, key: ResultKey) -> Path:
         """Return the path of the file of a record.

@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import stat
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator
@@ -357,3 +358,20 @@ def files_below(root: Path) -> Iterator[str]:
     if written:
         more = f" and {len(written) - 1} more" if len(written) > 1 else ""
         say_once(f"left out, because ssl-bench wrote it: {written[0]}{more}")
+
+
+def require_writable(folder: Path) -> None:
+    """Check before a long computation that files can be written to a folder, without creating it.
+
+    Raises:
+        MachineError: They cannot.
+    """
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise MachineError(
+            f"cannot write to {folder}: {error.strerror}",
+            hint=("--out", "{folder}"),
+        ) from error

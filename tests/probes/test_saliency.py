@@ -192,7 +192,7 @@ def test_data_without_the_asked_truth_is_refused_in_a_line(place, capsys):
     three = [*ONE_OBJECT[:1], "dataset.class_names=[a,b,c]"]
     names = fails(capsys, probing("tokencut", "paired_folders", root, *three), 2)
 
-    assert "paired_folders has no boxes or masks of one object for tokencut" in plain
+    assert "paired_folders has no boxes for tokencut" in plain
     assert "voc2012 has no masks of one object for tokencut" in typed
     assert "ecssd has no boxes for discovery" in other
     assert "dataset.class_names=[background,object]" in names
