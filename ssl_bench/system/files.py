@@ -88,33 +88,33 @@ def read_within(
 
 def read_folder_within(
     root: Path, folder: Path, suffix: str, most_bytes: int
-) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the name and content of the files of a folder, for thousands of small files.
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the path and the content of each file of a folder, for thousands of small files.
 
-    The content is None where `read_within` would raise an error. Hidden files are included.
+    The content is b"" for a file that `read_within` would refuse.
     """
-    try:
-        with os.scandir(folder) as entries:
-            names = sorted(entry.name for entry in entries if entry.name.endswith(suffix))
-    except OSError:
-        return
     below_root = takewhile(lambda place: place != root, (folder, *folder.parents))
     is_linked = any(place.is_symlink() for place in below_root)
-    for name in names:
+    try:
+        with os.scandir(folder) as entries:
+            paths = [entry.path for entry in entries if entry.name.endswith(suffix)]
+    except OSError:
+        return
+    for path in paths:
         try:
-            if is_linked:
-                raise OSError
-            descriptor = os.open(f"{folder}{os.sep}{name}", os.O_RDONLY | _NO_LINK_NO_WAIT)
+            descriptor = os.open(path, os.O_RDONLY | _NO_LINK_NO_WAIT)
         except OSError:
-            yield name, None
+            yield path, b""
             continue
         try:
             status = os.fstat(descriptor)
-            is_allowed = stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes
-            content = os.read(descriptor, status.st_size) if is_allowed else None
+            is_allowed = not is_linked and stat.S_ISREG(status.st_mode)
+            if is_allowed and status.st_size <= most_bytes:
+                yield path, os.read(descriptor, status.st_size)
+            else:
+                yield path, b""
         finally:
             os.close(descriptor)
-        yield name, content
 
 
 _UNFINISHED = re.compile(r"\.ssl-bench-[0-9a-f]{32}\.tmp")
