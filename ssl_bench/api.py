@@ -24,8 +24,7 @@ from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.encoder import OwnModule
 from ssl_bench.planning import asked_probes, evaluate, opened_store
 from ssl_bench.results import Record, ResultStore, to_pandas
-from ssl_bench.system.caller_state import memory_restored, undisturbed
-from ssl_bench.system.device import choose_device
+from ssl_bench.system.device import choose_device, preserve_process_state, restore_tensor_storage
 from ssl_bench.system.progress import reworded, say_once
 from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import curves_figure
@@ -150,7 +149,7 @@ class Results:
 
 
 @_said_in_python()
-@undisturbed()
+@preserve_process_state()
 def probe(
     encoder: "str | Encoder | nn.Module",
     *,
@@ -222,7 +221,7 @@ def read_results(folder: str | Path = "results") -> Results:
 
 
 @_said_in_python()
-@undisturbed()
+@preserve_process_state()
 def extract_features(
     encoder: "str | Encoder | nn.Module",
     images: Sequence[Images] | Float[Tensor, "batch 3 height width"],
@@ -337,7 +336,7 @@ def _as_encoder(
     module = encoder.module
     if device is None and isinstance(module, OwnModule):
         device = next((str(p.device) for p in module.parameters()), "cpu")
-    with memory_restored(module):
+    with restore_tensor_storage(module):
         yield encoder, choose_device(device)
 
 

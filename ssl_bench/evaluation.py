@@ -60,9 +60,10 @@ from ssl_bench.results.record import (
 )
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system import paths
-from ssl_bench.system.device import provenance
-from ssl_bench.system.files import mark_as_written
+from ssl_bench.system.device import describe_device
+from ssl_bench.system.files import mark_as_output
 from ssl_bench.system.progress import say, show_progress
+from ssl_bench.system.provenance import provenance_fields
 
 _CPU = torch.device("cpu")
 Passed = MutableMapping[Any, Any]
@@ -507,7 +508,7 @@ def pictures_folder(
 ) -> Path:
     """Where the pictures of these images by an encoder are."""
     beginning = paths.encoder_folder(encoder.name, encoder_id(encoder.identity()))
-    folder = paths.pictures_folder(beginning, images.fingerprint())
+    folder = paths.figures_folder(beginning, images.fingerprint())
     return store.root / "pictures" / task / paths.file_name(images.name) / folder
 
 
@@ -641,7 +642,7 @@ class Evaluation:
             ]
             for one, artifacts in together:
                 if one.pictures(pending.layers, images, self.seed):
-                    mark_as_written(artifacts)
+                    mark_as_output(artifacts)
             settings = keys[0].settings
             corruption = corruption_of(images)
             context = ProbeContext(
@@ -756,5 +757,5 @@ class Evaluation:
             unit=score.unit,
             per_image_kind=score.per_image_kind,
             changed=changed_settings(self.probe) if self.changed is None else self.changed,
-            **provenance(self.device, seconds),
+            **provenance_fields(describe_device(self.device), seconds),
         )

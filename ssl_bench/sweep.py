@@ -38,10 +38,10 @@ from ssl_bench.models.loading.asked import announced_encoder, asked_encoders, re
 from ssl_bench.planning import PlannedProbe, evaluate, planned_probes, sharing_datasets
 from ssl_bench.results import ResultKey, ResultStore, encoder_id
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.device import named_device
-from ssl_bench.system.endings import Outcome, attempted
-from ssl_bench.system.escaping import aligned
-from ssl_bench.system.memory import is_out_of_memory
+from ssl_bench.system.device import parse_device
+from ssl_bench.system.endings import Outcome, run_and_catch
+from ssl_bench.system.escaping import align_columns
+from ssl_bench.system.process import is_out_of_memory
 from ssl_bench.system.progress import say
 
 
@@ -99,7 +99,7 @@ def plan_sweep(
     """
     if options.device is not None:
         # A word that torch does not know is better met here than by every job.
-        named_device(options.device)
+        parse_device(options.device)
     require_layers(options.layer, options.checkpoint)
     uris, plan = asked_encoders(options), planned_probes(options, overrides)
     # For the plan alone: what runs later looks at the files as they are then.
@@ -225,7 +225,7 @@ def plan_table(jobs: Sequence[Job]) -> str:
     total = f"{len(jobs)} {many}, {scores} scores: {scores - pending} finished, {pending} pending"
     if any(job.is_share for job in jobs):
         total += "; for so many --jobs blocks are shared out, and each job encodes the images"
-    return f"{aligned(rows)}\n{total}"
+    return f"{align_columns(rows)}\n{total}"
 
 
 def probe_command(job: Job) -> list[str]:
@@ -261,7 +261,7 @@ def run_in_this_process(
 
     for number, job in enumerate(jobs, 1):
         say(f"job {number} of {len(jobs)}: {job.title}")
-        yield job, attempted(partial(compute, job, jobs[number:]), "sweep", debug=debug)
+        yield job, run_and_catch(partial(compute, job, jobs[number:]), "sweep", debug=debug)
 
 
 def run_in_processes(

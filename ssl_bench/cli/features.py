@@ -25,9 +25,8 @@ from ssl_bench.models.loading.asked import announced_encoder, newest_checkpoint,
 from ssl_bench.planning import require_on_bad_image, require_writable
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import remove_orphans_below, write_atomically, write_text_atomically
-from ssl_bench.system.launch import require_single_process
-from ssl_bench.system.memory import pass_on_memory
-from ssl_bench.system.progress import say, show_progress, size_in_words
+from ssl_bench.system.process import require_single_process, reraise_out_of_memory
+from ssl_bench.system.progress import format_size, say, show_progress
 
 FORMATS = ("safetensors", "npz")
 DTYPES = ("float32", "float16")
@@ -87,7 +86,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     }
     _require_same(out / _ABOUT, json.loads(json.dumps(about)))
     each = _bytes_an_image(extractor, size, options.dtype)
-    total = size_in_words(each * sum(map(len, splits.values())))
+    total = format_size(each * sum(map(len, splits.values())))
     say(f"each image squashed to {size[0]} x {size[1]} pixels; {total} of features into {out}")
     rows: list[dict[str, Any]] = []
     for images in splits.values():
@@ -254,5 +253,5 @@ def _listed(path: Path) -> tuple[list[str], list[int]] | None:
         return json.loads(told["image_id"]), json.loads(told["label"])
     # A damaged file makes the readers of both formats fail in any way.
     except Exception as error:
-        pass_on_memory(error)
+        reraise_out_of_memory(error)
         return None

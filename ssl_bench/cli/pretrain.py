@@ -15,8 +15,8 @@ from ssl_bench.composition.compose import (
 )
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers import in_full
-from ssl_bench.system.endings import is_heard
-from ssl_bench.system.escaping import printable_lines
+from ssl_bench.system.escaping import escape_lines
+from ssl_bench.system.process import is_main_process
 from ssl_bench.system.progress import say
 
 
@@ -39,7 +39,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.dry_run:
         goes_on = options.resume or options.must_resume or options.extend or options.overwrite
         lines = build(config).outline(out, goes_on=goes_on, device=options.device)
-        print(printable_lines(lines))
+        print(escape_lines(lines))
         return 0
     plan = build(config)
     plan.run(
@@ -51,7 +51,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         device=options.device,
         config=config_to_dict(full),
     )
-    if is_heard():
+    if is_main_process():
         say(plan.what_next(out))
     return 0
 

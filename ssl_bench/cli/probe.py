@@ -24,8 +24,8 @@ from ssl_bench.planning import (
 )
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.device import choose_device
-from ssl_bench.system.escaping import json_text
-from ssl_bench.system.launch import require_single_process
+from ssl_bench.system.escaping import dump_json
+from ssl_bench.system.process import require_single_process
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables
 
@@ -74,7 +74,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     assert store is not None
     if options.json:
-        print(json_text([record.as_json() for record in records]))
+        print(dump_json([record.as_json() for record in records]))
     elif records:
         print_main_tables(depth_tables(records), store)
     look = f"ssl-bench report --out {store.root}"

@@ -14,7 +14,7 @@ from ssl_bench.layers import numbered_layers
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.results.record import MOST_BYTES
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.files import read_digests, read_within
+from ssl_bench.system.files import read_digests, read_untrusted
 from ssl_bench.system.paths import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable
@@ -147,7 +147,7 @@ def _may_have(store: ResultStore, path: Path, word: str) -> bool:
     if path.parent.name == file_name(word) or f"-{word}-" in path.name:
         return True
     try:
-        return f'"{word}"'.encode() in read_within(store.root, path, MOST_BYTES)
+        return f'"{word}"'.encode() in read_untrusted(store.root, path, MOST_BYTES)
     except OSError:
         return False
 

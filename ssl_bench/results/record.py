@@ -21,8 +21,8 @@ from jaxtyping import Shaped
 
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import holds
-from ssl_bench.system.escaping import is_file_name, plain_json
-from ssl_bench.system.files import read_within
+from ssl_bench.system.escaping import is_file_name, to_plain_json
+from ssl_bench.system.files import read_untrusted
 from ssl_bench.system.paths import file_name
 
 PerImage = Shaped[np.ndarray, "images *values"]
@@ -323,7 +323,7 @@ class Record:
         Without those that only the file of a record has.
         """
         values = {name: value for name, value in asdict(self).items() if name not in _OF_THE_FILE}
-        return plain_json(values, infinity=INFINITY_AS_JSON)
+        return to_plain_json(values, infinity=INFINITY_AS_JSON)
 
 
 _OF_THE_FILE = ("per_image_sha256", "record_sha256")
@@ -471,7 +471,7 @@ class RecordReader:
             OSError: it cannot be read.
             ValueError, TypeError, KeyError, OverflowError, RecursionError: as `record`.
         """
-        return self.record(read_within(self._root, path, MOST_BYTES, known=self._folders), path)
+        return self.record(read_untrusted(self._root, path, MOST_BYTES, known=self._folders), path)
 
     def record(self, content: bytes, path: Path) -> Record:
         """As `read`, of what lies at `path` or would, were it not packed.

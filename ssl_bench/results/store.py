@@ -39,16 +39,16 @@ from ssl_bench.results.record import (
     sealed_text,
     shortened,
 )
-from ssl_bench.system.escaping import plain_json
+from ssl_bench.system.escaping import to_plain_json
 from ssl_bench.system.files import (
     NAMES,
     RECORDS,
-    lock_when_free,
-    read_within,
+    read_untrusted,
+    wait_for_lock,
     write_atomically,
     write_text_atomically,
 )
-from ssl_bench.system.memory import pass_on_memory, without_collections
+from ssl_bench.system.process import pause_garbage_collection, reraise_out_of_memory
 from ssl_bench.system.progress import say
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class ResultStore:
         """
         for path in sorted(self.path(key).parent.glob(key.of_any_kind())):
             try:
-                content = read_within(self.root, path, MOST_BYTES)
+                content = read_untrusted(self.root, path, MOST_BYTES)
             except OSError:
                 content = b""
             # Without the names that an earlier kind lacks; takes no parsing.
@@ -226,7 +226,7 @@ class ResultStore:
         row = self._packed().get(path.with_suffix(".json"), _NOTHING)
         try:
             if row is _NOTHING or path.with_suffix(".json").is_file():
-                content = read_within(self.root, path, most)
+                content = read_untrusted(self.root, path, most)
             elif row.images is None:
                 return None
             else:
@@ -245,7 +245,7 @@ class ResultStore:
             return None
         # A damaged file makes the readers of zip and npy fail in any way.
         except Exception as error:
-            pass_on_memory(error)
+            reraise_out_of_memory(error)
         self.damaged.append(path)
         return None
 
@@ -278,7 +278,7 @@ class ResultStore:
         packed = filter(self._is_record, self._packed())
         paths = {*self.root.glob(RECORDS), *packed}
         reader = RecordReader(self.root)
-        with without_collections():
+        with pause_garbage_collection():
             ordered = sorted(paths, key=lambda path: path.parts)
             found = [record for path in ordered if (record := self._read(path, reader)) is not None]
         if reader.has_retyped:
@@ -381,7 +381,7 @@ class ResultStore:
         folder = os.open(self.root, os.O_RDONLY)
         try:
             # One at a time: what another one packed is among the rows.
-            lock_when_free(folder)
+            wait_for_lock(folder)
             rows = {**self._damaged_rows(), **self._packed()}
             moved = list[tuple[Path, os.stat_result]]()
             reader = RecordReader(self.root)
@@ -390,8 +390,8 @@ class ResultStore:
                 files = (path, npz) if self._is_record(path) else (path,)
                 try:
                     seen = [(file, file.lstat()) for file in files if file.exists()]
-                    content = read_within(self.root, path, MOST_BYTES)
-                    images = read_within(self.root, npz, _MOST_NPZ) if len(seen) > 1 else None
+                    content = read_untrusted(self.root, path, MOST_BYTES)
+                    images = read_untrusted(self.root, npz, _MOST_NPZ) if len(seen) > 1 else None
                     if self._is_record(path):
                         reader.record(content, path)
                     else:
@@ -449,7 +449,7 @@ class ResultStore:
         """
         row = self._packed().get(path)
         if row is None or path.exists():
-            return read_within(self.root, path, MOST_BYTES)
+            return read_untrusted(self.root, path, MOST_BYTES)
         return row.content
 
     def _packed(self) -> Mapping[Path, _Row]:
@@ -499,7 +499,7 @@ def _rows_of(root: Path, path: Path) -> tuple[dict[Path, _Row], dict[Path, _Row]
     import pyarrow.parquet
 
     try:
-        content = pyarrow.BufferReader(read_within(root, path, _MOST_PACKED))
+        content = pyarrow.BufferReader(read_untrusted(root, path, _MOST_PACKED))
         # Not read_table, which imports pandas.
         table = pyarrow.parquet.ParquetFile(content).read()
         columns = [table.column(name).to_pylist() for name in _COLUMNS]
@@ -515,7 +515,7 @@ def _rows_of(root: Path, path: Path) -> tuple[dict[Path, _Row], dict[Path, _Row]
     # Whatever the decoder raises; a size that is damaged may ask for any memory.
     except Exception as error:
         if not isinstance(error, pyarrow.ArrowMemoryError):
-            pass_on_memory(error)
+            reraise_out_of_memory(error)
         raise DataError(f"cannot read {path} ({error}); copy it again, or move it away") from error
     return sound, damaged
 
@@ -592,7 +592,7 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
             elif name in ("mean", "std"):
                 row |= {f"{name}_{colour}": v for colour, v in zip("rgb", value, strict=True)}
             elif isinstance(value, Mapping):
-                plain = plain_json(value, infinity=INFINITY_AS_JSON)
+                plain = to_plain_json(value, infinity=INFINITY_AS_JSON)
                 row[name] = json.dumps(plain, sort_keys=True, default=list)
             else:
                 row[name] = value
