@@ -22,10 +22,10 @@ from ssl_bench.tables.comparison import (
     Comparison,
     EpochComparison,
     code_warning,
+    compare_runs,
     comparisons,
-    epoch_comparisons,
 )
-from ssl_bench.tables.depth import by_run
+from ssl_bench.tables.depth import group_by_run
 
 Table = Comparison | EpochComparison
 _ASKED = ("task", "dataset", "split", "facet", "protocol", "seed")
@@ -78,12 +78,12 @@ def _over_epochs(
             f"expected two runs with --over-epochs, got {' and '.join(runs)}",
             hint=("ssl-bench", "compare", "{run}", "{other_run}", "--over-epochs"),
         )
-    return epoch_comparisons(store, filtered(options, records, store), (runs[0], runs[1]))
+    return compare_runs(store, filtered(options, records, store), (runs[0], runs[1]))
 
 
 def _recorded_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
     """Name of a run: its own, or that of any of its encoders."""
-    runs = by_run(records)
+    runs = group_by_run(records)
     if name in runs:
         return name
     encoder, model = find_recorded_encoder(name, records, store)

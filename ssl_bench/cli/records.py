@@ -18,7 +18,7 @@ from ssl_bench.system.files import read_digests, read_untrusted
 from ssl_bench.system.paths import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.entries import chosen_metric, model_names
+from ssl_bench.tables.entries import choose_main_metric, model_names
 from ssl_bench.tables.sheets import (
     FORMATS,
     Printable,
@@ -78,7 +78,7 @@ def main_metrics(
     for record in records:
         asked = tuple(getattr(record, name) for name in names)
         known[asked][record.metric, record.is_ranked] = None
-    return {asked: chosen_metric(list(metrics)) for asked, metrics in known.items()}
+    return {asked: choose_main_metric(list(metrics)) for asked, metrics in known.items()}
 
 
 def asked_format(asked: str | None) -> str:

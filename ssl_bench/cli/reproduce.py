@@ -45,9 +45,9 @@ from ssl_bench.tables.published import (
     RUN,
     PublishedColumn,
     PublishedTable,
-    published_tables,
+    load_published_tables,
 )
-from ssl_bench.tables.run_logs import RunState, run_state
+from ssl_bench.tables.run_logs import RunState, read_run_state
 from ssl_bench.tables.sheets import default_format, render_tables
 
 TRAINING_GB = {
@@ -74,7 +74,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     acts = [name for name in ("run", "print", "table") if getattr(options, name)]
     _require_one_process(options)
-    tables = list(published_tables()) if options.name is None else tables_of(options.name)
+    tables = list(load_published_tables()) if options.name is None else tables_of(options.name)
     if options.name is None or len(tables) > 1:
         if acts or overrides:
             raise ConfigurationError(
@@ -178,7 +178,7 @@ def tables_of(name: str) -> list[PublishedTable]:
     Raises:
         ConfigurationError: there is none.
     """
-    known = {full_name(table): table for table in published_tables()}
+    known = {full_name(table): table for table in load_published_tables()}
     found = [table for full, table in known.items() if name in (full, table.name, table.paper)]
     if found:
         return found
@@ -423,7 +423,7 @@ def _run_step(
     # Of all tables of its paper, so that one run serves them all.
     kept = {
         split_address(address)[1]
-        for other in published_tables()
+        for other in load_published_tables()
         if other.paper == table.paper
         for address in other.runs.values()
         if address.startswith(f"{run.name}@")
@@ -514,7 +514,7 @@ def _recorded(out: Path) -> list[Record]:
 def shown_plan(plan: Plan) -> str:
     """The plan in full; reads run folders and records, and writes nothing."""
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
-    states = {run.name: run_state(plan.asked.runs / run.name) for run in plan.runs}
+    states = {run.name: read_run_state(plan.asked.runs / run.name) for run in plan.runs}
     if states:
         rows = [(name, str(state or "-")) for name, state in states.items()]
         blocks.append(align_columns([("run", "there"), *rows]))
@@ -593,7 +593,7 @@ def carry_out(
                 lambda words=step.words: execute(words), step.words[0], debug=debug
             )
         if step.is_run and step.run:
-            state = None if outcome.exit_code else run_state(plan.asked.runs / step.run)
+            state = None if outcome.exit_code else read_run_state(plan.asked.runs / step.run)
             if not outcome.exit_code and (state is None or not state.is_finished):
                 late = "its time was up before its end; the same command goes on with it"
                 outcome = replace(outcome, exit_code=1, error=late)

@@ -25,7 +25,7 @@ from ssl_bench.tables.drawing import draw_curves
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.pivot import pivot_table
-from ssl_bench.tables.published import PublishedTable, published_table
+from ssl_bench.tables.published import PublishedTable, load_published_table
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 from ssl_bench.tables.sheets import Printable
 
@@ -99,7 +99,7 @@ def _tables(
         return severity_tables(records)
     if options.paper is None:
         return depth_tables(records)
-    published = published_table(options.paper)
+    published = load_published_table(options.paper)
     encoders = _encoders(options.encoders or [], published, records, store)
     return [paper_table(published, records, store, encoders=encoders, choice=options.best_layer)]
 

@@ -18,7 +18,7 @@ from ssl_bench.scores import mean_iou
 from ssl_bench.system.files import parse_checked_lines, read_untrusted
 from ssl_bench.system.paths import figures_folder, file_name
 from ssl_bench.system.progress import show_progress
-from ssl_bench.tables.comparison import Difference, best_blocks, block_by_block
+from ssl_bench.tables.comparison import Difference, compare_best_blocks, compare_block_by_block
 from ssl_bench.tables.entries import Entry
 
 MAX_PAIRED = 6
@@ -145,8 +145,8 @@ def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
         tally = [int(some.sum()) for some in right]
     return PanelPair(
         panel=panel,
-        rows=list(map(row, block_by_block(first.scored, second.scored))),
-        summary=list(map(row, best_blocks(first.scored, second.scored))),
+        rows=list(map(row, compare_block_by_block(first.scored, second.scored))),
+        summary=list(map(row, compare_best_blocks(first.scored, second.scored))),
         layers=best,
         images=_images(panel.metric, first.names, sides) if have_best else [],
         tally=tally,

@@ -12,10 +12,10 @@ from ssl_bench.tables.depth import (
     DepthTable,
     Row,
     epoch_table,
-    followed_runs,
-    require_one_encoder_an_epoch,
+    require_one_encoder_per_epoch,
+    runs_with_several_epochs,
 )
-from ssl_bench.tables.entries import Entry, chosen_metric, metric_with_unit
+from ssl_bench.tables.entries import Entry, choose_main_metric, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
 NUM_SHADES = 12
@@ -42,7 +42,7 @@ class Course:
     def highest(self) -> float:
         """The highest value at any block and epoch; below all others if none may be best."""
         entries = self.table.entries.values()
-        return max((one.value for one in entries if one.may_be_best), default=-math.inf)
+        return max((one.value for one in entries if one.is_rankable), default=-math.inf)
 
     def at(self, row: Row, block: str) -> Entry | None:
         """The score of a column."""
@@ -106,9 +106,9 @@ def block_style(layer: int, depth: int) -> str:
 
 def _panel_courses(panel: Panel) -> PanelCourses:
     courses, ambiguous = [], []
-    for run, those in followed_runs(panel.records).items():
+    for run, those in runs_with_several_epochs(panel.records).items():
         try:
-            require_one_encoder_an_epoch(run, those)
+            require_one_encoder_per_epoch(run, those)
         except DataError as error:
             ambiguous.append(str(error))
         else:
@@ -123,7 +123,7 @@ def corrupted_scores(records: Sequence[Record]) -> list[tuple[SeverityTable, Cha
     """
     some = [record for record in records if record.corrupted is not None]
     metrics = {
-        task: chosen_metric([(one.metric, one.is_ranked) for one in some if one.task == task])
+        task: choose_main_metric([(one.metric, one.is_ranked) for one in some if one.task == task])
         for task in {record.task for record in some}
     }
     asked = [one for one in records if metrics.get(one.task) == one.metric]

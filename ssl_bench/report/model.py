@@ -20,7 +20,7 @@ from ssl_bench.system.paths import encoder_folder, natural_sort_key
 from ssl_bench.tables.entries import (
     Entry,
     baselines,
-    chosen_metric,
+    choose_main_metric,
     comparable_groups,
     dagger_meaning,
     differing_settings,
@@ -28,7 +28,7 @@ from ssl_bench.tables.entries import (
     mean_entries,
     metric_with_unit,
     model_names,
-    said_training,
+    training_suffix,
 )
 from ssl_bench.tables.sheets import NO_VALUE
 
@@ -165,8 +165,8 @@ class Line:
 
     @cached_property
     def best(self) -> Entry | None:
-        """The highest point; None when no block may be best, see `Entry.may_be_best`."""
-        candidates = [point for point in self.points if point.may_be_best]
+        """The highest point; None when no block may be best, see `Entry.is_rankable`."""
+        candidates = [point for point in self.points if point.is_rankable]
         return max(candidates, key=lambda point: point.value, default=None)
 
     @cached_property
@@ -329,7 +329,7 @@ def group_into_panels(
         for (encoder, _), point in sorted(entries.items(), key=lambda one: one[0]):
             points[encoder].append(point)
         # What the protocol's name leaves out, and what sets it apart from the rivals.
-        changed = first.protocol_label.removeprefix(first.protocol) + said_training(first)
+        changed = first.protocol_label.removeprefix(first.protocol) + training_suffix(first)
         panels.append(
             Panel(
                 number=number,
@@ -391,7 +391,7 @@ def headline_metric(panels: Sequence[Panel]) -> str:
     Args:
         panels: Of one task.
     """
-    return chosen_metric([(panel.metric, panel.is_ranked) for panel in panels])
+    return choose_main_metric([(panel.metric, panel.is_ranked) for panel in panels])
 
 
 def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:

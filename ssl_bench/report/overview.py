@@ -22,7 +22,7 @@ from ssl_bench.report.model import (
     spot_of,
 )
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.comparison import at_block, difference
+from ssl_bench.tables.comparison import block_side, difference
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -272,11 +272,11 @@ def told_apart(store: ResultStore, panel: Panel, line: Line, *, paired: bool) ->
         return None
     side = side_of(store, panel, line.checkpoint) if paired else None
     if side is not None and best.layer in side.scored.blocks:
-        highest = at_block(side.scored, best.layer)
+        highest = block_side(side.scored, best.layer)
         return {
             layer
             for layer in side.scored.blocks
-            if difference("", highest, at_block(side.scored, layer)).is_clear
+            if difference("", highest, block_side(side.scored, layer)).is_clear
         }
     low = best.low
     ends = {point.layer: point.high for point in line.points if not point.is_degenerate}
@@ -308,7 +308,7 @@ def answer(panel: Panel, line: Line, told: set[int] | None) -> str:
             f"{metric} from {low.parts[0]} at block {low.layer} to {high.parts[0]} at block "
             f"{high.layer} {of}, where more is not better"
         )
-    candidates = [point for point in known if point.may_be_best]
+    candidates = [point for point in known if point.is_rankable]
     degenerate = [point.layer for point in known if point.is_degenerate]
     arbitrary = "rounding, not the image, decides most answers"
     if not candidates:

@@ -56,9 +56,9 @@ from ssl_bench.report.pictures import (
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.escaping import safe_file_name
 from ssl_bench.system.paths import figure_file_name, short_fingerprint
-from ssl_bench.tables.comparison import difference_marks
-from ssl_bench.tables.entries import dagger_meaning, footnote, sizes_note
-from ssl_bench.tables.published import PublishedValue, published_beside
+from ssl_bench.tables.comparison import difference_footnotes
+from ssl_bench.tables.entries import dagger_meaning, footnote, image_size_note
+from ssl_bench.tables.published import PublishedValue, find_published_values
 from ssl_bench.tables.severities import SeverityTable
 
 MOST_UNFOLDED = 2
@@ -202,7 +202,7 @@ def _panel_view(panel: Panel) -> dict[str, Any]:
     ]
     # By the table of a paper that they are of, and what differs there.
     published: dict[tuple[str, str], list[PublishedValue]] = defaultdict(list)
-    for beside in published_beside(panel.record):
+    for beside in find_published_values(panel.record):
         published[beside.source, beside.differs].append(beside)
     levels = [
         (f"published: {value.row}, {value.column}, {value.value:.1f}", value.value)
@@ -374,8 +374,8 @@ def pair_page(report: Report, pair: Pair, compared: Sequence[PanelPair]) -> Page
         curve = Curve(first.name, first.style, first.number, spots)
         measured = f"difference in {one.panel.metric} (points)"
         chart = draw([curve], measured=measured) if spots else None
-        seen = sizes_note([record for row in one.rows for record in (*row.first, *row.second)])
-        marks = difference_marks([differences])
+        seen = image_size_note([record for row in one.rows for record in (*row.first, *row.second)])
+        marks = difference_footnotes([differences])
         views.append({"compared": one, "chart": chart, "seen": seen, "marks": marks})
     sides = [[(first.name, one), (second.name, other)] for one, other in shared]
     rows = [row.difference for one in compared for row in (*one.rows, *one.summary)]

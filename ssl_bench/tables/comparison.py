@@ -13,16 +13,16 @@ from ssl_bench.results import ENCODER_FIELDS, TRAINED_ON, Record, ResultStore, i
 from ssl_bench.results.contributions import CurveEstimates, load_curve
 from ssl_bench.tables.depth import (
     PROBE_EPOCHS,
-    by_run,
     epoch_of,
-    require_one_encoder_an_epoch,
+    group_by_run,
+    require_one_encoder_per_epoch,
 )
 from ssl_bench.tables.entries import (
     comparable_groups,
     dagger,
     dagger_meaning,
     differences,
-    sizes_note,
+    image_size_note,
     title,
     trusted_note,
 )
@@ -122,7 +122,7 @@ class Side(NamedTuple):
     degenerate: float | None = None
 
 
-def at_block(scored: CurveEstimates, layer: int) -> Side:
+def block_side(scored: CurveEstimates, layer: int) -> Side:
     """Return the score of one block."""
     return Side(scored.blocks[layer], (layer,), scored.degenerate.get(layer))
 
@@ -155,18 +155,18 @@ def corrected_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]
 
 
-def block_by_block(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
+def compare_block_by_block(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
     """The blocks that both have; and the last of each, where these are others."""
     pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
     one, other = max(first.blocks), max(second.blocks)
     if one != other:
         pairs.append((f"last ({one}, {other})", one, other))
     return corrected_over_blocks(
-        [difference(name, at_block(first, n), at_block(second, m)) for name, n, m in pairs]
+        [difference(name, block_side(first, n), block_side(second, m)) for name, n, m in pairs]
     )
 
 
-def best_blocks(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
+def compare_best_blocks(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
     """The best blocks, chosen on the scored images, and the held-out choice.
 
     The best block on the scored images flatters both sides; the held-out one is what somebody
@@ -179,16 +179,16 @@ def best_blocks(first: CurveEstimates, second: CurveEstimates) -> list[Differenc
     chosen = (_named(first.held_out_layers), _named(second.held_out_layers))
     name = f"held-out choice ({chosen[0]}; {chosen[1]})"
     return [
-        difference(f"best ({one}, {other})", at_block(first, one), at_block(second, other)),
+        difference(f"best ({one}, {other})", block_side(first, one), block_side(second, other)),
         difference(name, held_out(first), held_out(second)),
     ]
 
 
-def between_checkpoints(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
+def compare_checkpoints(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
     """Block by block; then, of several, the best blocks and those that were chosen held out."""
-    rows = block_by_block(first, second)
+    rows = compare_block_by_block(first, second)
     several = len(first.blocks) > 1 and len(second.blocks) > 1
-    return rows + best_blocks(first, second) if several else rows
+    return rows + compare_best_blocks(first, second) if several else rows
 
 
 def between_blocks(scored: CurveEstimates) -> list[Difference]:
@@ -196,9 +196,9 @@ def between_blocks(scored: CurveEstimates) -> list[Difference]:
 
     Where no block may be best, minus the last block, and nothing is chosen.
     """
-    best = at_block(scored, scored.best)
+    best = block_side(scored, scored.best)
     rows = corrected_over_blocks(
-        [difference(str(n), at_block(scored, n), best) for n in sorted(scored.blocks)]
+        [difference(str(n), block_side(scored, n), best) for n in sorted(scored.blocks)]
     )
     if not scored.has_best:
         return rows
@@ -232,7 +232,7 @@ class Comparison:
         del style
         record = self.record
         notes = [
-            f"paired over {record.num_images} images{sizes_note(self.encoders)}"
+            f"paired over {record.num_images} images{image_size_note(self.encoders)}"
             f"{trusted_note([record])}; marked where the interval leaves out 0, without a "
             "correction for the number of rows"
         ]
@@ -262,7 +262,7 @@ class Comparison:
                 for row in self.rows
             ),
             notes=tuple(notes),
-            marks=difference_marks([self.rows]),
+            marks=difference_footnotes([self.rows]),
         )
 
     def csv_rows(self) -> list[dict[str, Any]]:
@@ -324,7 +324,7 @@ def code_warning(tables: Iterable[Comparison]) -> str:
     )
 
 
-def difference_marks(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
+def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
     """Explain the signs in the rows of one table, or of several, each corrected by itself."""
     rows, marks = list(itertools.chain(*tables)), []
     tested = [sum(not math.isnan(row.p_holm) for row in table) for table in tables]
@@ -415,7 +415,7 @@ def _sides_of(
 
 
 def _rows_of(sides: Sequence[CurveEstimates]) -> list[Difference]:
-    return between_blocks(sides[0]) if len(sides) == 1 else between_checkpoints(*sides)
+    return between_blocks(sides[0]) if len(sides) == 1 else compare_checkpoints(*sides)
 
 
 def _why_not(store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]) -> str:
@@ -503,7 +503,7 @@ class EpochComparison:
             head=(whole.head[0], "epoch", *whole.head[1:]),
             # Stable: the epochs stay in their order.
             rows=tuple(sorted(rows, key=lambda row: int(row[0].text))),
-            marks=difference_marks([one.rows for one in self.by_epoch.values()]),
+            marks=difference_footnotes([one.rows for one in self.by_epoch.values()]),
         )
 
     def csv_rows(self) -> list[dict[str, Any]]:
@@ -520,7 +520,7 @@ class EpochComparison:
         return {"kind": "comparison_over_epochs", "epochs": epochs}
 
 
-def epoch_comparisons(
+def compare_runs(
     store: ResultStore, records: Sequence[Record], runs: tuple[str, str]
 ) -> list[EpochComparison]:
     """First run minus second at every epoch of which both have a scored encoder.
@@ -537,8 +537,8 @@ def epoch_comparisons(
     for group in _paired_groups(records):
         encoders = []
         for run in runs:
-            those = by_run(group).get(run, [])
-            require_one_encoder_an_epoch(run, those)
+            those = group_by_run(group).get(run, [])
+            require_one_encoder_per_epoch(run, those)
             encoders.append({epoch_of(record): record for record in those})
         by_epoch = {}
         for epoch in sorted(encoders[0].keys() & encoders[1].keys()):
@@ -555,7 +555,7 @@ def epoch_comparisons(
         if by_epoch:
             tables.append(EpochComparison(by_epoch))
     if not tables:
-        known = [sorted({epoch_of(r) for r in by_run(records).get(run, [])}) for run in runs]
+        known = [sorted({epoch_of(r) for r in group_by_run(records).get(run, [])}) for run in runs]
         told = " and ".join(
             f"{run} {', '.join(f'{epoch:g}' for epoch in epochs) or 'none'}"
             for run, epochs in zip(runs, known, strict=True)

@@ -98,11 +98,11 @@ def title(record: Record) -> str:
     """What was measured, on what and how."""
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
-        f"{record.facet}, protocol {record.protocol_label}{said_training(record)}"
+        f"{record.facet}, protocol {record.protocol_label}{training_suffix(record)}"
     )
 
 
-def said_training(record: Record) -> str:
+def training_suffix(record: Record) -> str:
     """Such as ", trained on train (1464 images, 3f9a01)"; nothing where nothing was fitted."""
     return "" if record.trained_on is None else f", trained on {record.trained_on}"
 
@@ -126,7 +126,7 @@ def model_names(records: Sequence[Record]) -> dict[str, str]:
     return names
 
 
-def chosen_metric(known: Sequence[tuple[str, bool]]) -> str:
+def choose_main_metric(known: Sequence[tuple[str, bool]]) -> str:
     """The metric that stands for a task: of the known ones, or the first in which more is better.
 
     Args:
@@ -193,7 +193,7 @@ class Entry:
         return is_degenerate(self.arbitrary)
 
     @property
-    def may_be_best(self) -> bool:
+    def is_rankable(self) -> bool:
         """Whether it takes part where values are ranked."""
         is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
         return is_ranked and not self.is_degenerate
@@ -444,7 +444,7 @@ def footnote(records: Sequence[Record]) -> str:
     return "; ".join(note for note in (*notes, provenance(records, records[0].changed)) if note)
 
 
-def sizes_note(records: Iterable[Record], said: Container[str] = ()) -> str:
+def image_size_note(records: Iterable[Record], said: Container[str] = ()) -> str:
     """At which size encoders saw the images, where records say it; of several sizes whose."""
     found: dict[str, set[str]] = defaultdict(set)
     for record in records:
@@ -481,7 +481,8 @@ def provenance(records: Sequence[Record], said: Container[str] = ()) -> str:
     )
     unreadable = f", without {distinct(left_out)} that cannot be read: {names}" if left_out else ""
     return (
-        f"{distinct([r.num_images for r in records])} images{sizes_note(records, said)}{unreadable}"
+        f"{distinct([r.num_images for r in records])} images"
+        f"{image_size_note(records, said)}{unreadable}"
         f"{trusted_note(records)}"
         f"{corruption_note(records)}; "
         f"seeds {distinct([r.seed for r in records])}; "

@@ -59,7 +59,7 @@ class PivotTable:
     def _ranks(self, column: str) -> list[str]:
         if not self.columns[column].is_ranked or len(self.models) == 1:
             return []
-        values = {one.entry.value for one in self._chosen(column) if one.entry.may_be_best}
+        values = {one.entry.value for one in self._chosen(column) if one.entry.is_rankable}
         printed = dict.fromkeys(f"{v:.1f}" for v in sorted(values, reverse=True))
         return list(printed)[:2]
 
@@ -67,7 +67,7 @@ class PivotTable:
         chosen = self.cells.get((model, column))
         if chosen is None:
             return Cell("‡" if (model, column) in self.cells else "")
-        printed = f"{chosen.entry.value:.1f}" if chosen.entry.may_be_best else None
+        printed = f"{chosen.entry.value:.1f}" if chosen.entry.is_rankable else None
         blocks = "" if self.choice == "block" else f" @{','.join(map(str, chosen.layers))}"
         return Cell(
             chosen.entry.text() + blocks,

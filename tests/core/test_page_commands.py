@@ -18,7 +18,7 @@ from ssl_bench.cli.table import _check_together
 from ssl_bench.composition.choices import choices, parse_names, require_choice
 from ssl_bench.composition.compose import add_data_root, build, compose_config
 from ssl_bench.planning import planned_probes
-from ssl_bench.tables.published import published_table
+from ssl_bench.tables.published import load_published_table
 from tests.core.test_extending import commands as copied_commands
 from tests.support.page_commands import COMMANDS, ROOT, PageCommand
 
@@ -87,7 +87,7 @@ def read(asked: Typed) -> None:
     parse_names("task", options.task, [*choices("probe"), "supervised"])
     if asked.command == "table":
         _check_together(options)
-        rows = published_table(options.paper).rows if options.paper else []
+        rows = load_published_table(options.paper).rows if options.paper else []
         for pair in options.encoders or []:
             require_choice("row", pair.partition("=")[0], rows)
 
