@@ -3,10 +3,10 @@
 import argparse
 
 from ssl_bench.cli.records import (
-    asked_layers,
     find_recorded_encoder,
     load_selected_records,
-    shown,
+    open_store,
+    requested_layers,
 )
 from ssl_bench.report.comparing import MAX_PAIRED
 from ssl_bench.report.pages import build_report
@@ -19,7 +19,7 @@ from ssl_bench.system.progress import say
 
 def command(options: argparse.Namespace) -> int:
     """Write a folder of pages about the records of a folder of results."""
-    with shown(options.out) as store:
+    with open_store(options.out) as store:
         folder = expand_path(options.into) if options.into else store.root / "report"
         require_replaceable(folder)
         records = load_selected_records(options, store)
@@ -31,7 +31,7 @@ def command(options: argparse.Namespace) -> int:
             for first, second in options.pair or []
         ]
         with pause_garbage_collection():
-            report = build_report(store, records, pairs, layers=asked_layers(options.layer))
+            report = build_report(store, records, pairs, layers=requested_layers(options.layer))
             if not report.pairs and len(report.checkpoints) > MAX_PAIRED:
                 say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
             write_report(report, folder)

@@ -13,7 +13,7 @@ import numpy as np
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.model import Checkpoint, Line, Panel
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.results.contributions import CurveEstimates, ImageCurve, load_curve
+from ssl_bench.results.per_image import CurveEstimates, ImageCurve, load_curve
 from ssl_bench.scores import mean_iou
 from ssl_bench.system.files import parse_checked_lines, read_untrusted
 from ssl_bench.system.paths import figures_folder, file_name
@@ -119,7 +119,7 @@ def side_of(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | 
     number = len(next(iter(found.values())))
     return Side(
         curve=curve,
-        scored=CurveEstimates.of(curve),
+        scored=CurveEstimates.from_curve(curve),
         names=image_names(store, records[0], number),
         records={layer: chosen[layer] for layer in found},
         seed=seed,

@@ -15,7 +15,7 @@ from ssl_bench.report.comparing import PanelPair, panel_pair, side_of
 from ssl_bench.report.drawing import Curve, Spot
 from ssl_bench.report.model import group_into_panels, list_checkpoints
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.results.contributions import ImageCurve
+from ssl_bench.results.per_image import ImageCurve
 from tests.core.test_results import RECORD
 
 SKIP, SKIPLESS = "a" * 64, "c" * 64
