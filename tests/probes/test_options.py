@@ -65,7 +65,7 @@ BY_SHOTS = [
             "probe.training.refit=false",
         ),
         (segmentation, LBFGS | {"max_iterations": 0}, "probe.training.max_iterations expects"),
-        (tokencut, {"facet": "keys"}, "facet must be among key, .* got keys"),
+        (tokencut, {"facet": "keys"}, "facet must be one of key, .* got keys"),
         (tokencut, {"facet": []}, "got none"),
         (tokencut, {"facet": ["key", "cls"]}, "got cls"),
         (tokencut, {"tau": 1.0}, "tau expects a number in"),
