@@ -59,7 +59,7 @@ _Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class PlannedProbe:
-    """A probe and a dataset that it fits, built from the configuration.
+    """A probe and a dataset that has what it needs, both built from the configuration.
 
     Attributes:
         probe: The probe, not yet adapted to an encoder.
@@ -83,7 +83,7 @@ class PlannedProbe:
 
     @property
     def chosen_fields(self) -> frozenset[str]:
-        """Return the fields of the probe that overrides set; others have the protocol's values."""
+        """Return the fields of the probe that the user or the dataset set."""
         names = (override.partition("=")[0] for override in self.overrides)
         return frozenset(name.removeprefix("probe.") for name in names if name.startswith("probe."))
 
@@ -118,7 +118,7 @@ class PlannedProbe:
     def probes_served(
         self, later: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
     ) -> list[Probe]:
-        """Return the later probes that a run of this one also computes, fitted to an encoder."""
+        """Return later probes that a run of this one computes too, adapted to an encoder."""
         probes, inputs = list[Probe](), (self.dataset, self.dtype, self.seed)
         for other in later:
             is_alike = (other.dataset, other.dtype, other.seed) == inputs
@@ -148,7 +148,7 @@ def plan_probes(
     overrides: Sequence[str] = (),
     roots: Mapping[str, str] | None = None,
 ) -> list[PlannedProbe]:
-    """Plan tasks on datasets, as `plan_request` does, from names alone.
+    """Plan tasks on datasets. This is a short form of `plan_request` for scripts.
 
     Args:
         tasks: Names of probes.
@@ -163,7 +163,7 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     """Pair the tasks with the datasets that support them, and build both. No image is read.
 
     Each override of `probe.` or `dataset.` reaches the tasks and datasets that have such a key.
-    Each corruption that `corrupt=` names makes a plan of its own.
+    Each corruption of `corrupt=` is planned separately.
 
     Returns:
         The plan, dataset by dataset. Probes that look at the same images follow each other, so
@@ -211,7 +211,7 @@ def require_images(plan: Sequence[PlannedProbe]) -> None:
 
 
 def open_datasets_once(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
-    """Return the same plan with equal datasets replaced by one that opens each split once."""
+    """Return the plan with cached datasets, so that each split is opened only once."""
     opened = {id(planned.dataset): OpenedOnce(planned.dataset) for planned in plan}
     return [replace(planned, dataset=opened[id(planned.dataset)]) for planned in plan]
 
@@ -295,7 +295,7 @@ def evaluate(
 def _distribute(
     overrides: Sequence[str], pairs: Sequence[_Pair]
 ) -> tuple[dict[_Pair, list[str]], dict[str, set[str]]]:
-    """Decide which overrides reach which pair.
+    """Assign each override to the pairs of a task and a dataset that have its key.
 
     Returns:
         The overrides of each pair, and for each override the tasks that ignore it.
@@ -328,7 +328,7 @@ def _distribute(
 def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> DictConfig:
     """Compose the defaults of a pair with the overrides that choose a file or protocol by name.
 
-    They decide which other keys there are.
+    Such a choice decides which other keys exist.
     """
     config = probing_config(*pair, ())
     chosen = [
@@ -475,7 +475,7 @@ def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> li
 
 
 def _describe_missing(plan: Sequence[PlannedProbe]) -> str:
-    """Return what the datasets lack, such as "folder has no boxes for discovery"."""
+    """Describe the missing annotations, such as "folder has no boxes for discovery"."""
     tasks = defaultdict[tuple[str, str], set[str]](set)
     for planned in plan:
         tasks[planned.dataset.name, OFFERED[planned.probe.role]].add(planned.probe.task)
@@ -497,10 +497,11 @@ def _log_adaptations(requested: Probe, adapted: Probe, encoder: Encoder) -> None
         say(f"{where}: images have {side}, the only size the encoder takes")
     elif requested.image_size is not None and size not in (None, requested.image_size):
         expected = requested.image_size
-        say(f"{where}: image size {size} instead of {expected}, a multiple of the patch size")
+        say(f"{where}: image size {size} instead of {expected}, to be a multiple of the patch")
     if adapted.facet != requested.facet:
         missing = " and ".join(encoder.instead)
         say(f"{where}: facet {adapted.facet}, because the encoder has no {missing}")
     neighbours = getattr(adapted, "neighbours", None)
     if neighbours != getattr(requested, "neighbours", None):
-        say(f"{adapted.task}: probe.neighbours={shown(neighbours)}, the number of training images")
+        reason = "because the training set has no more images"
+        say(f"{adapted.task}: probe.neighbours={shown(neighbours)}, {reason}")

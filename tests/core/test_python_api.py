@@ -346,7 +346,7 @@ def test_features_on_disk_are_those_of_python_and_written_anew_when_damaged(
     assert main(features(tmp_path / "out", "--format", form)) == 0
     assert "all: 1 of 1 files exist" in capsys.readouterr().err
     line = fails(capsys, features(tmp_path / "out", "--format", form, "--layer", "0"), 2)
-    assert "has features with another layers; use `--out FOLDER`" in line
+    assert "contains features with different layers; use `--out FOLDER`" in line
 
     index = pandas.read_parquet("out/index.parquet")
     assert list(index["image_id"]) == [f"{number:03}.png" for number in range(5)]
@@ -462,8 +462,8 @@ def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsy
     about = json.loads((tmp_path / "whole/about.json").read_text())["dataset"]
     assert about["left_out"] == {"all": {"count": 1, "first": ["001.png"]}}
     said = capsys.readouterr().err
-    assert "has features with another dtype" in said
-    assert "has features with another dataset" in said
+    assert "contains features with different dtype" in said
+    assert "contains features with different dataset" in said
     assert "1 cannot be read: 001.png" in said
 
 
