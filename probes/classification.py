@@ -163,7 +163,13 @@ class LinearClassification(Probe):
     role = "classification"
     known_facets = (*IMAGE_FACETS, *INNER_FACETS)
     keeps_images = True
-    not_settings = (*Probe.not_settings, "training", "pool", "encoder_batch_size", "memory_gib")
+    excluded_from_identity = (
+        *Probe.excluded_from_identity,
+        "training",
+        "pool",
+        "encoder_batch_size",
+        "memory_gib",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

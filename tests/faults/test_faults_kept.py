@@ -145,7 +145,7 @@ def passed_images(folder: Path, facts: Facts) -> str:
     """What probes of one command leave for the next one."""
     asked = context(folder, facts)
     list(KNN(**probing(facts, neighbours=[1], num_workers=1)).run(asked))
-    return str(next(iter(asked.passed)))
+    return str(next(iter(asked.features)))
 
 
 def records(folder: Path, facts: Facts) -> str:

@@ -202,7 +202,7 @@ def test_fault_86_a_contradicting_record_is_computed_again_and_said(place, capsy
 
     assert main(words) == 0
 
-    assert f"computed again, because of {path}: value is -5.0" in capsys.readouterr().err
+    assert f"records again: {path}: value is -5.0" in capsys.readouterr().err
     assert json.loads(path.read_text())["value"] == whole["value"]
 
 

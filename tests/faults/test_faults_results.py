@@ -106,7 +106,7 @@ def test_fault_44_a_record_of_a_later_version_is_read_and_not_computed_again(pla
 
     assert main(arguments) == 0
 
-    assert "1 of 1 scores finished before" in capsys.readouterr().err
+    assert "skipping 1 of 1 results" in capsys.readouterr().err
     assert path.read_text() == text_with_digest(later)
     assert [(record.value, record.version) for record in records()] == [(before.value, "99.0")]
 
