@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -255,7 +255,7 @@ def evaluate(
         try:
             indices = layers_of(planned.probe.asked_facets, layers, encoder.depth)
             probe = planned.fit_to(encoder)
-            _log_adaptations(planned.probe, probe, encoder)
+            _log_adaptations(planned, probe, encoder)
             changed = changed_settings(probe)
             if "image_size" not in planned.chosen_fields or not encoder.any_size:
                 # The encoder decided, not the user.
@@ -486,23 +486,14 @@ def _describe_missing(plan: Sequence[PlannedProbe]) -> str:
     )
 
 
-def _log_adaptations(requested: Probe, adapted: Probe, encoder: Encoder) -> None:
-    """Print the settings that the encoder or the images changed."""
-    where = f"{adapted.task}, {encoder.name}"
-    size = adapted.image_size
-    if adapted.squash != requested.squash:
-        side = f"{adapted.squash} x {adapted.squash} pixels"
-        say(f"{where}: images are resized to squares of {side}, the only size the encoder takes")
-    elif not encoder.any_size and adapted.settings().get("image_size", 0) is None:
-        side = "{} x {} pixels".format(*encoder.native_size)
-        say(f"{where}: images have {side}, the only size the encoder takes")
-    elif requested.image_size is not None and size not in (None, requested.image_size):
-        expected = requested.image_size
-        say(f"{where}: image size {size} instead of {expected}, to be a multiple of the patch")
-    if adapted.facet != requested.facet:
-        missing = " and ".join(encoder.instead)
-        say(f"{where}: facet {adapted.facet}, because the encoder has no {missing}")
-    neighbours = getattr(adapted, "neighbours", None)
-    if neighbours != getattr(requested, "neighbours", None):
-        reason = "because the training set has no more images"
-        say(f"{adapted.task}: probe.neighbours={shown(neighbours)}, {reason}")
+def _log_adaptations(planned: PlannedProbe, adapted: Any, encoder: Encoder) -> None:
+    """Print the fields of a probe that differ from the plan to fit the encoder or the images."""
+    changes = []
+    for name in (item.name for item in fields(adapted)):
+        old, new = getattr(planned.probe, name), getattr(adapted, name)
+        # An image size of None is the encoder's own, which is no change.
+        if new != old and not (name == "image_size" and None in (old, new)):
+            changes.append(f"{name}={new if isinstance(new, str) else shown(new)}")
+    if changes:
+        fit = f"to fit encoder {encoder.name} and dataset {planned.dataset.name}"
+        say(f"{adapted.task} uses {', '.join(changes)} {fit}")

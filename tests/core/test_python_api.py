@@ -312,7 +312,7 @@ def test_a_module_without_cls_has_its_mean_patch_scored(tmp_path, capsys):
 
     images = ("rankme", "alignment", "uniformity")
     assert {r.facet for r in found if r.metric in images} == {"patch_mean"}
-    assert "geometry, Own: facet patch_mean, " in capsys.readouterr().err
+    assert "geometry uses facet=patch_mean to fit" in capsys.readouterr().err
     with pytest.raises(UnfitEncoder, match=r"no \[CLS\] token"):
         ssl_bench.probe(encoder, task="geometry", out=tmp_path, layer=-1, facet="cls", **FEW)
 
