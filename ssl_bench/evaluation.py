@@ -51,9 +51,10 @@ from ssl_bench.results.record import (
 )
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system import paths
-from ssl_bench.system.device import provenance
-from ssl_bench.system.files import mark_as_written
+from ssl_bench.system.device import describe_device
+from ssl_bench.system.files import mark_as_output
 from ssl_bench.system.progress import say, show_progress
+from ssl_bench.system.provenance import provenance_fields
 
 _CPU = torch.device("cpu")
 _EXCLUDED = ("protocol", "facet", "num_workers", "guesses")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from ssl_bench.composition.choices import choices, unknown_key_error, unknown_name_error
 from ssl_bench.composition.compose import (
@@ -18,11 +17,11 @@ from ssl_bench.composition.compose import (
     component_class,
     config_to_yaml,
     has_key,
-    keys,
+    list_keys,
+    list_protocols,
     load_protocol_file,
-    protocols,
 )
-from ssl_bench.composition.fields import shown
+from ssl_bench.composition.fields import format_value
 from ssl_bench.data.corruptions import asked_corruptions
 from ssl_bench.data.files.readable import (
     Looked,
@@ -138,7 +137,7 @@ class PlannedProbe:
             if self.chosen_fields.isdisjoint(load_protocol_file(self.probe, name)):
                 overrides = (*self.overrides, f"{_PROTOCOL}={name}")
                 config = probing_config(*self.choice, overrides, self.root)
-                plan.append(replace(self, probe=build(config.probe), overrides=overrides))
+                plan.append(replace(self, probe=build(config, "probe"), overrides=overrides))
         return plan
 
 
@@ -326,7 +325,7 @@ def _distribute(
     return settings, ignored_by
 
 
-def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> DictConfig:
+def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, Any]:
     """Compose the defaults of a pair with the overrides that choose a file or protocol by name.
 
     Such a choice decides which other keys exist.
@@ -340,16 +339,16 @@ def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> DictConfig:
     return probing_config(*pair, chosen)
 
 
-def _names_for(override: str, task: str, config: DictConfig) -> list[str]:
+def _names_for(override: str, task: str, config: dict[str, Any]) -> list[str]:
     """Return the names that the key of an override can be set to: files or protocols, if any."""
     key = override.partition("=")[0]
     if key == _PROTOCOL:
-        return protocols(task, component_class(config.probe[TARGET], f"probe.{TARGET}"))
+        return list_protocols(task, component_class(config["probe"][TARGET], f"probe.{TARGET}"))
     group = choice_group(key, {"probe": task})
     return choices(group) if group else []
 
 
-def _takes(task: str, config: DictConfig, override: str) -> bool:
+def _takes(task: str, config: dict[str, Any], override: str) -> bool:
     key, _, value = override.partition("=")
     if names := _names_for(override, task, config):
         return value in names
@@ -359,18 +358,18 @@ def _takes(task: str, config: DictConfig, override: str) -> bool:
 def _is_valid(pair: _Pair, override: str) -> bool:
     """Return whether the probe can be built with an override."""
     try:
-        build(probing_config(*pair, [override]).probe)
+        build(probing_config(*pair, [override]), "probe")
     except ConfigurationError:
         return False
     return True
 
 
-def _unknown_override(override: str, configs: Mapping[_Pair, DictConfig]) -> ConfigurationError:
+def _unknown_override(override: str, configs: Mapping[_Pair, dict[str, Any]]) -> ConfigurationError:
     """Return the error on an override that no pair takes, with the nearest name or key."""
     key, _, value = override.partition("=")
     names = {n for (task, _), config in configs.items() for n in _names_for(override, task, config)}
     if names:
-        message = f"unknown {key.removeprefix('probe.')} {shown(value)}"
+        message = f"unknown {key.removeprefix('probe.')} {format_value(value)}"
         return unknown_name_error(message, value, names, hint=(f"{escape_braces(key)}={{near}}",))
     # A key of another choice, such as probe.training.c_values without probe.training=lbfgs.
     parent = key.rpartition(".")[0]
@@ -385,7 +384,7 @@ def _unknown_override(override: str, configs: Mapping[_Pair, DictConfig]) -> Con
         return ConfigurationError(
             f"{key} is not a setting of this choice", hint=join_alternatives(*ways)
         )
-    known = {name for config in configs.values() for name in keys(config)}
+    known = {name for config in configs.values() for name in list_keys(config)}
     owners = _tasks_with(key, dataset=next(iter(configs))[1])
     if not owners:
         return unknown_key_error(key, known)
@@ -426,11 +425,11 @@ def _build_pair(
     """
     root = request.data_roots.get(pair[1])
     config = probing_config(*pair, overrides, root)
-    kind = component_class(config.probe[TARGET], f"probe.{TARGET}")
+    kind = component_class(config["probe"][TARGET], f"probe.{TARGET}")
     if not issubclass(kind, Probe):
-        address = config.probe[TARGET]
+        address = config["probe"][TARGET]
         raise ConfigurationError(f"{address} must be a subclass of ssl_bench.evaluation.Probe")
-    dataset: Dataset = build(config.dataset)
+    dataset: Dataset = build(config, "dataset")
     typed = {override.partition("=")[0] for override in overrides}
     adapted = [
         f"probe.{name}={value}"
@@ -440,10 +439,12 @@ def _build_pair(
     overrides = [*overrides, *adapted]
     config = probing_config(*pair, overrides, root) if adapted else config
     values = shared_values(config)
-    listed = opened.setdefault(config_to_yaml(config.dataset), ListedOnce(dataset))
-    view = opened.setdefault(f"{config_to_yaml(config.dataset)} {values}", as_asked(listed, values))
+    listed = opened.setdefault(config_to_yaml(config["dataset"]), ListedOnce(dataset))
+    view = opened.setdefault(
+        f"{config_to_yaml(config['dataset'])} {values}", as_asked(listed, values)
+    )
     return PlannedProbe(
-        probe=build(config.probe),
+        probe=build(config, "probe"),
         dataset=as_readable(view, dataset, request.on_bad_image, looked),
         seed=values["seed"],
         dtype=values["dtype"],
@@ -493,7 +494,7 @@ def _log_adaptations(planned: PlannedProbe, adapted: Any, encoder: Encoder) -> N
         old, new = getattr(planned.probe, name), getattr(adapted, name)
         # An image size of None is the encoder's own, which is no change.
         if new != old and not (name == "image_size" and None in (old, new)):
-            changes.append(f"{name}={new if isinstance(new, str) else shown(new)}")
+            changes.append(f"{name}={new if isinstance(new, str) else format_value(new)}")
     if changes:
         fit = f"to fit encoder {encoder.name} and dataset {planned.dataset.name}"
         say(f"{adapted.task} uses {', '.join(changes)} {fit}")

@@ -38,9 +38,9 @@ from ssl_bench.planning import PlannedProbe, evaluate, open_datasets_once, plan_
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import ResultKey, ResultStore, encoder_id
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.endings import Outcome, attempted
-from ssl_bench.system.escaping import aligned
-from ssl_bench.system.memory import is_out_of_memory
+from ssl_bench.system.endings import Outcome, run_and_catch
+from ssl_bench.system.escaping import align_columns
+from ssl_bench.system.process import is_out_of_memory
 from ssl_bench.system.progress import say
 
 
@@ -231,7 +231,7 @@ def format_plan(jobs: Sequence[Job]) -> str:
     total = f"{len(jobs)} {noun}, {scores} scores: {scores - pending} finished, {pending} pending"
     if any(job.is_share for job in jobs):
         total += "\nsome probes are split by block to have enough jobs, and each encodes the images"
-    return f"{aligned(rows)}\n{total}"
+    return f"{align_columns(rows)}\n{total}"
 
 
 def probe_command(job: Job) -> list[str]:
@@ -272,7 +272,7 @@ def run_in_this_process(
 
     for number, job in enumerate(jobs, 1):
         say(f"job {number} of {len(jobs)}: {job.title}")
-        yield job, attempted(partial(compute, job, jobs[number:]), "sweep", debug=debug)
+        yield job, run_and_catch(partial(compute, job, jobs[number:]), "sweep", debug=debug)
 
 
 def run_in_processes(

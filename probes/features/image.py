@@ -15,7 +15,7 @@ from ssl_bench.features import FeatureExtractor, Features, central_square
 from ssl_bench.layers import Facet
 from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.results import encoder_id
-from ssl_bench.system.device import sent
+from ssl_bench.system.device import to_device
 
 IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
     "cls": ("cls_normed",),
@@ -96,7 +96,7 @@ class ImagePass:
         squares = read_ahead(images, indices, prepared, workers=self.probe.num_workers)
         shown = self.context.progress(squares, f"{images.split} images", len(indices))
         for batch in batches(shown, at_once(self.batch_size, size, self.context.device)):
-            pixels = sent(torch.stack([pixels for pixels, _ in batch]), self.context.device)
+            pixels = to_device(torch.stack([pixels for pixels, _ in batch]), self.context.device)
             rows = slice(first, first + len(batch))
             ids = [images.ids[index] for index in indices[rows]]
             by_layer, sums = extractor.unchecked(pixels.float() / 255)

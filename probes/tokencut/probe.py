@@ -49,7 +49,7 @@ from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.results import Baseline, PerImageKind, encoder_id, is_degenerate
 from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
-from ssl_bench.system.escaping import printable
+from ssl_bench.system.escaping import escape_unprintable
 from ssl_bench.system.files import write_atomically
 
 TOKENS_A_BATCH = 8192
@@ -368,7 +368,7 @@ class TokenCut(Cut, Probe):
             )
         ]
         if padding:
-            first = ", ".join(printable(image_id) for image_id in padding[:3])
+            first = ", ".join(escape_unprintable(image_id) for image_id in padding[:3])
             more = f" and {len(padding) - 3:,} more" if len(padding) > 3 else ""
             context.say(
                 f"{self.task}: the object of {first}{more} lies in what fills the image up to "

@@ -17,9 +17,9 @@ from ssl_bench.planning import PlannedProbe, evaluate, plan_request, require_ima
 from ssl_bench.request import ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.device import choose_device
-from ssl_bench.system.escaping import json_text
+from ssl_bench.system.escaping import dump_json
 from ssl_bench.system.files import require_writable
-from ssl_bench.system.launch import require_single_process
+from ssl_bench.system.process import require_single_process
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables
 
@@ -39,7 +39,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     store = ResultStore(request.out)
     records = _probe(request, store)
     if options.json:
-        print(json_text([record.as_json() for record in records]))
+        print(dump_json([record.as_json() for record in records]))
     elif records:
         print_main_tables(depth_tables(records), store)
     report = ("ssl-bench", "report", "--out", escape_braces(str(store.root)))
