@@ -349,6 +349,7 @@ def _names_for(override: str, task: str, config: dict[str, Any]) -> list[str]:
 
 
 def _takes(task: str, config: dict[str, Any], override: str) -> bool:
+    """Return whether an override reaches a pair. Shared keys such as `seed` reach every pair."""
     key, _, value = override.partition("=")
     if names := _names_for(override, task, config):
         return value in names
