@@ -6,7 +6,13 @@ python docs/_gallery.py
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssl_bench.report.model import Panel, by_task, checkpoints_of, headline_panels, panels_of
+from ssl_bench.report.panels import (
+    Panel,
+    group_by_task,
+    group_into_panels,
+    list_checkpoints,
+    select_headline_panels,
+)
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves
@@ -69,10 +75,10 @@ def shown() -> dict[str, tuple[Panel, ...]]:
     records = shown_records()
     panels = [
         panel
-        for panel in headline_panels(panels_of(records, checkpoints_of(records)))
+        for panel in select_headline_panels(group_into_panels(records, list_checkpoints(records)))
         if panel.record.num_images >= FEWEST_IMAGES
     ]
-    return {task: tuple(those) for task, those in by_task(panels).items()}
+    return {task: tuple(those) for task, those in group_by_task(panels).items()}
 
 
 def page() -> str:
@@ -95,7 +101,7 @@ def draw(folder: Path) -> None:
 def _section(task: str, panels: Sequence[Panel]) -> str:
     question, about = QUESTIONS[task]
     metrics = list(dict.fromkeys(panel.metric for panel in panels))
-    notes = "\n".join(f"- {panel.where}: {panel.footnote}" for panel in panels)
+    notes = "\n".join(f"- {panel.split_name}: {panel.footnote}" for panel in panels)
     named = " and ".join(f"`{metric}`" for metric in metrics)
     asked = f"--task {task} --metric {','.join(metrics)} --out {STORE}"
     command = f"ssl-bench table {asked} --figure {task}.png"

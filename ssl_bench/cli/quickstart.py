@@ -8,7 +8,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from ssl_bench.cli.parser import run
-from ssl_bench.report.model import Panel, checkpoints_of, headline_panels, panels_of
+from ssl_bench.report.panels import (
+    Panel,
+    group_into_panels,
+    list_checkpoints,
+    select_headline_panels,
+)
 from ssl_bench.results import ResultStore
 from ssl_bench.system.escaping import aligned, shell_words
 from ssl_bench.system.progress import in_words, say
@@ -64,7 +69,7 @@ def command(options: argparse.Namespace) -> int:
             _run("probe", *probes, *where)
     _run("report", "--out", str(results), "--pair", *DEMOS)
     records = ResultStore(results).records()
-    panels = headline_panels(panels_of(records, checkpoints_of(records)))
+    panels = select_headline_panels(group_into_panels(records, list_checkpoints(records)))
     shown = [record for panel in panels for record in panel.records]
     draw_curves(depth_tables(shown), results / "curves.png")
     print("\n" + headline_table(panels))
@@ -90,8 +95,8 @@ def headline_table(panels: Sequence[Panel]) -> str:
     rows = [("task", "metric", "encoder", *(f"block {layer}" for layer in layers))]
     rows += [
         (
-            *(panel.task, panel.measured, line.checkpoint.name),
-            *(point.parts[0] if point else "-" for point in map(line.at, layers)),
+            *(panel.task, panel.metric_label, line.checkpoint.name),
+            *(point.parts[0] if point else "-" for point in map(line.find_entry, layers)),
         )
         for panel in panels
         for line in panel.lines

@@ -1,46 +1,47 @@
-"""What the command `report` does once its arguments are read."""
+"""The command `report`."""
 
 import argparse
 
 from ssl_bench.cli.records import (
     asked_layers,
-    asked_records,
-    recorded_checkpoint,
+    load_selected_records,
+    find_recorded_encoder,
     shown,
 )
-from ssl_bench.report.comparing import MOST_PAIRED
 from ssl_bench.report.pages import build_report
+from ssl_bench.report.pairs import MAX_PAIRED
 from ssl_bench.report.writing import require_replaceable, write_report
-from ssl_bench.results.store import first_few
+from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.memory import without_collections
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say
 
 
 def command(options: argparse.Namespace) -> int:
-    """Write a folder of pages about the records of a folder of results."""
+    """Write a report on a results folder and print its path. Return the exit code."""
     with shown(options.out) as store:
         folder = expanded(options.into) if options.into else store.root / "report"
         require_replaceable(folder)
-        records = asked_records(options, store)
+        records = load_selected_records(options, store)
         pairs = [
             (
-                recorded_checkpoint(first, records, store)[0],
-                recorded_checkpoint(second, records, store)[0],
+                find_recorded_encoder(first, records, store)[0],
+                find_recorded_encoder(second, records, store)[0],
             )
             for first, second in options.pair or []
         ]
         with without_collections():
             report = build_report(store, records, pairs, layers=asked_layers(options.layer))
-            if not report.pairs and len(report.checkpoints) > MOST_PAIRED:
-                say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
+            number = len(report.checkpoints)
+            if not report.pairs and number > MAX_PAIRED:
+                say(f"{number} checkpoints: compare two of them with --pair A B")
             write_report(report, folder)
-        what = _counted(len(records), "record")
-        say(f"{what} of {_counted(len(report.checkpoints), 'checkpoint')}: {folder / 'index.html'}")
+        counts = f"{_count(len(records), 'record')} of {_count(number, 'checkpoint')}"
+        say(f"{counts}: {folder / 'index.html'}")
     if refused := report.pictures.refused:
-        say(f"{_counted(len(refused), 'picture')} cannot be shown: {first_few(refused)}")
+        say(f"{_count(len(refused), 'picture')} cannot be shown: {summarise_problems(refused)}")
     return 0
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

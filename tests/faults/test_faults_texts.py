@@ -10,7 +10,7 @@ import torch
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from ssl_bench.system.progress import show_progress
-from ssl_bench.tables.published import published_table
+from ssl_bench.tables.published import load_published_table
 from tests.support.faults import DINO_LIKE, encoder_file, fails
 from tests.support.hostile import (
     CHECKS,
@@ -38,7 +38,7 @@ def kept(tmp_path_factory) -> ResultStore:
 def test_fault_67_no_text_of_a_record_acts_in_a_table(kept, capsys, command, style):
     encoders = (hostile(checkpoint_sha256=digits).encoder_id for digits in (SKIP, SKIPLESS))
     name, other = (f"{HOSTILE} {encoder[:6]}" for encoder in encoders)
-    row = published_table("mnist").rows[0]
+    row = load_published_table("mnist").rows[0]
     words = {
         "depth": ["table"],
         "pivot": ["table", "--pivot"],
@@ -78,7 +78,7 @@ def test_fault_67_no_text_of_a_record_acts_in_a_report(tmp_path, capsys):
     assert script.count("\n") == 1
     found = re.fullmatch(r"const RECORDS = JSON\.parse\((\".*\")\);\n", script)
     assert found is not None
-    texts = json.loads(json.loads(found[1]))["words"]
+    texts = json.loads(json.loads(found[1]))["values"]
     assert all(word.isprintable() for word in texts if isinstance(word, str))
 
 

@@ -30,7 +30,7 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import Encoder
-from ssl_bench.report.model import chosen_metric
+from ssl_bench.report.panels import choose_main_metric
 from ssl_bench.results import ResultStore
 from tests.support.coloured_classes import coloured_classes, flat, scored, tiny
 
@@ -256,7 +256,7 @@ def test_agreement_below_chance_is_read_and_leads_the_table(colours, tmp_path, c
     shown = capsys.readouterr()
     assert "-3.2" in shown.out
     assert path.name in shown.err
-    assert chosen_metric([(metric, r.is_ranked) for metric, r in found.items()]) == "ami"
+    assert choose_main_metric([(metric, r.is_ranked) for metric, r in found.items()]) == "ami"
 
 
 def test_the_seed_of_a_run_is_that_of_its_k_means(colours):

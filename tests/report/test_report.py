@@ -12,8 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.model import MOST_DRAWN, checkpoints_of
-from ssl_bench.report.pictures import PictureFiles, galleries_of
+from ssl_bench.report.panels import MAX_LINES, list_checkpoints
+from ssl_bench.report.pictures import PictureFiles, find_galleries
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import REPORT
 from tests.core.test_results import RECORD
@@ -59,7 +59,6 @@ def test_pages_say_percent_of_percent_alone(tmp_path, records, said):
     charts = re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)
     named = [re.findall('class="measured".*?>(.*?)<', chart) for chart in charts]
     assert named == [["corloc (%)" if record.unit else record.metric] for record in records]
-    assert ("All scores of which more is better" in page) == any(record.unit for record in records)
     script = (tmp_path / "report" / "records.js").read_text()
     assert ("plain number" in script) == any(not record.unit for record in records)
 
@@ -73,11 +72,11 @@ def test_means_over_seeds_say_what_is_of_one_seed_alone(tmp_path):
     assert main(["report", "--out", str(tmp_path)]) == 0
 
     (page,) = (tmp_path / "report").glob("checkpoint-*.html")
-    assert "are of the lowest seed alone" in page.read_text()
+    assert "are those of the lowest seed" in page.read_text()
     shutil.rmtree(store.root / "records")
     save(store, record, counts(PERFECT, HALF))
     assert main(["report", "--out", str(tmp_path)]) == 0
-    assert "are of the lowest seed alone" not in page.read_text()
+    assert "are those of the lowest seed" not in page.read_text()
 
 
 def test_pictures_are_found_by_block_by_sheet_and_by_protocol(tmp_path):
@@ -96,9 +95,9 @@ def test_pictures_are_found_by_block_by_sheet_and_by_protocol(tmp_path):
     )
     drawing = tmp_path / f"pictures/tokencut/toy/{skip}/reference/block01_key.svg"
     drawing.write_text("<svg/>")
-    (checkpoint,) = checkpoints_of(records)
+    (checkpoint,) = list_checkpoints(records)
 
-    blocks, sheet, *panels = galleries_of(PictureFiles(tmp_path), records, checkpoint)
+    blocks, sheet, *panels = find_galleries(PictureFiles(tmp_path), records, checkpoint)
 
     start = f"pictures/tokencut/toy/{skip}/"
     # The second image lacks a block.
@@ -172,8 +171,8 @@ def first_record(report: Path) -> dict[str, Any]:
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))
     return {
-        name: content["words"][word]
-        for name, word in zip(content["names"], content["rows"][0], strict=True)
+        name: content["values"][index]
+        for name, index in zip(content["names"], content["rows"][0], strict=True)
     }
 
 
@@ -208,7 +207,7 @@ def test_published_values_are_marked_and_say_what_differs(tmp_path):
     text = Elements((tmp_path / "report" / "index.html").read_text()).text
     assert "62.3 published" in text
     assert "table 2" in text
-    assert "Not the same experiment; published: ViT-Small" in text
+    assert "not the same experiment: published: ViT-Small" in text
 
 
 def test_only_what_was_asked_for_is_in_the_report(tmp_path):
@@ -223,7 +222,7 @@ def test_only_what_was_asked_for_is_in_the_report(tmp_path):
     assert "top1_k20" in text
     assert "corloc" not in text
     assert "1 record of 1 checkpoint. Bands, ± and" in Elements(text).text
-    assert "1 unreadable record left out." in Elements(text).text
+    assert "1 unreadable record is left out." in Elements(text).text
     assert (tmp_path / "knn" / REPORT).is_file()
 
 
@@ -245,7 +244,7 @@ def test_four_checkpoints_with_all_records_stay_small(tmp_path):
 @pytest.mark.parametrize("unit", ["%", ""])
 def test_of_many_checkpoints_the_highest_are_drawn_and_all_have_a_page(tmp_path, unit):
     store = ResultStore(tmp_path)
-    count = MOST_DRAWN + 2
+    count = MAX_LINES + 2
     for number in range(count):
         for layer in range(2):
             one = cell(
@@ -266,5 +265,5 @@ def test_of_many_checkpoints_the_highest_are_drawn_and_all_have_a_page(tmp_path,
     left_out = {"0", "1"} if unit else {str(count - 2), str(count - 1)}
     assert set(map(str, range(count))) - set(heads) == left_out
     which = "those with the highest values" if unit else "the first by name"
-    assert f"{MOST_DRAWN} of {count} checkpoints, {which}" in card
+    assert f"{MAX_LINES} of {count} checkpoints are drawn, {which}" in card
     assert len(list((tmp_path / "report").glob("checkpoint-*.html"))) == count

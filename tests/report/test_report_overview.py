@@ -1,4 +1,4 @@
-"""What stands on the first page and in the tables, by the elements of the pages alone."""
+"""The overview, the leaderboard and the tables of blocks, by the elements of the pages."""
 
 import math
 import re
@@ -10,9 +10,19 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
-from ssl_bench.report.model import by_task, checkpoints_of, headline_panels, panels_of
-from ssl_bench.report.overview import MEANINGS, block_groups, board_of, profiles_of
-from ssl_bench.report.pictures import MOST_SHOWN, Gallery, of_layers, strips_of
+from ssl_bench.report.overview import (
+    TASK_DESCRIPTIONS,
+    build_leaderboard,
+    group_block_tables,
+    summarize_checkpoints,
+)
+from ssl_bench.report.panels import (
+    group_by_task,
+    group_into_panels,
+    list_checkpoints,
+    select_headline_panels,
+)
+from ssl_bench.report.pictures import MAX_STRIP_PICTURES, Gallery, keep_layers, select_strips
 from ssl_bench.results import Baseline, Record, ResultStore
 from tests.support.report_cells import Elements, cell, folder_of, plain, save_pictures, skipless
 
@@ -20,7 +30,7 @@ SEGMENTATION = {"task": "segmentation", "metric": "miou_oracle", "facet": "token
 
 
 def panels(*records: Record):
-    return panels_of(records, checkpoints_of(records))
+    return group_into_panels(records, list_checkpoints(records))
 
 
 def written(root: Path, *records: Record, page: str = "index.html") -> str:
@@ -36,7 +46,7 @@ def ids(page: str) -> list[str]:
 
 
 def headlines(*records: Record) -> list[tuple[str, ...]]:
-    chosen = headline_panels(panels(*records))
+    chosen = select_headline_panels(panels(*records))
     return [(p.task, p.dataset, p.metric, p.protocol + p.difference) for p in chosen]
 
 
@@ -74,10 +84,10 @@ def test_neither_a_look_at_one_block_nor_a_changed_option_takes_the_place_of_the
     every = [cell(layer=n, value=50.0) for n in range(3)]
 
     for records in ([look, *every], [*every, look]):
-        (panel,) = headline_panels(panels(*records))
+        (panel,) = select_headline_panels(panels(*records))
         assert panel.layers == (0, 1, 2)
     for records in ([changed, cell()], [cell(), changed]):
-        (panel,) = headline_panels(panels(*records))
+        (panel,) = select_headline_panels(panels(*records))
         assert panel.title == "corloc, key, protocol reference [tau=0.2]"
 
 
@@ -88,7 +98,7 @@ def test_of_two_protocols_all_checkpoints_stand_in_the_same_one():
     records += [skipless(layer=n, protocol="reference", **squashed) for n in range(2)]
     records += [skipless(layer=n, protocol="adaptive", **squashed) for n in range(2)]
 
-    chosen = headline_panels(panels(*records))
+    chosen = select_headline_panels(panels(*records))
 
     assert [panel.protocol for panel in chosen] == ["reference", "reference"]
     assert [panel.lines[0].checkpoint.model for panel in chosen] == ["skip", "skipless"]
@@ -99,22 +109,22 @@ def test_no_checkpoint_is_without_its_number_for_having_been_seen_otherwise(tmp_
     dinov2 = cell(model="dinov2", checkpoint_sha256="f" * 64)
     records = [cell(**smaller), skipless(**smaller), cell(), dinov2]
 
-    chosen = headline_panels(panels(*records))
-    checkpoints = checkpoints_of(records)
-    profiles = profiles_of(ResultStore(tmp_path), chosen, checkpoints)
+    chosen = select_headline_panels(panels(*records))
+    checkpoints = list_checkpoints(records)
+    summaries = summarize_checkpoints(ResultStore(tmp_path), chosen, checkpoints)
 
     assert [[line.checkpoint.model for line in panel.lines] for panel in chosen] == [
         ["dinov2", "skip"],
         ["skip", "skipless"],
     ]
-    assert [len(profile.answers) for profile in profiles] == [1, 1, 1]
+    assert [len(texts) for texts in summaries.values()] == [1, 1, 1]
 
 
 def test_segmentation_and_discovery_come_first_and_many_plain_numbers_last():
     rest = [cell(task="knn", metric="top1_k20"), cell(task="pca", metric="explained_variance")]
     shares = [plain(facet=facet) for facet in ("attention", "mlp")]
 
-    tasks = by_task(panels(*shares, *rest, cell(), cell(**SEGMENTATION)))
+    tasks = group_by_task(panels(*shares, *rest, cell(), cell(**SEGMENTATION)))
 
     assert list(tasks) == ["segmentation", "tokencut", "knn", "pca", "conditioning"]
 
@@ -122,11 +132,11 @@ def test_segmentation_and_discovery_come_first_and_many_plain_numbers_last():
 def test_the_board_shows_the_best_block_or_the_last_one_where_more_is_not_better():
     records = [cell(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
     records += [plain(facet="mlp", layer=n, value=v) for n, v in enumerate((3.0, 2.0, 1.0))]
-    checkpoints = checkpoints_of(records)
+    checkpoints = list_checkpoints(records)
 
-    board = board_of(panels_of(records, checkpoints), checkpoints)
+    board = build_leaderboard(group_into_panels(records, checkpoints), checkpoints)
 
-    points = [panel.shown(checkpoints[0]) for panel, _ in board["columns"]]
+    points = [panel.find_headline_entry(checkpoints[0]) for panel, _ in board["columns"]]
     assert [(p.layer, p.value) for p in points if p] == [(1, 60.0), (2, 1.0)]
     assert [facts for _, facts in board["columns"]] == [("key",), ("mlp",)]
     assert board["shared"] == (("protocol", "reference"), ("on", "toy val"))
@@ -135,9 +145,9 @@ def test_the_board_shows_the_best_block_or_the_last_one_where_more_is_not_better
 def test_columns_of_one_head_say_in_what_setting_they_differ():
     # The first is of another encoder: of one encoder alone the headline is chosen.
     records = [skipless(settings={"size": 64}), cell(settings={"size": 518})]
-    checkpoints = checkpoints_of(records)
+    checkpoints = list_checkpoints(records)
 
-    board = board_of(panels_of(records, checkpoints), checkpoints)
+    board = build_leaderboard(group_into_panels(records, checkpoints), checkpoints)
 
     assert sorted(facts for _, facts in board["columns"]) == [("size 518",), ("size 64",)]
 
@@ -187,7 +197,7 @@ def test_checkpoints_of_one_model_say_what_sets_them_apart(tmp_path):
 
     page = written(tmp_path, *records)
 
-    apart = {one.apart for one in checkpoints_of(records)}
+    apart = {one.distinction for one in list_checkpoints(records)}
     assert apart == {
         "image size not set",
         "image size 224",
@@ -208,40 +218,21 @@ def test_a_value_that_is_missing_says_why_where_it_stands(tmp_path):
     for page in (index, own):
         assert 'title="no class has two images"' in page
         assert "\N{EN DASH}: no class has two images" in page
-    assert "no block has a value of top-1 accuracy: no class has two images." in index
+    assert "No block has a value of top1 (no class has two images)." in index
     records = [cell(metric="degenerate", layer=n, value=v) for n, v in enumerate((20.0, 10.0))]
     page = Elements(written(tmp_path / "degenerate", *records)).text
-    assert "degenerate graphs (percent of the images whose cut rounding chooses) of key" in page
-    assert "degenerate: percent of the images whose graph says nothing" in page
+    assert "degenerate: percentage of images whose cut is decided by rounding" in page
 
 
-def test_settings_that_differ_are_columns_and_equal_ones_are_said_once(tmp_path):
-    settings = [{"size": 128, "epochs": 2}, {"size": 128, "epochs": 20}]
-    records = [cell(**SEGMENTATION, settings=given, changed=given) for given in settings]
-
-    page = written(tmp_path, *records)
-
-    table = page[page.index('<table class="all">') :]
-    heads = re.findall(r"<button[^>]*>(.*?)</button>", table[: table.index("</thead>")])
-    assert heads == ["measured", "epochs", "skip"]
-    said = re.findall("All rows: .*", Elements(page).text)
-    assert said == ["All rows: metric miou_oracle, facet token, protocol reference, on toy val, "
-                    "size 128."]  # fmt: skip
-
-
-def test_the_first_page_has_checkpoints_pictures_curves_and_then_all_numbers(tmp_path):
+def test_the_overview_has_summary_leaderboard_pictures_and_curves(tmp_path):
     shares = [plain(facet=facet) for facet in ("attention", "mlp", "mlp_skip")]
     save_pictures(tmp_path, f"tokencut/toy/{folder_of(cell())}/reference/block03_key/dog")
 
     page = written(tmp_path, *shares, cell(), cell(**SEGMENTATION))
 
     sections = [i for i in ids(page) if not i.startswith("panel")]
-    assert [i for i in sections if i in ("checkpoints", "pictures", "filters", "best")] == [
-        "checkpoints",
-        "pictures",
-        "filters",
-        "best",
-    ]
+    order = ["summary", "leaderboard", "pictures", "filters"]
+    assert [i for i in sections if i in order] == order
     tasks = ["task-segmentation", "task-tokencut", "task-conditioning"]
     assert [i for i in sections if i.startswith("task-")] == tasks
     folds = re.findall(r'<details class="fold".*?</summary>', page)
@@ -258,34 +249,34 @@ def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Ga
 
 
 def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
-    first, second, third = checkpoints_of([cell(), skipless(), cell(checkpoint_sha256="e" * 64)])
+    first, second, third = list_checkpoints([cell(), skipless(), cell(checkpoint_sha256="e" * 64)])
     galleries = {
         first.encoder_id: [gallery([None], "all"), gallery(range(12), "cat", "dog")],
         second.encoder_id: [gallery(range(3), "dog")],
         third.encoder_id: [],
     }
 
-    strips = strips_of((first, second, third), galleries, [])
+    strips = select_strips((first, second, third), galleries, [])
 
     assert [strip.checkpoint for strip in strips] == [first, second]
-    assert {strip.what for strip in strips} == {"pca on toy, protocol image, image dog"}
+    assert {strip.title for strip in strips} == {"pca on toy, protocol image, image dog"}
     blocks = [[block for block, _, _ in strip.pictures] for strip in strips]
     assert blocks == [
         [f"block {n}" for n in (0, 2, 4, 7, 9, 11)],
         ["block 0", "block 1", "block 2"],
     ]
-    assert len(blocks[0]) == MOST_SHOWN
+    assert len(blocks[0]) == MAX_STRIP_PICTURES
     assert strips[0].pictures[-1][1] == "pca/block11/dog.png"
 
 
 def test_strips_are_of_what_most_checkpoints_have_and_of_many_blocks():
-    first, second = checkpoints_of([cell(), skipless()])
+    first, second = list_checkpoints([cell(), skipless()])
 
     def shown(few: Gallery, many: Gallery, *others: Gallery) -> list[tuple[str, ...]]:
         galleries = {first.encoder_id: [few, many], second.encoder_id: list(others)}
         return [
-            (strip.what.split()[0], strip.what.split()[2], strip.checkpoint.name)
-            for strip in strips_of((first, second), galleries, [])
+            (strip.title.split()[0], strip.title.split()[2], strip.checkpoint.name)
+            for strip in select_strips((first, second), galleries, [])
         ]
 
     cut, pca = gallery([0], "dog", task="tokencut"), gallery([0], "dog")
@@ -320,10 +311,10 @@ def test_the_page_of_a_checkpoint_has_blocks_in_rows_and_few_columns(tmp_path):
     assert [table.count('class="best"') for table in tables] == [2, 2]
     # Of many on one dataset some are folded.
     many = [plain(facet=f"f{number}") for number in range(11)]
-    (group,) = block_groups([(panel, panel.lines[0]) for panel in panels(*many)])
+    (group,) = group_block_tables([(panel, panel.lines[0]) for panel in panels(*many)])
     assert list(map(len, [*group.tables, *group.folded])) == [2, 3, 3, 3]
     page = written(tmp_path / "many", *many, page="checkpoint-*.html")
-    assert "3 more measurements" in page
+    assert "3 more columns" in page
 
 
 def test_one_word_for_a_block_and_axes_that_are_named(tmp_path):
@@ -337,35 +328,39 @@ def test_one_word_for_a_block_and_axes_that_are_named(tmp_path):
         assert not re.findall(r'class="measured"[^>]*></text>', page)
 
 
-def test_every_task_is_explained_where_its_curves_begin(tmp_path):
-    assert set(choices("probe")) <= set(MEANINGS)
+def test_every_task_is_described_above_its_curves(tmp_path):
+    assert set(choices("probe")) <= set(TASK_DESCRIPTIONS)
 
     page = unescape(written(tmp_path, cell(), plain()))
 
-    assert page.count(MEANINGS["tokencut"]) == page.count(MEANINGS["conditioning"]) == 1
+    assert (
+        page.count(TASK_DESCRIPTIONS["tokencut"])
+        == page.count(TASK_DESCRIPTIONS["conditioning"])
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "said", "marked"),
     [
         ((1, 3, 2), "block 1", [1]),
-        ((3, 1, 3), "blocks 0, 2", [0, 2]),
-        ((2, 2, 2), "all 3 alike", []),
+        ((3, 1, 3), "blocks 0 and 2", [0, 2]),
+        ((2, 2, 2), "all 3 blocks equal", []),
         ((2,), "block 0", [0]),
     ],
 )
 def test_equal_blocks_share_the_best_place(values, said, marked):
     records = [cell(layer=layer, value=float(value)) for layer, value in enumerate(values)]
     (line,) = panels(*records)[0].lines
-    assert line.said_best == said
-    assert [point.layer for point in line.bests] == marked
+    assert line.best_text == said
+    assert [point.layer for point in line.all_best] == marked
 
 
 def test_pictures_of_other_blocks_stay_out_of_a_report_of_some():
     both = [gallery(range(12), "dog"), gallery([None], "all"), gallery(range(3), "cat")]
-    kept = of_layers(both, {5, -1}, 12)
+    kept = keep_layers(both, {5, -1}, 12)
     assert [list(one.prefixes) for one in kept] == [[5, 11], [None]]
-    assert of_layers(both, None, 12) == both
+    assert keep_layers(both, None, 12) == both
 
 
 def test_pictures_come_first_where_there_are_no_labels(tmp_path):
@@ -379,7 +374,7 @@ def test_pictures_come_first_where_there_are_no_labels(tmp_path):
 
         for found in (index, own):
             first = next(i for i in found if i.startswith("pictures"))
-            assert (found.index(first) < found.index("blocks")) == (not labelled)
+            assert (found.index(first) < found.index("summary")) == (not labelled)
         pictures = [i for i in own if i.startswith("pictures")]
         assert pictures == ["pictures-pca", "pictures-conditioning"]
         assert own.index(pictures[-1]) < own.index("properties")
@@ -391,6 +386,6 @@ def test_the_label_of_a_baseline_stays_above_the_axis(tmp_path):
 
     page = written(tmp_path, *records)
 
-    (height,) = re.findall(r'class="floor" x="\d+" y="([\d.]+)">constant class', page)
+    (height,) = re.findall(r'class="baseline" x="\d+" y="([\d.]+)">constant class', page)
     axis = re.findall(r'class="axis" d="M\d+ (\d+)H', page)
     assert 0 < float(height) < float(axis[0])

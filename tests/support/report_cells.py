@@ -1,19 +1,16 @@
 """Records and pictures of which the tests of the report make their reports."""
 
-import json
-import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.comparing import PanelPair, panel_pair, side_of
-from ssl_bench.report.drawing import Curve, Spot
-from ssl_bench.report.model import checkpoints_of, panels_of
+from ssl_bench.report.drawing import Curve, Point
+from ssl_bench.report.pairs import PanelComparison, compare_sides, load_side
+from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.contributions import ImageCurve
 from tests.core.test_results import RECORD
@@ -58,7 +55,7 @@ def folder_of(record: Record) -> str:
 
 
 def curve(*values, low=None, high=None):
-    spots = tuple(Spot(layer, value, low, high, "") for layer, value in enumerate(values))
+    spots = tuple(Point(layer, value, low, high, "") for layer, value in enumerate(values))
     return Curve("skip", "c0 d0", 0, spots)
 
 
@@ -101,21 +98,6 @@ def plain(**changes) -> Record:
     return cell(**{"task": "conditioning", "metric": "condition_number", "unit": "", **changes})
 
 
-def discovery_log(settings, dtype="torch.float32", version=RECORD.version, **outcomes) -> str:
-    key = {"encoder": known_as("a"), "settings": settings}
-    key |= {"dtype": dtype, "version": version}
-    lines = [json.dumps({"key": key, "format": 2})]
-    for image, (hit, degenerate, boxes) in outcomes.items():
-        found = {"3/key": {"hit": hit, "degenerate": degenerate}}
-        lines.append(signed({"image": image, "num_boxes": boxes, "cells": found}))
-    return "\n".join(lines) + '\n{"image": "cut sh'
-
-
-def signed(line: dict[str, Any]) -> str:
-    """A line with the CRC-32 of its content."""
-    return json.dumps({**line, "crc32": zlib.crc32(json.dumps(line).encode())})
-
-
 def counts(*images):
     """Right, predicted and true pixels of two classes for each image."""
     return np.array(images, np.int32)
@@ -130,17 +112,14 @@ HALF = [[2, 0], [4, 0], [2, 2]]
 WRONG = [[0, 0], [4, 0], [0, 4]]
 
 
-EMPTY = [[0, 0], [0, 0], [0, 0]]
-
-
-def compared_pair(store: ResultStore, records: list[Record]) -> PanelPair:
+def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
     """The only two checkpoints in the only panel."""
-    one, other = checkpoints_of(records)
-    (panel,) = panels_of(records, (one, other))
-    first, second = (side_of(store, panel, checkpoint) for checkpoint in (one, other))
+    one, other = list_checkpoints(records)
+    (panel,) = group_into_panels(records, (one, other))
+    first, second = (load_side(store, panel, checkpoint) for checkpoint in (one, other))
     assert first is not None
     assert second is not None
-    compared = panel_pair(panel, first, second)
+    compared = compare_sides(panel, first, second)
     assert compared is not None
     return compared
 

@@ -10,7 +10,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.report.model import checkpoints_of
+from ssl_bench.report.panels import list_checkpoints
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
@@ -174,7 +174,7 @@ def test_epochs_of_a_run_stand_in_the_order_of_their_numbers():
     (table,) = depth_tables(runs)
 
     assert table.models == ("skip@10", "skip@50", "skip@100")
-    assert [c.name for c in checkpoints_of(runs)] == ["skip@10", "skip@50", "skip@100"]
+    assert [c.name for c in list_checkpoints(runs)] == ["skip@10", "skip@50", "skip@100"]
 
 
 def drawn_figure(tmp_path, records):
