@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from pretrain.schedules import WARMUPS
-from ssl_bench.composition.compose import default_of
+from ssl_bench.composition.compose import get_default
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig
 
@@ -59,7 +59,7 @@ def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
     if whole.get("_target_") != _target(component):
         return whole
     for item in fields(component):
-        value, default = getattr(component, item.name), default_of(item)
+        value, default = getattr(component, item.name), get_default(item)
         if item.name not in whole and default is not MISSING:
             whole[item.name] = describe(default)
         if is_dataclass(value) and isinstance(whole.get(item.name), Mapping):

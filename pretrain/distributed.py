@@ -64,12 +64,13 @@ class TrainingRanks:
         """Raise in every process the error that one of them met.
 
         All processes must call this equally often, and between two calls they may meet as often as
-        they like for other reasons. What is raised was raised everywhere, `is_shared` says so.
+        they like for other reasons. An error raised here is raised on every rank and marked as
+        `is_raised_on_all_ranks`.
 
         Raises:
             SslBenchError: its own in a process that met one, elsewhere that of the first that did.
         """
-        if self.count > 1 and not getattr(error, "is_shared", False):
+        if self.count > 1 and not getattr(error, "is_raised_on_all_ranks", False):
             failed = torch.tensor(int(error is not None))
             met: list[SslBenchError | None] = [None] * self.count
             sent: Any = error
@@ -82,7 +83,7 @@ class TrainingRanks:
             if failed:
                 error = error or next(found for found in met if found is not None)
             if isinstance(error, SslBenchError):
-                error.is_shared = True
+                error.is_raised_on_all_ranks = True
         if error is not None:
             raise error
 
@@ -127,7 +128,7 @@ def _meeting() -> Generator[None]:
         reason = str(error).strip().partition("\n")[0]
         gone = MachineError(f"another process of this command has ended ({reason}); start again")
         # There is nobody left to ask.
-        gone.is_shared = True
+        gone.is_raised_on_all_ranks = True
         raise gone from error
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from pretrain.distributed import TrainingRanks
 from pretrain.options import TrainOptions
 from pretrain.schedules import Timeline
-from ssl_bench.errors import ConfigurationError, MachineError, either
+from ssl_bench.errors import ConfigurationError, MachineError, join_alternatives
 from ssl_bench.system.escaping import printable
 from ssl_bench.system.files import write_text_atomically
 from ssl_bench.system.progress import bar_class, in_words
@@ -257,7 +257,7 @@ class StepLog:
         if symptom and self._sick >= options.collapse_patience:
             raise ConfigurationError(
                 f"stopped at step {row['step']}: {symptom.args[0]}; start anew in another folder",
-                hint=either(symptom.hint, ("--out", "{folder}")),
+                hint=join_alternatives(symptom.hint, ("--out", "{folder}")),
             )
 
     def close(self) -> None:

@@ -23,7 +23,13 @@ from pretrain.objectives.objective import Learner, Measuring
 from pretrain.objectives.supervised import SupervisedLearner
 from pretrain.options import DataOptions
 from pretrain.schedules import Timeline
-from ssl_bench.composition.fields import Count, FilePath, PositiveShare, Temperature, check_fields
+from ssl_bench.composition.fields import (
+    Count,
+    FilePath,
+    PositiveFraction,
+    Temperature,
+    check_fields,
+)
 from ssl_bench.data.files.fingerprints import extended
 from ssl_bench.data.files.readable import counts_and_first, shared_files, some_of
 from ssl_bench.data.layouts.class_folders import ClassFolders
@@ -35,7 +41,7 @@ from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.models import identify_encoder
 from ssl_bench.models.encoder import Colours
 from ssl_bench.neighbours import knn_ranks
-from ssl_bench.results import SUPERVISED, TRAINED_ON, CellKey, ResultStore, TrainingImages
+from ssl_bench.results import SUPERVISED, TRAINED_ON, ResultKey, ResultStore, TrainingImages
 from ssl_bench.system.caller_state import evaluation_mode
 from ssl_bench.system.device import in_float64, provenance
 from ssl_bench.system.launch import usable_cores
@@ -83,7 +89,7 @@ class Monitor:
     temperature: Temperature = 0.07
     train_images: Count = 10_000
     val_images: Count = 5_000
-    crop_share: PositiveShare = 0.875
+    crop_share: PositiveFraction = 0.875
     batch_size: Count = 128
 
     def __post_init__(self) -> None:
@@ -256,7 +262,7 @@ class Observer(Measuring):
         gone = {trained_on.split: left_out}
         for most, right in found.items():
             hits = right.cpu().numpy()
-            key = CellKey(
+            key = ResultKey(
                 task=SUPERVISED,
                 dataset=re.sub(r"\W+", "_", real(self.root).name).lower() or "images",
                 split=self.val.split,

@@ -9,17 +9,17 @@ import torch
 from pretrain.schedules import WARMUP, Cosine, Schedule, Timeline, Triangle
 from ssl_bench.composition.fields import (
     Bits,
+    Bounds,
     Count,
     FilePath,
-    Items,
+    ListLength,
     Pixels,
     Positive,
+    PositiveFraction,
     PositiveOrZero,
-    PositiveShare,
     RateOrZero,
     Seed,
     Share,
-    Within,
     Workers,
     check_fields,
 )
@@ -38,7 +38,7 @@ _MOST_WORKERS = 16
 # Images of a set that is looked through before the first step; a larger one takes too long.
 _FEW = 2_000
 _MINUTES_A_WEEK = 10_080
-Epochs = Annotated[Sequence[Count], Items(0, 10_000)]
+Epochs = Annotated[Sequence[Count], ListLength(0, 10_000)]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class DataOptions:
     bits: Bits = None
     allow_overlap: bool = False
     limit: Count | None = None
-    mean: Annotated[Sequence[Share], Items(3, 3)] = IMAGENET_MEAN
-    std: Annotated[Sequence[PositiveShare], Items(3, 3)] = IMAGENET_STD
+    mean: Annotated[Sequence[Share], ListLength(3, 3)] = IMAGENET_MEAN
+    std: Annotated[Sequence[PositiveFraction], ListLength(3, 3)] = IMAGENET_STD
 
     def __post_init__(self) -> None:
         check_fields(self, "data")
@@ -177,7 +177,7 @@ class TrainOptions:
     warmup_epochs: PositiveOrZero | None = None
     schedule: Literal["cosine", "triangular"] = "cosine"
     final_lr: RateOrZero = 1e-6
-    layer_decay: PositiveShare = 1.0
+    layer_decay: PositiveFraction = 1.0
     weight_decay: PositiveOrZero = 0.04
     final_weight_decay: PositiveOrZero = 0.4
     decay_tokens: bool = True
@@ -190,7 +190,7 @@ class TrainOptions:
     checkpoint_epochs: Count | None = None
     keep_epochs: Epochs | None = None
     keep_every: Count | None = None
-    timeout_minutes: Annotated[float, Within(0, _MINUTES_A_WEEK, above=True)] = 60.0
+    timeout_minutes: Annotated[float, Bounds(0, _MINUTES_A_WEEK, above=True)] = 60.0
     non_finite_patience: Count = 10
     collapse_patience: Count = 500
     tensorboard: bool = False

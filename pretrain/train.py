@@ -48,7 +48,7 @@ from ssl_bench.errors import (
     MachineError,
     Preempted,
     SslBenchError,
-    either,
+    join_alternatives,
 )
 from ssl_bench.evaluation import trained_on
 from ssl_bench.models import EncoderConfig, EncoderModule, StateSpaceConfig, ViTConfig
@@ -465,7 +465,7 @@ class Run:
                 f"{path} is of a run with another configuration ({'; '.join(typed or changed)}); "
                 "type the words of the first command again (their values are in "
                 f"{self.out / checkpoints.CONFIG})",
-                hint=either(goes_on, ("--resume",), ("--out", "{folder}")),
+                hint=join_alternatives(goes_on, ("--resume",), ("--out", "{folder}")),
             )
 
         def unreadable_now() -> set[int]:
@@ -565,7 +565,7 @@ class Run:
                 report.say(f"time is up {where}; go on with --resume")
                 return
             error = Preempted(f"asked to stop {where}; start the command again", hint=("--resume",))
-            error.is_shared = self.ranks.count > 1
+            error.is_raised_on_all_ranks = self.ranks.count > 1
             raise error
 
     def _outlook(self) -> Iterator[str]:

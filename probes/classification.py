@@ -46,15 +46,15 @@ from probes.heads.sgd import (
     TrainedHeads,
     Training,
 )
-from ssl_bench.composition.compose import guesses_of
+from ssl_bench.composition.compose import fill_in_guesses
 from ssl_bench.composition.fields import (
     Count,
+    FractionBelowOne,
     Pixels,
     Positive,
+    PositiveFraction,
     PositiveOrZero,
-    PositiveShare,
     Rate,
-    ShareBelowOne,
     Threads,
     shown,
 )
@@ -148,12 +148,12 @@ class LinearClassification(Probe):
     layers_mode: Literal["single", "last4"] = "single"
     training: Training = field(default_factory=ImageRegression)
     standardise: bool = True
-    holdout: ShareBelowOne = 0.1
+    holdout: FractionBelowOne = 0.1
     train_images: Count | None = None
     shots: AskedShots = None
     draws: Count = 5
     image_size: Pixels | None = None
-    crop_share: PositiveShare = 0.875
+    crop_share: PositiveFraction = 0.875
     encoder_batch_size: Count = 64
     memory_gib: PositiveOrZero = 8.0
     num_workers: Threads = 4
@@ -270,7 +270,7 @@ class LinearClassification(Probe):
         heads = fitted(portion.fitted)
         details = {
             **portions.details(portion, portion.fitted, heads.seconds),
-            "guesses": guesses_of(self, self.guesses),
+            "guesses": fill_in_guesses(self, self.guesses),
         }
         for index, source in enumerate(sources):
             features, held_out = val.joined(source, facet), None
@@ -341,7 +341,7 @@ class LinearClassification(Probe):
                 **portions.details(portion, portion.before, heads.seconds),
                 "feature_tier": features.tier,
                 "encoder_passes": features.passes,
-                "guesses": guesses_of(self, [*self.guesses, *_ATTENTIVE_GUESSES]),
+                "guesses": fill_in_guesses(self, [*self.guesses, *_ATTENTIVE_GUESSES]),
             }
             for index, layer in enumerate(heads.layers):
                 yield list(

@@ -26,16 +26,16 @@ from probes.features.stream import batches, read_ahead
 from probes.pictures import heading, sheet
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import (
+    Bounds,
     Count,
     CountOrZero,
     Pixels,
     Positive,
+    PositiveFraction,
     PositiveOrZero,
-    PositiveShare,
     Temperature,
     Threads,
-    Within,
-    require_some,
+    require_nonempty,
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sampled
@@ -57,8 +57,8 @@ Points = Float64[np.ndarray, "_points 2"]
 Warp = Literal["homography", "crop", "flip"]
 
 # From a third on, four corners that move inwards may enclose nothing convex.
-Strength = Annotated[float, Within(0, 0.33)]
-NumPoints = Annotated[int, Within(1, 65536)]
+Strength = Annotated[float, Bounds(0, 0.33)]
+NumPoints = Annotated[int, Bounds(1, 65536)]
 
 _SHOWN_ALPHA = 0.1
 # From the middles of pixels, which OpenCV counts from 0, to the coordinates of this file.
@@ -104,7 +104,7 @@ class Correspondence(Probe):
 
     protocol: Literal["warps", "spair"] = "warps"
     facet: str | Sequence[str] = "token"
-    alphas: Sequence[PositiveShare] = (0.01, 0.05, 0.1, 0.15)
+    alphas: Sequence[PositiveFraction] = (0.01, 0.05, 0.1, 0.15)
     image_size: Pixels | None = None
     warp: Warp = "homography"
     strength: Strength = 0.25
@@ -126,7 +126,7 @@ class Correspondence(Probe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_some("probe.alphas", self.alphas)
+        require_nonempty("probe.alphas", self.alphas)
         if len(set(self.metrics)) < len(self.metrics):
             raise ConfigurationError(
                 f"probe.alphas must name each share once, got {list(self.alphas)}"

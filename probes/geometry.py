@@ -24,14 +24,14 @@ from probes.features.stream import KeptState, at_once, batches, checked, read_ah
 from probes.features.views import ResizedCrops
 from probes.spectra import effective_rank
 from ssl_bench.composition.fields import (
+    Bounds,
     Count,
-    Items,
+    FractionRange,
+    ListLength,
     Pixels,
     Positive,
-    PositiveShare,
-    ShareSpan,
+    PositiveFraction,
     Threads,
-    Within,
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
@@ -112,12 +112,12 @@ class Geometry(Probe):
     protocol: Literal["ssl_bench"] = "ssl_bench"
     facet: str | Sequence[str] = ("cls", "patch_mean")
     image_size: Pixels | None = None
-    crop_share: PositiveShare = 0.875
+    crop_share: PositiveFraction = 0.875
     view_images: Count = 100
-    views: Annotated[int, Within(2, 1000)] = 10
-    view_area: ShareSpan = (0.5, 1.0)
+    views: Annotated[int, Bounds(2, 1000)] = 10
+    view_area: FractionRange = (0.5, 1.0)
     lidar_delta: Positive = 1e-4
-    alpha_ranks: Annotated[Sequence[Count], Items(2, 2)] = (11, 100)
+    alpha_ranks: Annotated[Sequence[Count], ListLength(2, 2)] = (11, 100)
     pair_images: Count = 2000
     outlier_factor: Positive = 4.0
     batch_size: Count = 32

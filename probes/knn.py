@@ -18,16 +18,16 @@ from probes.features.split import (
     top_score,
 )
 from probes.features.stream import batches
-from ssl_bench.composition.compose import guesses_of
+from ssl_bench.composition.compose import fill_in_guesses
 from ssl_bench.composition.fields import (
     Count,
     Engine,
     Pixels,
+    PositiveFraction,
     PositiveOrZero,
-    PositiveShare,
     Temperature,
     Threads,
-    require_some,
+    require_nonempty,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
@@ -67,7 +67,7 @@ class KNN(Probe):
     temperature: Temperature = 0.07
     facet: str | Sequence[str] = "cls"
     image_size: Pixels | None = None
-    crop_share: PositiveShare = 0.875
+    crop_share: PositiveFraction = 0.875
     train_images: Count | None = None
     shots: AskedShots = None
     draws: Count = 5
@@ -85,7 +85,7 @@ class KNN(Probe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_some("probe.neighbours", self.neighbours)
+        require_nonempty("probe.neighbours", self.neighbours)
         require_one_way_to_draw(self.shots, self.train_images)
 
     def settings(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class KNN(Probe):
             "num_classes": num_classes,
             "bank": len(bank.labels),
             "constant_features": is_constant(unit),
-            "guesses": guesses_of(seen, seen.guesses),
+            "guesses": fill_in_guesses(seen, seen.guesses),
         }
         if warnings := zero_vectors_warning(unit):
             details["warnings"] = warnings

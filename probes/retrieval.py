@@ -17,7 +17,7 @@ from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage
 from probes.heads.losses import label_histograms
 from probes.heads.scored_images import ImageCounts, Squashed, mask_score
-from ssl_bench.composition.compose import guesses_of
+from ssl_bench.composition.compose import fill_in_guesses
 from ssl_bench.composition.fields import (
     Count,
     Engine,
@@ -134,7 +134,7 @@ class Retrieval(Probe):
                     "memory_patches": len(unit),
                     "constant_features": is_constant(unit),
                     "warnings": [*few_images_warning(len(images)), *zero_vectors_warning(unit)],
-                    "guesses": guesses_of(self, self.guesses),
+                    "guesses": fill_in_guesses(self, self.guesses),
                 }
                 cell, names = (layer, self.scored_facet), images.class_names
                 for metric in METRICS:

@@ -48,16 +48,16 @@ from probes.heads.sgd import (
     TrainedHeads,
 )
 from probes.pictures import sheet, titled
-from ssl_bench.composition.compose import guesses_of
+from ssl_bench.composition.compose import fill_in_guesses
 from ssl_bench.composition.fields import (
     Count,
     CountOrZero,
     FilePath,
+    FractionBelowOne,
     Pixels,
     Positive,
     PositiveOrZero,
     Rate,
-    ShareBelowOne,
     Threads,
 )
 from ssl_bench.data.files.images import voc_colours
@@ -95,7 +95,7 @@ class Steps(StepTraining):
     batch_size: Count = 16
     optimizer: Literal["adamw", "sgd"] = "adamw"
     schedule: Literal["cosine", "linear", "constant", "drop"] = "cosine"
-    warmup: ShareBelowOne = 0.05
+    warmup: FractionBelowOne = 0.05
     weight_decay: PositiveOrZero = 1e-4
 
     def steps(self) -> tuple[HeadOptimizer, Schedule]:
@@ -164,7 +164,7 @@ class Segmentation(Probe):
     norm: Literal["none", "final", "standardize"] = "standardize"
     crops: Literal["whole", "resized", "scaled"] = "whole"
     views: Count = 1
-    holdout: ShareBelowOne = 0.1
+    holdout: FractionBelowOne = 0.1
     train_images: Count | None = None
     panels: CountOrZero = 6
     tier: AskedTier = "auto"
@@ -532,7 +532,7 @@ class SegmentationRun:
             "train_seconds": round(heads.seconds, 3),
             "feature_tier": features.tier,
             "encoder_passes": features.passes,
-            "guesses": guesses_of(self.probe, self.probe.guesses),
+            "guesses": fill_in_guesses(self.probe, self.probe.guesses),
         }
 
     def _draw(self, drawn: Sequence[Tensor], rates: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ssl_bench.composition.choices import asked_names
+from ssl_bench.composition.choices import parse_names
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.features import FeatureExtractor, Features, squashed
@@ -143,7 +143,7 @@ class Results:
         records = list(self.records)
         for name, words in asked.items():
             have = sorted({getattr(record, name) for record in records})
-            chosen = have if words is None else asked_names(name, words, have)
+            chosen = have if words is None else parse_names(name, words, have)
             records = [record for record in records if getattr(record, name) in chosen]
         tables = depth_tables(records) if records else []
         return [table for table in tables if table.has_values] or tables

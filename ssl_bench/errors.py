@@ -17,14 +17,14 @@ class SslBenchError(Exception):
         message: What is wrong and what was expected, in one line.
         hint: The words to type instead: flags, keys with their values, or a whole command that
             begins with "ssl-bench". "{name}" stands for what only the user knows; a text that is
-            inserted is a `literal`. The word "or" separates alternatives.
+            inserted is a `escape_braces`. The word "or" separates alternatives.
 
     Attributes:
-        is_shared: All processes of a run end with it, so that the first alone says it.
+        is_raised_on_all_ranks: All processes of a run end with it, so that the first alone says it.
     """
 
     exit_code = 1
-    is_shared = False
+    is_raised_on_all_ranks = False
     _is_whole = False
 
     def __init__(self, message: str = "", *, hint: Sequence[str] = ()) -> None:
@@ -43,7 +43,7 @@ class SslBenchError(Exception):
         self._is_whole = True
 
     def __str__(self) -> str:
-        message, typed = super().__str__(), map(as_typed, alternatives(self.hint))
+        message, typed = super().__str__(), map(format_command, split_alternatives(self.hint))
         if self._is_whole:
             return message
         missing = [f"`{words}`" for words in typed if not _names(message, words)]
@@ -54,7 +54,7 @@ class SslBenchError(Exception):
         return type(self), self.args, {**self.__dict__, "_hint": self.hint}
 
 
-def alternatives(hint: Sequence[str]) -> list[tuple[str, ...]]:
+def split_alternatives(hint: Sequence[str]) -> list[tuple[str, ...]]:
     """Split a hint into what can be typed one in place of the other."""
     groups = groupby(hint, key=lambda word: word == "or")
     return [tuple(words) for is_separator, words in groups if not is_separator]
@@ -64,22 +64,22 @@ def _names(message: str, words: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(words)}(?![\w=-])", message) is not None
 
 
-def either(*ways: Sequence[str]) -> tuple[str, ...]:
+def join_alternatives(*ways: Sequence[str]) -> tuple[str, ...]:
     """Return one hint of several ways; those without words are left out."""
     return tuple(word for way in filter(None, ways) for word in ("or", *way))[1:]
 
 
-def literal(text: str) -> str:
+def escape_braces(text: str) -> str:
     """Return a text as a part of a hint in which nothing is a placeholder."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def as_typed(words: Sequence[str]) -> str:
+def format_command(words: Sequence[str]) -> str:
     """Return words as a shell takes them, "{name}" as NAME."""
-    return shlex.join(filled_in(word, str.upper) for word in words)
+    return shlex.join(fill_placeholders(word, str.upper) for word in words)
 
 
-def filled_in(word: str, fill: Callable[[str], str]) -> str:
+def fill_placeholders(word: str, fill: Callable[[str], str]) -> str:
     """Replace the placeholders in a word of a hint, given their names, and unescape its braces."""
     parts = r"\{\{|\}\}|\{(\w+)\}"
     return re.sub(parts, lambda one: fill(one[1]) if one[1] else one[0][0], word)
@@ -141,7 +141,7 @@ PACKAGES = ("ssl_bench", "probes", "pretrain")
 """Those of this suite."""
 
 
-def broken_file(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFile:
+def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFile:
     """What was raised while a file was imported, in one line: file, line and what is wrong there.
 
     Args:

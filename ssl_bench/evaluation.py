@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 import ssl_bench
-from ssl_bench.composition.compose import changed_settings, usual_values
-from ssl_bench.composition.fields import check_fields, require
+from ssl_bench.composition.compose import changed_settings, load_protocol_values
+from ssl_bench.composition.fields import check_fields, require_type
 from ssl_bench.data.corruptions import as_settings, corruption_of
 from ssl_bench.data.files.readable import (
     ReadableDataset,
@@ -43,12 +43,12 @@ from ssl_bench.intervals import holds
 from ssl_bench.layers import AskedFacets, Facet, asked_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import (
-    OUTDATED,
-    CellKey,
+    OLD_FORMAT,
     Record,
+    ResultKey,
     ResultStore,
+    block_stride,
     encoder_id,
-    stride_of,
     versions,
 )
 from ssl_bench.results.record import (
@@ -58,7 +58,7 @@ from ssl_bench.results.record import (
     PerImageKind,
     TrainingImages,
 )
-from ssl_bench.results.store import first_few
+from ssl_bench.results.store import summarise_problems
 from ssl_bench.system import paths
 from ssl_bench.system.device import provenance
 from ssl_bench.system.files import mark_as_written
@@ -149,7 +149,7 @@ class Score:
         per_image, kind = np.asarray(self.per_image), self.per_image_kind
         if kind is None and per_image.ndim == 1:
             kind = "percent" if per_image.dtype.kind == "f" else "hits"
-        require(f"per_image_kind of the score {self.metric}", PerImageKind, kind)
+        require_type(f"per_image_kind of the score {self.metric}", PerImageKind, kind)
         object.__setattr__(self, "per_image", per_image)
         object.__setattr__(self, "per_image_kind", kind)
 
@@ -293,14 +293,14 @@ def cell_keys(
     identity: Mapping[str, Any],
     settings: Mapping[str, Any],
     seed: int,
-) -> list[CellKey]:
+) -> list[ResultKey]:
     """Every cell of a probe on the images that it scores, known without the encoder.
 
     `identity` is that of `ssl_bench.models.Encoder.identity`, `settings` of `cell_settings`.
     """
     fingerprint = images.fingerprint()
     return [
-        CellKey(
+        ResultKey(
             task=probe.task,
             dataset=images.name,
             split=images.split,
@@ -416,7 +416,11 @@ def _with_the_only_size(
     shown = probe.shown_to(encoder.native_size)
     if shown.image_size is not None:
         # Where nobody types a size it may be none, and typing the only one is no other question.
-        usual = height if shown is not probe else (usual_values(probe) or {}).get("image_size", 0)
+        usual = (
+            height
+            if shown is not probe
+            else (load_protocol_values(probe) or {}).get("image_size", 0)
+        )
         changes = {"image_size": None if usual is None else height}
     if "squash" in {item.name for item in fields(probe)}:
         changes["squash"] = height
@@ -517,15 +521,15 @@ class Pending:
         finished: Records of the other cells.
     """
 
-    cells: frozenset[CellKey]
+    cells: frozenset[ResultKey]
     layers: tuple[int, ...]
-    finished: Mapping[CellKey, Record]
+    finished: Mapping[ResultKey, Record]
 
 
 def find_pending(
     probe: Probe,
     encoder: Encoder | EncoderIdentity,
-    keys: Sequence[CellKey],
+    keys: Sequence[ResultKey],
     images: ImageSet,
     store: ResultStore,
 ) -> Pending:
@@ -551,7 +555,7 @@ def find_pending(
     return Pending(cells, tuple(layer for layer in _layers(keys) if layer in layers), finished)
 
 
-def _finished(key: CellKey, store: ResultStore, *, keeps_images: bool) -> Record | None:
+def _finished(key: ResultKey, store: ResultStore, *, keeps_images: bool) -> Record | None:
     """Its record, if it is there, and what each image contributed to a percentage."""
     record = store.load(key)
     if keeps_images and record and record.unit == "%" and not store.keeps_images(key):
@@ -559,11 +563,11 @@ def _finished(key: CellKey, store: ResultStore, *, keeps_images: bool) -> Record
     return record
 
 
-def _drawn(probe: Probe, keys: Sequence[CellKey], images: ImageSet) -> dict[str, tuple[int, ...]]:
+def _drawn(probe: Probe, keys: Sequence[ResultKey], images: ImageSet) -> dict[str, tuple[int, ...]]:
     """Every file and what it shows, drawn stage by stage as `ProbeContext.stages` has them."""
-    stages: dict[int | None, list[CellKey]] = {}
+    stages: dict[int | None, list[ResultKey]] = {}
     for key in keys:
-        stages.setdefault(stride_of(key.architecture, key.layer), []).append(key)
+        stages.setdefault(block_stride(key.architecture, key.layer), []).append(key)
     drawn: dict[str, tuple[int, ...]] = {}
     for of_stage in stages.values():
         for name, shown in probe.pictures(_layers(of_stage), images, keys[0].seed).items():
@@ -571,7 +575,7 @@ def _drawn(probe: Probe, keys: Sequence[CellKey], images: ImageSet) -> dict[str,
     return drawn
 
 
-def _layers(keys: Sequence[CellKey]) -> tuple[int, ...]:
+def _layers(keys: Sequence[ResultKey]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(key.layer for key in keys))
 
 
@@ -687,7 +691,7 @@ class Evaluation:
 
     def _pending(
         self, probe: Probe, dataset: Dataset, store: ResultStore, *, overwrite: bool
-    ) -> tuple[list[CellKey], Pending]:
+    ) -> tuple[list[ResultKey], Pending]:
         """Return all cells of a probe on the dataset, and those to compute."""
         images = probe.split(dataset)
         keys = cell_keys(
@@ -705,7 +709,7 @@ class Evaluation:
     def _tell(
         self,
         pending: Pending,
-        keys: Sequence[CellKey],
+        keys: Sequence[ResultKey],
         images: ImageSet,
         store: ResultStore,
         say: Callable[[str], None],
@@ -717,21 +721,21 @@ class Evaluation:
             others = sorted(computed_by - {ssl_bench.__version__})
             by = f", computed by version {', '.join(others)}" if others else ""
             say(f"{where}: {done} of {len(keys)} scores finished before{by}, skipped (--overwrite)")
-        if older := store.earlier_versions(pending.cells):
+        if older := store.find_older_versions(pending.cells):
             say(f"{where}: {len(older)} scores are outdated, this version computes others")
         broken = {path: store.unreadable.get(path) for path in map(store.path, pending.cells)}
-        if known := {path: why for path, why in broken.items() if why not in (None, OUTDATED)}:
-            say(f"{where}: computed again, because of {first_few(known)}")
+        if known := {path: why for path, why in broken.items() if why not in (None, OLD_FORMAT)}:
+            say(f"{where}: computed again, because of {summarise_problems(known)}")
         if pending.cells and (
-            old := store.of_earlier_kind(next(k for k in keys if k in pending.cells))
+            old := store.find_old_format_record(next(k for k in keys if k in pending.cells))
         ):
-            say(f"{where}: ignored {old} and its like: {OUTDATED}")
+            say(f"{where}: ignored {old} and its like: {OLD_FORMAT}")
         if pending.layers:
             again = "" if pending.cells else "pictures are missing and drawn again, "
             say(f"{where}: {again}layers {', '.join(map(str, pending.layers))}")
 
     def _record(
-        self, key: CellKey, score: Score, gone: dict[str, list[str]], seconds: float
+        self, key: ResultKey, score: Score, gone: dict[str, list[str]], seconds: float
     ) -> Record:
         epoch = self.encoder.contents.epoch
         # Settings say what was asked for, which may be the encoder's own size, whatever that is.

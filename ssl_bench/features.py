@@ -18,7 +18,13 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder, either, literal
+from ssl_bench.errors import (
+    CheckpointError,
+    ConfigurationError,
+    UnfitEncoder,
+    escape_braces,
+    join_alternatives,
+)
 from ssl_bench.layers import FACETS, INNER_FACETS, REGISTERS, Facet, submodule_of
 from ssl_bench.models import Encoder
 from ssl_bench.system.caller_state import evaluation_mode
@@ -420,7 +426,9 @@ def _tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
             raise UnfitEncoder(
                 f"{encoder.name} has no blocks.{layer}.{path}; {where} has "
                 f"{_children(list(parts), parent)}",
-                hint=either(*[(f"probe.facet=blocks.*.{literal(part)}",) for part in near]),
+                hint=join_alternatives(
+                    *[(f"probe.facet=blocks.*.{escape_braces(part)}",) for part in near]
+                ),
             )
         return _Tap(layer, facet, f"blocks.{layer}.{path}", (parts[path],), "output")
     found, side = _named(parts, facet)

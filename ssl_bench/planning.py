@@ -13,27 +13,27 @@ import torch
 from omegaconf import DictConfig
 
 from ssl_bench.composition.choices import (
-    asked_names,
     choices,
     files,
+    parse_names,
     require_choice,
-    unknown_key,
-    unknown_name,
+    unknown_key_error,
+    unknown_name_error,
 )
 from ssl_bench.composition.compose import (
     TARGET,
-    as_yaml,
+    add_data_root,
     build,
     changed_settings,
     choice_group,
     component_class,
     compose_config,
+    config_to_yaml,
+    get_value,
     has_key,
     keys,
-    preset_values,
+    load_protocol_file,
     protocols,
-    value_of,
-    with_root,
 )
 from ssl_bench.composition.fields import shown
 from ssl_bench.data.corruptions import asked_corruptions
@@ -54,9 +54,9 @@ from ssl_bench.errors import (
     DataError,
     MachineError,
     UnreadableImage,
-    broken_file,
-    either,
-    literal,
+    broken_file_error,
+    escape_braces,
+    join_alternatives,
 )
 from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
 from ssl_bench.layers import layers_of
@@ -137,14 +137,14 @@ class PlannedProbe:
                     found.append(one.fitted_to(encoder))
         return found
 
-    def in_further_protocols(self) -> list["PlannedProbe"]:
+    def in_secondary_protocols(self) -> list["PlannedProbe"]:
         """The same question in the protocols that its probe names to stand beside this one.
 
         None where a protocol was chosen, or a value that one of them has of its own.
         """
         found: list[PlannedProbe] = []
         for name in self.probe.further_protocols:
-            own = preset_values(self.probe, name)
+            own = load_protocol_file(self.probe, name)
             if self.typed.isdisjoint(own):
                 overrides = (*self.overrides, f"{PROTOCOL}={name}")
                 config = probing_config(*self.choice, overrides, self.root)
@@ -219,7 +219,7 @@ def evaluate(
         except (ConfigurationError, ImportError, SyntaxError) as error:
             if needs_all and needs_any:
                 raise
-            why = error if isinstance(error, ConfigurationError) else broken_file(error)
+            why = error if isinstance(error, ConfigurationError) else broken_file_error(error)
             left_out.append(f"{planned.probe.task} on {planned.dataset.name}: {why}")
             say(f"left out: {left_out[-1]}")
     if len(left_out) == len(plan) and needs_any:
@@ -266,12 +266,12 @@ def require_on_bad_image(options: argparse.Namespace) -> None:
 
 def planned_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[PlannedProbe]:
     """As `asked_probes`, before any file is looked for."""
-    tasks = asked_names("task", options.task, choices("probe"))
+    tasks = parse_names("task", options.task, choices("probe"))
     if options.task == "all":
         tasks = _importable(tasks)
-    datasets = asked_names("dataset", options.dataset, choices("dataset"))
+    datasets = parse_names("dataset", options.dataset, choices("dataset"))
     require_on_bad_image(options)
-    roots = dataset_roots(options.data_root, datasets)
+    roots = parse_data_roots(options.data_root, datasets)
     sizes = [] if options.batch_size is None else _batch_sizes(tasks, options.batch_size)
     plan = plan_probes(
         tasks,
@@ -282,7 +282,7 @@ def planned_probes(options: argparse.Namespace, overrides: Sequence[str]) -> lis
         on_bad_image=options.on_bad_image,
     )
     if options.task == "all":
-        plan = [one for planned in plan for one in (planned, *planned.in_further_protocols())]
+        plan = [one for planned in plan for one in (planned, *planned.in_secondary_protocols())]
         if slow := sorted({one.probe.task for one in plan if one.probe.takes_long}):
             say(f"last: {', '.join(slow)}, where an image passes the encoder many times")
 
@@ -445,15 +445,17 @@ def _refused(override: str, pairs: Sequence[_Pair]) -> ConfigurationError:
     key, _, value = override.partition("=")
     if known := {name for pair in pairs for name in pair.names(override)}:
         what = key.removeprefix("probe.")
-        message, hint = f"unknown {what} {shown(value)}", (f"{literal(key)}={{near}}",)
-        return unknown_name(message, value, known, hint=hint)
+        message, hint = f"unknown {what} {shown(value)}", (f"{escape_braces(key)}={{near}}",)
+        return unknown_name_error(message, value, known, hint=hint)
     part = key.rpartition(".")[0]
     # Such as "probe.training=lbfgs".
     chosen = [(p, f"{part}={name}") for p in pairs for name in p.names(part)]
     named = [words for pair, words in chosen if has_key(pair.composed(words), key)]
     if named:
         ways = [(words,) for words in dict.fromkeys(named)]
-        return ConfigurationError(f"{key} is not a setting of this choice", hint=either(*ways))
+        return ConfigurationError(
+            f"{key} is not a setting of this choice", hint=join_alternatives(*ways)
+        )
     owners = []
     for task in choices("probe"):
         # What cannot be imported takes none.
@@ -468,9 +470,9 @@ def _refused(override: str, pairs: Sequence[_Pair]) -> ConfigurationError:
         typed = f"--pictures ({key})" if key == PICTURES else key
         return ConfigurationError(
             f"{typed} is a setting of {', '.join(owners)} alone",
-            hint=either(*instead) or ("--task", ",".join(owners)),
+            hint=join_alternatives(*instead) or ("--task", ",".join(owners)),
         )
-    return unknown_key(key, {name for pair in pairs for name in keys(pair.default)})
+    return unknown_key_error(key, {name for pair in pairs for name in keys(pair.default)})
 
 
 def sharing_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
@@ -497,7 +499,7 @@ def _misfit(plan: Sequence[PlannedProbe]) -> str:
     )
 
 
-def dataset_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
+def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
     """Where each dataset lies, from `DIR` for all of them or `NAME=DIR,NAME=DIR`.
 
     Raises:
@@ -548,7 +550,7 @@ def probing_config(
         ConfigurationError: unknown choice, key or a value of the wrong type.
     """
     base = [f"probe={task}", f"dataset={dataset}"]
-    return compose_config("probing", [*base, *with_root(overrides, root)])
+    return compose_config("probing", [*base, *add_data_root(overrides, root)])
 
 
 def _build(
@@ -567,8 +569,10 @@ def _build(
     values = shared_values(config)
     # Whatever is asked of it, alike in all tasks and before and after a corruption.
     built = build(config.dataset)
-    dataset = listed.setdefault(as_yaml(config.dataset), ListedOnce(built))
-    view = listed.setdefault(f"{as_yaml(config.dataset)} {values}", as_asked(dataset, values))
+    dataset = listed.setdefault(config_to_yaml(config.dataset), ListedOnce(built))
+    view = listed.setdefault(
+        f"{config_to_yaml(config.dataset)} {values}", as_asked(dataset, values)
+    )
     return PlannedProbe(
         probe=build(config.probe),
         dataset=as_readable(view, built, on_bad_image, looked),
@@ -602,7 +606,7 @@ def _chosen_by_data(config: DictConfig, overrides: Sequence[str]) -> list[str]:
             continue
         dataset: Dataset = build(config.dataset)
         fitting = [value for role, value in by_role.items() if role in dataset.supports]
-        usual = value_of(config, f"probe.{field}")
+        usual = get_value(config, f"probe.{field}")
         if fitting and usual not in fitting:
             chosen.append(f"probe.{field}={fitting[0]}")
     return chosen

@@ -36,8 +36,8 @@ from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_asked
 from ssl_bench.models.loading.asked import announced_encoder, asked_encoders, require_layers
 from ssl_bench.planning import PlannedProbe, evaluate, planned_probes, sharing_datasets
-from ssl_bench.results import CellKey, ResultStore, encoder_id
-from ssl_bench.results.store import first_few
+from ssl_bench.results import ResultKey, ResultStore, encoder_id
+from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.device import named_device
 from ssl_bench.system.endings import Outcome, attempted
 from ssl_bench.system.escaping import aligned
@@ -61,8 +61,8 @@ class Job:
     is_share: bool
     dataset: str
     split: str
-    keys: tuple[CellKey, ...]
-    pending: tuple[CellKey, ...]
+    keys: tuple[ResultKey, ...]
+    pending: tuple[ResultKey, ...]
     arguments: tuple[str, ...]
 
     @property
@@ -165,7 +165,7 @@ def plan_sweep(
     if unfit and not jobs:
         raise unfit[0]
     if store.unreadable:
-        say(f"to be computed again: {first_few(store.unreadable)}")
+        say(f"to be computed again: {summarise_problems(store.unreadable)}")
     return jobs
 
 
@@ -233,7 +233,7 @@ def probe_command(job: Job) -> list[str]:
     return [sys.executable, "-m", "ssl_bench", *job.arguments]
 
 
-def run_here(
+def run_in_this_process(
     jobs: Sequence[Job], store: ResultStore, device: torch.device, *, debug: bool
 ) -> Iterator[tuple[Job, Outcome]]:
     """Run jobs one after the other in this process; `debug` raises the first error.

@@ -22,13 +22,13 @@ from pretrain.crops.plain import (
     place_boxes,
 )
 from ssl_bench.composition.fields import (
-    Items,
+    Bounds,
+    FractionRange,
+    ListLength,
     Pixels,
     PositiveOrZero,
+    PositiveRange,
     Share,
-    ShareSpan,
-    Span,
-    Within,
     check_fields,
 )
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
@@ -38,7 +38,7 @@ _LOOK_NUMBERS = 14
 _REFERENCE_SIZE = 224
 
 # For the first large crop, the second, and the small ones.
-_PerCrop = Annotated[Sequence[Share], Items(3, 3)]
+_PerCrop = Annotated[Sequence[Share], ListLength(3, 3)]
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,22 @@ class MultiCrop(ViewMaker):
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
     """
 
-    global_scale: ShareSpan = (0.4, 1.0)
-    local_scale: ShareSpan = (0.05, 0.4)
-    num_locals: Annotated[int, Within(0, 1000)] = 8
+    global_scale: FractionRange = (0.4, 1.0)
+    local_scale: FractionRange = (0.05, 0.4)
+    num_locals: Annotated[int, Bounds(0, 1000)] = 8
     local_size: Pixels = 96
-    aspect_ratio: Span = (3 / 4, 4 / 3)
+    aspect_ratio: PositiveRange = (3 / 4, 4 / 3)
     flip_probability: Share = 0.5
     jitter_probability: Share = 0.8
     brightness: PositiveOrZero = 0.4
     contrast: PositiveOrZero = 0.4
     saturation: PositiveOrZero = 0.2
-    hue: Annotated[float, Within(0, 0.5)] = 0.1
+    hue: Annotated[float, Bounds(0, 0.5)] = 0.1
     grey_probability: Share = 0.2
-    blur_sigma: Span = (0.1, 2.0)
+    blur_sigma: PositiveRange = (0.1, 2.0)
     blur_probability: _PerCrop = (1.0, 0.1, 0.5)
     solarize_probability: _PerCrop = (0.0, 0.2, 0.0)
-    solarize_threshold: Annotated[int, Within(0, 256)] = 128
+    solarize_threshold: Annotated[int, Bounds(0, 256)] = 128
 
     def __post_init__(self) -> None:
         check_fields(self, "objective.crops")

@@ -19,12 +19,12 @@ from torch import Tensor
 from pretrain.crops.augmentation import Images, Rows, change, jitter, normalise
 from pretrain.crops.plain import Generators, PlainCrop, Samples, ViewMaker
 from ssl_bench.composition.fields import (
+    Bounds,
     CountOrZero,
+    FractionRange,
     PositiveOrZero,
+    PositiveRange,
     Share,
-    ShareSpan,
-    Span,
-    Within,
     check_fields,
 )
 from ssl_bench.models.encoder import IMAGENET_COLOURS, IMAGENET_MEAN, Colours
@@ -186,11 +186,11 @@ class SingleCrop(ViewMaker):
     `draw_rectangle`.
     """
 
-    scale: ShareSpan = (0.08, 1.0)
-    aspect_ratio: Span = (3 / 4, 4 / 3)
+    scale: FractionRange = (0.08, 1.0)
+    aspect_ratio: PositiveRange = (3 / 4, 4 / 3)
     flip_probability: Share = 0.5
-    num_ops: Annotated[int, Within(0, 100)] = 2
-    magnitude: Annotated[int, Within(0, LARGEST_MAGNITUDE)] = 9
+    num_ops: Annotated[int, Bounds(0, 100)] = 2
+    magnitude: Annotated[int, Bounds(0, LARGEST_MAGNITUDE)] = 9
     magnitude_deviation: PositiveOrZero = 0.5
     color_jitter: PositiveOrZero = 0.0
     cutout: CountOrZero = 0

@@ -19,7 +19,7 @@ from pretrain.crops.multi import MultiCrop
 from pretrain.objectives.objective import Learner, Objective, Views, part_seed, require_vit
 from pretrain.schedules import FREEZE, TEMPERATURE, Cosine, Linear, Timeline
 from ssl_bench.composition.fields import PositiveOrZero, Share, Temperature, Width, check_fields
-from ssl_bench.errors import ConfigurationError, either
+from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 from ssl_bench.system.device import without_autocast
 
@@ -234,7 +234,7 @@ class DinoLearner(Learner):
         where = f"ln(out_dim) = {ceiling:.2f}" if loss > 0.5 else "0"
         return ConfigurationError(
             f"the loss sits at {where}, the teacher gives the same output for every image",
-            hint=either(
+            hint=join_alternatives(
                 ("optimizer.lr={lower_rate}",),
                 ("objective.momentum=0.99",),
                 ("objective.out_dim={smaller}",),

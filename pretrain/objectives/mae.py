@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pretrain.crops.plain import PlainCrop
 from pretrain.objectives.objective import Learner, Objective, Views, part_seed, require_vit
 from pretrain.schedules import Timeline
-from ssl_bench.composition.fields import Depth, InnerShare, Width, check_fields
-from ssl_bench.errors import ConfigurationError, either
+from ssl_bench.composition.fields import Depth, OpenFraction, Width, check_fields
+from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.models import EncoderConfig, VisionTransformer, ViTConfig, build_vit
 
 _EPS = 1e-6
@@ -43,7 +43,7 @@ class Mae(Objective):
     https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/models_mae.py
     """
 
-    mask_ratio: InnerShare = 0.75
+    mask_ratio: OpenFraction = 0.75
     decoder_dim: Width = 256
     decoder_depth: Depth = 8
     decoder_heads: Width = 8
@@ -216,7 +216,7 @@ class MaeLearner(Learner):
         return ConfigurationError(
             f"the loss, {row['loss']:.3f}, is no less than that of painting what is hidden in its "
             f"mean, {row['mean_loss']:.3f}",
-            hint=either(
+            hint=join_alternatives(
                 ("optimizer.lr=1.5e-4", "optimizer.betas=[0.9,0.95]"),
                 ("objective.mask_ratio={share}",),
             ),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pretrain.crops.single import SingleCrop
 from pretrain.objectives.objective import Learner, Objective, Views, part_seed
 from pretrain.schedules import Timeline
-from ssl_bench.composition.fields import Count, ShareBelowOne, check_fields
+from ssl_bench.composition.fields import Count, FractionBelowOne, check_fields
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, build_encoder
 
@@ -30,7 +30,7 @@ class Supervised(Objective):
     """
 
     num_classes: Count | None = None
-    label_smoothing: ShareBelowOne = 0.1
+    label_smoothing: FractionBelowOne = 0.1
     crops: SingleCrop = field(default_factory=SingleCrop)
 
     def __post_init__(self) -> None:

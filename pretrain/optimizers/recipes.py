@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from pretrain.optimizers.soap import SOAP
 from ssl_bench.composition.fields import (
     Count,
-    Items,
-    PositiveShare,
+    FractionBelowOne,
+    ListLength,
+    PositiveFraction,
     RateOrZero,
-    ShareBelowOne,
     check_fields,
 )
 from ssl_bench.errors import ConfigurationError
 
-_Betas = Annotated[Sequence[ShareBelowOne], Items(2, 2)]
+_Betas = Annotated[Sequence[FractionBelowOne], ListLength(2, 2)]
 # [CLS], positions, Swin's too, registers and what stands for a hidden patch.
 _TOKENS = ("cls_token", "pos_embed", "relative_position_bias_table", "reg_token", "mask_token")
 _BLOCK = re.compile(r"backbone\.blocks\.(\d+)\.")
@@ -45,7 +45,7 @@ class AdamW(OptimizerRecipe):
 
     lr: RateOrZero = 5e-4
     betas: _Betas = (0.9, 0.999)
-    eps: PositiveShare = 1e-8
+    eps: PositiveFraction = 1e-8
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
@@ -73,8 +73,8 @@ class Soap(OptimizerRecipe):
 
     lr: RateOrZero = 5e-4
     betas: _Betas = (0.95, 0.95)
-    shampoo_beta: ShareBelowOne | None = None
-    eps: PositiveShare = 1e-8
+    shampoo_beta: FractionBelowOne | None = None
+    eps: PositiveFraction = 1e-8
     precondition_frequency: Count = 10
     max_precond_dim: Count = 10_000
     stagger: bool | None = None

@@ -32,10 +32,10 @@ from probes.features.views import resized, tensors
 from ssl_bench.composition.fields import (
     Count,
     Pixels,
+    PositiveFraction,
     PositiveOrZero,
-    PositiveShare,
     Threads,
-    require_some,
+    require_nonempty,
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
@@ -83,7 +83,7 @@ class Clustering(Probe):
     num_restarts: Count = 3
     fit_patches: Count = 20_000
     image_size: Pixels | None = None
-    crop_share: PositiveShare = 0.875
+    crop_share: PositiveFraction = 0.875
     batch_size: Count = 64
     memory_gib: PositiveOrZero = 8.0
     num_workers: Threads = 4
@@ -94,7 +94,7 @@ class Clustering(Probe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_some("probe.clusters_per_class", self.clusters_per_class)
+        require_nonempty("probe.clusters_per_class", self.clusters_per_class)
 
     @property
     def role(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ssl_bench.composition.fields import Count, require_some
+from ssl_bench.composition.fields import Count, require_nonempty
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Score
@@ -133,7 +133,7 @@ def shots_of(asked: int | Sequence[int] | None) -> tuple[int, ...]:
         return ()
     if isinstance(asked, int):
         return (asked,)
-    require_some("probe.shots", asked)
+    require_nonempty("probe.shots", asked)
     return tuple(sorted(set(asked)))
 
 

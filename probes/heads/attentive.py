@@ -16,7 +16,7 @@ from torch import Tensor
 
 from probes.features.tiers import TrainingFeatures
 from probes.heads.sgd import LARS, Schedule, State, seeded_batches
-from ssl_bench.composition.fields import Count, Rate, check_fields, require_some
+from ssl_bench.composition.fields import Count, Rate, check_fields, require_nonempty
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import sent
@@ -166,7 +166,7 @@ class AttentivePooling:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe.pool")
-        require_some("probe.pool.learning_rates", self.learning_rates)
+        require_nonempty("probe.pool.learning_rates", self.learning_rates)
 
     def settings(self) -> dict[str, Any]:
         own = asdict(self) | {"learning_rates": list(self.learning_rates)}

@@ -20,7 +20,7 @@ from probes.features.split import LayerGroup
 from probes.features.stream import KeptState
 from probes.features.tiers import FeatureBatch, TrainingFeatures
 from probes.heads.losses import PIECE_BYTES, PixelLoss, PixelTargets
-from ssl_bench.composition.fields import Count, Rate, check_fields, require_some
+from ssl_bench.composition.fields import Count, Rate, check_fields, require_nonempty
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import float64_device, in_float64
 
@@ -366,7 +366,7 @@ class Training:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe.training")
-        require_some(f"probe.training.{self.hyperparameter}s", self.values)
+        require_nonempty(f"probe.training.{self.hyperparameter}s", self.values)
 
     @property
     def values(self) -> tuple[float, ...]:

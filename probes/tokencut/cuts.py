@@ -17,12 +17,12 @@ from probes.tokencut.eigensolver import (
     similarity_graph,
     solve,
 )
-from ssl_bench.composition.fields import InnerShare, Within
+from ssl_bench.composition.fields import Bounds, OpenFraction
 from ssl_bench.neighbours import unit_vectors
 
 TIE = 1e-6
 _OTSU_BINS = 256
-Tau = Annotated[float, Within(-1, 1, below=True)] | Literal["otsu"]
+Tau = Annotated[float, Bounds(-1, 1, below=True)] | Literal["otsu"]
 Side = Bool[np.ndarray, "rows cols"]
 Bipartition = tuple[Side, tuple[int, int], Side]
 """The side of a cut that holds the seed, the seed's row and column, and the entries whose magnitude
@@ -100,7 +100,7 @@ class Cut:
     """
 
     tau: Tau = 0.2
-    eps: InnerShare = 1e-5
+    eps: OpenFraction = 1e-5
     weighted: bool = False
     centred: bool = False
     mask_padding: bool = False

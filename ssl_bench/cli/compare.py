@@ -9,23 +9,23 @@ from ssl_bench.cli.records import (
     NO_RECORDS,
     asked_format,
     filtered,
+    find_recorded_encoder,
     main_metrics,
     of_tasks,
     print_tables,
-    recorded_checkpoint,
     shown,
 )
-from ssl_bench.errors import ConfigurationError, DataError, literal
+from ssl_bench.errors import ConfigurationError, DataError, escape_braces
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.comparison import (
     Comparison,
     EpochComparison,
     code_warning,
+    compare_runs,
     comparisons,
-    epoch_comparisons,
 )
-from ssl_bench.tables.depth import by_run
+from ssl_bench.tables.depth import group_by_run
 
 Table = Comparison | EpochComparison
 _ASKED = ("task", "dataset", "split", "facet", "protocol", "seed")
@@ -78,15 +78,15 @@ def _over_epochs(
             f"expected two runs with --over-epochs, got {' and '.join(runs)}",
             hint=("ssl-bench", "compare", "{run}", "{other_run}", "--over-epochs"),
         )
-    return epoch_comparisons(store, filtered(options, records, store), (runs[0], runs[1]))
+    return compare_runs(store, filtered(options, records, store), (runs[0], runs[1]))
 
 
 def _recorded_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
     """Name of a run: its own, or that of any of its encoders."""
-    runs = by_run(records)
+    runs = group_by_run(records)
     if name in runs:
         return name
-    encoder, model = recorded_checkpoint(name, records, store)
+    encoder, model = find_recorded_encoder(name, records, store)
     known = (run for run, those in runs.items() if encoder in {r.encoder_id for r in those})
     run = next(known, None)
     if run is None:
@@ -100,7 +100,7 @@ def _compared(
     records: Sequence[Record],
     store: ResultStore,
 ) -> list[Comparison]:
-    chosen = [recorded_checkpoint(name, every, store) for name in options.checkpoints]
+    chosen = [find_recorded_encoder(name, every, store) for name in options.checkpoints]
     encoders = {
         encoder: word for (encoder, _), word in zip(chosen, options.checkpoints, strict=True)
     }
@@ -113,11 +113,17 @@ def _compared(
         if not any(record.encoder_id == encoder for record in records):
             given = [f"--{name} {getattr(options, name)}" for name in ("task", *FILTERS)
                      if getattr(options, name) not in (None, "all")]  # fmt: skip
-            probed = ("ssl-bench", "probe", "--task", literal(options.task))
+            probed = ("ssl-bench", "probe", "--task", escape_braces(options.task))
             has = ", ".join(sorted({r.task for r in every if r.encoder_id == encoder}))
             raise DataError(
                 f"{word} has no record of {' '.join(given)} in {store.root}, only of {has}",
-                hint=(*probed, "--checkpoint", literal(word), "--out", literal(str(store.root))),
+                hint=(
+                    *probed,
+                    "--checkpoint",
+                    escape_braces(word),
+                    "--out",
+                    escape_braces(str(store.root)),
+                ),
             )
     tables, reasons = comparisons(store, records, encoders)
     for task, why in reasons.items():

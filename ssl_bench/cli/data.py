@@ -23,7 +23,13 @@ from ssl_bench.data.layouts.voc import CLASS_NAMES
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.data.splits import shared_values
-from ssl_bench.errors import ConfigurationError, DataError, MachineError, either, literal
+from ssl_bench.errors import (
+    ConfigurationError,
+    DataError,
+    MachineError,
+    escape_braces,
+    join_alternatives,
+)
 from ssl_bench.network import download, part_of
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.system.files import (
@@ -131,9 +137,9 @@ def _class_names(source: Source, dataset: Any) -> Sequence[str]:
 def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> tuple[Any, ReadOptions]:
     """The dataset of a configuration, not opened, and how it asks for the files to be read."""
     # Here, because Hydra takes longer than all that `data list` says.
-    from ssl_bench.composition.compose import build, compose_config, with_root
+    from ssl_bench.composition.compose import add_data_root, build, compose_config
 
-    config = compose_config("data", with_root([f"dataset={name}", *overrides], root))
+    config = compose_config("data", add_data_root([f"dataset={name}", *overrides], root))
     return build(config.dataset), ReadOptions(bits=shared_values(config)["data.bits"])
 
 
@@ -317,7 +323,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
                 "download",
                 source.name,
                 "--data-root",
-                literal(str(root)),
+                escape_braces(str(root)),
             )
         fewer = all(
             0 < one["images"] < (one["published"] or 0) and len(one["problems"]) == 1
@@ -326,14 +332,14 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if fewer:
             raise DataError(
                 f"{source.name} in {root} is a part of what is published, {first}{by_hand}",
-                hint=either(("--subset",), remedy),
+                hint=join_alternatives(("--subset",), remedy),
             )
         if not source.counts or source.is_generated:
             many = "fault" if count == 1 else "faults"
             raise DataError(f"{source.name} in {root} has {count} {many}, {first}")
         raise DataError(
             f"{source.name} in {root} is not as published, {count} in all, {first}{by_hand}",
-            hint=either(("ssl-bench", "data", "list", source.name), remedy),
+            hint=join_alternatives(("ssl-bench", "data", "list", source.name), remedy),
         )
     return 0
 

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from ssl_bench import __version__
 from ssl_bench.composition.choices import choices, config_folder
-from ssl_bench.composition.compose import build, compose_config, with_root
+from ssl_bench.composition.compose import add_data_root, build, compose_config
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
 from ssl_bench.network import OFFLINE_VARIABLES, offline_variable
@@ -193,16 +193,16 @@ def _data(text: str | None) -> Iterator[Finding]:
         yield Finding("data", "not looked for; pass --data-root DIR or DATASET=DIR,DATASET=DIR")
         return
     # Not above: this takes the encoders' libraries along, which may be what is broken.
-    from ssl_bench.planning import dataset_roots
+    from ssl_bench.planning import parse_data_roots
 
-    roots = dataset_roots(text, choices("dataset"))
+    roots = parse_data_roots(text, choices("dataset"))
     found = [Finding("data", line) for name, root in roots.items() if (line := _roles(name, root))]
     yield from found or [Finding("data", f"none of {', '.join(roots)} in {text}; see docs/data.md")]
 
 
 def _roles(name: str, root: str) -> str | None:
     """What a dataset can be used for, None where it is not there or not asked for its files."""
-    config = compose_config("data", with_root([f"dataset={name}"], root))
+    config = compose_config("data", add_data_root([f"dataset={name}"], root))
     dataset: Dataset = build(config.dataset)
     if not hasattr(dataset, "root"):
         return None

@@ -12,8 +12,8 @@ import safetensors.numpy
 import torch
 
 from ssl_bench.composition.choices import choices, require_choice
-from ssl_bench.composition.compose import build, compose_config, with_root
-from ssl_bench.composition.fields import Count, require
+from ssl_bench.composition.compose import add_data_root, build, compose_config
+from ssl_bench.composition.fields import Count, require_type
 from ssl_bench.data.files.readable import Looked, as_readable, counts_and_first, with_a_way_out
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import as_asked, shared_values
@@ -49,8 +49,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     require_choice("--format", options.format, FORMATS)
     require_choice("--dtype", options.dtype, DTYPES)
     require_on_bad_image(options)
-    require("--batch-size", Count | None, options.batch_size)
-    require("--image-size", Count | None, options.image_size)
+    require_type("--batch-size", Count | None, options.batch_size)
+    require_type("--image-size", Count | None, options.image_size)
     require_layers(options.layer, [options.checkpoint] if options.checkpoint else None)
     import pyarrow
     import pyarrow.parquet
@@ -101,7 +101,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _dataset(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Dataset, int | None]:
     """What is asked for, and the bits that its pictures of 16 are said to use."""
     name = require_choice("dataset", options.dataset, choices("dataset"))
-    words = [f"dataset={name}", *with_root(overrides, options.data_root)]
+    words = [f"dataset={name}", *add_data_root(overrides, options.data_root)]
     config = compose_config("data", words)
     values = shared_values(config)
     built: Dataset = build(config.dataset)

@@ -17,22 +17,22 @@ from ssl_bench.composition.choices import (
     config_folder,
     files,
     require_choice,
-    unknown_name,
+    unknown_name_error,
 )
 from ssl_bench.composition.compose import (
     TARGET,
     choice_group,
-    completed,
     component_class,
     compose_config,
-    flattened,
-    legal_values,
+    describe_keys,
+    fill_defaults,
+    flatten_config,
     read_file,
 )
 from ssl_bench.composition.compose import keys as keys_of
-from ssl_bench.composition.fields import described
+from ssl_bench.composition.fields import describe_type
 from ssl_bench.data.splits import SHARED
-from ssl_bench.errors import ConfigurationError, either
+from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.planning import probing_config
 from ssl_bench.system.progress import say
 
@@ -181,11 +181,13 @@ def _within(config: DictConfig, within: Sequence[str]) -> list[str]:
         named = [f"{one}.{within[0]}" for one in sorted(_GROUPS) if within[0] in choices(one)]
         if named:
             ways = [("ssl-bench", "keys", target) for target in named]
-            raise ConfigurationError(f"no key is called {within[0]!r}", hint=either(*ways))
+            raise ConfigurationError(
+                f"no key is called {within[0]!r}", hint=join_alternatives(*ways)
+            )
         known = {key.rsplit(".", depth)[0] for key in keys_of(config) for depth in (0, 1)}
         known |= {"pretrain", "probe", "dataset", *_RUN}
         message, hint = f"no key is called {within[0]!r}", ("ssl-bench", "keys", "{near}")
-        raise unknown_name(message, within[0], known, hint=hint)
+        raise unknown_name_error(message, within[0], known, hint=hint)
     return lines
 
 
@@ -195,10 +197,10 @@ def _key_lines(config: DictConfig, within: Sequence[str]) -> list[str]:
     Of the keys that `within` names, and those below them; of all without any.
     """
     plain: Any = OmegaConf.to_container(config, resolve=False)
-    said, shown = legal_values(plain), {}
+    said, shown = describe_keys(plain), {}
     legal = {key: takes for key, (takes, _) in said.items()}
-    legal |= {key: described(kind) for key, kind in SHARED.items()}
-    for key, value in flattened(config).items():
+    legal |= {key: describe_type(kind) for key, kind in SHARED.items()}
+    for key, value in flatten_config(config).items():
         owner, _, last = key.rpartition(".")
         group, name = _named(plain, owner if last == TARGET else key, value)
         if group:
@@ -246,6 +248,6 @@ def _named(plain: Mapping[str, Any], key: str, value: Any) -> tuple[str | None, 
 def _name_in(group: str, call: Mapping[str, Any]) -> str:
     """The file that makes a component, or the first of its class where values differ."""
     known = {name: read_file(config_folder() / group / f"{name}.yaml") for name in files(group)}
-    equal = sorted(name for name, said in known.items() if completed(said, "") == call)
+    equal = sorted(name for name, said in known.items() if fill_defaults(said, "") == call)
     alike = sorted(name for name, said in known.items() if said[TARGET] == call[TARGET])
     return [*equal, *alike][0]

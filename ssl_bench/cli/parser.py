@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ssl_bench import __version__
-from ssl_bench.errors import ConfigurationError, either, literal
+from ssl_bench.errors import ConfigurationError, escape_braces, join_alternatives
 from ssl_bench.system.paths import expanded
 
 EPILOG = """\
@@ -164,14 +164,16 @@ def _unknown_argument(command: str, flags: Sequence[str], word: str) -> Configur
     folder_flag = next((one for one in ("--data-root", "--out") if one in flags), None)
     if folder_flag and not word.startswith("-") and Path(word).is_dir():
         return ConfigurationError(
-            f"{unknown}, which is a folder", hint=(folder_flag, literal(word))
+            f"{unknown}, which is a folder", hint=(folder_flag, escape_braces(word))
         )
     name, names = flag[:100].lstrip("-").replace("_", "-"), [flag.lstrip("-") for flag in flags]
     if close := difflib.get_close_matches(name, names, n=1, cutoff=0.65):
         return ConfigurationError(unknown, hint=(f"--{close[0]}",))
     if flag.startswith("--") and (keys := _keys_called(flag[2:].replace("-", "_"), command)):
         ways = [(f"{key}={{value}}",) for key in keys]
-        return ConfigurationError(f"{unknown}, what has no flag is KEY=VALUE", hint=either(*ways))
+        return ConfigurationError(
+            f"{unknown}, what has no flag is KEY=VALUE", hint=join_alternatives(*ways)
+        )
     return ConfigurationError(
         f"{unknown}; flags: {', '.join(flags)}; what has none is KEY=VALUE",
         hint=("ssl-bench", "keys"),

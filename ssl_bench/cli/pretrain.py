@@ -6,7 +6,13 @@ from copy import deepcopy
 from datetime import datetime
 from pathlib import Path
 
-from ssl_bench.composition.compose import as_plain, as_yaml, build, compose_config, with_root
+from ssl_bench.composition.compose import (
+    add_data_root,
+    build,
+    compose_config,
+    config_to_dict,
+    config_to_yaml,
+)
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers import in_full
 from ssl_bench.system.endings import is_heard
@@ -16,14 +22,14 @@ from ssl_bench.system.progress import say
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Pretrain one encoder into a run folder."""
-    overrides = with_root(overrides, options.data_root)
+    overrides = add_data_root(overrides, options.data_root)
     config = compose_config("pretraining", overrides)
     full = deepcopy(config)
     if "init_options" in full.model:
         # What holds, and not which words were left out: a default may become another.
-        full.model.init_options = in_full(full.model.init, as_plain(full.model.init_options))
+        full.model.init_options = in_full(full.model.init, config_to_dict(full.model.init_options))
     if options.print_config:
-        print(as_yaml(full), end="")
+        print(config_to_yaml(full), end="")
         return 0
     if (options.resume or options.must_resume or options.extend) and options.out is None:
         raise ConfigurationError(
@@ -43,7 +49,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         extend=options.extend,
         overwrite=options.overwrite,
         device=options.device,
-        config=as_plain(full),
+        config=config_to_dict(full),
     )
     if is_heard():
         say(plan.what_next(out))

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ssl_bench.cli.records import print_main_tables
-from ssl_bench.composition.compose import as_yaml
+from ssl_bench.composition.compose import config_to_yaml
 from ssl_bench.errors import UnfitEncoder
 from ssl_bench.evaluation import PassedImages
 from ssl_bench.layers import resolve_layers
@@ -35,7 +35,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.print_config:
         for planned in planned_probes(options, overrides):
             config = probing_config(*planned.choice, planned.overrides, planned.root)
-            print(f"# {planned.choice[0]} on {planned.choice[1]}\n{as_yaml(config)}", end="")
+            print(f"# {planned.choice[0]} on {planned.choice[1]}\n{config_to_yaml(config)}", end="")
         return 0
     if options.dry_run:
         from ssl_bench.sweep import plan_sweep, plan_table

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.composition.choices import asked_names, choices, require_choice
+from ssl_bench.composition.choices import choices, parse_names, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.layers import numbered_layers
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.results.record import MOST_BYTES
-from ssl_bench.results.store import first_few
+from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.files import read_digests, read_within
 from ssl_bench.system.paths import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.entries import chosen_metric, model_names
+from ssl_bench.tables.entries import choose_main_metric, model_names
 from ssl_bench.tables.sheets import (
     FORMATS,
     Printable,
@@ -78,14 +78,14 @@ def main_metrics(
     for record in records:
         asked = tuple(getattr(record, name) for name in names)
         known[asked][record.metric, record.is_ranked] = None
-    return {asked: chosen_metric(list(metrics)) for asked, metrics in known.items()}
+    return {asked: choose_main_metric(list(metrics)) for asked, metrics in known.items()}
 
 
 def asked_format(asked: str | None) -> str:
     return default_format() if asked is None else require_choice("format", asked, FORMATS)
 
 
-def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
+def load_selected_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
     records = of_tasks(options.task, store.records())
     records = _of_layers(filtered(options, records, store), options.layer)
     if not records:
@@ -111,11 +111,11 @@ def shown(out: str) -> Generator[ResultStore]:
     for line in store.notes():
         say(line)
     if damaged := dict.fromkeys(store.damaged, _MISFIT):
-        say(f"ignored {first_few(damaged)}; a probe with --overwrite makes both anew")
+        say(f"ignored {summarise_problems(damaged)}; a probe with --overwrite makes both anew")
 
 
 def of_tasks(asked: str, records: Sequence[Record]) -> list[Record]:
-    tasks = asked_names("task", asked, [*choices("probe"), SUPERVISED])
+    tasks = parse_names("task", asked, [*choices("probe"), SUPERVISED])
     return [record for record in records if record.task in tasks]
 
 
@@ -181,7 +181,7 @@ def _of_layers(records: Sequence[Record], asked: str) -> list[Record]:
     return found
 
 
-def recorded_checkpoint(
+def find_recorded_encoder(
     name: str, records: Sequence[Record], store: ResultStore
 ) -> tuple[str, str]:
     """`Record.encoder_id` and name of an encoder.

@@ -4,8 +4,8 @@ import argparse
 
 from ssl_bench.cli.records import (
     asked_layers,
-    load_selected_records,
     find_recorded_encoder,
+    load_selected_records,
     shown,
 )
 from ssl_bench.report.pages import build_report

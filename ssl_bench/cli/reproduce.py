@@ -21,11 +21,17 @@ from ssl_bench.composition.choices import (
     experiments,
     papers,
     require_choice,
-    unknown_name,
+    unknown_name_error,
 )
 from ssl_bench.composition.compose import read_file
 from ssl_bench.data.sources import SOURCES
-from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, as_typed, literal
+from ssl_bench.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    escape_braces,
+    format_command,
+)
 from ssl_bench.results.record import SUPERVISED, Record, encoder_id
 from ssl_bench.results.store import ResultStore
 from ssl_bench.system.endings import Outcome, attempted
@@ -39,9 +45,9 @@ from ssl_bench.tables.published import (
     RUN,
     PublishedColumn,
     PublishedTable,
-    published_tables,
+    load_published_tables,
 )
-from ssl_bench.tables.run_logs import RunState, run_state
+from ssl_bench.tables.run_logs import RunState, read_run_state
 from ssl_bench.tables.sheets import default_format, render_tables
 
 TRAINING_GB = {
@@ -68,7 +74,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     acts = [name for name in ("run", "print", "table") if getattr(options, name)]
     _require_one_process(options)
-    tables = list(published_tables()) if options.name is None else tables_of(options.name)
+    tables = list(load_published_tables()) if options.name is None else tables_of(options.name)
     if options.name is None or len(tables) > 1:
         if acts or overrides:
             raise ConfigurationError(
@@ -117,11 +123,11 @@ def _require_one_process(options: argparse.Namespace) -> None:
     """
     count = place_of_process().count
     if count > 1:
-        table = literal(options.name) if options.name else "{table}"
+        table = escape_braces(options.name) if options.name else "{table}"
         hint = ("ssl-bench", "reproduce", table, "--print", f"--gpus={count}")
         raise ConfigurationError(
             f"`ssl-bench reproduce` expects one process, got {count} (WORLD_SIZE); start it "
-            f"without torchrun and run the lines that it prints: {as_typed(hint)}",
+            f"without torchrun and run the lines that it prints: {format_command(hint)}",
             hint=hint,
         )
 
@@ -138,11 +144,11 @@ def _gpus(options: argparse.Namespace) -> int | None:
         raise ConfigurationError(f"--gpus expects a number from 1 on, got {options.gpus}")
     if not options.print or options.device:
         instead = "--print" if not options.print else "no --device"
-        table = literal(options.name) if options.name else "{table}"
+        table = escape_braces(options.name) if options.name else "{table}"
         hint = ("ssl-bench", "reproduce", table, "--print", "--gpus={number}")
         raise ConfigurationError(
             f"--gpus {options.gpus} goes with {instead}: it prints lines that use so many GPUs; "
-            f"pipe them to a shell: {as_typed(hint)} | sh",
+            f"pipe them to a shell: {format_command(hint)} | sh",
             hint=hint,
         )
     return options.gpus
@@ -172,13 +178,13 @@ def tables_of(name: str) -> list[PublishedTable]:
     Raises:
         ConfigurationError: there is none.
     """
-    known = {full_name(table): table for table in published_tables()}
+    known = {full_name(table): table for table in load_published_tables()}
     found = [table for full, table in known.items() if name in (full, table.name, table.paper)]
     if found:
         return found
     names = [*known, *dict.fromkeys(table.paper for table in known.values())]
     message = f"expected PAPER/TABLE or PAPER, got {name[:200]!r}"
-    raise unknown_name(message, name, names, hint=("ssl-bench", "reproduce", "{near}"))
+    raise unknown_name_error(message, name, names, hint=("ssl-bench", "reproduce", "{near}"))
 
 
 def full_name(table: PublishedTable) -> str:
@@ -318,7 +324,12 @@ class Plan:
             name = min(missing)
             raise ConfigurationError(
                 f"{full_name(self.table)} trains on {name}, expected a folder of it, got none",
-                hint=("data.root={folder}", "or", "--data-root", f"{literal(name)}={{folder}}"),
+                hint=(
+                    "data.root={folder}",
+                    "or",
+                    "--data-root",
+                    f"{escape_braces(name)}={{folder}}",
+                ),
             )
 
 
@@ -412,7 +423,7 @@ def _run_step(
     # Of all tables of its paper, so that one run serves them all.
     kept = {
         split_address(address)[1]
-        for other in published_tables()
+        for other in load_published_tables()
         if other.paper == table.paper
         for address in other.runs.values()
         if address.startswith(f"{run.name}@")
@@ -503,7 +514,7 @@ def _recorded(out: Path) -> list[Record]:
 def shown_plan(plan: Plan) -> str:
     """The plan in full; reads run folders and records, and writes nothing."""
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
-    states = {run.name: run_state(plan.asked.runs / run.name) for run in plan.runs}
+    states = {run.name: read_run_state(plan.asked.runs / run.name) for run in plan.runs}
     if states:
         rows = [(name, str(state or "-")) for name, state in states.items()]
         blocks.append(aligned([("run", "there"), *rows]))
@@ -580,7 +591,7 @@ def carry_out(
             say(f"$ ssl-bench {shell_words(step.words)}")
             outcome = attempted(lambda words=step.words: execute(words), step.words[0], debug=debug)
         if step.is_run and step.run:
-            state = None if outcome.exit_code else run_state(plan.asked.runs / step.run)
+            state = None if outcome.exit_code else read_run_state(plan.asked.runs / step.run)
             if not outcome.exit_code and (state is None or not state.is_finished):
                 late = "its time was up before its end; the same command goes on with it"
                 outcome = replace(outcome, exit_code=1, error=late)

@@ -15,8 +15,8 @@ from ssl_bench.sweep import (
     plan_sweep,
     plan_table,
     probe_command,
-    run_here,
     run_in_processes,
+    run_in_this_process,
 )
 from ssl_bench.system.device import choose_device, visible_devices
 from ssl_bench.system.endings import Outcome
@@ -83,7 +83,7 @@ def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
         devices = visible_devices() if options.device in (None, "cuda") else []
         running = run_in_processes(jobs, options.jobs, devices)
     else:
-        running = run_here(jobs, store, device, debug=options.debug)
+        running = run_in_this_process(jobs, store, device, debug=options.debug)
     outcomes: dict[tuple[str, ...], Outcome] = {}
     for job, outcome in running:
         outcomes[job.arguments] = outcome

@@ -7,11 +7,11 @@ from pathlib import Path
 from ssl_bench.cli.records import (
     FILTERS,
     asked_format,
-    asked_records,
+    find_recorded_encoder,
+    load_selected_records,
     main_metrics,
     print_main_tables,
     print_tables,
-    recorded_checkpoint,
     shown,
 )
 from ssl_bench.composition.choices import require_choice
@@ -25,7 +25,7 @@ from ssl_bench.tables.drawing import draw_curves
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.pivot import pivot_table
-from ssl_bench.tables.published import PublishedTable, published_table
+from ssl_bench.tables.published import PublishedTable, load_published_table
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 from ssl_bench.tables.sheets import Printable
 
@@ -38,7 +38,7 @@ def command(options: argparse.Namespace) -> int:
         if options.pack:
             say(f"{store.pack()} records are in {store.root / PACKED} now, which is read like them")
             return 0
-        records = asked_records(options, store)
+        records = load_selected_records(options, store)
         check_values(store, records)
         tables = _tables(options, records, store)
         over_blocks = [table for table in tables if isinstance(table, DepthTable)]
@@ -99,7 +99,7 @@ def _tables(
         return severity_tables(records)
     if options.paper is None:
         return depth_tables(records)
-    published = published_table(options.paper)
+    published = load_published_table(options.paper)
     encoders = _encoders(options.encoders or [], published, records, store)
     return [paper_table(published, records, store, encoders=encoders, choice=options.best_layer)]
 
@@ -131,5 +131,5 @@ def _encoders(
         row = require_choice("row", row.strip(), published.rows, hint=hint)
         if row in found:
             raise ConfigurationError(f"expected one checkpoint for row {row!r}, got several")
-        found[row] = recorded_checkpoint(name.strip(), records, store)[0]
+        found[row] = find_recorded_encoder(name.strip(), records, store)[0]
     return found

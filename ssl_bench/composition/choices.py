@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 
 from ssl_bench.composition.fields import shown
-from ssl_bench.errors import ConfigurationError, either, literal
+from ssl_bench.errors import ConfigurationError, escape_braces, join_alternatives
 from ssl_bench.system.paths import PACKAGE
 
 LONG = 200
-EXTENSIBLE = ("probe", "dataset", "objective", "optimizer")
+EXTENSIBLE_GROUPS = ("probe", "dataset", "objective", "optimizer")
 """Groups that installed packages add to, by entry points of `ssl_bench.probe` and so on."""
 _SHOWN = 24
 _GROUPS = ("model", "objective", "optimizer")
@@ -92,12 +92,12 @@ def choices(group: str) -> list[str]:
     return sorted({*files(group), *entry_points(group), *runs})
 
 
-def unknown_key(key: str, valid: Iterable[str]) -> ConfigurationError:
+def unknown_key_error(key: str, valid: Iterable[str]) -> ConfigurationError:
     """Return the error on a key that does not exist, with the keys like it."""
-    return unknown_name(f"unknown key {shown(key)}", key, valid, hint=("{near}={value}",))
+    return unknown_name_error(f"unknown key {shown(key)}", key, valid, hint=("{near}={value}",))
 
 
-def unknown_name(
+def unknown_name_error(
     message: str, name: str, valid: Iterable[str], *, hint: Sequence[str]
 ) -> ConfigurationError:
     """Return the error on a name that does not exist, with the names like it, else all of them.
@@ -106,8 +106,8 @@ def unknown_name(
     """
     close, names = _close(name, sorted(valid))
     if close:
-        ways = [[word.replace("{near}", literal(near)) for word in hint] for near in close]
-        return ConfigurationError(message, hint=either(*ways))
+        ways = [[word.replace("{near}", escape_braces(near)) for word in hint] for near in close]
+        return ConfigurationError(message, hint=join_alternatives(*ways))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ConfigurationError(f"{message}; valid: {', '.join(names[:_SHOWN])}{more}")
 
@@ -128,7 +128,7 @@ def _close(name: str, names: list[str]) -> tuple[list[str], list[str]]:
 def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence[str] = ()) -> str:
     """Return a name that is one of the valid ones.
 
-    The hint is as `unknown_name` takes it; without one the flag that is called as the kind of name
+    The hint is as `unknown_name_error` takes it. Without one, the flag named like the kind of name
     is recommended.
 
     Raises:
@@ -137,21 +137,21 @@ def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence
     if kind == "dataset" and name not in valid and Path(name).is_dir():
         raise ConfigurationError(
             f"expected the name of a dataset, got the folder {shown(name)}",
-            hint=("--dataset", "folder", "--data-root", literal(name)),
+            hint=("--dataset", "folder", "--data-root", escape_braces(name)),
         )
     dataset, equals, folder = name.partition("=")
     if kind == "dataset" and equals and dataset in valid:
         raise ConfigurationError(
             f"expected the name of a dataset, got {shown(name)}",
-            hint=("--dataset", literal(dataset), "--data-root", literal(folder)),
+            hint=("--dataset", escape_braces(dataset), "--data-root", escape_braces(folder)),
         )
     if name not in valid:
         typed = hint or (f"--{kind.lstrip('-')}", "{near}")
-        raise unknown_name(f"unknown {kind} {shown(name)}", name, valid, hint=typed)
+        raise unknown_name_error(f"unknown {kind} {shown(name)}", name, valid, hint=typed)
     return name
 
 
-def asked_names(kind: str, text: str, valid: list[str]) -> list[str]:
+def parse_names(kind: str, text: str, valid: list[str]) -> list[str]:
     """The names of a list with commas, or all of them.
 
     Raises:
@@ -168,7 +168,7 @@ def files(group: str) -> list[str]:
 
 def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
     """What installed packages add to a group of `configs/`, by name."""
-    return _entry_points(tuple(sys.path)).get(group, {}) if group in EXTENSIBLE else {}
+    return _entry_points(tuple(sys.path)).get(group, {}) if group in EXTENSIBLE_GROUPS else {}
 
 
 @cache
@@ -178,7 +178,7 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPo
     found = metadata.entry_points()
     return {
         group: {point.name: point for point in found.select(group=f"ssl_bench.{group}")}
-        for group in EXTENSIBLE
+        for group in EXTENSIBLE_GROUPS
     }
 
 

@@ -25,18 +25,24 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ssl_bench.composition.choices import (
-    EXTENSIBLE,
+    EXTENSIBLE_GROUPS,
     LONG,
     choices,
     config_folder,
     entry_points,
     experiments,
     files,
-    unknown_key,
-    unknown_name,
+    unknown_key_error,
+    unknown_name_error,
 )
-from ssl_bench.composition.fields import described, require, shown, takes_one_as_list
-from ssl_bench.errors import PACKAGES, BrokenFile, ConfigurationError, broken_file, literal
+from ssl_bench.composition.fields import accepts_single_value, describe_type, require_type, shown
+from ssl_bench.errors import (
+    PACKAGES,
+    BrokenFile,
+    ConfigurationError,
+    broken_file_error,
+    escape_braces,
+)
 from ssl_bench.system.escaping import plain_json
 
 TARGET = "_target_"
@@ -67,12 +73,12 @@ def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
         _check_choice(root, group, key, value)
     groups = [f"{group}={value}" for group, _, value in named if _is_choice(group)]
     config = deepcopy(_defaults(config_folder(), root, tuple(groups)))
-    known = flattened(config)
+    known = flatten_config(config)
     for group, key, value in named:
         if not _is_choice(group):
             _set(config, key, value, known)
             # Any other value leaves the keys as they are.
-            known = flattened(config) if isinstance(value, Mapping) else known
+            known = flatten_config(config) if isinstance(value, Mapping) else known
     return config
 
 
@@ -89,7 +95,7 @@ def choice_group(key: str, chosen: Mapping[str, Any]) -> str | None:
     return folder if field and _is_choice(folder) else None
 
 
-def with_root(overrides: Sequence[str], root: str | None) -> list[str]:
+def add_data_root(overrides: Sequence[str], root: str | None) -> list[str]:
     """The overrides behind one for the folder of the data, which may hold any character."""
     quoted = [] if root is None else ["data.root='" + root.replace("'", "\\'") + "'"]
     return [*quoted, *overrides]
@@ -101,10 +107,10 @@ def build(config: DictConfig) -> Any:
     Raises:
         ConfigurationError: the component refuses a value.
     """
-    return constructed(as_plain(config), config._get_full_key(None))
+    return instantiate(config_to_dict(config), config._get_full_key(None))
 
 
-def as_plain(config: DictConfig) -> dict[str, Any]:
+def config_to_dict(config: DictConfig) -> dict[str, Any]:
     """The resolved configuration as JSON types.
 
     Raises:
@@ -117,18 +123,18 @@ def as_plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def as_yaml(config: DictConfig) -> str:
+def config_to_yaml(config: DictConfig) -> str:
     """The resolved configuration as a file of `configs/` would say all of it."""
-    return yaml.safe_dump(as_plain(config), sort_keys=False)
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False)
 
 
 def has_key(config: DictConfig, key: str) -> bool:
-    return key in flattened(config)
+    return key in flatten_config(config)
 
 
 def keys(config: DictConfig) -> list[str]:
     """What can be overridden, such as "probe.training.epochs"."""
-    said = flattened(config)
+    said = flatten_config(config)
     found = [key for key in said if not key.endswith("_target_")]
     # What has no fields is a key itself: another can be chosen in its place.
     calls = [key.removesuffix("._target_") for key in said if key.endswith("._target_")]
@@ -155,7 +161,7 @@ def _defaults(folder: Path, root: str, groups: tuple[str, ...]) -> DictConfig:
     for part, call in calls.items():
         group, _, field, _ = part.split("/")
         said[group][field] = call
-    whole = DictConfig(completed(said, ""))
+    whole = DictConfig(fill_defaults(said, ""))
     OmegaConf.set_struct(whole, True)
     return whole
 
@@ -164,7 +170,7 @@ def read_file(file: Path) -> dict[str, Any]:
     """What one file of `configs/` says by itself."""
     config = OmegaConf.load(file)
     assert isinstance(config, DictConfig)
-    return as_plain(config)
+    return config_to_dict(config)
 
 
 @cache
@@ -212,14 +218,16 @@ def _check_choice(root: str, group: str, key: str, value: Any) -> None:
         return
     if value not in (valid := choices(group)):
         message = f"unknown {key}={shown(value)} for {root}"
-        raise unknown_name(message, str(value), valid, hint=(f"{literal(key)}={{near}}",))
+        raise unknown_name_error(
+            message, str(value), valid, hint=(f"{escape_braces(key)}={{near}}",)
+        )
     if value in files(group):
         return
     store = ConfigStore.instance().store
     if group == "experiment" and value in (runs := experiments()):
         store(group=group, name=value, node=runs[value].node(), package="_global_")
         return
-    # Of another package, of which the configuration says the address alone: see `completed`.
+    # Of another package, of which the configuration says the address alone: see `fill_defaults`.
     point = entry_points(group)[value]
     store(group=group, name=value, node={TARGET: f"{point.module}.{point.attr}"})
 
@@ -227,7 +235,7 @@ def _check_choice(root: str, group: str, key: str, value: Any) -> None:
 def _set(config: DictConfig, key: str, value: Any, known: Mapping[str, Any]) -> None:
     parents = {name.rsplit(".", depth)[0] for name in known for depth in range(name.count(".") + 1)}
     if key not in parents:
-        raise unknown_key(key, keys(config))
+        raise unknown_key_error(key, keys(config))
     # The choice of a file alone decides what is built.
     if names := [name for name in _names_in({key: value}) if name in (TARGET, *RESERVED)]:
         raise ConfigurationError(
@@ -256,13 +264,13 @@ def _names_in(value: Any) -> Iterator[str]:
         yield from _names_in(item)
 
 
-def value_of(config: DictConfig, key: str) -> Any:
+def get_value(config: DictConfig, key: str) -> Any:
     """What stands under a key such as `data.root`, as JSON types: a mapping too, where one came."""
     value = OmegaConf.select(config, key)
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-def flattened(config: DictConfig) -> dict[str, Any]:
+def flatten_config(config: DictConfig) -> dict[str, Any]:
     """Dotted key -> value for every leaf; an empty mapping is a leaf."""
     leaves: dict[str, Any] = {}
 
@@ -281,7 +289,7 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def constructed(value: Any, key: str) -> Any:
+def instantiate(value: Any, key: str) -> Any:
     """Plain values with every mapping that has a `_target_` replaced by what it constructs.
 
     Args:
@@ -292,17 +300,17 @@ def constructed(value: Any, key: str) -> Any:
         ConfigurationError: a class that must not be built, or arguments that it does not take.
     """
     if isinstance(value, list):
-        return [constructed(item, key) for item in value]
+        return [instantiate(item, key) for item in value]
     if not isinstance(value, Mapping):
         return value
-    parts = {str(name): constructed(item, _joined(key, name)) for name, item in value.items()}
+    parts = {str(name): instantiate(item, _joined(key, name)) for name, item in value.items()}
     if TARGET not in parts:
         return parts
     kind = component_class(parts.pop(TARGET), _joined(key, TARGET))
     parts |= {
         item.name: [parts[item.name]]
         for item in fields(kind)
-        if item.name in parts and takes_one_as_list(item.type, parts[item.name])
+        if item.name in parts and accepts_single_value(item.type, parts[item.name])
     }
     _check_arguments(kind, parts, key)
     return kind(**parts)
@@ -321,7 +329,7 @@ def component_class(address: Any, key: str) -> type:
         home = str(getattr(found, "__module__", "")).partition(".")[0]
         if isinstance(found, type) and is_dataclass(found) and home in PACKAGES:
             return found
-    for point in (point for group in EXTENSIBLE for point in entry_points(group).values()):
+    for point in (point for group in EXTENSIBLE_GROUPS for point in entry_points(group).values()):
         if str(address) == f"{point.module}.{point.attr}":
             return _loaded(point)
     raise ConfigurationError(
@@ -331,7 +339,7 @@ def component_class(address: Any, key: str) -> type:
     )
 
 
-def completed(value: Any, key: str) -> Any:
+def fill_defaults(value: Any, key: str) -> Any:
     """Plain values in which every mapping with a `_target_` says all that its class takes.
 
     What it leaves out has the default of the class, so that whatever a class can be given can be
@@ -341,10 +349,10 @@ def completed(value: Any, key: str) -> Any:
         ConfigurationError: a class that must not be built.
     """
     if isinstance(value, list):
-        return [completed(item, key) for item in value]
+        return [fill_defaults(item, key) for item in value]
     if not isinstance(value, Mapping):
         return value
-    said = {str(name): completed(item, _joined(key, name)) for name, item in value.items()}
+    said = {str(name): fill_defaults(item, _joined(key, name)) for name, item in value.items()}
     if TARGET not in said:
         return said
     kind = component_class(said[TARGET], _joined(key, TARGET))
@@ -354,11 +362,11 @@ def completed(value: Any, key: str) -> Any:
 
 def defaults(kind: type) -> dict[str, Any]:
     """What a dataclass has where nothing is said, by field; without fields that have no default."""
-    values = {item.name: default_of(item) for item in fields(kind) if item.init}
+    values = {item.name: get_default(item) for item in fields(kind) if item.init}
     return {name: value for name, value in values.items() if value is not MISSING}
 
 
-def legal_values(value: Any, key: str = "") -> dict[str, tuple[str, str]]:
+def describe_keys(value: Any, key: str = "") -> dict[str, tuple[str, str]]:
     """What every key below a `_target_` takes and means, by its full name.
 
     Such as "a number in [0, 1]" and the first sentence on it in the docstring of the class, if
@@ -379,9 +387,9 @@ def legal_values(value: Any, key: str = "") -> dict[str, tuple[str, str]]:
         full = _joined(key, name)
         if name in kinds:
             is_choice = isinstance(item, Mapping) and TARGET in item
-            takes = "" if is_choice else described(kinds[name])
+            takes = "" if is_choice else describe_type(kinds[name])
             found[full] = takes, meanings.get(name, "")
-        found |= legal_values(item, full)
+        found |= describe_keys(item, full)
     return found
 
 
@@ -405,10 +413,10 @@ def protocols(task: str, probe: type) -> list[str]:
     """
     kind = next((item.type for item in fields(probe) if item.name == "protocol"), None)
     named = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
-    return choices(preset_group(task)) or named
+    return choices(protocol_group(task)) or named
 
 
-def preset_group(task: str) -> str:
+def protocol_group(task: str) -> str:
     """Folder of the presets of a task below `configs/`; most tasks have none."""
     return f"probe/{task}/protocol"
 
@@ -419,7 +427,7 @@ def changed_settings(probe: Any) -> dict[str, Any]:
     A protocol without a file has the defaults of the class. One that nobody knows, and a probe
     that is no dataclass, have nothing to differ from.
     """
-    if (values := usual_values(probe)) is None:
+    if (values := load_protocol_values(probe)) is None:
         return {}
     usual = replace(probe, **values)
     # What only another choice has, such as C of L-BFGS, is compared with its own default.
@@ -435,16 +443,16 @@ def changed_settings(probe: Any) -> dict[str, Any]:
     }
 
 
-def usual_values(probe: Any) -> dict[str, Any] | None:
+def load_protocol_values(probe: Any) -> dict[str, Any] | None:
     """Values of all fields in the protocol that a probe names; None where nobody knows it."""
-    known = choices(preset_group(probe.task))
+    known = choices(protocol_group(probe.task))
     if not is_dataclass(type(probe)) or (known and probe.protocol not in known):
         return None
-    said = preset_values(probe, probe.protocol) if known else {}
+    said = load_protocol_file(probe, probe.protocol) if known else {}
     return defaults(type(probe)) | {"protocol": probe.protocol} | said
 
 
-def guesses_of(probe: Any, guesses: Sequence[str]) -> list[str]:
+def fill_in_guesses(probe: Any, guesses: Sequence[str]) -> list[str]:
     """Guesses with the settings that a probe has in the place of `$NAME`, for its records.
 
     Without those that speak of a setting that there is not, as of epochs where none are trained.
@@ -460,10 +468,10 @@ def _said(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def preset_values(probe: Any, protocol: str) -> dict[str, Any]:
+def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
     """What the file of a protocol says."""
-    file = config_folder() / preset_group(probe.task) / f"{protocol}.yaml"
-    return constructed(read_file(file), "probe")
+    file = config_folder() / protocol_group(probe.task) / f"{protocol}.yaml"
+    return instantiate(read_file(file), "probe")
 
 
 def _loaded(point: metadata.EntryPoint) -> type:
@@ -471,7 +479,7 @@ def _loaded(point: metadata.EntryPoint) -> type:
         found = point.load()
     # Whatever another package does while it is imported.
     except Exception as error:
-        broken = broken_file(error, [point.module.partition(".")[0]])
+        broken = broken_file_error(error, [point.module.partition(".")[0]])
         raise BrokenFile(
             f"the entry point {point.name} = {point.value}: {broken}, or uninstall "
             f"{point.dist.name if point.dist else point.module}"
@@ -481,7 +489,7 @@ def _loaded(point: metadata.EntryPoint) -> type:
     return found
 
 
-def default_of(item: Field[Any]) -> Any:
+def get_default(item: Field[Any]) -> Any:
     """What a field has where nothing is said; MISSING where it has to be."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
@@ -506,10 +514,10 @@ def _attribute(address: str) -> Any:
     except ModuleNotFoundError as error:
         if f"{module}.".startswith(f"{error.name}."):
             return None
-        raise broken_file(error) from error
+        raise broken_file_error(error) from error
     # Whatever a file does while it is imported.
     except Exception as error:
-        raise broken_file(error) from error
+        raise broken_file_error(error) from error
 
 
 def _check_arguments(kind: type, arguments: Mapping[str, Any], key: str) -> None:
@@ -518,11 +526,11 @@ def _check_arguments(kind: type, arguments: Mapping[str, Any], key: str) -> None
     for name in arguments:
         if name not in names:
             known = [_joined(key, one) for one in names]
-            raise unknown_key(_joined(key, name), known)
+            raise unknown_key_error(_joined(key, name), known)
     for item in taken:
         if item.name in arguments:
-            require(_joined(key, item.name), item.type, arguments[item.name])
-        elif default_of(item) is MISSING:
+            require_type(_joined(key, item.name), item.type, arguments[item.name])
+        elif get_default(item) is MISSING:
             raise ConfigurationError(f"{_joined(key, item.name)} has no value")
 
 

@@ -27,7 +27,7 @@ _SHORT.maxlist = 12
 
 
 @dataclass(frozen=True)
-class Within:
+class Bounds:
     """Numbers between two ends.
 
     Attributes:
@@ -51,7 +51,7 @@ class Within:
 
 
 @dataclass(frozen=True)
-class Items:
+class ListLength:
     """How many entries a list has."""
 
     least: int
@@ -74,35 +74,35 @@ class PathText:
         return LEGAL
 
 
-Count = Annotated[int, Within(1, _MANY)]
-CountOrZero = Annotated[int, Within(0, _MANY)]
-Threads = Annotated[int, Within(1, 1024)]
-Pixels = Annotated[int, Within(1, 8192)]
-Bits = Annotated[int, Within(8, 16)] | None
-Width = Annotated[int, Within(1, 2**20)]
-Depth = Annotated[int, Within(1, 1000)]
-Workers = Annotated[int, Within(0, 1024)]
+Count = Annotated[int, Bounds(1, _MANY)]
+CountOrZero = Annotated[int, Bounds(0, _MANY)]
+Threads = Annotated[int, Bounds(1, 1024)]
+Pixels = Annotated[int, Bounds(1, 8192)]
+Bits = Annotated[int, Bounds(8, 16)] | None
+Width = Annotated[int, Bounds(1, 2**20)]
+Depth = Annotated[int, Bounds(1, 1000)]
+Workers = Annotated[int, Bounds(0, 1024)]
 # NumPy's older generators take no larger one.
-Seed = Annotated[int, Within(0, 2**32 - 1)]
-Share = Annotated[float, Within(0, 1)]
-PositiveShare = Annotated[float, Within(0, 1, above=True)]
-ShareBelowOne = Annotated[float, Within(0, 1, below=True)]
-InnerShare = Annotated[float, Within(0, 1, above=True, below=True)]
-Positive = Annotated[float, Within(0, _MANY, above=True)]
-PositiveOrZero = Annotated[float, Within(0, _MANY)]
-Rate = Annotated[float, Within(0, 1000, above=True)]
-RateOrZero = Annotated[float, Within(0, 1000)]
-Temperature = Annotated[float, Within(0, 1000, above=True)]
+Seed = Annotated[int, Bounds(0, 2**32 - 1)]
+Share = Annotated[float, Bounds(0, 1)]
+PositiveFraction = Annotated[float, Bounds(0, 1, above=True)]
+FractionBelowOne = Annotated[float, Bounds(0, 1, below=True)]
+OpenFraction = Annotated[float, Bounds(0, 1, above=True, below=True)]
+Positive = Annotated[float, Bounds(0, _MANY, above=True)]
+PositiveOrZero = Annotated[float, Bounds(0, _MANY)]
+Rate = Annotated[float, Bounds(0, 1000, above=True)]
+RateOrZero = Annotated[float, Bounds(0, 1000)]
+Temperature = Annotated[float, Bounds(0, 1000, above=True)]
 # Least and largest.
-Span = Annotated[Sequence[Positive], Items(2, 2)]
-ShareSpan = Annotated[Sequence[PositiveShare], Items(2, 2)]
+PositiveRange = Annotated[Sequence[Positive], ListLength(2, 2)]
+FractionRange = Annotated[Sequence[PositiveFraction], ListLength(2, 2)]
 FilePath = Annotated[str, PathText()]
-Place = FilePath | Path | None
-Level = Annotated[int, Within(0, 255)]
-Rgb = Annotated[Sequence[Level], Items(3, 3)]
+OptionalPath = FilePath | Path | None
+Level = Annotated[int, Bounds(0, 255)]
+Rgb = Annotated[Sequence[Level], ListLength(3, 3)]
 # What compares vectors: "auto" is faiss for many on a CPU, else a matrix product of torch.
 Engine = Literal["auto", "faiss", "torch"]
-MaskValue = Annotated[int, Within(0, 65535)]
+MaskValue = Annotated[int, Bounds(0, 65535)]
 
 
 def check_fields(component: Any, key: str) -> None:
@@ -118,7 +118,7 @@ def check_fields(component: Any, key: str) -> None:
         ConfigurationError: a value that its field does not take.
     """
     for name, kind in _types_of(component).items():
-        require(f"{key}.{name}" if key else name, kind, getattr(component, name))
+        require_type(f"{key}.{name}" if key else name, kind, getattr(component, name))
     _normalise_fields(component)
 
 
@@ -172,7 +172,7 @@ def _normalised(kind: Any, value: Any) -> Any:
     return value
 
 
-def require(key: str, kind: Any, value: Any) -> None:
+def require_type(key: str, kind: Any, value: Any) -> None:
     """Refuse a value that is not of a kind.
 
     Raises:
@@ -182,10 +182,10 @@ def require(key: str, kind: Any, value: Any) -> None:
         hint = ""
         if _is_a(kind, "name") and isinstance(value, int | float):
             hint = f"; for a text that looks like a number write \"{key}='{value}'\""
-        raise ConfigurationError(f"{key} expects {described(kind)}, got {shown(value)}{hint}")
+        raise ConfigurationError(f"{key} expects {describe_type(kind)}, got {shown(value)}{hint}")
 
 
-def require_some(key: str, values: Sequence[Any]) -> None:
+def require_nonempty(key: str, values: Sequence[Any]) -> None:
     """Refuse an empty list.
 
     Raises:
@@ -204,33 +204,33 @@ def shown(value: Any) -> str:
     return words[value] if value is None or value is True or value is False else _SHORT.repr(value)
 
 
-def takes_one_as_list(kind: Any, value: Any) -> bool:
+def accepts_single_value(kind: Any, value: Any) -> bool:
     """Whether a value is a legal entry of a list of numbers of any length, and no list itself."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return not _is_a(kind, value) and any(takes_one_as_list(part, value) for part in parts)
+        return not _is_a(kind, value) and any(accepts_single_value(part, value) for part in parts)
     is_list = isinstance(origin, type) and issubclass(origin, Sequence)
     return is_list and isinstance(value, int | float) and _is_a(parts[0], value)
 
 
-def described(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """A kind in the words of an error message."""
     if kind in _WORDS:
         return _WORDS[kind]
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated and isinstance(parts[1], PathText):
         return LEGAL
-    if origin is Annotated and isinstance(parts[1], Items):
-        return f"{described(parts[0])}, {parts[1]} of them"
+    if origin is Annotated and isinstance(parts[1], ListLength):
+        return f"{describe_type(parts[0])}, {parts[1]} of them"
     if origin is Annotated:
         return f"{_WORDS[parts[0]]} in {parts[1]}"
     if origin is Literal:
         return " or ".join(str(part) for part in parts)
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(described(part) for part in parts))
+        return " or ".join(dict.fromkeys(describe_type(part) for part in parts))
     if isinstance(origin, type) and issubclass(origin, Sequence):
         example = "[a,b]" if parts[0] is str else "[1,2]"
-        return f"a list such as {example}, each {described(parts[0])}"
+        return f"a list such as {example}, each {describe_type(parts[0])}"
     return "keys of its own"
 
 

@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from ssl_bench.composition.choices import unknown_name
+from ssl_bench.composition.choices import unknown_name_error
 from ssl_bench.composition.fields import shown
 from ssl_bench.data.files.fingerprints import extended
 from ssl_bench.data.files.readable import RemainingImages
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
-from ssl_bench.errors import ConfigurationError, MachineError, literal
+from ssl_bench.errors import ConfigurationError, MachineError, escape_braces
 
 Pixels = UInt8[np.ndarray, "height width 3"]
 
@@ -56,7 +56,7 @@ class Corruption:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             message, known = f"unknown corruption {shown(self.name)}", [*NAMES, _ALL]
-            raise unknown_name(message, self.name, known, hint=("corrupt={near}:3",))
+            raise unknown_name_error(message, self.name, known, hint=("corrupt={near}:3",))
         if self.severity not in SEVERITIES:
             raise ConfigurationError(
                 f"corrupt={self.name} expects a severity in 1 to 5, got {shown(self.severity)}; "
@@ -115,7 +115,7 @@ def asked_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
         corruptions = ",".join(asked)
         raise ConfigurationError(
             f"expected one corrupt=, got {len(asked)}; put several corruptions into one",
-            hint=(f"corrupt={literal(corruptions)}",),
+            hint=(f"corrupt={escape_braces(corruptions)}",),
         )
     found: dict[Corruption | None, None] = {}
     for part in (part.strip() for text in asked for part in text.split(",")):

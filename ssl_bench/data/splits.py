@@ -12,20 +12,20 @@ from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from ssl_bench.composition.fields import Bits, Count, Place, Seed, require
+from ssl_bench.composition.fields import Bits, Count, OptionalPath, Seed, require_type
 from ssl_bench.data.corruptions import KEY as CORRUPT
 from ssl_bench.data.corruptions import Corruption, corrupted_dataset
 from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, dataset_read_as
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
-from ssl_bench.errors import ConfigurationError, DataError, literal
+from ssl_bench.errors import ConfigurationError, DataError, escape_braces
 from ssl_bench.system.files import read_regular
 
 DType = Literal["float32", "float16", "bfloat16"]
 """As torch names them."""
 Limit = Count | None
 SHARED: Mapping[str, Any] = {
-    "data.root": Place,
+    "data.root": OptionalPath,
     "data.fingerprint": FingerprintKind,
     "data.bits": Bits,
     "data.limit": Limit,
@@ -87,8 +87,8 @@ def require_disjoint(train: str, val: str) -> None:
         raise ConfigurationError(
             f"train_split={train} and val_split={val} share images",
             hint=(
-                f"dataset.train_split={literal(one.name)}:0-75%",
-                f"dataset.val_split={literal(one.name)}:75-100%",
+                f"dataset.train_split={escape_braces(one.name)}:0-75%",
+                f"dataset.val_split={escape_braces(one.name)}:75-100%",
             ),
         )
 
@@ -134,8 +134,8 @@ def absent_split(
         f"{where} has no split {name}, but {', '.join(nearest)}; see docs/data.md, or cut one in "
         "two",
         hint=(
-            f"dataset.train_split={literal(first)}:0-75%",
-            f"dataset.val_split={literal(first)}:75-100%",
+            f"dataset.train_split={escape_braces(first)}:0-75%",
+            f"dataset.val_split={escape_braces(first)}:75-100%",
         ),
     )
 
@@ -143,11 +143,11 @@ def absent_split(
 def shared_values(config: Any) -> dict[str, Any]:
     """What the keys of `SHARED` hold in a composed configuration; for data alone it has fewer."""
     # Here, because Hydra takes longer than all that `data list` says.
-    from ssl_bench.composition.compose import value_of
+    from ssl_bench.composition.compose import get_value
 
-    values = {key: value_of(config, key) for key in SHARED if key.split(".")[0] in config}
+    values = {key: get_value(config, key) for key in SHARED if key.split(".")[0] in config}
     for key, value in values.items():
-        require(key, SHARED[key], value)
+        require_type(key, SHARED[key], value)
     return values
 
 

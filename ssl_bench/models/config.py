@@ -6,18 +6,18 @@ from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from ssl_bench.composition.fields import (
+    Bounds,
     CountOrZero,
     Depth,
+    FractionBelowOne,
     Pixels,
-    PositiveShare,
+    PositiveFraction,
     RateOrZero,
-    ShareBelowOne,
     Width,
-    Within,
     check_fields,
-    require,
+    require_type,
 )
-from ssl_bench.errors import ConfigurationError, either
+from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, make_initialiser
 
 Config = TypeVar("Config", bound="EncoderConfig")
@@ -121,21 +121,21 @@ class ViTConfig(EncoderConfig):
     dim: Width = 384
     depth: Depth = 12
     num_heads: Width = 6
-    mlp_ratio: Annotated[float, Within(0, 1000, above=True)] = 4.0
+    mlp_ratio: Annotated[float, Bounds(0, 1000, above=True)] = 4.0
     attention: AttentionKind = "softmax"
     graying: GrayingKind = "none"
-    graying_exponent: PositiveShare = 0.95
+    graying_exponent: PositiveFraction = 0.95
     graying_layers: Sequence[CountOrZero] | None = None
     skip_attention: bool = True
     skip_mlp: bool = True
     norm: Norm = "layernorm"
     qkv_bias: bool = True
-    drop_path: ShareBelowOne = 0.0
-    num_registers: Annotated[int, Within(0, 1000)] = 0
+    drop_path: FractionBelowOne = 0.0
+    num_registers: Annotated[int, Bounds(0, 1000)] = 0
     position_embedding: PositionEmbedding = "learned"
     truncated_tokens: bool = False
-    position_scale: Annotated[float, Within(0, 1000, above=True)] = 1.0
-    mlp_mean: Annotated[float, Within(-1000, 1000)] = 0.0
+    position_scale: Annotated[float, Bounds(0, 1000, above=True)] = 1.0
+    mlp_mean: Annotated[float, Bounds(-1000, 1000)] = 0.0
     mlp_input_std: RateOrZero = 0.0
     init: str = "default"
     init_options: Mapping[str, Any] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class ViTConfig(EncoderConfig):
         said = dict(self.init_options)
         for item in (one for one in fields(self) if one.name in _OLDER_OPTIONS & said.keys()):
             value, here = said.pop(item.name), getattr(self, item.name)
-            require(f"model.init_options.{item.name}", item.type, value)
+            require_type(f"model.init_options.{item.name}", item.type, value)
             if here not in (item.default, value):
                 raise ConfigurationError(
                     f"model.init_options.{item.name} is an older name of model.{item.name}, got "
@@ -261,7 +261,7 @@ class ConvNeXtConfig(EncoderConfig):
     dim: Width = 256
     depth: Depth = 8
     frozen_filters: bool = False
-    mlp_mean: Annotated[float, Within(-1000, 1000)] = 0.0
+    mlp_mean: Annotated[float, Bounds(-1000, 1000)] = 0.0
     mlp_input_std: RateOrZero = 0.0
     init: str = "uniform"
     init_options: Mapping[str, Any] = field(default_factory=dict)
@@ -324,7 +324,7 @@ def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None
         ways = [(f"{key}={size}",) for size in (lower, lower + divisor) if size]
         raise ConfigurationError(
             f"{key} must be a multiple of model.{divisor_name} = {divisor}, got {value}",
-            hint=either(*ways),
+            hint=join_alternatives(*ways),
         )
 
 

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float64
 from torch import Generator, Tensor, nn
 
-from ssl_bench.composition.choices import unknown_name
-from ssl_bench.composition.fields import Within, require
+from ssl_bench.composition.choices import unknown_name_error
+from ssl_bench.composition.fields import Bounds, require_type
 from ssl_bench.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Matrix = Float64[Tensor, "{rows} {cols}"]
 Filters = Float64[Tensor, "{count} {size} {size}"]
 Covariance = Float64[Tensor, "pixels pixels"]
-Number = Annotated[float, Within(-1000, 1000)]
+Number = Annotated[float, Bounds(-1000, 1000)]
 Noise = Literal["normal", "uniform"]
 _DEFAULT_STD = 0.02
 # Keeps the factors of a zero matrix zero instead of 0 / 0.
@@ -454,8 +454,10 @@ def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[s
             message = f"model.init={name} has no option {key!r}"
             if not known:
                 raise ConfigurationError(message, hint=("model.init_options={{}}",))
-            raise unknown_name(message, key, known, hint=("model.init_options.{near}={value}",))
-        require(f"model.init_options.{key}", known[key].type, value)
+            raise unknown_name_error(
+                message, key, known, hint=("model.init_options.{near}={value}",)
+            )
+        require_type(f"model.init_options.{key}", known[key].type, value)
     return kinds[name](**{key: type(known[key].default)(one) for key, one in options.items()})
 
 

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Generator, Tensor, nn
 
-from ssl_bench.composition.fields import Count, CountOrZero, Depth, Items, Width
+from ssl_bench.composition.fields import Count, CountOrZero, Depth, ListLength, Width
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import EncoderConfig, check_layers
 from ssl_bench.models.initialisers import draw_uniform
@@ -99,7 +99,7 @@ class StateSpaceConfig(EncoderConfig):
     num_states: Count = 128
     head_width: Width = 64
     num_tokens: Count = 28
-    mimetic: Annotated[Sequence[Piece], Items(0, 4)] = ()
+    mimetic: Annotated[Sequence[Piece], ListLength(0, 4)] = ()
     mimetic_layers: Sequence[CountOrZero] | None = None
     state_decay: StateDecay = "power"
 

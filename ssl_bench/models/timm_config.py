@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ssl_bench.composition.fields import (
+    Bounds,
     CountOrZero,
     Depth,
+    FractionBelowOne,
     Pixels,
-    PositiveShare,
-    ShareBelowOne,
+    PositiveFraction,
     Width,
-    Within,
 )
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import EncoderConfig, GrayingKind, check_divisible
@@ -21,7 +21,7 @@ from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, mak
 if TYPE_CHECKING:
     from ssl_bench.models.timm_model import Shape
 
-_PixelsOrNamed = Annotated[int, Within(0, 8192)]
+_PixelsOrNamed = Annotated[int, Bounds(0, 8192)]
 _OF_BLOCKS = ("default", "skipless", "mimetic", "xavier")
 
 
@@ -114,9 +114,9 @@ class TimmConfig(EncoderConfig):
     widths: Sequence[Width] | None = None
     depths: Sequence[Depth] | None = None
     heads: Sequence[Width] | None = None
-    drop_path: ShareBelowOne = 0.0
+    drop_path: FractionBelowOne = 0.0
     graying: GrayingKind = "none"
-    graying_exponent: PositiveShare = 0.95
+    graying_exponent: PositiveFraction = 0.95
     graying_layers: Sequence[CountOrZero] | None = None
     graying_scope: Literal["map", "window"] = "map"
     graying_class_blocks: bool = False

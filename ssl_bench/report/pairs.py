@@ -10,15 +10,15 @@ import numpy as np
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.panels import Checkpoint, Panel
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.results.contributions import ImageCurve, CurveEstimates, load_curve
+from ssl_bench.results.contributions import CurveEstimates, ImageCurve, load_curve
 from ssl_bench.scores import mean_iou
 from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.comparison import (
     Comparison,
     Difference,
+    code_of,
     compare_best_blocks,
     compare_block_by_block,
-    code_of,
 )
 
 MAX_PAIRED = 6

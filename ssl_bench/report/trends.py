@@ -13,8 +13,8 @@ from ssl_bench.tables.depth import (
     DepthTable,
     Row,
     epoch_table,
-    runs_with_several_epochs,
     require_one_encoder_per_epoch,
+    runs_with_several_epochs,
 )
 from ssl_bench.tables.entries import Entry, choose_main_metric, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables

@@ -30,7 +30,7 @@ from ssl_bench.scores import (
     pixel_accuracy,
 )
 
-FOLDS = 5
+NUM_FOLDS = 5
 """Of the images, each scored with the block that the others choose."""
 
 
@@ -196,7 +196,7 @@ class ImageCurve:
         """
         num_images = len(next(iter(self.per_image.values())))
         order = np.random.default_rng(0).permutation(num_images)
-        folds = [fold for fold in np.array_split(order, FOLDS) if len(fold)]
+        folds = [fold for fold in np.array_split(order, NUM_FOLDS) if len(fold)]
         mixed = np.empty_like(next(iter(self.per_image.values())))
         layers = []
         for fold in folds:
@@ -207,7 +207,7 @@ class ImageCurve:
 
 
 @dataclass(frozen=True)
-class Scored:
+class CurveEstimates:
     """The estimates of a curve, each made once however often it is compared.
 
     Attributes:
@@ -216,7 +216,7 @@ class Scored:
         has_best: Whether a block may be best, see `ImageCurve.candidates`.
         best: The candidate with the largest value; the last block if there is no candidate.
         held_out: Every image as the block sees it that other images choose.
-        layers_held_out: The blocks that were chosen, fold by fold.
+        held_out_layers: The blocks that were chosen, fold by fold.
     """
 
     blocks: Mapping[int, Estimate]
@@ -224,10 +224,10 @@ class Scored:
     has_best: bool
     best: int
     held_out: Estimate
-    layers_held_out: tuple[int, ...]
+    held_out_layers: tuple[int, ...]
 
     @classmethod
-    def of(cls, curve: ImageCurve) -> "Scored":
+    def of(cls, curve: ImageCurve) -> "CurveEstimates":
         """Of at least one block, all of the same images."""
         blocks = {layer: curve.estimate(some) for layer, some in curve.per_image.items()}
         if not curve.candidates:
@@ -241,18 +241,18 @@ class Scored:
             best=curve.best_layer(),
             # A block that all folds choose is that block, and no different from itself.
             held_out=blocks[layers[0]] if len(set(layers)) == 1 else curve.estimate(mixed),
-            layers_held_out=tuple(layers),
+            held_out_layers=tuple(layers),
         )
 
     @property
-    def degenerate_held_out(self) -> float | None:
+    def held_out_degenerate_percent(self) -> float | None:
         """Percent of degenerate images behind `held_out`."""
         # Folds are of equal size, so a block counts as often as it was chosen.
-        chosen = [self.degenerate[n] for n in self.layers_held_out if n in self.degenerate]
+        chosen = [self.degenerate[n] for n in self.held_out_layers if n in self.degenerate]
         return sum(chosen) / len(chosen) if chosen else None
 
 
-def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
+def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
     """Read the contributions to records of one checkpoint and seed.
 
     Blocks whose contributions were not kept, or do not fit, are left out.

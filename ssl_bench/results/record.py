@@ -53,17 +53,17 @@ the mean F-beta, IoU or accuracy."""
 UNRANKED_METRICS = frozenset({"explained_variance", "outlier_share", "degenerate"})
 """In percent, and yet more is not better."""
 
-MOST_DEGENERATE = 50.0
+MAX_DEGENERATE_PERCENT = 50.0
 """Percent of degenerate images above which a value says nothing: it is never best, see
 `is_degenerate`."""
 
 SUPERVISED = "supervised"
 """Task of the record that a supervised run leaves of itself; no probe asks for it."""
 
-ENCODER = ("checkpoint_sha256", "architecture", "mean", "std")
+ENCODER_FIELDS = ("checkpoint_sha256", "architecture", "mean", "std")
 """Fields that say which encoder was scored."""
 
-INFINITE = "inf"
+INFINITY_AS_JSON = "inf"
 """Infinity in the JSON of records."""
 
 _BASELINE = "baseline"
@@ -148,10 +148,10 @@ class Baseline:
 
 def is_degenerate(percent: float | None) -> bool:
     """Return whether so many images are degenerate that a value cannot be best."""
-    return percent is not None and percent > MOST_DEGENERATE
+    return percent is not None and percent > MAX_DEGENERATE_PERCENT
 
 
-def stride_of(architecture: Mapping[str, Any], layer: int) -> int | None:
+def block_stride(architecture: Mapping[str, Any], layer: int) -> int | None:
     """Pixels along a side of what a token stands for, where that differs between blocks."""
     strides = architecture.get("strides")
     if not isinstance(strides, (list, tuple)) or not 0 <= layer < len(strides):
@@ -161,7 +161,7 @@ def stride_of(architecture: Mapping[str, Any], layer: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class CellKey:
+class ResultKey:
     """The fields that change the number; device and workers, for example, are not among them.
 
     Attributes:
@@ -195,7 +195,7 @@ class CellKey:
 
     @cached_property
     def _digest(self) -> str:
-        return cell_digest(self)
+        return result_digest(self)
 
     def __hash__(self) -> int:
         return hash(self.digest())
@@ -205,7 +205,7 @@ class CellKey:
         return Record(**{name: getattr(self, name) for name in _KEY_FIELDS}, **measured)
 
     def filename(self) -> str:
-        return cell_filename(self, self.digest())
+        return record_filename(self, self.digest())
 
     def of_any_kind(self) -> str:
         """Pattern of the file names of this block, facet and metric, whoever was asked and how."""
@@ -228,7 +228,7 @@ class Record:
         unit: "%", or nothing for a plain number.
         per_image_kind: One of `PerImageKind`; None where nothing was kept of single images, and in
             records of versions that did not state it.
-        metric_version: As in `CellKey`; 1 in records that do not state it.
+        metric_version: As in `ResultKey`; 1 in records that do not state it.
         pipeline_version: As `metric_version`.
         per_image_sha256: Of the file of what each image contributed; None where nothing was kept,
             and in older records.
@@ -283,11 +283,11 @@ class Record:
 
     @property
     def stride(self) -> int | None:
-        """See `stride_of`."""
-        return stride_of(self.architecture, self.layer)
+        """See `block_stride`."""
+        return block_stride(self.architecture, self.layer)
 
     @property
-    def named_protocol(self) -> str:
+    def protocol_label(self) -> str:
         """The protocol as tables print it, with the settings in which the run departed from it."""
         words = [f"{name}={_short(value)}" for name, value in sorted(self.changed.items())]
         return ", ".join([self.protocol, *words])
@@ -295,12 +295,12 @@ class Record:
     @cached_property
     def encoder_id(self) -> str:
         """Tells encoders apart; equal weights that are used in another way are another encoder."""
-        return encoder_id({name: getattr(self, name) for name in ENCODER})
+        return encoder_id({name: getattr(self, name) for name in ENCODER_FIELDS})
 
     @cached_property
     def digest(self) -> str:
         """That of its cell."""
-        return cell_digest(self)
+        return result_digest(self)
 
     @property
     def trained_on(self) -> TrainingImages | None:
@@ -314,8 +314,8 @@ class Record:
         told = self.settings.get(CORRUPTED)
         return None if told is None else RecordedCorruption(**told)
 
-    def key(self) -> CellKey:
-        return CellKey(**{name: getattr(self, name) for name in _KEY_FIELDS})
+    def key(self) -> ResultKey:
+        return ResultKey(**{name: getattr(self, name) for name in _KEY_FIELDS})
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON has them; infinity is "inf", what is no number null.
@@ -323,17 +323,17 @@ class Record:
         Without those that only the file of a record has.
         """
         values = {name: value for name, value in asdict(self).items() if name not in _OF_THE_FILE}
-        return plain_json(values, infinity=INFINITE)
+        return plain_json(values, infinity=INFINITY_AS_JSON)
 
 
 _OF_THE_FILE = ("per_image_sha256", "record_sha256")
-_KEY_FIELDS = sorted(item.name for item in fields(CellKey))
+_KEY_FIELDS = sorted(item.name for item in fields(ResultKey))
 # Left out of digests where they are 1: records from before there were versions keep theirs.
 _VERSIONS = ("metric_version", "pipeline_version")
 
 
-def cell_digest(cell: CellKey | Record, known: Mapping[str, str] | None = None) -> str:
-    """Return `CellKey.digest` of a cell or of its record.
+def result_digest(cell: ResultKey | Record, known: Mapping[str, str] | None = None) -> str:
+    """Return `ResultKey.digest` of a cell or of its record.
 
     Args:
         cell: The one or the other.
@@ -348,9 +348,9 @@ def cell_digest(cell: CellKey | Record, known: Mapping[str, str] | None = None) 
     return hashlib.sha256(f"{{{', '.join(texts)}}}".encode()).hexdigest()[:16]
 
 
-def numeric_digest(cell: CellKey | Record) -> str:
+def numeric_digest(cell: ResultKey | Record) -> str:
     """Return a digest of a cell that is the same whether a setting was typed as 1 or as 1.0."""
-    return cell_digest(cell, {"settings": json_of(_with_whole_numbers(cell.settings))})
+    return result_digest(cell, {"settings": json_of(_with_whole_numbers(cell.settings))})
 
 
 def _with_whole_numbers(value: Any) -> Any:
@@ -371,12 +371,12 @@ def _take_floats(into: Any, other: Any) -> None:
             into[place] = other[place]
 
 
-def cell_filename(cell: CellKey | Record, digest: str) -> str:
+def record_filename(cell: ResultKey | Record, digest: str) -> str:
     """Of the record of a cell with this digest."""
     return f"{_start_of_name(cell)}-{digest}.json"
 
 
-def _start_of_name(cell: CellKey | Record) -> str:
+def _start_of_name(cell: ResultKey | Record) -> str:
     return f"layer{cell.layer:02d}-{cell.facet}-{cell.metric}"
 
 
@@ -389,7 +389,7 @@ def json_of(value: Any) -> str:
 
 
 def encoder_id(identity: Mapping[str, Any]) -> str:
-    """Hexadecimal digest of weights, architecture, mean and deviation: the fields of `ENCODER`."""
+    """Return the hexadecimal digest of the fields in `ENCODER_FIELDS`."""
     return hashlib.sha256(json_of(identity).encode()).hexdigest()
 
 
@@ -398,7 +398,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
 
 
-OUTDATED = "of an earlier kind, which says too little of encoder and training images to count"
+OLD_FORMAT = "of an earlier kind, which says too little of encoder and training images to count"
 
 MOST_BYTES = 16 * 2**20
 """Of a record or a list of ids."""
@@ -494,7 +494,7 @@ class RecordReader:
         _require_possible(record)
         if not holds(record.ci95, record.value):
             raise ValueError(f"value is {record.value}, outside of its ci95 {record.ci95}")
-        digest = cell_digest(record, {name: self._parts[text][1] for name, text in texts.items()})
+        digest = result_digest(record, {name: self._parts[text][1] for name, text in texts.items()})
         if path.parts[-3:] != place_of(record, digest):
             raise ValueError("a copy, or of another cell")
         # Last, because the reasons above say more.
@@ -541,7 +541,7 @@ def _require_possible(record: Record) -> None:
             raise ValueError(f"{name} is {value}, expected {least} to 100")
 
 
-def place_of(cell: CellKey | Record, digest: str) -> tuple[str, str, str]:
+def place_of(cell: ResultKey | Record, digest: str) -> tuple[str, str, str]:
     """Folders and file, below `records`, of the record of a cell with this digest.
 
     Raises:
@@ -550,7 +550,7 @@ def place_of(cell: CellKey | Record, digest: str) -> tuple[str, str, str]:
     for name in (cell.task, cell.facet, cell.metric):
         if not is_file_name(name):
             raise DataError(f"expected a name that a file can have, got {name!r}")
-    return cell.task, file_name(cell.dataset), cell_filename(cell, digest)
+    return cell.task, file_name(cell.dataset), record_filename(cell, digest)
 
 
 def _known_fields(content: bytes) -> dict[str, Any]:
@@ -561,8 +561,8 @@ def _known_fields(content: bytes) -> dict[str, Any]:
         raise ValueError(f"no complete JSON: {error}") from error
     if not isinstance(told, dict):
         raise ValueError("no JSON object")
-    if "checkpoint_sha256" in told and not told.keys() >= set(ENCODER):
-        raise ValueError(OUTDATED)
+    if "checkpoint_sha256" in told and not told.keys() >= set(ENCODER_FIELDS):
+        raise ValueError(OLD_FORMAT)
     told["value"] = _number(told["value"])
     for name, count in (("ci95", 2), ("mean", 3), ("std", 3)):
         if name != "ci95" or told[name] is not None:
@@ -582,7 +582,7 @@ def _number(value: Any) -> float:
     """As it was before it was JSON."""
     if value is None:
         return math.nan
-    if value == INFINITE:
+    if value == INFINITY_AS_JSON:
         return math.inf
     if type(value) not in (int, float):
         raise ValueError(f"expected a number, got {value!r}")

@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import yaml
 
-from ssl_bench.errors import DataError, as_typed, literal
+from ssl_bench.errors import DataError, escape_braces, format_command
 from ssl_bench.results import versions
 from ssl_bench.results.record import (
-    ENCODER,
-    INFINITE,
+    ENCODER_FIELDS,
+    INFINITY_AS_JSON,
     MOST_BYTES,
-    OUTDATED,
-    CellKey,
+    OLD_FORMAT,
     PerImage,
     Record,
     RecordReader,
+    ResultKey,
     numeric_digest,
     place_of,
     sealed_text,
@@ -110,7 +110,7 @@ class ResultStore:
         self._rows: tuple[object, Mapping[Path, _Row], Mapping[Path, _Row]] | None = None
         self._by_number: dict[tuple[Path, str], Mapping[str, Path]] = {}
 
-    def path(self, key: CellKey) -> Path:
+    def path(self, key: ResultKey) -> Path:
         """Where the record of a cell is.
 
         Raises:
@@ -128,7 +128,7 @@ class ResultStore:
         place = place_of(record, record.digest)
         return self.root.joinpath("records", *place).with_suffix(".npz")
 
-    def load(self, key: CellKey) -> Record | None:
+    def load(self, key: ResultKey) -> Record | None:
         """Return the record of a finished cell, None when there is none or only half of one.
 
         It may be one whose settings hold 1 where the key holds 1.0.
@@ -144,14 +144,14 @@ class ResultStore:
         vars(as_asked)["digest"] = record.digest
         return as_asked
 
-    def keeps_images(self, key: CellKey) -> bool:
+    def keeps_images(self, key: ResultKey) -> bool:
         """Whether what each image contributed to the value of a cell is there."""
         path = self._found_path(key)
         if path is not None and path.is_file():
             return path.with_suffix(".npz").is_file()
         return path is not None and self._packed()[path].images is not None
 
-    def _found_path(self, key: CellKey) -> Path | None:
+    def _found_path(self, key: ResultKey) -> Path | None:
         """Return the place of the record of a cell, None where there is none."""
         path = self.path(key)
         if path.is_file() or path in self._packed():
@@ -179,7 +179,7 @@ class ResultStore:
                 continue
         return found
 
-    def earlier_versions(self, keys: Iterable[CellKey]) -> list[CellKey]:
+    def find_older_versions(self, keys: Iterable[ResultKey]) -> list[ResultKey]:
         """Return the keys of recorded cells that outdated code computed, of these cells."""
         return [
             older
@@ -192,7 +192,7 @@ class ResultStore:
             )
         ]
 
-    def of_earlier_kind(self, key: CellKey) -> Path | None:
+    def find_old_format_record(self, key: ResultKey) -> Path | None:
         """A record of this block, facet and metric that is of an earlier kind.
 
         Cost: opens all records of them, of whatever encoder.
@@ -203,8 +203,8 @@ class ResultStore:
             except OSError:
                 content = b""
             # Without the names that an earlier kind lacks; takes no parsing.
-            is_older = not all(f'"{name}":'.encode() in content for name in ENCODER)
-            if is_older and self._read(path) is None and self.unreadable[path] == OUTDATED:
+            is_older = not all(f'"{name}":'.encode() in content for name in ENCODER_FIELDS)
+            if is_older and self._read(path) is None and self.unreadable[path] == OLD_FORMAT:
                 return path
         return None
 
@@ -296,7 +296,7 @@ class ResultStore:
             words = ("ssl-bench", "probe", "--task", "all", "--checkpoint", "demo:skip")
             raise _error_of_run(self.root) or DataError(
                 f"no records in {self.root / 'records'}",
-                hint=("--out", "{folder}", "or", *words, "--out", literal(str(self.root))),
+                hint=("--out", "{folder}", "or", *words, "--out", escape_braces(str(self.root))),
             )
         return self._current(found)
 
@@ -341,12 +341,19 @@ class ResultStore:
         line = f"left out {count} outdated record{'s' * (count > 1)} ({self._why_outdated()})"
         if self._num_replaced == count:
             return f"{line}; newer ones replace them"
-        return f"{line}; `{as_typed(self._words_to_renew())}` computes them again"
+        return f"{line}; `{format_command(self._words_to_renew())}` computes them again"
 
     def _words_to_renew(self) -> list[str]:
         tasks = ",".join(sorted({record.task for record in self.outdated}))
-        words = ["ssl-bench", "probe", "--task", literal(tasks), "--checkpoint", "{checkpoint}"]
-        return [*words, "--out", literal(str(self.root))]
+        words = [
+            "ssl-bench",
+            "probe",
+            "--task",
+            escape_braces(tasks),
+            "--checkpoint",
+            "{checkpoint}",
+        ]
+        return [*words, "--out", escape_braces(str(self.root))]
 
     def notes(self) -> list[str]:
         """Return a line each on the unreadable and the outdated records that `records` left out."""
@@ -354,7 +361,7 @@ class ResultStore:
         if self.unreadable:
             count = f"{len(self.unreadable)} of {self.found} records cannot be shown"
             next_probe = "the next probe computes what is missing"
-            lines.append(f"{count}: {first_few(self.unreadable)}; {next_probe}")
+            lines.append(f"{count}: {summarise_problems(self.unreadable)}; {next_probe}")
         return [*lines, self._outdated_note()] if self.outdated else lines
 
     def pack(self) -> int:
@@ -517,7 +524,7 @@ def _versions(record: Record) -> tuple[int, int]:
     return record.metric_version, record.pipeline_version
 
 
-def _without_versions(record: Record) -> CellKey:
+def _without_versions(record: Record) -> ResultKey:
     return replace(record.key(), metric_version=1, pipeline_version=1)
 
 
@@ -547,7 +554,7 @@ def _names_in(content: bytes) -> tuple[str, ...]:
     return tuple(names)
 
 
-def first_few(reasons: Mapping[Path, str]) -> str:
+def summarise_problems(reasons: Mapping[Path, str]) -> str:
     """Some files, each with what is wrong with it."""
     named = [f"{path}: {why}" for path, why in reasons.items()]
     more = [f"and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
@@ -585,7 +592,7 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
             elif name in ("mean", "std"):
                 row |= {f"{name}_{colour}": v for colour, v in zip("rgb", value, strict=True)}
             elif isinstance(value, Mapping):
-                plain = plain_json(value, infinity=INFINITE)
+                plain = plain_json(value, infinity=INFINITY_AS_JSON)
                 row[name] = json.dumps(plain, sort_keys=True, default=list)
             else:
                 row[name] = value
@@ -614,7 +621,7 @@ def _error_of_run(folder: Path) -> DataError | None:
     # Somebody's own files may hold anything.
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, yaml.YAMLError):
         return None
-    command = ("ssl-bench", "probe", "--task", "all", "--checkpoint", literal(str(folder)))
+    command = ("ssl-bench", "probe", "--task", "all", "--checkpoint", escape_braces(str(folder)))
     has_encoder = model != "StateSpaceConfig"
     return DataError(
         f"{folder} is a run of {objective} and holds no records: {said}; every step is in {log}; "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
-from ssl_bench.errors import INTERRUPTED, MachineError, Preempted, SslBenchError, broken_file
+from ssl_bench.errors import INTERRUPTED, MachineError, Preempted, SslBenchError, broken_file_error
 from ssl_bench.system.escaping import one_line
 from ssl_bench.system.memory import is_out_of_memory, memory_error
 from ssl_bench.system.progress import in_words, is_heard
@@ -120,7 +120,7 @@ def reported(error: Exception, arguments: Sequence[str]) -> int | None:
     if known is not error:
         # What is still to be written there would only fail again.
         sys.stdout = None
-    if known.is_shared and not is_heard():
+    if known.is_raised_on_all_ranks and not is_heard():
         return known.exit_code
     line = one_line(known)
     # Somebody's text may be of any length.
@@ -136,7 +136,7 @@ def _known(error: Exception, command: str) -> SslBenchError | None:
     if is_out_of_memory(error):
         return memory_error(error, command)
     if isinstance(error, ImportError | SyntaxError):
-        return broken_file(error)
+        return broken_file_error(error)
     if isinstance(error, OSError):
         return MachineError(f"{error}; look at the disk and its rights", hint=("--debug",))
     return None

@@ -9,20 +9,20 @@ from typing import Any, NamedTuple
 
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import SIGNIFICANT, Estimate, holm
-from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore, is_degenerate
-from ssl_bench.results.contributions import Scored, stored_curve
+from ssl_bench.results import ENCODER_FIELDS, TRAINED_ON, Record, ResultStore, is_degenerate
+from ssl_bench.results.contributions import CurveEstimates, load_curve
 from ssl_bench.tables.depth import (
     PROBE_EPOCHS,
-    by_run,
     epoch_of,
-    require_one_encoder_an_epoch,
+    group_by_run,
+    require_one_encoder_per_epoch,
 )
 from ssl_bench.tables.entries import (
     comparable_groups,
     dagger,
     dagger_meaning,
     differences,
-    sizes_note,
+    image_size_note,
     title,
     trusted_note,
 )
@@ -122,14 +122,14 @@ class Side(NamedTuple):
     degenerate: float | None = None
 
 
-def at_block(scored: Scored, layer: int) -> Side:
+def block_side(scored: CurveEstimates, layer: int) -> Side:
     """Return the score of one block."""
     return Side(scored.blocks[layer], (layer,), scored.degenerate.get(layer))
 
 
-def held_out(scored: Scored) -> Side:
+def held_out(scored: CurveEstimates) -> Side:
     """Return the score with the blocks that other images choose, all of which took part."""
-    return Side(scored.held_out, tuple(scored.blocks), scored.degenerate_held_out)
+    return Side(scored.held_out, tuple(scored.blocks), scored.held_out_degenerate_percent)
 
 
 def difference(name: str, first: Side, second: Side) -> Difference:
@@ -155,18 +155,18 @@ def corrected_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]
 
 
-def block_by_block(first: Scored, second: Scored) -> list[Difference]:
+def compare_block_by_block(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
     """The blocks that both have; and the last of each, where these are others."""
     pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
     one, other = max(first.blocks), max(second.blocks)
     if one != other:
         pairs.append((f"last ({one}, {other})", one, other))
     return corrected_over_blocks(
-        [difference(name, at_block(first, n), at_block(second, m)) for name, n, m in pairs]
+        [difference(name, block_side(first, n), block_side(second, m)) for name, n, m in pairs]
     )
 
 
-def best_blocks(first: Scored, second: Scored) -> list[Difference]:
+def compare_best_blocks(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
     """The best blocks, chosen on the scored images, and the held-out choice.
 
     The best block on the scored images flatters both sides; the held-out one is what somebody
@@ -176,33 +176,33 @@ def best_blocks(first: Scored, second: Scored) -> list[Difference]:
     if not (first.has_best and second.has_best):
         return []
     one, other = first.best, second.best
-    chosen = (_named(first.layers_held_out), _named(second.layers_held_out))
+    chosen = (_named(first.held_out_layers), _named(second.held_out_layers))
     name = f"held-out choice ({chosen[0]}; {chosen[1]})"
     return [
-        difference(f"best ({one}, {other})", at_block(first, one), at_block(second, other)),
+        difference(f"best ({one}, {other})", block_side(first, one), block_side(second, other)),
         difference(name, held_out(first), held_out(second)),
     ]
 
 
-def between_checkpoints(first: Scored, second: Scored) -> list[Difference]:
+def compare_checkpoints(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
     """Block by block; then, of several, the best blocks and those that were chosen held out."""
-    rows = block_by_block(first, second)
+    rows = compare_block_by_block(first, second)
     several = len(first.blocks) > 1 and len(second.blocks) > 1
-    return rows + best_blocks(first, second) if several else rows
+    return rows + compare_best_blocks(first, second) if several else rows
 
 
-def between_blocks(scored: Scored) -> list[Difference]:
+def between_blocks(scored: CurveEstimates) -> list[Difference]:
     """Every block, and the held-out choice, minus the best block on the scored images.
 
     Where no block may be best, minus the last block, and nothing is chosen.
     """
-    best = at_block(scored, scored.best)
+    best = block_side(scored, scored.best)
     rows = corrected_over_blocks(
-        [difference(str(n), at_block(scored, n), best) for n in sorted(scored.blocks)]
+        [difference(str(n), block_side(scored, n), best) for n in sorted(scored.blocks)]
     )
     if not scored.has_best:
         return rows
-    name = f"held-out choice ({_named(scored.layers_held_out)})"
+    name = f"held-out choice ({_named(scored.held_out_layers)})"
     return [*rows, difference(name, held_out(scored), best)]
 
 
@@ -232,7 +232,7 @@ class Comparison:
         del style
         record = self.record
         notes = [
-            f"paired over {record.num_images} images{sizes_note(self.encoders)}"
+            f"paired over {record.num_images} images{image_size_note(self.encoders)}"
             f"{trusted_note([record])}; marked where the interval leaves out 0, without a "
             "correction for the number of rows"
         ]
@@ -262,7 +262,7 @@ class Comparison:
                 for row in self.rows
             ),
             notes=tuple(notes),
-            marks=difference_marks([self.rows]),
+            marks=difference_footnotes([self.rows]),
         )
 
     def csv_rows(self) -> list[dict[str, Any]]:
@@ -288,7 +288,7 @@ class Comparison:
             "settings": dict(self.record.settings),
             "num_images": self.record.num_images,
             "names": list(self.names),
-            **{name: [getattr(one, name) for one in self.encoders] for name in ENCODER},
+            **{name: [getattr(one, name) for one in self.encoders] for name in ENCODER_FIELDS},
             "version": self.record.version,
             "git_commit": self.record.git_commit,
             "device": self.record.device,
@@ -324,7 +324,7 @@ def code_warning(tables: Iterable[Comparison]) -> str:
     )
 
 
-def difference_marks(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
+def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
     """Explain the signs in the rows of one table, or of several, each corrected by itself."""
     rows, marks = list(itertools.chain(*tables)), []
     tested = [sum(not math.isnan(row.p_holm) for row in table) for table in tables]
@@ -406,14 +406,16 @@ def comparisons(
     return tables, reasons
 
 
-def _sides_of(store: ResultStore, group: Sequence[Record], encoders: Sequence[str]) -> list[Scored]:
+def _sides_of(
+    store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
+) -> list[CurveEstimates]:
     """Return one a side; none if the values of single images of a side were not kept."""
-    curves = [stored_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
-    return list(map(Scored.of, curves)) if all(curve.per_image for curve in curves) else []
+    curves = [load_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
+    return list(map(CurveEstimates.of, curves)) if all(curve.per_image for curve in curves) else []
 
 
-def _rows_of(sides: Sequence[Scored]) -> list[Difference]:
-    return between_blocks(sides[0]) if len(sides) == 1 else between_checkpoints(*sides)
+def _rows_of(sides: Sequence[CurveEstimates]) -> list[Difference]:
+    return between_blocks(sides[0]) if len(sides) == 1 else compare_checkpoints(*sides)
 
 
 def _why_not(store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]) -> str:
@@ -501,7 +503,7 @@ class EpochComparison:
             head=(whole.head[0], "epoch", *whole.head[1:]),
             # Stable: the epochs stay in their order.
             rows=tuple(sorted(rows, key=lambda row: int(row[0].text))),
-            marks=difference_marks([one.rows for one in self.by_epoch.values()]),
+            marks=difference_footnotes([one.rows for one in self.by_epoch.values()]),
         )
 
     def csv_rows(self) -> list[dict[str, Any]]:
@@ -518,7 +520,7 @@ class EpochComparison:
         return {"kind": "comparison_over_epochs", "epochs": epochs}
 
 
-def epoch_comparisons(
+def compare_runs(
     store: ResultStore, records: Sequence[Record], runs: tuple[str, str]
 ) -> list[EpochComparison]:
     """First run minus second at every epoch of which both have a scored encoder.
@@ -535,8 +537,8 @@ def epoch_comparisons(
     for group in _paired_groups(records):
         encoders = []
         for run in runs:
-            those = by_run(group).get(run, [])
-            require_one_encoder_an_epoch(run, those)
+            those = group_by_run(group).get(run, [])
+            require_one_encoder_per_epoch(run, those)
             encoders.append({epoch_of(record): record for record in those})
         by_epoch = {}
         for epoch in sorted(encoders[0].keys() & encoders[1].keys()):
@@ -553,7 +555,7 @@ def epoch_comparisons(
         if by_epoch:
             tables.append(EpochComparison(by_epoch))
     if not tables:
-        known = [sorted({epoch_of(r) for r in by_run(records).get(run, [])}) for run in runs]
+        known = [sorted({epoch_of(r) for r in group_by_run(records).get(run, [])}) for run in runs]
         told = " and ".join(
             f"{run} {', '.join(f'{epoch:g}' for epoch in epochs) or 'none'}"
             for run, epochs in zip(runs, known, strict=True)

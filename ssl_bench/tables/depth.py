@@ -84,7 +84,7 @@ class DepthTable:
     def _ranked(self, model: str) -> list[Row]:
         """Those that may be best, the highest first; none where all are equal."""
         values = {
-            layer: entry.value for layer, entry in self._of(model).items() if entry.may_be_best
+            layer: entry.value for layer, entry in self._of(model).items() if entry.is_rankable
         }
         if len(values) > 1 and len(set(values.values())) == 1:
             return []
@@ -199,12 +199,12 @@ def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
     """
     groups = comparable_groups(records)
     for group in groups:
-        for run, those in by_run(group).items():
-            require_one_encoder_an_epoch(run, those)
+        for run, those in group_by_run(group).items():
+            require_one_encoder_per_epoch(run, those)
     tables = [
         epoch_table(those, f"{title(those[0])}{differing}, {run}")
         for group, differing in zip(groups, differences(groups), strict=True)
-        for run, those in followed_runs(group).items()
+        for run, those in runs_with_several_epochs(group).items()
     ]
     if not tables:
         raise DataError(
@@ -215,22 +215,22 @@ def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
 
 
 def epoch_table(records: Sequence[Record], heading: str) -> DepthTable:
-    """Of one run, whose records are among those of `followed_runs`."""
+    """Of one run, whose records are among those of `runs_with_several_epochs`."""
     return DepthTable.of(
         records, heading, lambda record: (epoch_of(record), f"block {record.layer}"), "epoch"
     )
 
 
-def followed_runs(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Those of `by_run` that have records of two epochs or more, ordered by name."""
+def runs_with_several_epochs(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Those of `group_by_run` that have records of two epochs or more, ordered by name."""
     return {
         run: those
-        for run, those in sorted(by_run(records).items())
+        for run, those in sorted(group_by_run(records).items())
         if len({epoch_of(record) for record in those}) > 1
     }
 
 
-def by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
+def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Records of encoders whose epoch is known, by the name of their run."""
     runs: dict[str, list[Record]] = defaultdict(list)
     for record in records:
@@ -240,7 +240,7 @@ def by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
     return runs
 
 
-def require_one_encoder_an_epoch(run: str, records: Sequence[Record]) -> None:
+def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
     """Two runs of the same name are no course of one.
 
     Raises:
@@ -258,5 +258,5 @@ def require_one_encoder_an_epoch(run: str, records: Sequence[Record]) -> None:
 
 
 def epoch_of(record: Record) -> float:
-    """How long the encoder was trained; of a record of `by_run`."""
+    """How long the encoder was trained; of a record of `group_by_run`."""
     return float(record.details["epoch"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.results import MOST_DEGENERATE
+from ssl_bench.results import MAX_DEGENERATE_PERCENT
 from ssl_bench.system.escaping import in_figure, printable
 from ssl_bench.system.files import write_atomically
 from ssl_bench.tables.depth import DepthTable
@@ -69,7 +69,7 @@ def curves_figure(tables: Sequence[DepthTable]) -> "Figure":
     names = [_wrapped(model, _LETTERS - _KEY_LETTERS) for model in models]
     lines = [Line2D([], [], color=colours[model], marker="o") for model in models]
     if any(entry.is_degenerate for table in tables for entry in table.entries.values()):
-        names.append(f"more than {MOST_DEGENERATE:.0f} % degenerate")
+        names.append(f"more than {MAX_DEGENERATE_PERCENT:.0f} % degenerate")
         lines.append(Line2D([], [], color="0.4", linestyle="", **_HOLLOW))
     names_a_row = _names_a_row(names, columns)
     figure = Figure(

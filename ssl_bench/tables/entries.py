@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 from ssl_bench.data.files.fingerprints import kind_of, shortened
 from ssl_bench.results import (
     CORRUPTED,
-    ENCODER,
-    MOST_DEGENERATE,
+    ENCODER_FIELDS,
+    MAX_DEGENERATE_PERCENT,
     TRAINED_ON,
     Baseline,
     Record,
     is_degenerate,
 )
-from ssl_bench.results.record import cell_filename
+from ssl_bench.results.record import record_filename
 from ssl_bench.system.escaping import printable
 from ssl_bench.tables.sheets import NO_VALUE
 
@@ -98,11 +98,11 @@ def title(record: Record) -> str:
     """What was measured, on what and how."""
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
-        f"{record.facet}, protocol {record.named_protocol}{said_training(record)}"
+        f"{record.facet}, protocol {record.protocol_label}{training_suffix(record)}"
     )
 
 
-def said_training(record: Record) -> str:
+def training_suffix(record: Record) -> str:
     """Such as ", trained on train (1464 images, 3f9a01)"; nothing where nothing was fitted."""
     return "" if record.trained_on is None else f", trained on {record.trained_on}"
 
@@ -126,7 +126,7 @@ def model_names(records: Sequence[Record]) -> dict[str, str]:
     return names
 
 
-def chosen_metric(known: Sequence[tuple[str, bool]]) -> str:
+def choose_main_metric(known: Sequence[tuple[str, bool]]) -> str:
     """The metric that stands for a task: of the known ones, or the first in which more is better.
 
     Args:
@@ -193,7 +193,7 @@ class Entry:
         return is_degenerate(self.arbitrary)
 
     @property
-    def may_be_best(self) -> bool:
+    def is_rankable(self) -> bool:
         """Whether it takes part where values are ranked."""
         is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
         return is_ranked and not self.is_degenerate
@@ -263,7 +263,7 @@ class Entry:
         first = self.records[0]
         return {
             "model": first.model,
-            **{name: getattr(first, name) for name in ENCODER},
+            **{name: getattr(first, name) for name in ENCODER_FIELDS},
             "depth": first.depth,
             "value": self.value,
             "ci95": [self.low, self.high],
@@ -277,7 +277,7 @@ class Entry:
                     "value": record.value,
                     "ci95": None if record.ci95 is None else list(record.ci95),
                     **{name: getattr(record, name) for name in _PROVENANCE},
-                    "file": cell_filename(record, record.digest),
+                    "file": record_filename(record, record.digest),
                 }
                 for record in self.records
             ],
@@ -348,7 +348,7 @@ def dagger_meaning(percents: Iterable[float | None]) -> str:
         return ""
     return (
         f"†: percent of the images that are {_DEGENERATE}; a value with more than "
-        f"{MOST_DEGENERATE:.0f} is never the best"
+        f"{MAX_DEGENERATE_PERCENT:.0f} is never the best"
     )
 
 
@@ -444,7 +444,7 @@ def footnote(records: Sequence[Record]) -> str:
     return "; ".join(note for note in (*notes, provenance(records, records[0].changed)) if note)
 
 
-def sizes_note(records: Iterable[Record], said: Container[str] = ()) -> str:
+def image_size_note(records: Iterable[Record], said: Container[str] = ()) -> str:
     """At which size encoders saw the images, where records say it; of several sizes whose."""
     found: dict[str, set[str]] = defaultdict(set)
     for record in records:
@@ -479,7 +479,8 @@ def provenance(records: Sequence[Record], said: Container[str] = ()) -> str:
     names = ", ".join(dict.fromkeys(printable(name) for one in counts for name in one["first"]))
     unreadable = f", without {distinct(left_out)} that cannot be read: {names}" if left_out else ""
     return (
-        f"{distinct([r.num_images for r in records])} images{sizes_note(records, said)}{unreadable}"
+        f"{distinct([r.num_images for r in records])} images"
+        f"{image_size_note(records, said)}{unreadable}"
         f"{trusted_note(records)}"
         f"{corruption_note(records)}; "
         f"seeds {distinct([r.seed for r in records])}; "

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.results.contributions import FOLDS, stored_curve
+from ssl_bench.results.contributions import NUM_FOLDS, load_curve
 from ssl_bench.tables.entries import Entry, mean_entry, mean_of, mean_of_known, with_seeds_said
 
 CHOICES = ("holdout", "oracle")
 CHOICE_NOTES = {
     "holdout": (
-        f"block: held-out choice, each of {FOLDS} folds of the images is scored with the block "
+        f"block: held-out choice, each of {NUM_FOLDS} folds of the images is scored with the block "
         "that the other folds choose (@: those blocks); intervals take the choice as given"
     ),
     "oracle": (
@@ -110,7 +110,7 @@ def choose_block(
 
 
 def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
-    curve = stored_curve(store, records)
+    curve = load_curve(store, records)
     by_layer = {record.layer: record for record in records}
     if curve.per_image.keys() != by_layer.keys() or not curve.candidates:
         return None

@@ -262,7 +262,7 @@ def paper_table(
     for column in published.columns:
         series = _series(column, candidates, published.paper)
         unused[column.name] = tuple(
-            f"{one.metric}, {one.facet}, protocol {one.named_protocol}" for one, *_ in series[1:]
+            f"{one.metric}, {one.facet}, protocol {one.protocol_label}" for one, *_ in series[1:]
         )
         for row, encoder in asked.items():
             fitting = [

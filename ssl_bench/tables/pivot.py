@@ -59,7 +59,7 @@ class PivotTable:
     def _ranks(self, column: str) -> list[str]:
         if not self.columns[column].is_ranked or len(self.models) == 1:
             return []
-        values = {one.entry.value for one in self._chosen(column) if one.entry.may_be_best}
+        values = {one.entry.value for one in self._chosen(column) if one.entry.is_rankable}
         printed = dict.fromkeys(f"{v:.1f}" for v in sorted(values, reverse=True))
         return list(printed)[:2]
 
@@ -67,7 +67,7 @@ class PivotTable:
         chosen = self.cells.get((model, column))
         if chosen is None:
             return Cell("‡" if (model, column) in self.cells else "")
-        printed = f"{chosen.entry.value:.1f}" if chosen.entry.may_be_best else None
+        printed = f"{chosen.entry.value:.1f}" if chosen.entry.is_rankable else None
         blocks = "" if self.choice == "block" else f" @{','.join(map(str, chosen.layers))}"
         return Cell(
             chosen.entry.text() + blocks,
@@ -104,7 +104,7 @@ class PivotTable:
         for name, one in self.columns.items():
             notes.append(
                 f"{name}: {one.task}, {one.metric}, {one.split}, {one.facet}, "
-                f"protocol {one.named_protocol}, {one.num_images:,} images"
+                f"protocol {one.protocol_label}, {one.num_images:,} images"
             )
         for column in self.columns:
             behind = [record for one in self._chosen(column) for record in one.entry.records]
@@ -188,7 +188,7 @@ def column_names(records: Sequence[Record]) -> list[str]:
     """What tells each of some series from the others, in as few words as will do."""
     metrics = len({record.metric for record in records}) > 1
     names = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
-    for field in ("split", "task", "facet", "named_protocol"):
+    for field in ("split", "task", "facet", "protocol_label"):
         names = _distinguished(names, [[getattr(record, field)] for record in records])
     settings = [
         differing_settings(

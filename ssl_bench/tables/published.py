@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.composition.choices import Paper, config_folder, papers, unknown_name
+from ssl_bench.composition.choices import Paper, config_folder, papers, unknown_name_error
 from ssl_bench.results import SUPERVISED, Record
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.run_logs import RUN_MEASURES
@@ -154,7 +154,7 @@ class PublishedValue:
     differs: str
 
 
-def published_tables() -> tuple[PublishedTable, ...]:
+def load_published_tables() -> tuple[PublishedTable, ...]:
     """All published tables, from the files in `configs/papers`."""
     return _tables(config_folder())
 
@@ -168,22 +168,22 @@ def _tables(folder: Path) -> tuple[PublishedTable, ...]:
     return tables
 
 
-def published_table(name: str) -> PublishedTable:
+def load_published_table(name: str) -> PublishedTable:
     """A table by its name, such as "table2" or "cutting_the_skip:table2".
 
     Raises:
         ConfigurationError: there is none of this name.
     """
-    known = {f"{table.paper}:{table.name}": table for table in published_tables()}
+    known = {f"{table.paper}:{table.name}": table for table in load_published_tables()}
     found = [table for full, table in known.items() if name in (full, table.name)]
     if not found:
-        short = [table.name for table in published_tables()]
+        short = [table.name for table in load_published_tables()]
         message = f"no published table {name!r}"
-        raise unknown_name(message, name, {*short, *known}, hint=("--paper", "{near}"))
+        raise unknown_name_error(message, name, {*short, *known}, hint=("--paper", "{near}"))
     return found[0]
 
 
-def published_beside(record: Record) -> tuple[PublishedValue, ...]:
+def find_published_values(record: Record) -> tuple[PublishedValue, ...]:
     """The published values of the task, dataset and metric of a record, whatever its protocol."""
     return tuple(
         PublishedValue(
@@ -193,9 +193,9 @@ def published_beside(record: Record) -> tuple[PublishedValue, ...]:
             dataset=column.dataset,
             value=table.values[row, column.name],
             source=table.source,
-            differs=difference_of_settings(table, column, record),
+            differs=describe_experiments(table, column, record),
         )
-        for table in published_tables()
+        for table in load_published_tables()
         for column in table.columns
         if table.in_reports and column.is_measured_by(record)
         for row in table.rows
@@ -203,7 +203,7 @@ def published_beside(record: Record) -> tuple[PublishedValue, ...]:
     )
 
 
-def difference_of_settings(table: PublishedTable, column: PublishedColumn, record: Record) -> str:
+def describe_experiments(table: PublishedTable, column: PublishedColumn, record: Record) -> str:
     """One sentence on both experiments; it claims for none of them to be the other."""
     images = "" if column.num_images is None else f", {column.num_images:,} images if all were used"
     doubts = f", doubtful: {table.doubts}" if table.doubts else ""

@@ -24,7 +24,7 @@ class RunState(NamedTuple):
         return f"{'finished' if self.is_finished else 'begun'}, {self.step} steps"
 
 
-def run_state(folder: Path) -> RunState | None:
+def read_run_state(folder: Path) -> RunState | None:
     """Return what the weights and the configuration of a run folder say; None without a run."""
     try:
         with safetensors.safe_open(folder / "last.safetensors", "numpy") as file:
@@ -83,7 +83,7 @@ def measured_by_run(metric: str, folder: Path) -> float | None:
     None for a folder without a finished run, and for a log that lacks the number.
     """
     folder = expanded(folder)
-    state = run_state(folder)
+    state = read_run_state(folder)
     if state is None or not state.is_finished:
         return None
     try:

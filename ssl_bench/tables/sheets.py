@@ -87,10 +87,10 @@ def render_tables(tables: Sequence[Printable], style: str) -> str:
             f"expected one of {', '.join(FORMATS)}, got the format {style!r}",
             hint=("--format", "text"),
         )
-    return "\n".join(set_sheet(table.sheet(style), style) for table in tables)
+    return "\n".join(format_sheet(table.sheet(style), style) for table in tables)
 
 
-def set_sheet(sheet: Sheet, style: str) -> str:
+def format_sheet(sheet: Sheet, style: str) -> str:
     """The sheet in one of `STYLES`, ending in a newline."""
     if style == "markdown":
         return _as_markdown(sheet)

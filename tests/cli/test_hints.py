@@ -27,7 +27,7 @@ from ssl_bench.composition.compose import (
     choice_group,
     component_class,
     compose_config,
-    flattened,
+    flatten_config,
     protocols,
 )
 from ssl_bench.data.corruptions import asked_corruptions
@@ -38,9 +38,9 @@ from ssl_bench.errors import (
     MachineError,
     SslBenchError,
     UnreadableImage,
-    alternatives,
-    either,
-    literal,
+    escape_braces,
+    join_alternatives,
+    split_alternatives,
 )
 
 PACKAGES = [Path(package.__path__[0]) for package in (ssl_bench, probes, pretrain)]
@@ -50,10 +50,10 @@ ERRORS = {
       and issubclass(kind, SslBenchError)),
     "NotFetched",
     "require_choice",
-    "unknown_name",
+    "unknown_name_error",
 }  # fmt: skip
 
-# What a user knows: placeholders, by the name between braces, and `literal` texts, by the name in
+# What a user knows: placeholders, by the name between braces, and escaped texts, by the name in
 # the code. Several words are separated by a null character.
 FILLED: Mapping[str, str] = {
     "checkpoint": "runs/skip",
@@ -94,7 +94,7 @@ FILLED: Mapping[str, str] = {
     "weights_file": "dino.pth",
     "word": "runs/skip",
 }
-# Numbers and names of this suite, by the name in the code: what a user types would be a `literal`.
+# Numbers and names of this suite, by the name in the code: what a user types is escaped.
 OWN: Mapping[str, str] = {
     "_ALL_TRAIN": "all:0-75%",
     "_ALL_VAL": "all:75-100%",
@@ -178,14 +178,18 @@ def hints_of(path: Path) -> list[tuple[int, tuple[str, ...]]]:
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     found = []
     for function in functions:
-        if function.name == "unknown_name":
+        if function.name == "unknown_name_error":
             # Fills in the hints of its callers.
             continue
         reader = HintReader(tree, function)
         for call in filter(is_error, ast.walk(function)):
             for keyword in call.keywords:
                 if keyword.arg == "hint":
-                    ways = [way for one in reader.hints(keyword.value) for way in alternatives(one)]
+                    ways = [
+                        way
+                        for one in reader.hints(keyword.value)
+                        for way in split_alternatives(one)
+                    ]
                     found += [(call.lineno, way) for way in ways]
     return list(dict.fromkeys(found))
 
@@ -226,7 +230,7 @@ class HintReader:
             case ast.BoolOp(values=values):
                 for value in values:
                     yield from self.hints(value)
-            case ast.Call(func=ast.Name(id="either"), args=args):
+            case ast.Call(func=ast.Name(id="join_alternatives"), args=args):
                 for arg in args:
                     inner = arg.value if isinstance(arg, ast.Starred) else arg
                     yield from self.hints(inner)
@@ -275,11 +279,11 @@ class HintReader:
 
 
 def known_as(node: ast.expr) -> str:
-    """Return the name in the code of what a hint shows, after "=" unless it is a `literal`."""
+    """Return the name in the code of what a hint shows, after "=" unless it is escaped."""
     match node:
         case ast.Attribute(value=owner, attr="name"):
             return f"{known_as(owner)}_name"
-        case ast.Call(func=ast.Name(id="literal"), args=[value]):
+        case ast.Call(func=ast.Name(id="escape_braces"), args=[value]):
             return known_as(value).removeprefix("=")
         case ast.Call(func=ast.Name(id="_joined"), args=[_, ast.Constant(value=str(name))]):
             return name.strip("{}")
@@ -373,7 +377,7 @@ def inner_choices(base: Sequence[str]) -> list[str]:
 def known_keys(root: str, base: tuple[str, ...]) -> frozenset[str]:
     """All keys of a choice of components, and the components themselves."""
     try:
-        flat = flattened(compose_config(root, base))
+        flat = flatten_config(compose_config(root, base))
     except SslBenchError:
         return frozenset()
     names = (key.rsplit(".", depth)[0] for key in flat for depth in range(key.count(".") + 1))
@@ -492,7 +496,7 @@ def test_an_error_shows_what_its_sentence_does_not_name():
     assert str(CheckpointError("no checkpoint", hint=hint)) == f"no checkpoint; use {shown}"
     assert str(DataError("take --out x", hint=("--out", "x"))) == "take --out x"
     assert str(DataError("unknown --outs", hint=("--out",))) == "unknown --outs; use `--out`"
-    assert either(("--a",), (), ("--b", "1")) == ("--a", "or", "--b", "1")
+    assert join_alternatives(("--a",), (), ("--b", "1")) == ("--a", "or", "--b", "1")
 
 
 @pytest.mark.parametrize(
@@ -518,7 +522,7 @@ def test_a_wrong_name_gets_the_nearest_in_its_hint(line, hint):
         run_line(shlex.split(line))
 
     words = tuple(shlex.split(hint))
-    assert words in alternatives(refused.value.hint)
+    assert words in split_alternatives(refused.value.hint)
     assert can_be_typed(filled(words))
 
 
@@ -527,14 +531,14 @@ def test_a_text_of_the_user_holds_no_placeholder():
         run_line(["probe", "--task", "pca", "--dataset", "voc2012={x}/{{y}"])
 
     assert "`--dataset voc2012 --data-root '{x}/{{y}'`" in str(refused.value)
-    hint = ("--out", literal("{x}"), "{folder}")
+    hint = ("--out", escape_braces("{x}"), "{folder}")
     assert str(DataError("no", hint=hint)) == "no; use `--out '{x}' FOLDER`"
     assert [word.format(folder="y") for word in hint] == ["--out", "{x}", "y"]
 
 
 def test_a_text_in_a_hint_is_literal_or_of_this_suite(tmp_path):
     code = "def f(checkpoint): raise DataError('no', hint=('--checkpoint', {}))"
-    for text, is_right in (("literal(checkpoint)", True), ("checkpoint", False)):
+    for text, is_right in (("escape_braces(checkpoint)", True), ("checkpoint", False)):
         (tmp_path / "code.py").write_text(code.format(text))
         ((_, way),) = hints_of(tmp_path / "code.py")
         with nullcontext() if is_right else pytest.raises(KeyError):

@@ -29,14 +29,14 @@ from ssl_bench.cli.reproduce import (
     full_name,
     plan_table,
     printed_lines,
-    run_state,
+    read_run_state,
     tables_of,
 )
 from ssl_bench.composition.choices import experiments
-from ssl_bench.composition.compose import compose_config, value_of
+from ssl_bench.composition.compose import compose_config, get_value
 from ssl_bench.errors import ConfigurationError, DataError, Preempted
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.published import PublishedTable, published_tables
+from ssl_bench.tables.published import PublishedTable, load_published_tables
 from tests.support.faults import class_folders, photo_folder, picture, unchecked_types, voc
 from tests.support.faults import records as recorded
 from tests.support.places import one_of
@@ -132,7 +132,7 @@ def test_whatever_recipes_count_in_epochs_fits_a_short_run(asked):
         )
 
         warmup_steps(cast(Any, OmegaConf.to_container(short)), timeline)
-        long = {key for key in LENGTHS if (value_of(whole, key) or 0) > 0}
+        long = {key for key in LENGTHS if (get_value(whole, key) or 0) > 0}
         if "train.max_steps" in asked:
             assert {word.partition("=")[0] for word in own} == long, name
         lengths |= long
@@ -156,7 +156,7 @@ def test_lines_for_several_gpus_share_trainings_and_spread_probes():
     assert lines[4].startswith("ssl-bench probe --task tokencut ")
 
 
-@pytest.mark.parametrize("table", published_tables(), ids=full_name)
+@pytest.mark.parametrize("table", load_published_tables(), ids=full_name)
 def test_torchrun_takes_every_printed_training_as_it_is(table):
     plan = plan_of(full_name(table), "train.max_steps=20", gpus=8, roots={"imagenet1k": "/my in"})
 
@@ -237,7 +237,7 @@ def test_a_run_that_begins_with_weights_of_another_comes_behind_it():
     )
 
 
-@pytest.mark.parametrize("table", published_tables(), ids=full_name)
+@pytest.mark.parametrize("table", load_published_tables(), ids=full_name)
 def test_every_command_of_every_table_is_one_that_the_parser_takes(table):
     plan = plan_of(full_name(table))
 
@@ -279,7 +279,7 @@ def test_every_table_is_listed_once_below_its_paper_and_those_of_one_alone(capsy
     every = capsys.readouterr().out.splitlines()
 
     named = [line.split()[0] for line in every if line.startswith("  ")]
-    assert sorted(named) == sorted(map(full_name, published_tables()))
+    assert sorted(named) == sorted(map(full_name, load_published_tables()))
     assert main(["reproduce", "always_skip_attention"]) == 0
     title, *own = capsys.readouterr().out.splitlines()
     assert title in every
@@ -287,7 +287,7 @@ def test_every_table_is_listed_once_below_its_paper_and_those_of_one_alone(capsy
 
 
 def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
-    """What `run_state` reads of a run."""
+    """What `read_run_state` reads of a run."""
     folder.mkdir(parents=True)
     header = json.dumps({"__metadata__": {"step": str(step), "epoch": f"{epoch:.2f}"}}).encode()
     (folder / "last.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -307,17 +307,17 @@ def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
 def test_a_run_is_finished_after_its_epochs_or_its_steps(tmp_path, train, is_finished):
     folder = run_folder(tmp_path / "run", step=20, epoch=2.0, train=train)
 
-    assert run_state(folder) == (20, is_finished)
+    assert read_run_state(folder) == (20, is_finished)
 
 
 @pytest.mark.parametrize("train", ["{}", "[", "{epochs: many, max_steps: 1}"])
 def test_of_a_damaged_run_nothing_is_known(tmp_path, train):
     folder = run_folder(tmp_path / "run", step=20, epoch=2.0, train=train)
 
-    assert run_state(folder) is None
+    assert read_run_state(folder) is None
     (folder / "last.safetensors").write_bytes(b"\xff" * 20)
-    assert run_state(folder) is None
-    assert run_state(tmp_path / "no run") is None
+    assert read_run_state(folder) is None
+    assert read_run_state(tmp_path / "no run") is None
 
 
 def carried(plan: Plan, endings) -> dict[str, tuple[str, int]]:

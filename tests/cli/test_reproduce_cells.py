@@ -31,9 +31,9 @@ from ssl_bench.layers import layers_of
 from ssl_bench.models import ViTConfig, build_encoder, identify_encoder
 from ssl_bench.models.loading import checkpoint
 from ssl_bench.planning import probing_config
-from ssl_bench.results import CellKey, ResultStore
+from ssl_bench.results import ResultKey, ResultStore
 from ssl_bench.results.contributions import ImageCurve
-from ssl_bench.tables.published import DIFFERENCE, SUPERVISED, PublishedTable, published_tables
+from ssl_bench.tables.published import DIFFERENCE, SUPERVISED, PublishedTable, load_published_tables
 from tests.core.test_results import RECORD
 
 PARSER = build_parser()
@@ -122,7 +122,7 @@ def record(
         elif metric.startswith(("top", "corloc")):
             per_image = np.arange(10) < 2 + layer % 5
         value = 3.5 if per_image is None else ImageCurve(metric, {}).value(per_image)
-        key = CellKey(
+        key = ResultKey(
             task=task, dataset=dataset, split="val", layer=layer, facet=facet, metric=metric,
             **identity, **{"protocol": "own", "settings": {}, **more},
             dataset_fingerprint="b" * 64, seed=0,
@@ -168,7 +168,7 @@ def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
                 yield row, column.name
 
 
-WITH_RUNS = [table for table in published_tables() if table.runs]
+WITH_RUNS = [table for table in load_published_tables() if table.runs]
 
 
 def test_every_column_of_a_row_with_a_run_is_measured():
@@ -179,7 +179,9 @@ def test_every_column_of_a_row_with_a_run_is_measured():
         if not column.task
     ]
     # These train models of language, and ConvMixers of which no recipe is known.
-    without = {table.name for table in published_tables()} - {table.name for table in WITH_RUNS}
+    without = {table.name for table in load_published_tables()} - {
+        table.name for table in WITH_RUNS
+    }
     assert without == {"mimetic_language", "convmixer_sizes"}
 
 

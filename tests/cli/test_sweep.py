@@ -19,7 +19,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
 from ssl_bench.composition.choices import choices
 from ssl_bench.models.loading.addresses import expand
-from ssl_bench.planning import dataset_roots
+from ssl_bench.planning import parse_data_roots
 from ssl_bench.results import ResultStore
 from ssl_bench.slurm import array_settings, submit_array
 from tests.support.faults import (
@@ -143,7 +143,7 @@ def test_tasks_go_to_datasets_that_have_labels_for_them_each_with_its_own_root(p
     ],
 )
 def test_roots_are_one_folder_or_one_for_each_dataset(text, roots):
-    assert dataset_roots(text, ["toy", "voc2012"]) == roots
+    assert parse_data_roots(text, ["toy", "voc2012"]) == roots
 
 
 def test_a_job_that_fails_stops_no_other_and_is_tried_again(place, capsys):

@@ -10,12 +10,12 @@ from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import Soap
 from ssl_bench.composition.choices import config_folder
 from ssl_bench.composition.compose import (
-    as_plain,
     build,
-    completed,
     component_class,
     compose_config,
-    constructed,
+    config_to_dict,
+    fill_defaults,
+    instantiate,
     keys,
 )
 from ssl_bench.errors import ConfigurationError
@@ -78,7 +78,7 @@ def test_every_field_of_every_class_can_be_overridden(group):
         config = compose_config(root, [*base, f"{group}={name}"])
         said = {key.rsplit(".", n)[0] for key in keys(config) for n in range(key.count(".") + 1)}
         assert group == "experiment" or build(config[group]) is not None
-        for key, kind in components(as_plain(config)):
+        for key, kind in components(config_to_dict(config)):
             names = [f"{key}.{item.name}".lstrip(".") for item in fields(kind) if item.init]
             assert set(names) <= said
 
@@ -107,17 +107,17 @@ def _calls(said: object) -> Iterator[dict[str, object]]:
 )
 def test_a_file_says_only_what_differs_from_the_defaults(path):
     for call in _calls(yaml.safe_load(path.read_text())):
-        defaults = completed({"_target_": call["_target_"]}, "")
+        defaults = fill_defaults({"_target_": call["_target_"]}, "")
         repeated = [name for name in call if name in defaults and call[name] == defaults[name]]
         assert repeated == ["_target_"]
 
 
 def test_a_class_alone_is_completed_by_its_defaults_those_inside_it_too():
-    call = completed({"_target_": "pretrain.objectives.dino.Dino", "out_dim": 9}, "objective")
+    call = fill_defaults({"_target_": "pretrain.objectives.dino.Dino", "out_dim": 9}, "objective")
 
     assert call["crops"]["_target_"] == "pretrain.crops.multi.MultiCrop"
     assert call["crops"]["global_scale"] == [0.4, 1.0]
-    assert describe(constructed(call, "objective")) == describe(Dino(out_dim=9))
+    assert describe(instantiate(call, "objective")) == describe(Dino(out_dim=9))
 
 
 @pytest.mark.parametrize(

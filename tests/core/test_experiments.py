@@ -11,7 +11,7 @@ from ssl_bench.cli.reproduce import is_run
 from ssl_bench.composition.choices import choices, config_folder, experiments
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.models import ConvMixerConfig
-from ssl_bench.tables.published import published_tables
+from ssl_bench.tables.published import load_published_tables
 from tests.support.faults import unchecked_types
 
 EXPERIMENTS = choices("experiment")
@@ -92,7 +92,7 @@ def test_every_recipe_is_a_run_of_a_paper_and_every_run_takes_a_recipe():
 
 
 def test_a_row_stands_for_a_run_of_its_own_and_trains_on_the_images_of_the_table():
-    for table in published_tables():
+    for table in load_published_tables():
         for row, address in table.runs.items():
             if not is_run(address):
                 continue
@@ -164,7 +164,7 @@ SLOW = ("table3", "table4", "cifar10", "convmixer_cifar10", "convmixer")
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in ROWS]
 )
 def test_a_row_of_a_published_table_names_what_its_run_is(name):
-    (table,) = [one for one in published_tables() if one.name == name]
+    (table,) = [one for one in load_published_tables() if one.name == name]
     for row, run in table.runs.items():
         assert row == ROWS[name](experiment(run.partition("@")[0]))
 

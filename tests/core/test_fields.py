@@ -8,19 +8,19 @@ from typing import Annotated, Any, get_args, get_origin
 import pytest
 
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import as_plain, build, compose_config
+from ssl_bench.composition.compose import build, compose_config, config_to_dict
 from ssl_bench.composition.fields import (
+    Bounds,
     Count,
-    InnerShare,
-    Items,
+    FractionBelowOne,
+    ListLength,
+    OpenFraction,
     Positive,
+    PositiveRange,
     Rate,
     Share,
-    ShareBelowOne,
-    Span,
-    Within,
     check_fields,
-    require,
+    require_type,
 )
 from ssl_bench.errors import ConfigurationError
 from tests.core.test_composition import components
@@ -40,14 +40,14 @@ def classes() -> Iterator[type]:
             root = "probing" if group in ("probe", "dataset") else "pretraining"
             pca = ["probe=pca"] * (group == "dataset")
             config = compose_config(root, [*pca, f"{group}={name}"])
-            yield from (kind for _, kind in components(as_plain(config)))
+            yield from (kind for _, kind in components(config_to_dict(config)))
 
 
 def numbers_without_a_range(kind: Any) -> bool:
     """Whether a type has an `int` or `float` that is not between two ends."""
     if get_origin(kind) is Annotated:
         base, legal = get_args(kind)[:2]
-        return not isinstance(legal, Within) and numbers_without_a_range(base)
+        return not isinstance(legal, Bounds) and numbers_without_a_range(base)
     return kind in (int, float) or any(map(numbers_without_a_range, get_args(kind)))
 
 
@@ -68,7 +68,7 @@ def test_no_field_takes_a_number_that_is_not_finite_or_has_no_end():
             for value in ABSURD:
                 if (isinstance(value, float | int) and abs(value) > 2**32) or value != value:
                     with pytest.raises(ConfigurationError, match=f"^probe.{item.name} expects"):
-                        require(f"probe.{item.name}", item.type, value)
+                        require_type(f"probe.{item.name}", item.type, value)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,17 @@ def test_no_field_takes_a_number_that_is_not_finite_or_has_no_end():
     [
         (Count, (1, 10**9), "a whole number in [1, 1000000000]"),
         (Share, (0, 0.5, 1), "a number in [0, 1]"),
-        (InnerShare, (1e-9, 0.999), "a number in (0, 1)"),
-        (Annotated[float, Within(-1, 1, below=True)], (-1, 0.999), "a number in [-1, 1)"),
-        (Span, ([0.1, 2], (1, 1)), "a number in (0, 1000000000], 2 of them"),
-        (Annotated[list[int], Items(1, 3)], ([1], [1, 2, 3]), "1 to 3 of them"),
+        (OpenFraction, (1e-9, 0.999), "a number in (0, 1)"),
+        (Annotated[float, Bounds(-1, 1, below=True)], (-1, 0.999), "a number in [-1, 1)"),
+        (PositiveRange, ([0.1, 2], (1, 1)), "a number in (0, 1000000000], 2 of them"),
+        (Annotated[list[int], ListLength(1, 3)], ([1], [1, 2, 3]), "1 to 3 of them"),
     ],
 )
 def test_the_ends_of_a_range_are_legal_and_the_message_names_them(kind, legal, words):
     for value in legal:
-        require("probe.key", kind, value)
+        require_type("probe.key", kind, value)
     with pytest.raises(ConfigurationError) as caught:
-        require("probe.key", kind, "x" * 10_000)
+        require_type("probe.key", kind, "x" * 10_000)
 
     assert words in str(caught.value)
     assert len(str(caught.value)) < 400
@@ -111,7 +111,7 @@ class Outer:
     by_name: Mapping[str, float] = field(default_factory=dict)
     inner: Inner = field(default_factory=Inner)
     count: Count = 1
-    count_or_share: Count | ShareBelowOne = 1
+    count_or_share: Count | FractionBelowOne = 1
     anything: Any = None
     flag: bool | float = 0.5
 

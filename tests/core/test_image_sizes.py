@@ -101,7 +101,7 @@ def test_an_encoder_of_one_size_is_asked_at_that_size(place, capsys):
     assert [found[t].settings["squash"] for t in ("tokencut", "discovery", "pca")] == [32] * 3
     assert [found[t].settings["image_size"] for t in ("retrieval", "pca")] == [32, 32]
     # The reference sees images at their own size.
-    assert found["tokencut"].named_protocol == "reference, squash=32"
+    assert found["tokencut"].protocol_label == "reference, squash=32"
     jobs = planned(capsys, probed(tasks, *QUICK[1:3], checkpoint=f"{FILE}:own"))
     assert not any(job["pending"] for job in jobs if job["task"] != "discovery")
 

@@ -15,10 +15,10 @@ from ssl_bench.cli import parser as cli
 from ssl_bench.cli.keys import command as print_keys
 from ssl_bench.cli.reproduce import command as reproduce
 from ssl_bench.cli.table import _check_together
-from ssl_bench.composition.choices import asked_names, choices, require_choice
-from ssl_bench.composition.compose import build, compose_config, with_root
+from ssl_bench.composition.choices import choices, parse_names, require_choice
+from ssl_bench.composition.compose import add_data_root, build, compose_config
 from ssl_bench.planning import planned_probes
-from ssl_bench.tables.published import published_table
+from ssl_bench.tables.published import load_published_table
 from tests.core.test_extending import commands as copied_commands
 from tests.support.page_commands import COMMANDS, ROOT, PageCommand
 
@@ -71,7 +71,9 @@ def probed(asked: Typed) -> None:
 
 
 def pretrained(asked: Typed) -> None:
-    assert build(compose_config("pretraining", with_root(asked.overrides, asked.options.data_root)))
+    assert build(
+        compose_config("pretraining", add_data_root(asked.overrides, asked.options.data_root))
+    )
 
 
 def reproduced(asked: Typed) -> None:
@@ -82,10 +84,10 @@ def reproduced(asked: Typed) -> None:
 
 def read(asked: Typed) -> None:
     options = asked.options
-    asked_names("task", options.task, [*choices("probe"), "supervised"])
+    parse_names("task", options.task, [*choices("probe"), "supervised"])
     if asked.command == "table":
         _check_together(options)
-        rows = published_table(options.paper).rows if options.paper else []
+        rows = load_published_table(options.paper).rows if options.paper else []
         for pair in options.encoders or []:
             require_choice("row", pair.partition("=")[0], rows)
 
@@ -99,7 +101,7 @@ def data_named(asked: Typed) -> None:
 def extracted(asked: Typed) -> None:
     options = asked.options
     words = [f"dataset={require_choice('dataset', options.dataset, choices('dataset'))}"]
-    compose_config("data", [*words, *with_root(asked.overrides, options.data_root)])
+    compose_config("data", [*words, *add_data_root(asked.overrides, options.data_root)])
 
 
 def nothing_more(asked: Typed) -> None:

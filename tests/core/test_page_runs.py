@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.reproduce import tables_of
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import compose_config, has_key, with_root
+from ssl_bench.composition.compose import add_data_root, compose_config, has_key
 from ssl_bench.data.layouts.toy import Painter, Scene
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, build_vit, save_encoder
@@ -239,7 +239,7 @@ def _without_slurm(words: Sequence[str]) -> list[str]:
 def _pretraining(words: Sequence[str]) -> DictConfig:
     root = next((w for flag, w in itertools.pairwise(words) if flag == "--data-root"), None)
     typed = [word for word in words if "=" in word and not word.startswith("-")]
-    return compose_config("pretraining", with_root(typed, root))
+    return compose_config("pretraining", add_data_root(typed, root))
 
 
 def _probing(words: Sequence[str]) -> list[DictConfig]:

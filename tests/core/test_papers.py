@@ -9,7 +9,7 @@ import pytest
 
 from ssl_bench.composition.choices import experiments, papers
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.tables.published import PublishedTable, published_tables
+from ssl_bench.tables.published import PublishedTable, load_published_tables
 
 TEXTS = {
     "always_skip_attention": "always_skip_attention.txt",
@@ -48,7 +48,7 @@ def numbers(text: str) -> Counter[float]:
 
 @pytest.mark.parametrize(
     "table",
-    [table for table in published_tables() if table.paper in TEXTS],
+    [table for table in load_published_tables() if table.paper in TEXTS],
     ids=lambda table: f"{table.paper}:{table.name}",
 )
 def test_every_value_stands_in_the_text_of_its_paper_as_often_as_here(texts, table):
@@ -59,7 +59,7 @@ def test_every_value_stands_in_the_text_of_its_paper_as_often_as_here(texts, tab
 
 @pytest.mark.parametrize("number", range(9, 14))
 def test_every_spread_stands_behind_its_value(texts, number):
-    (table,) = [table for table in published_tables() if table.where == f"table B.{number}"]
+    (table,) = [table for table in load_published_tables() if table.where == f"table B.{number}"]
     text = (texts / TEXTS[table.paper]).read_text()
     (rows,) = re.findall(rf"^Table B.{number}: .*?\n\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.M)
 

@@ -15,7 +15,7 @@ from ssl_bench.composition.compose import (
     changed_settings,
     component_class,
     compose_config,
-    preset_group,
+    protocol_group,
     protocols,
 )
 
@@ -29,7 +29,7 @@ PRESETS = [(task, name) for task in choices("probe") for name in protocols(task,
 
 def composed(task: str, protocol: str, *overrides: str) -> Any:
     """The probe that the command line builds."""
-    preset = preset_group(task) if choices(preset_group(task)) else "probe.protocol"
+    preset = protocol_group(task) if choices(protocol_group(task)) else "probe.protocol"
     return build(
         compose_config("probing", [f"probe={task}", f"{preset}={protocol}", *overrides]).probe
     )

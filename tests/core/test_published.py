@@ -6,10 +6,10 @@ import pytest
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.tables.published import (
-    difference_of_settings,
-    published_beside,
-    published_table,
-    published_tables,
+    describe_experiments,
+    find_published_values,
+    load_published_table,
+    load_published_tables,
 )
 from tests.core.test_results import RECORD
 
@@ -43,7 +43,7 @@ HEADS = replace(CUT, task="segmentation", metric="miou_holdout", facet="token", 
     ],
 )
 def test_columns_add_up_to_what_those_of_the_papers_add_up_to(table, sums):
-    found = published_table(table)
+    found = load_published_table(table)
     for number, column in enumerate(found.columns):
         total = sum(value for (_, name), value in found.values.items() if name == column.name)
         assert total == pytest.approx(sums[number])
@@ -52,40 +52,40 @@ def test_columns_add_up_to_what_those_of_the_papers_add_up_to(table, sums):
 def test_accuracies_of_training_are_those_of_a_run_and_never_of_a_probe():
     run = replace(CUT, task="supervised", dataset="mnist", metric="top1", facet="head")
 
-    rows = {b.row for b in published_beside(run)}
+    rows = {b.row for b in find_published_values(run)}
 
-    assert rows == set(published_table("mnist").rows)
+    assert rows == set(load_published_table("mnist").rows)
     for task, facet in (("classification", "head"), ("knn", "head"), ("supervised", "cls")):
-        assert published_beside(replace(run, task=task, facet=facet)) == ()
-    assert published_beside(replace(run, metric="top1_holdout")) == ()
-    assert published_beside(replace(run, dataset="cifar10")) != ()
-    (first, *_) = published_beside(replace(run, details={"training": "10 epochs, batch 128"}))
+        assert find_published_values(replace(run, task=task, facet=facet)) == ()
+    assert find_published_values(replace(run, metric="top1_holdout")) == ()
+    assert find_published_values(replace(run, dataset="cifar10")) != ()
+    (first, *_) = find_published_values(replace(run, details={"training": "10 epochs, batch 128"}))
     assert first.differs.split("; here: ")[1] == (
         "62 images of mnist trainval, protocol reference, its own head after 10 epochs, batch 128"
     )
-    table = published_table("one_skip")
-    sentence = difference_of_settings(table, table.columns[0], replace(run, dataset="cifar10"))
+    table = load_published_table("one_skip")
+    sentence = describe_experiments(table, table.columns[0], replace(run, dataset="cifar10"))
     assert "the text at hand has lost the numbers" in sentence
     assert "doubtful" not in first.differs
 
 
 def test_every_cell_is_given_once_and_tables_are_found_by_either_name():
-    assert sum(len(table.values) for table in published_tables()) == 851
-    assert published_table("cutting_the_skip:figure3") is published_table("figure3")
+    assert sum(len(table.values) for table in load_published_tables()) == 851
+    assert load_published_table("cutting_the_skip:figure3") is load_published_table("figure3")
     cut = [
         table.name
-        for table in published_tables()
+        for table in load_published_tables()
         if table.paper == "cutting_the_skip" and table.values
     ]
     assert sorted(cut) == ["figure3", "table1", "table2", "table3", "table4"]
-    assert len(published_tables()) == 43
+    assert len(load_published_tables()) == 43
 
 
 @pytest.mark.parametrize(
     ("ask", "hint"),
     [
-        (lambda: published_table("tabel2"), "--paper table2"),
-        (lambda: published_table("x"), "valid: .*always_skip_attention:tiny_imagenet"),
+        (lambda: load_published_table("tabel2"), "--paper table2"),
+        (lambda: load_published_table("x"), "valid: .*always_skip_attention:tiny_imagenet"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_known_ones(ask, hint):
@@ -94,11 +94,11 @@ def test_an_unknown_name_is_answered_with_the_known_ones(ask, hint):
 
 
 def test_beside_a_record_stand_the_values_of_the_same_question_on_the_same_data():
-    cut = {(b.table, b.column) for b in published_beside(CUT)}
-    part = {b.column for b in published_beside(replace(CUT, dataset="coco20k-7"))}
-    heads = {(b.table, b.column) for b in published_beside(HEADS)}
+    cut = {(b.table, b.column) for b in find_published_values(CUT)}
+    part = {b.column for b in find_published_values(replace(CUT, dataset="coco20k-7"))}
+    heads = {(b.table, b.column) for b in find_published_values(HEADS)}
     several = replace(HEADS, settings={**HEADS.settings, "layers_mode": "multi"})
-    multi = {(b.table, b.column) for b in published_beside(several)}
+    multi = {(b.table, b.column) for b in find_published_values(several)}
 
     assert cut == {("table4", "VOC2012"), ("figure3", "VOC2012"), ("tokencut", "VOC2012")}
     assert part == {"COCO20k"}
@@ -111,11 +111,11 @@ def test_beside_a_record_stand_the_values_of_the_same_question_on_the_same_data(
         {"dataset": "toy"},
         {"task": "knn", "metric": "top1_k20"},
     ):
-        assert published_beside(replace(HEADS, **change)) == ()
+        assert find_published_values(replace(HEADS, **change)) == ()
 
 
 def test_the_sentence_names_both_settings():
-    (first, *_) = published_beside(replace(HEADS, settings={"image_size": 256, "epochs": 10}))
+    (first, *_) = find_published_values(replace(HEADS, settings={"image_size": 256, "epochs": 10}))
 
     published, here = first.differs.split("; here: ")
 

@@ -10,8 +10,8 @@ import pytest
 from pyarrow import parquet
 
 from ssl_bench.errors import DataError
-from ssl_bench.results import CellKey, Record, ResultStore
-from ssl_bench.results.contributions import stored_curve
+from ssl_bench.results import Record, ResultKey, ResultStore
+from ssl_bench.results.contributions import load_curve
 
 RECORD = Record(
     task="tokencut",
@@ -104,7 +104,7 @@ def test_a_value_half_a_point_beside_that_of_its_images_is_damaged(tmp_path):
         record = replace(RECORD, num_images=200)
         store.save(record, np.arange(200) < hits)
 
-        curve = stored_curve(store, [record])
+        curve = load_curve(store, [record])
 
         assert (curve.per_image.keys(), bool(store.damaged)) == (
             ({*()}, True) if is_damaged else ({RECORD.layer}, False)
@@ -112,7 +112,7 @@ def test_a_value_half_a_point_beside_that_of_its_images_is_damaged(tmp_path):
 
 
 def test_a_cell_is_known_by_the_sha256_of_its_fields_as_sorted_json():
-    names = [item.name for item in fields(CellKey) if item.name not in VERSIONS]
+    names = [item.name for item in fields(ResultKey) if item.name not in VERSIONS]
     assert sorted(names) == KEYS.split()
     text = json.dumps({name: getattr(RECORD, name) for name in names}, sort_keys=True)
 

@@ -14,7 +14,7 @@ from probes.tokencut.probe import TokenCut, object_counts
 from ssl_bench.cli.__main__ import main
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import Baseline, ResultStore
-from ssl_bench.results.contributions import stored_curve
+from ssl_bench.results.contributions import load_curve
 from ssl_bench.scores import OBJECT_SCORES
 from tests.support.faults import fails, picture, probing, records
 
@@ -150,7 +150,7 @@ def test_compare_and_the_chosen_block_read_what_each_image_contributes(place):
     store = ResultStore(Path("results"))
 
     for record in store.records():
-        curve = stored_curve(store, [record])
+        curve = load_curve(store, [record])
 
         (per_image,) = curve.per_image.values()
         estimate = curve.estimate(per_image)
@@ -171,7 +171,7 @@ def test_compare_and_the_chosen_block_read_what_each_image_contributes(place):
 )
 def test_what_a_dataset_has_decides_what_is_scored(dataset, truth, metrics):
     (planned,) = plan_probes(["tokencut"], [dataset], [])
-    (adaptive,) = planned.in_further_protocols()
+    (adaptive,) = planned.in_secondary_protocols()
 
     for probe in (planned.probe, adaptive.probe):
         assert isinstance(probe, TokenCut)

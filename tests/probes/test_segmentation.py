@@ -11,7 +11,7 @@ from PIL import Image
 from probes.features.split import TrainingSplit
 from probes.heads.scored_images import ImageCounts, Squashed
 from probes.segmentation import Segmentation, SegmentationRun
-from ssl_bench.composition.compose import build, compose_config, guesses_of
+from ssl_bench.composition.compose import build, compose_config, fill_in_guesses
 from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.intervals import few_images_warning
 from tests.support.colours import (
@@ -316,7 +316,7 @@ def test_every_protocol_runs_with_joined_layers_and_records_name_the_guesses(
     scores = list(probe.run(context))
     assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
     assert scores[0].details["layers"] == ([0] if mode == "single" else [0, 1, 2, 3])
-    assert scores[0].details["guesses"] == guesses_of(probe, probe.guesses)
+    assert scores[0].details["guesses"] == fill_in_guesses(probe, probe.guesses)
     for score in scores:
         assert score.facet == ("token_normed" if protocol == "neco" else "token")
         # Where all images are perfect, they do not tell how others might be.

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ssl_bench.composition.compose import TARGET, constructed
+from ssl_bench.composition.compose import TARGET, instantiate
 
 
 def configured(kind: type, **values: Any) -> Any:
     """The component that the command line makes of these values."""
     address = f"{kind.__module__}.{kind.__qualname__}"
-    return constructed({TARGET: address, **values}, "probe")
+    return instantiate({TARGET: address, **values}, "probe")

@@ -7,7 +7,7 @@ from typing import Any
 from probes.classification import LinearClassification
 from probes.segmentation import Segmentation
 from ssl_bench.composition.choices import config_folder
-from ssl_bench.composition.compose import TARGET, component_class, constructed, read_file
+from ssl_bench.composition.compose import TARGET, component_class, instantiate, read_file
 from tests.support.configured import configured
 
 
@@ -41,5 +41,5 @@ def _put_together(
         taken = {item.name for item in fields(component_class(call[TARGET], field))}
         call |= {name: value for name, value in usual.items() if name in taken}
         call |= {name: changes.pop(name) for name in taken & changes.keys()}
-        given[field] = constructed(call, f"probe.{field}")
+        given[field] = instantiate(call, f"probe.{field}")
     return configured(kind, **given, **changes)

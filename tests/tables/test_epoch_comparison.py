@@ -11,7 +11,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.comparison import comparisons, epoch_comparisons
+from ssl_bench.tables.comparison import compare_runs, comparisons
 from ssl_bench.tables.depth import epoch_tables
 from tests.support.report_cells import cell, save
 
@@ -55,7 +55,7 @@ def test_an_epoch_is_compared_as_its_two_encoders_are(store, epoch):
     pair = [encoder(run, epoch).encoder_id for run in RUNS]
 
     (table,), _ = comparisons(store, records, dict(zip(pair, RUNS, strict=True)))
-    (found,) = epoch_comparisons(store, records, RUNS)
+    (found,) = compare_runs(store, records, RUNS)
 
     assert list(found.by_epoch[epoch].rows) == [
         row for row in table.rows if row.name in ("0", "11")
@@ -68,7 +68,7 @@ def test_other_settings_images_and_seeds_are_never_paired(store):
         save(store, encoder("skip", 100, layer=5, **changes), np.arange(10) < 5)
     save(store, encoder("skipless", 100, layer=5, seed=1), np.arange(10) < 6)
 
-    one, other = epoch_comparisons(store, store.records(), RUNS)
+    one, other = compare_runs(store, store.records(), RUNS)
 
     by_seed = {next(iter(c.by_epoch.values())).record.seed: c for c in (one, other)}
     assert set(by_seed) == {0, 1}
@@ -143,6 +143,6 @@ def test_two_runs_of_the_same_name_are_refused(store):
     records = store.records()
 
     with pytest.raises(DataError, match="two encoders of runs called skip are of epoch 100"):
-        epoch_comparisons(store, records, RUNS)
+        compare_runs(store, records, RUNS)
     with pytest.raises(DataError, match="two encoders of runs called skip are of epoch 100"):
         epoch_tables(records)

@@ -10,7 +10,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.paper import paper_table
-from ssl_bench.tables.published import published_table
+from ssl_bench.tables.published import load_published_table
 from ssl_bench.tables.sheets import render_tables
 from tests.support.report_cells import known_as
 from tests.tables.test_pivot import hits, save
@@ -26,7 +26,9 @@ def store(tmp_path):
 def laid(store, name="figure3", choice="holdout", **encoders):
     rows = {"skip": "skip, soap", "skipless": "skipless, soap"}
     known = {rows[row]: known_as(sha) for row, sha in encoders.items()}
-    return paper_table(published_table(name), store.records(), store, encoders=known, choice=choice)
+    return paper_table(
+        load_published_table(name), store.records(), store, encoders=known, choice=choice
+    )
 
 
 def test_rows_and_columns_are_the_published_ones_and_ours_stands_where_it_fits(store):
@@ -114,7 +116,7 @@ def test_an_accuracy_of_training_comes_from_the_run_itself(store):
 
 
 def laid_mnist(store, sha):
-    table, known = published_table("mnist"), {"ViT": known_as(sha)}
+    table, known = load_published_table("mnist"), {"ViT": known_as(sha)}
     return paper_table(table, store.records(), store, encoders=known, choice="holdout")
 
 
@@ -169,7 +171,7 @@ def test_a_column_has_the_block_of_its_paper_unless_another_choice_is_asked_for(
         save(store, "d", layer, hits(1, layer), keep=False, **fields)
 
     def chosen(sha, name, row, column, choice=None):
-        records, table, known = store.records(), published_table(name), {row: known_as(sha)}
+        records, table, known = store.records(), load_published_table(name), {row: known_as(sha)}
         found = paper_table(table, records, store, encoders=known, choice=choice)
         one = found.ours[row, column]
         assert one is not None

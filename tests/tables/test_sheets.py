@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssl_bench.tables.sheets import Cell, Sheet, default_format, set_sheet
+from ssl_bench.tables.sheets import Cell, Sheet, default_format, format_sheet
 
 SHEET = Sheet(
     title="a title",
@@ -16,7 +16,7 @@ SHEET = Sheet(
 
 
 def test_latex_is_escaped_and_set_with_booktabs():
-    assert set_sheet(SHEET, "latex").splitlines() == [
+    assert format_sheet(SHEET, "latex").splitlines() == [
         "% a title",
         "% one",
         "% two",
@@ -39,21 +39,21 @@ def test_latex_is_escaped_and_set_with_booktabs():
 def test_no_name_breaks_latex(name, escaped):
     sheet = Sheet("", ("block", name), ((Cell("0"), Cell(name)),), ())
 
-    assert set_sheet(sheet, "latex").count(escaped) == 2
+    assert format_sheet(sheet, "latex").count(escaped) == 2
 
 
 def test_markdown_keeps_bars_and_tags_of_names_from_being_read():
-    lines = set_sheet(SHEET, "markdown").splitlines()
+    lines = format_sheet(SHEET, "markdown").splitlines()
 
     assert lines[2] == r"| encoder | voc_1 | b\|c |"
     assert lines[5] == "| [x] | <ins>7.0</ins> |  |"
     assert lines[-1] == "<sub>one<br>two</sub>"
     tagged = Sheet("", ("a", "b"), ((Cell("<script>"), Cell("1")),), ())
-    assert "<script>" not in set_sheet(tagged, "markdown")
+    assert "<script>" not in format_sheet(tagged, "markdown")
 
 
 def test_columns_of_text_end_at_the_same_place_and_names_begin_at_it():
-    lines = set_sheet(SHEET, "text").splitlines()[2:6]
+    lines = format_sheet(SHEET, "text").splitlines()[2:6]
 
     assert lines == [
         "encoder                voc_1  b|c",
@@ -63,19 +63,19 @@ def test_columns_of_text_end_at_the_same_place_and_names_begin_at_it():
     ]
     # Numbers of blocks are read from the right.
     sheet = Sheet("", ("block", "a"), ((Cell("9"), Cell("1")), (Cell("10"), Cell("2"))), ())
-    assert set_sheet(sheet, "text").splitlines()[4:6] == ["    9  1", "   10  2"]
+    assert format_sheet(sheet, "text").splitlines()[4:6] == ["    9  1", "   10  2"]
 
 
 def test_codes_of_a_terminal_take_no_room():
     plain = [
         line.replace("*", "").replace("_", "")
-        for line in set_sheet(
+        for line in format_sheet(
             Sheet("", ("a", "b"), ((Cell("1"), Cell("22")),), ()), "text"
         ).splitlines()
     ]
     marked = Sheet("", ("a", "b"), ((Cell("1"), Cell("22", marked=True)),), ())
 
-    lines = set_sheet(marked, "terminal").splitlines()
+    lines = format_sheet(marked, "terminal").splitlines()
 
     assert "\033[1m22\033[0m" in lines[4]
     assert [line.replace("\033[1m", "").replace("\033[0m", "") for line in lines] == plain

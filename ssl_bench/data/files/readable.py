@@ -20,7 +20,7 @@ from ssl_bench.data.files.fingerprints import (
 )
 from ssl_bench.data.files.images import KINDS
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
-from ssl_bench.errors import DataError, UnreadableImage, either
+from ssl_bench.errors import DataError, UnreadableImage, join_alternatives
 from ssl_bench.system.progress import say, show_progress
 
 OnBadImage = Literal["fail", "skip"]
@@ -161,9 +161,9 @@ def with_a_way_out(error: UnreadableImage) -> UnreadableImage:
     """The same error, for a command that can do without the image."""
     found = UnreadableImage(
         f"{error}, or leave such images out",
-        hint=either(error.hint, ("--on-bad-image", "skip")),
+        hint=join_alternatives(error.hint, ("--on-bad-image", "skip")),
     )
-    found.is_shared = error.is_shared
+    found.is_raised_on_all_ranks = error.is_raised_on_all_ranks
     return found
 
 

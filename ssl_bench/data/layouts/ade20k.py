@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssl_bench.composition.fields import Place
+from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
 from ssl_bench.data.layouts.image_mask_folders import PairedFolders, split_folder
 from ssl_bench.data.roles import find_root
@@ -32,7 +32,7 @@ class Ade20k(PairedFolders):
     name = "ade20k"
     supports = frozenset({"segmentation", "images"})
 
-    root: Place = None
+    root: OptionalPath = None
     train_split: str = "training"
     val_split: str = "validation"
 

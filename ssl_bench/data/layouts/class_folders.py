@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from jaxtyping import UInt64
 
-from ssl_bench.composition.fields import Place
+from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files, first_of
 from ssl_bench.data.files.fingerprints import ReadOptions, extended, marks_of, read_as
 from ssl_bench.data.files.readable import some_of
@@ -16,7 +16,7 @@ from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
 from ssl_bench.data.roles import Layout, given_folder, require_own_name
 from ssl_bench.data.samples import ImageView, Sample
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
-from ssl_bench.errors import DataError, literal
+from ssl_bench.errors import DataError, escape_braces
 from ssl_bench.system.files import is_written
 from ssl_bench.system.progress import say_once
 
@@ -80,7 +80,7 @@ class ClassFolders(Layout):
 
     supports = frozenset({"classification", "images"})
 
-    root: Place = None
+    root: OptionalPath = None
     train_split: str | None = None
     val_split: str | None = None
     known_only: bool = False
@@ -133,7 +133,7 @@ class ClassFolders(Layout):
             raise DataError(
                 f"{self._root} holds neither {_TRAIN}/CLASS/PICTURE nor CLASS/PICTURE, but "
                 f"{', '.join(names[:5])}; name the folder above the classes",
-                hint=(f"data.root={literal(str(folder))}",),
+                hint=(f"data.root={escape_braces(str(folder))}",),
             )
         return self.train()
 

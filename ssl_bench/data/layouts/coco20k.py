@@ -11,7 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from ssl_bench.composition.fields import Place
+from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, checked_boxes, numbers
 from ssl_bench.data.files.fingerprints import digest_of
 from ssl_bench.data.roles import Layout, find_root, first_folder, name_of_images
@@ -101,10 +101,10 @@ class Coco20k(Layout):
     name = "coco20k"
     supports = frozenset({"discovery", "boxes", "images"})
 
-    root: Place = None
-    list_file: Place = None
+    root: OptionalPath = None
+    list_file: OptionalPath = None
     discovery_split: str = "train2014"
-    cache: Place = None
+    cache: OptionalPath = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ssl_bench.composition.fields import Place
+from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
 from ssl_bench.data.layouts.image_mask_folders import PairedFolders, split_folder
 from ssl_bench.data.roles import find_root, first_folder
@@ -39,7 +39,7 @@ class CocoStuff(PairedFolders):
     name = "coco_stuff"
     supports = frozenset({"segmentation", "images"})
 
-    root: Place = None
+    root: OptionalPath = None
     train_split: str = "train2017"
     val_split: str = "val2017"
     classes: Literal[171, 27] = 171

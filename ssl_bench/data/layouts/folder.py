@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssl_bench.composition.fields import Place
+from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.roles import Layout, given_folder, require_own_name
 from ssl_bench.errors import DataError
@@ -30,7 +30,7 @@ class ImageFolder(Layout):
     supports = frozenset({"images", "discovery"})
     leaves_out_unreadable = True
 
-    root: Place = None
+    root: OptionalPath = None
     name: str = "folder"
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from ssl_bench.composition.fields import MaskValue, Place, Rgb, shown
+from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, shown
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
 from ssl_bench.data.files.images import read_mask_colours
 from ssl_bench.data.roles import PUBLISHED, Layout, find_root, lacking, name_of_images
@@ -187,7 +187,7 @@ class ImageMaskFolders(PairedFolders):
             splits may be the same one, to which nothing can be fitted.
     """
 
-    root: Place = None
+    root: OptionalPath = None
     name: str = "paired_folders"
     train_split: str = "train"
     val_split: str = "val"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from ssl_bench.composition.fields import Place
+from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet, checked_boxes, numbers
 from ssl_bench.data.files.fingerprints import Part
 from ssl_bench.data.files.images import read_image
@@ -108,7 +108,7 @@ class Spair71k(Layout):
     supports = frozenset({"correspondence", "images"})
     class_names = CATEGORIES
 
-    root: Place = None
+    root: OptionalPath = None
     val_split: str = "test"
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int64, UInt8
 from PIL import Image
 
-from ssl_bench.composition.fields import Place, Seed, Within
+from ssl_bench.composition.fields import Bounds, OptionalPath, Seed
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.images import read_image, voc_colours
 from ssl_bench.data.layouts.voc import VocFolder
@@ -27,7 +27,7 @@ from ssl_bench.errors import MachineError
 from ssl_bench.system.files import mark_as_written
 from ssl_bench.system.paths import cache_folder
 
-_NumScenes = Annotated[int, Within(1, 100_000)]
+_NumScenes = Annotated[int, Bounds(1, 100_000)]
 
 VERSION = 1
 """Count up when a scene of the same seed comes out differently."""
@@ -246,7 +246,7 @@ class Drawn(Layout):
     num_train: _NumScenes = 200
     num_val: _NumScenes = 60
     seed: Seed = 0
-    cache: Place = None
+    cache: OptionalPath = None
 
     def kept(self, kind: str, write: Callable[[Path], None]) -> Path:
         """The folder of the cache that `write` fills where there is none yet.

@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Float64
 
-from ssl_bench.composition.fields import Place, Within
+from ssl_bench.composition.fields import Bounds, OptionalPath
 from ssl_bench.data.files.file_sets import (
     Boxes,
     FileImageSet,
@@ -173,8 +173,8 @@ class Voc(Layout):
 
     supports = frozenset({"segmentation", "discovery", "boxes", "images"})
 
-    root: Place = None
-    year: Annotated[int, Within(2005, 2012)] = 2012
+    root: OptionalPath = None
+    year: Annotated[int, Bounds(2005, 2012)] = 2012
     train_split: str = "train"
     val_split: str = "val"
     discovery_split: str = "trainval"

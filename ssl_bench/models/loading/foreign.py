@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError, either, literal
+from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces, join_alternatives
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import (
     ASSUMED,
@@ -81,12 +81,12 @@ def load_foreign(
                 f"{path} has the layout of transformers, whose heads and norms stand in "
                 "config.json; type the folder once "
                 f"model.save_pretrained({str(path.parent)!r}) has written both there",
-                hint=("--checkpoint", f"local-dir:{literal(str(path.parent))}"),
+                hint=("--checkpoint", f"local-dir:{escape_braces(str(path.parent))}"),
             )
         if (architecture := dinov3_architecture(backbone.weights)) is not None:
             raise CheckpointError(
                 f"{path} is a DINOv3, whose rotary positions the ViT of this suite does not have",
-                hint=("--checkpoint", f"timm:{architecture}@{literal(str(path))}"),
+                hint=("--checkpoint", f"timm:{architecture}@{escape_braces(str(path))}"),
             )
         refuse_strangers(backbone.weights, path)
         weights, dropped = renamed(layout, backbone.weights, path)
@@ -241,7 +241,9 @@ def _require_needed(
             f"{path} is no Vision Transformer in DINO's layout or one that is like it: expected "
             f"{', '.join(missing)}, came {came}; rename its keys, take timm's name of its "
             f"architecture, or {IN_PYTHON}",
-            hint=either(("--checkpoint", f"timm:{{timm_name}}@{literal(str(path))}"), PYTHON_FILE),
+            hint=join_alternatives(
+                ("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"), PYTHON_FILE
+            ),
         )
     _, positions, kernel, linear = (weights[name] for name in _NEEDED)
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):
@@ -257,5 +259,5 @@ def _require_needed(
             f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
             f"multiple of {head_dim}, came {', '.join(came)}; take timm's name of its "
             "architecture",
-            hint=("--checkpoint", f"timm:{{timm_name}}@{literal(str(path))}"),
+            hint=("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"),
         )

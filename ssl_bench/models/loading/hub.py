@@ -11,7 +11,7 @@ import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from ssl_bench.errors import CheckpointError, DataError, either
+from ssl_bench.errors import CheckpointError, DataError, join_alternatives
 from ssl_bench.network import NotFetched, Published, download, open_url
 from ssl_bench.system.files import open_regular, sha256_of
 
@@ -42,7 +42,7 @@ HUB_WEIGHTS: Mapping[str, Mapping[str, str]] = {
 _BEGINNINGS = (b"PK\x03\x04", b"\x80\x02")
 _DIGEST_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.pth?(?:\.part)?$")
 # For DINO and its like, for timm's models, for folders of Hugging Face, and what is always here.
-_LOCAL_WAYS = either(
+_LOCAL_WAYS = join_alternatives(
     ("--checkpoint", "{weights_file}"),
     ("--checkpoint", "timm:{timm_name}@{weights_file}"),
     ("--checkpoint", "local-dir:{model_folder}"),

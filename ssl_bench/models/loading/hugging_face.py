@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from ssl_bench.errors import CheckpointError, literal
+from ssl_bench.errors import CheckpointError, escape_braces
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Encoder
 from ssl_bench.models.loading.foreign import load_foreign
@@ -77,7 +77,7 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
             raise CheckpointError(
                 f"{uri} has no {_PREPROCESSOR} here, which would say the mean and deviation of its "
                 "images; save its image processor beside the weights, or state them",
-                hint=("--checkpoint", f"mean=0.5,std=0.5:{literal(uri)}"),
+                hint=("--checkpoint", f"mean=0.5,std=0.5:{escape_braces(uri)}"),
             ) from error
     else:
         colours, colours_from = _preprocessed(_read(preprocessor), preprocessor), preprocessor.name

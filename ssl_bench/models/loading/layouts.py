@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ssl_bench.errors import CheckpointError, either, literal
+from ssl_bench.errors import CheckpointError, escape_braces, join_alternatives
 from ssl_bench.models.encoder import DINO_NAMES
 from ssl_bench.models.loading.weights import (
     IN_PYTHON,
@@ -263,11 +263,13 @@ def refuse_strangers(weights: Mapping[str, Tensor], path: Path) -> None:
             kernel = weights.get("patch_embed.proj.weight")
             width = len(kernel) if kernel is not None and kernel.ndim else 0
             timm_name = architecture.format(_SIZES.get(width))
-            by_name = ("--checkpoint", f"timm:{timm_name}@{literal(str(path))}")
+            by_name = ("--checkpoint", f"timm:{timm_name}@{escape_braces(str(path))}")
             raise CheckpointError(
                 f"{path} has {what} ({found}), which the ViT of this suite does not have; "
                 f"{_BY_NAME}, or, if it differs from that, {with_model_args(path, '...')}",
-                hint=either(by_name if timm.is_model(timm_name) else TIMM_NAME, MODEL_FOLDER),
+                hint=join_alternatives(
+                    by_name if timm.is_model(timm_name) else TIMM_NAME, MODEL_FOLDER
+                ),
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_bench.errors import CheckpointError, broken_file, literal
+from ssl_bench.errors import CheckpointError, broken_file_error, escape_braces
 from ssl_bench.models.encoder import Contents, Encoder, EncoderIdentity
 from ssl_bench.models.loading.addresses import (
     COLOURS,
@@ -175,14 +175,14 @@ def _from_path(uri: str) -> Encoder:
         folder = path.parent
         raise CheckpointError(
             f"{folder} is a folder of Hugging Face",
-            hint=("--checkpoint", f"local-dir:{literal(str(folder))}"),
+            hint=("--checkpoint", f"local-dir:{escape_braces(str(folder))}"),
         )
     if not path.is_file():
         names: list[str] = []
         with suppress(OSError):
             names = [one.name for one in path.parent.iterdir()]
         near = get_close_matches(path.name, names, n=1, cutoff=0.8)
-        address = literal(str(path.with_name(near[0]))) if near else _address_of(uri)
+        address = escape_braces(str(path.with_name(near[0]))) if near else _address_of(uri)
         raise CheckpointError(
             f"no checkpoint at {path}" + ("" if address else f"; give {_KINDS}"),
             hint=("--checkpoint", address) if address else ("ssl-bench", "models"),
@@ -190,7 +190,7 @@ def _from_path(uri: str) -> Encoder:
     if path.suffix == ".py":
         raise CheckpointError(
             f"{path} is Python; name the module in it",
-            hint=("--checkpoint", f"{literal(str(path))}:{{name}}"),
+            hint=("--checkpoint", f"{escape_braces(str(path))}:{{name}}"),
         )
     if path.suffix != ".safetensors" or not is_ours(path):
         from ssl_bench.models.loading.foreign import load_foreign
@@ -257,7 +257,7 @@ def _called(path: Path, name: str) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # Somebody's file may fail in any way.
-        raise CheckpointError(str(broken_file(error, ()))) from error
+        raise CheckpointError(str(broken_file_error(error, ()))) from error
     finally:
         sys.path.remove(str(path.parent))
 
@@ -268,7 +268,7 @@ def _address_of(name: str) -> str | None:
 
     own = re.fullmatch(r"(.+):(\w+)", name)
     if own and Path(f"{own[1]}.py").is_file():
-        return literal(f"{own[1]}.py:{own[2]}")
+        return escape_braces(f"{own[1]}.py:{own[2]}")
     for repository, names in HUB_WEIGHTS.items():
         if name in names:
             return f"torchhub:{repository}:{name}"

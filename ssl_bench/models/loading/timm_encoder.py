@@ -27,7 +27,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, either, literal
+from ssl_bench.errors import CheckpointError, escape_braces, join_alternatives
 from ssl_bench.models.encoder import (
     ASSUMED,
     Colours,
@@ -163,7 +163,7 @@ def _check_name(name: str) -> None:
         near = near or ["vit_small_patch16_224"]
         raise CheckpointError(
             f"timm {timm.__version__} has no model {architecture!r}",
-            hint=either(*[("--checkpoint", f"timm:{timm_name}") for timm_name in near]),
+            hint=join_alternatives(*[("--checkpoint", f"timm:{timm_name}") for timm_name in near]),
         )
     tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*")]
     if tag and tag not in tags:
@@ -274,7 +274,7 @@ def _create(
         raise CheckpointError(
             f"timm:{name} does not fit {file}: {reason}; take timm's name of another "
             f"architecture, or {IN_PYTHON}",
-            hint=either(TIMM_NAME, PYTHON_FILE),
+            hint=join_alternatives(TIMM_NAME, PYTHON_FILE),
         ) from error
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     channels = next((convolution.in_channels for convolution in convolutions), 3)
@@ -442,10 +442,10 @@ def _require_depth(name: str, plan: Supported, weights: Weights, path: Path) -> 
     if plain == {re.sub(r"^blocks\.\d+", "blocks.0", key) for key in weights}:
         known: Any = plan.pretrained_cfg
         mean, std = ("/".join(f"{one:g}" for one in known[key]) for key in ("mean", "std"))
-        stated = ("--checkpoint", f"mean={mean},std={std}:{literal(str(path))}")
+        stated = ("--checkpoint", f"mean={mean},std={std}:{escape_braces(str(path))}")
     raise CheckpointError(
         f"{path} has {sum(depths)} blocks of width {width}, timm:{name} {sum(expected)}; {way}",
-        hint=either(MODEL_FOLDER, stated),
+        hint=join_alternatives(MODEL_FOLDER, stated),
     )
 
 
@@ -460,7 +460,7 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> Checkp
     return CheckpointError(
         f"timm:{name} does not fit {path}: {shown}{more}, and nothing is resized; take timm's "
         f"name of the file's architecture, or {with_model_args(path, different, name)}",
-        hint=either(TIMM_NAME, MODEL_FOLDER),
+        hint=join_alternatives(TIMM_NAME, MODEL_FOLDER),
     )
 
 

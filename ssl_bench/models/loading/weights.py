@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, literal
+from ssl_bench.errors import CheckpointError, escape_braces
 from ssl_bench.system.files import open_regular, read_digests, sha256_of
 from ssl_bench.system.memory import pass_on_memory
 
@@ -200,7 +200,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
         raise CheckpointError(
             f"{path} does not fit the encoder: {fitting}/{len(wanted)} keys fit; "
             f"{'; '.join(faults)}; of another architecture take timm's name",
-            hint=("--checkpoint", f"timm:{{timm_name}}@{literal(str(path))}"),
+            hint=("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"),
         )
     model.load_state_dict(dict(weights))
 

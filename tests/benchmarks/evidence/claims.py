@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ssl_bench.tables.published import published_table
+from ssl_bench.tables.published import load_published_table
 
 TOP1 = "top1"
 MOST_BYTES = 6_000_000
@@ -133,7 +133,7 @@ class Claim:
 
     def published_text(self) -> str:
         """The values in their order, and where they stand."""
-        tables = {name: published_table(name) for name, _, _ in self.published}
+        tables = {name: load_published_table(name) for name, _, _ in self.published}
         values = (f"{tables[name].values[row, column]:g}" for name, row, column in self.published)
         places = dict.fromkeys(
             f"{one.paper.replace('_', ' ')}, {one.where}" for one in tables.values()
