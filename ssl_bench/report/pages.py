@@ -21,7 +21,6 @@ from ssl_bench.report.panels import (
     Line,
     Panel,
     choose_headline_metric,
-    describe_units,
     explain_missing_values,
     group_by_split,
     group_by_task,
@@ -264,7 +263,6 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         "has_labels": any(panel.has_labels for panel in panels),
         "scores": group_block_tables([one for one in lines if one[0].task in ranked]),
         "properties": group_block_tables([one for one in lines if one[0].task not in ranked]),
-        "units": describe_units(panels),
         "notes": [
             dagger_meaning(entry.arbitrary for entry in entries),
             *list_unreadable_images(panels),
@@ -379,5 +377,4 @@ def build_epochs_page(epochs: Sequence[PanelTrends]) -> Page:
         "panels": epochs,
         "blocks": [curve for _, curve in sorted(blocks.items())],
         "filters": _list_filters(panels),
-        "units": describe_units(panels),
     }

@@ -394,18 +394,10 @@ def explain_missing_values(entries: Iterable[Entry]) -> str:
     return f"{NO_VALUE}: {'; '.join(reasons)}" if reasons else ""
 
 
-def describe_units(panels: Sequence[Panel]) -> str:
-    """Return a text such as "percent, except plain numbers: condition_number"."""
-    plain = sorted({panel.metric for panel in panels if not panel.unit})
-    if not plain:
-        return "percent"
-    if all(not panel.unit for panel in panels):
-        return "plain numbers"
-    return f"percent, except plain numbers: {', '.join(plain)}"
-
-
 def name_blocks(layers: Sequence[int]) -> str:
-    """Return a text such as "block 3" or "blocks 0, 4 and 7"."""
+    """Return a text such as "block 3", "blocks 0, 4 and 7" or "blocks 3 to 11"."""
+    if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"blocks {layers[0]} to {layers[-1]}"
     *others, last = map(str, layers)
     return f"blocks {', '.join(others)} and {last}" if others else f"block {last}"
 

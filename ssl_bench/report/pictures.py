@@ -14,7 +14,7 @@ from ssl_bench.system.escaping import in_file_names
 from ssl_bench.system.files import open_within, read_within
 from ssl_bench.system.paths import file_name, image_digits, image_title
 
-MAX_STRIP_PICTURES = 6
+MAX_STRIP_PICTURES = 4
 """Pictures of a checkpoint in a row of the overview."""
 
 _MAX_STRIP_TASKS = 2
@@ -113,7 +113,7 @@ class Gallery:
         images: Digits of the dataset's fingerprint (`image_digits`).
         variant: Protocol and facet, as in the folder names.
         prefixes: Beginnings of the paths by block. The key None means all blocks.
-        files: Ends of the paths by image. The key "" means a sheet of several images.
+        files: Ends of the paths by image.
         data: Distinction between image sets of the same name in a report, or an empty string.
     """
 
@@ -137,15 +137,9 @@ class Gallery:
         return f"protocol {self.variant}" if self.variant else ""
 
     @property
-    def kind(self) -> tuple[str, str, str, str, bool, bool]:
+    def kind(self) -> tuple[str, str, str, str, bool]:
         """A key that is equal for galleries of two checkpoints that show the same things."""
-        data = (self.task, self.dataset, self.images)
-        return (*data, self.variant, self.is_sheet, not self.layers)
-
-    @property
-    def is_sheet(self) -> bool:
-        """Whether each picture shows several images."""
-        return set(self.files) == {""}
+        return self.task, self.dataset, self.images, self.variant, not self.layers
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -196,19 +190,14 @@ def find_galleries(
 def _find_block_galleries(
     template: Gallery, start: str, names: Sequence[PurePosixPath]
 ) -> list[Gallery]:
-    """Return galleries of pictures in folders of blocks, and of sheets named after blocks."""
+    """Return galleries of pictures in folders that are named after blocks."""
     images: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    sheets: dict[str, list[int]] = defaultdict(list)
     prefixes: dict[tuple[str, int], str] = {}
     for name in names:
         if match := _BLOCK.match(name.parent.name):
             variant, layer = _name_variant(name.parent.parent, match[2]), int(match[1])
             images[variant][layer].append(name.name)
             prefixes[variant, layer] = f"{start}{name.parent}/"
-        elif match := _BLOCK.match(name.stem):
-            variant, layer = _name_variant(name.parent, match[2]), int(match[1])
-            sheets[variant].append(layer)
-            prefixes[variant, layer] = f"{start}{name.parent / name.stem}/"
     galleries = []
     for variant, by_layer in images.items():
         # A path needs an image that was drawn at every block.
@@ -217,9 +206,6 @@ def _find_block_galleries(
         own: dict[int | None, str] = {n: prefixes[variant, n] for n in sorted(by_layer)}
         if files:
             galleries.append(replace(template, variant=variant, prefixes=own, files=files))
-    for variant, layers in sheets.items():
-        own = {layer: prefixes[variant, layer].rstrip("/") for layer in sorted(layers)}
-        galleries.append(replace(template, variant=variant, prefixes=own, files={"": ".png"}))
     return galleries
 
 
@@ -232,6 +218,7 @@ def _find_overview_galleries(
     """Return galleries of pictures that show all blocks at once.
 
     They are called PROTOCOL-FACET-IMAGE.png, of a recorded protocol and facet, or FOLDER/NAME.png.
+    Contact sheets of a block, blockNN_FACET.png, are left out.
     """
     starts = {f"{protocol}-{facet}-": f"{protocol} {facet}" for protocol, facet in variants}
     # The longest start comes first, because one may begin with another.
@@ -360,10 +347,9 @@ def select_strips(
         has_blocks = any(gallery.layers for gallery in every if gallery.task == task)
         return not has_blocks, _rank_task(task), task
 
-    def rank_gallery(gallery: Gallery) -> tuple[bool, bool, int, int]:
+    def rank_gallery(gallery: Gallery) -> tuple[bool, int, int]:
         """Prefer one picture per block, kinds that many checkpoints have, then many blocks."""
-        number = -uses[gallery.kind]
-        return not gallery.layers, gallery.is_sheet, number, -len(gallery.layers)
+        return not gallery.layers, -uses[gallery.kind], -len(gallery.layers)
 
     strips = []
     tasks = sorted({gallery.task for gallery in every}, key=rank_task)
@@ -378,7 +364,7 @@ def select_strips(
 
 
 def _make_strip(checkpoint: Checkpoint, gallery: Gallery, image: str) -> Strip:
-    suffix = f", image {image}" if image else ""
+    suffix = f", image {image}"
     layers: list[int | None] = list(gallery.layers) or [None]
     if len(layers) > MAX_STRIP_PICTURES:
         # Take even steps from the first block to the last one.
@@ -402,8 +388,13 @@ def build_picture_sections(
             be of the same kind and have the same blocks and images.
     """
     by_task: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    # Single images come before sheets.
-    for sides in sorted(shown, key=lambda sides: (_rank_task(sides[0][1].task), sides[0][1].kind)):
+
+    def rank(sides: Sequence[tuple[str, Gallery]]) -> tuple[int, str, bool, tuple[object, ...]]:
+        """Put pictures of single blocks before pictures of all blocks."""
+        gallery = sides[0][1]
+        return _rank_task(gallery.task), gallery.task, not gallery.layers, gallery.kind
+
+    for sides in sorted(shown, key=rank):
         by_task[sides[0][1].task].append(_build_viewer(sides))
     return [
         {
@@ -422,9 +413,7 @@ def _build_viewer(sides: Sequence[tuple[str, Gallery]]) -> dict[str, Any]:
     layers: list[int | None] = list(first.layers) or [None]
     images, start = list(first.files), len(layers) - 1
     block = _name_block(layers[start])
-    suffix = f", image {images[0]}" if images[0] else ""
-    kind = "contact sheets" if first.is_sheet else "" if first.layers else "all blocks"
-    parts = (first.dataset, first.protocol, first.data, kind)
+    parts = (first.dataset, first.protocol, first.data, "" if first.layers else "all blocks")
     return {
         "title": ", ".join(part for part in parts if part),
         "images": images,
@@ -434,7 +423,7 @@ def _build_viewer(sides: Sequence[tuple[str, Gallery]]) -> dict[str, Any]:
             {
                 "name": name,
                 "address": make_link(gallery.path(layers[start], images[0])),
-                "alt": f"{name}, {first.title}, {block}{suffix}",
+                "alt": f"{name}, {first.title}, {block}, image {images[0]}",
             }
             for name, gallery in sides
         ],
@@ -448,7 +437,7 @@ def _build_viewer(sides: Sequence[tuple[str, Gallery]]) -> dict[str, Any]:
             ],
         },
         # Wide pictures stand below each other.
-        "is_tall": first.is_sheet or not first.layers,
+        "is_tall": not first.layers,
     }
 
 

@@ -329,7 +329,7 @@ def test_a_pressed_picture_is_enlarged_and_closed_again(browser, report, width):
     assert not dialog.is_displayed()
 
 
-def test_a_sheet_on_a_phone_is_as_large_as_it_was_drawn(browser, report):
+def test_a_wide_picture_keeps_its_size_on_a_phone(browser, report):
     open_page(browser, report, "checkpoint-*.html", width=PHONE)
     sheet = browser.find_element("css selector", ".sides.tall img")
     browser.execute_async_script(

@@ -122,7 +122,7 @@ def test_the_overview_has_three_sentences_and_the_page_has_all(tmp_path):
     assert [text[:11] for text in re.findall("<li>(tokencut.*?)</li>", index)] == [
         f"tokencut, {name}" for name in "abc"
     ]
-    assert '#summary">2 more</a>' in index
+    assert '#summary">2 more sentences</a>' in index
     assert len(re.findall("<li>tokencut.*?</li>", page)) == 5
 
 

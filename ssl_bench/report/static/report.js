@@ -94,7 +94,7 @@ function setUpViewer(viewer) {
       const address = data.sides[side].prefixes[block] + file;
       const picture = figure.querySelector("img");
       picture.src = address;
-      picture.alt = `${data.sides[side].name}, ${data.what}, ${layer}${name ? `, image ${name}` : ""}`;
+      picture.alt = `${data.sides[side].name}, ${data.what}, ${layer}, image ${name}`;
       figure.querySelector("a").href = address;
     });
   };
