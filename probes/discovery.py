@@ -1,9 +1,8 @@
 """Discovery: how many of the objects of an image do the cuts of a block's features find?"""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -51,10 +50,14 @@ class ObjectDiscovery(TokenCut):
 
     task = "discovery"
     further_protocols = ()
-    truths_by_role = max_sides_by_role = MappingProxyType({})
     metrics_of_sets = (COCO,)
     # Since `ap_coco` is that of pycocotools, which rounds otherwise.
     metric_version = 2
+
+    @classmethod
+    def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
+        del roles
+        return {}
 
     @property
     def role(self) -> str:

@@ -23,7 +23,7 @@ from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sampled, sampled_numbers
-from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, with_hint
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS
@@ -151,8 +151,8 @@ class PCA(Probe):
         images = self.split(context.dataset)
         drawn = sampled_numbers(images.ids, self.panels)
         if len(drawn) < len(images):
-            words = f"pca: {len(drawn)} of {len(images)} images"
-            context.say(f"{words}; --pictures {len(images)} takes all")
+            line = f"pca: only {len(drawn)} of {len(images)} images are projected"
+            context.say(with_hint(line, hint=("--pictures", str(len(images)))))
         samples = [images[number] for number in drawn]
         given = None
         if self.align_to is not None:

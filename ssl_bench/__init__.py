@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from ssl_bench.api import Results, extract_features, probe, read_results
-    from ssl_bench.models import Encoder, load_encoder
+    from ssl_bench.api import Results, extract_features, load_encoder, probe, read_results
+    from ssl_bench.models import Encoder
 
 __all__ = [
     "Encoder",
@@ -19,11 +19,10 @@ __all__ = [
     "read_results",
 ]
 
-# Imported when they are asked for, so that `import ssl_bench` and `--help` stay light.
-_HOMES = {"Encoder": "models", "load_encoder": "models"}
-
 
 def __getattr__(name: str) -> Any:
+    """Import a name when it is first used, so that `import ssl_bench` and `--help` stay fast."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'api')}"), name)
+    module = "models" if name == "Encoder" else "api"
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""`python -m ssl_bench`, as `torchrun -m ssl_bench` starts it: the command `ssl-bench`."""
+"""Run the command `ssl-bench` as `python -m ssl_bench` or `torchrun -m ssl_bench`."""
 
 import sys
 

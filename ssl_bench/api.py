@@ -1,10 +1,11 @@
-"""The suite from Python: an encoder, a task and a folder in; a table over blocks out."""
+"""The Python API: probe an encoder, read results, extract features, and show tables and figures.
 
-import argparse
+Hints in errors and messages are shown as keyword arguments instead of flags.
+"""
+
 import inspect
 import math
-import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ssl_bench import models
 from ssl_bench.composition.choices import parse_names
 from ssl_bench.data.files.readable import OnBadImage
-from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
+from ssl_bench.errors import ConfigurationError, DataError, hints_for_python
 from ssl_bench.features import FeatureExtractor, Features, squashed
 from ssl_bench.layers import Facet, resolve_layers
-from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.models import Encoder
 from ssl_bench.models.encoder import OwnModule
-from ssl_bench.planning import asked_probes, evaluate, opened_store
+from ssl_bench.planning import evaluate, plan_request, require_images
+from ssl_bench.request import ProbeRequest
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.caller_state import memory_restored, undisturbed
 from ssl_bench.system.device import choose_device
-from ssl_bench.system.progress import reworded, say_once
+from ssl_bench.system.progress import say_once
 from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.sheets import render_tables
@@ -36,64 +39,33 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Images = str | Path | np.ndarray | Tensor
-"""A file, turned as EXIF says; height x width x 3 of numpy.uint8; 3 x height x width in [0, 1]."""
+"""An image file, a numpy.uint8 array (height x width x 3), or a tensor in [0, 1] (3 x height x
+width). Files are rotated as their EXIF orientation says."""
 _OVERSHOOT = 0.2
-_KEYWORDS = {"checkpoint": "encoder", "format": "style"}
-"""What is typed in Python for flags that are called otherwise there."""
-_SHORT = {"limit": "data.limit", "pictures": "probe.panels"}
-"""Settings of `probe` that are short for a key, as the flags of the command are."""
-
-
-def _in_words_of_python(line: str) -> str:
-    """A line with `panels=9` where the command line has `--pictures 9` or `probe.panels=9`.
-
-    Whole commands stay what they are.
-    """
-
-    def keyword(found: re.Match[str]) -> str:
-        flag, value = found[1], found[2]
-        if flag == "overwrite":
-            return "overwrite=True" + (f" {value}" if value else "")
-        name = _KEYWORDS.get(flag, flag.replace("-", "_"))
-        if value is None:
-            return name
-        is_text = not value.isdigit() and value != "N"
-        return f'{name}="{value}"' if is_text else f"{name}={value}"
-
-    parts = line.split("`")
-    for place, part in enumerate(parts):
-        if place % 2 and part.startswith("ssl-bench"):
-            continue
-        words = re.sub(r"(?<![\w-])--([a-z][a-z-]+)(?: ([\w*|:.,/-]*[\w*]))?", keyword, part)
-        # Of a key with further dots the whole is typed; a file may be called probe.py.
-        parts[place] = re.sub(r"(?<![\w./-])probe\.(?!py\b)([a-z_]+)\b(?!\.\w)", r"\1", words)
-    return "`".join(parts)
-
-
-@contextmanager
-def _said_in_python() -> Generator[None]:
-    """Lines and errors name what is typed in Python, whoever wrote them for a command."""
-    before = reworded.set(_in_words_of_python)
-    try:
-        yield
-    except SslBenchError as error:
-        error.reword(_in_words_of_python)
-        raise
-    finally:
-        reworded.reset(before)
+"""How far values may lie outside of [0, 1], as they do by some percent after bicubic resizing."""
+_SHORT_FORMS: Mapping[str, str] = {"limit": "data.limit", "pictures": "probe.panels"}
+"""Keywords of `probe` for keys that have another name."""
+_WHOLE_KEYS = ("seed", "dtype", "corrupt")
+_PROBE_KEYWORDS = {"--checkpoint": "encoder", **{key: name for name, key in _SHORT_FORMS.items()}}
+_FEATURES_KEYWORDS = {
+    "--checkpoint": "encoder",
+    "--layer": "layers",
+    **dict.fromkeys(("--facet", "probe.facet"), "facets"),
+}
+_TABLE_KEYWORDS = {"--format": "style"}
 
 
 @dataclass(frozen=True)
 class Results:
-    """Records of a probe, as a table, a frame or a figure; a notebook shows the tables.
+    """Records of probes, with tables, a data frame and a figure. A notebook shows the tables.
 
     Attributes:
-        records: One a block, facet and metric.
+        records: One for each block, facet and metric.
     """
 
     records: tuple[Record, ...]
 
-    @_said_in_python()
+    @hints_for_python(_TABLE_KEYWORDS)
     def table(
         self,
         style: str = "text",
@@ -103,28 +75,35 @@ class Results:
         metric: str | None = None,
         facet: str | None = None,
     ) -> str:
-        """Tables over depth as text, markdown, latex, csv or json.
+        """Return tables with a row for each encoder and a column for each block.
 
-        All, or those of some tasks, datasets, metrics or facets, with commas, as the flags of
-        `ssl-bench table` choose.
+        Args:
+            style: "text", "markdown", "latex", "csv" or "json".
+            task: Tasks to show, separated by commas (default: all).
+            dataset: Datasets to show, likewise.
+            metric: Metrics to show, likewise.
+            facet: Facets to show, likewise.
         """
         tables = self._tables(task=task, dataset=dataset, metric=metric, facet=facet)
         return render_tables(tables, style)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A row a record."""
+        """Return a data frame with a row for each record."""
         return to_pandas(self.records)
 
-    @_said_in_python()
+    @hints_for_python(_TABLE_KEYWORDS)
     def plot(self, metric: str | None = None) -> "Figure":
-        """Curves over blocks with their 95 % bands, a panel a table, as a figure of matplotlib.
+        """Plot curves with 95 % bands over blocks, a panel for each table, as a matplotlib figure.
+
+        Args:
+            metric: Metrics to show, separated by commas (default: all).
 
         Raises:
-            ConfigurationError: There is no such metric.
+            ConfigurationError: A metric does not occur in the records.
             DataError: There are no records.
         """
         if not self.records:
-            raise DataError("expected records to draw, got none; probe an encoder first")
+            raise DataError("expected records to plot, got none")
         return curves_figure(self._tables(metric=metric))
 
     def __len__(self) -> int:
@@ -139,17 +118,18 @@ class Results:
     def _repr_markdown_(self) -> str:
         return self.table("markdown")
 
-    def _tables(self, **asked: str | None) -> list[DepthTable]:
+    def _tables(self, **filters: str | None) -> list[DepthTable]:
         records = list(self.records)
-        for name, words in asked.items():
-            have = sorted({getattr(record, name) for record in records})
-            chosen = have if words is None else parse_names(name, words, have)
-            records = [record for record in records if getattr(record, name) in chosen]
+        for column, text in filters.items():
+            if text is not None:
+                present = sorted({getattr(record, column) for record in records})
+                names = parse_names(column, text, present)
+                records = [record for record in records if getattr(record, column) in names]
         tables = depth_tables(records) if records else []
         return [table for table in tables if table.has_values] or tables
 
 
-@_said_in_python()
+@hints_for_python(_PROBE_KEYWORDS)
 @undisturbed()
 def probe(
     encoder: "str | Encoder | nn.Module",
@@ -164,50 +144,59 @@ def probe(
     on_bad_image: OnBadImage | None = None,
     **settings: Any,
 ) -> Results:
-    """Probe blocks of an encoder, as `ssl-bench probe` does; finished cells are not computed again.
+    """Probe blocks of an encoder, as `ssl-bench probe` does, and return the results.
+
+    Results that are finished in `out` are not computed again.
 
     Args:
-        encoder: An address as of `--checkpoint`, an `Encoder`, or any module with a list of
-            blocks, of which `Encoder.from_module` finds out the rest.
-        task: Such as "tokencut", several with commas, or "all" that fit; `ssl-bench keys task`
-            lists them.
-        dataset: Such as "voc2012".
-        data_root: Its folder.
-        layer: "all", 11, -1, "0,5,11" or a list.
-        out: Folder of records and pictures.
-        device: As torch names it; else that of the module, or a GPU where there is one.
-        overwrite: Compute finished cells again.
-        on_bad_image: "skip" leaves out images that cannot be read, "fail" ends there; else each
-            dataset has its own way.
-        settings: Keys of the probe, `image_size=224` for `probe.image_size=224`; `limit`,
-            `pictures` and `seed` as the flags; others by their whole names,
+        encoder: An address as `--checkpoint` takes it, an `Encoder`, or a torch module with a list
+            of blocks, which `Encoder.from_module` inspects.
+        task: A task such as "tokencut", several separated by commas, or "all" for all that fit.
+            `ssl-bench keys task` lists them.
+        dataset: Name of a dataset, such as "voc2012".
+        data_root: Folder of the dataset.
+        layer: Block indices, 0-based: "all", 11, -1, "0,5,11" or a list.
+        out: Folder of records and figures.
+        device: Name of a torch device. The default is the device of the module, else a GPU if
+            there is one.
+        overwrite: Compute finished results again.
+        on_bad_image: "skip" leaves out images that cannot be read, "fail" raises an error. The
+            default depends on the dataset.
+        settings: Keys of the probe, such as `image_size=224` for `probe.image_size=224`. `limit`,
+            `pictures` and `seed` mean what the flags mean. Write other keys whole:
             `**{"dataset.num_val": 4}`.
 
     Raises:
-        SslBenchError: In one line what was expected, what came and what to do.
+        SslBenchError: An argument, the encoder or the data is wrong.
     """
-    options = argparse.Namespace(
+    request = ProbeRequest.parse(
         task=task,
         dataset=dataset,
         data_root=None if data_root is None else str(data_root),
+        overrides=_settings_as_overrides(settings),
+        layers=layer,
+        out=Path(out),
+        device=device,
         on_bad_image=on_bad_image,
-        batch_size=None,
+        overwrite=overwrite,
     )
-    plan = asked_probes(options, _overrides(settings))
-    store, needs_all = opened_store(str(out)), task != "all" or len(plan) == 1
-    with _as_encoder(encoder, device) as (found, where):
+    plan = plan_request(request)
+    require_images(plan)
+    store = ResultStore.create(request.out)
+    with _prepare_encoder(encoder, device) as (prepared, used_device):
         records = evaluate(
             plan,
-            found,
+            prepared,
             store,
-            layers=layer,
-            device=where,
-            overwrite=overwrite,
-            needs_all=needs_all,
+            layers=request.layers,
+            device=used_device,
+            overwrite=request.overwrite,
+            skip_unfit=request.all_tasks and len(plan) > 1,
         )
         return Results(tuple(records))
 
 
+@hints_for_python({"--out": "folder"})
 def read_results(folder: str | Path = "results") -> Results:
     """Read all records below a folder of results; a message says which ones cannot be shown.
 
@@ -221,118 +210,112 @@ def read_results(folder: str | Path = "results") -> Results:
     return Results(tuple(records))
 
 
-@_said_in_python()
+@hints_for_python({"--checkpoint": "uri"})
+def load_encoder(uri: str) -> Encoder:
+    """Load an encoder from an address as `--checkpoint` takes it, such as "demo:skip".
+
+    Raises:
+        CheckpointError: The address or its file is wrong, or the model is not supported.
+    """
+    return models.load_encoder(uri)
+
+
+@hints_for_python(_FEATURES_KEYWORDS)
 @undisturbed()
 def extract_features(
     encoder: "str | Encoder | nn.Module",
     images: Sequence[Images] | Float[Tensor, "batch 3 height width"],
     *,
     layers: str | int | Sequence[int] = "all",
-    facets: Sequence[Facet] = ("token",),
+    facets: Facet | Sequence[Facet] = ("token",),
     image_size: int | None = None,
     batch_size: int = 16,
     device: str | None = None,
 ) -> Features:
-    """Features of blocks, all from one forward pass, on the CPU.
+    """Extract features of blocks from one forward pass per image, and return them on the CPU.
 
     Args:
-        encoder: As of `probe`.
-        images: A batch, RGB in [0, 1], of a size that the patch divides; or a list of files and
-            arrays, each squashed to a square.
-        layers: As `layer` of `probe`.
-        facets: See `ssl_bench.features.FeatureExtractor`. "cls" and "token" are what a block gives.
-            "cls_normed" and "token_normed" are the same after the encoder's final norm; k-NN and
-            classification take these, where `probe.facet` is "cls" or "patch_mean".
-        image_size: Side of the square; else the encoder's own size.
-        batch_size: How many images pass at once.
-        device: As of `probe`.
+        encoder: See `probe`.
+        images: A batch of RGB images in [0, 1] whose sides are multiples of the patch size, or a
+            list of files, arrays and tensors, each resized to a square.
+        layers: See `layer` of `probe`.
+        facets: Names as in `ssl_bench.features.FeatureExtractor`. "cls" and "token" are the output
+            of a block. "cls_normed" and "token_normed" are the same after the encoder's final
+            norm. k-NN and classification use these for `probe.facet` "cls" and "patch_mean".
+        image_size: Side of the square in pixels (default: the encoder's own size).
+        batch_size: Images per forward pass.
+        device: See `probe`.
 
     Returns:
-        By block and facet: batch x rows x cols x dim, or batch x dim for "cls" and "cls_normed".
+        Features by block and facet: batch x rows x cols x dim, or batch x dim for "cls" and
+        "cls_normed".
 
     Raises:
-        SslBenchError: In one line what was expected, what came and what to do.
+        SslBenchError: An argument, the encoder or an image is wrong.
     """
-    with _as_encoder(encoder, device) as (found, where):
+    names = [facets] if isinstance(facets, str) else list(facets)
+    with _prepare_encoder(encoder, device) as (prepared, used_device):
         extractor = FeatureExtractor(
-            found, layers=resolve_layers(layers, found.depth), facets=facets, device=where
+            prepared,
+            layers=resolve_layers(layers, prepared.depth),
+            facets=names,
+            device=used_device,
         )
         if isinstance(images, Tensor):
-            batch = _in_range(images, 4)
+            batch = _require_unit_range(images, 4)
+        elif isinstance(images, str | Path) or getattr(images, "ndim", 4) < 4:
+            raise ConfigurationError("expected a list of images such as [image], got one image")
         else:
-            if isinstance(images, str | Path) or (
-                isinstance(images, np.ndarray) and images.ndim < 4
-            ):
-                raise ConfigurationError("expected a list of images, got one: put it into a list")
-            sides = (image_size, image_size) if image_size else found.native_size
-            batch = torch.stack([_pixels(image, sides) for image in images])
+            if not len(images):
+                raise ConfigurationError("expected at least one image, got an empty list")
+            size = (image_size, image_size) if image_size else prepared.native_size
+            batch = torch.stack([_resize_to_square(image, size) for image in images])
         parts = [extractor(part) for part in batch.split(batch_size)]
     return {
-        layer: {facet: torch.cat([part[layer][facet].cpu() for part in parts]) for facet in facets}
+        layer: {name: torch.cat([part[layer][name].cpu() for part in parts]) for name in names}
         for layer in extractor.layers
     }
 
 
-def _pixels(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 height width"]:
-    from ssl_bench.data.files.images import read_image
-
-    if isinstance(image, Tensor):
-        batch = _in_range(image, 3)[None]
-        return nn.functional.interpolate(batch, size=size, mode="bilinear", antialias=True)[0]
-    if isinstance(image, np.ndarray) and (image.dtype != np.uint8 or image.shape[2:] != (3,)):
-        raise ConfigurationError(
-            "expected an array of height x width x 3 of numpy.uint8, 0 to 255, got one of "
-            f"{' x '.join(map(str, image.shape))} of {image.dtype}"
-        )
-    return squashed(
-        image if isinstance(image, np.ndarray) else read_image(Path(image), upright=True), size
-    )
+def _settings_as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Return keyword arguments as KEY=VALUE. A name without a dot is a key of the probe."""
+    overrides = []
+    for name, value in settings.items():
+        if name.removesuffix("s") in inspect.signature(probe).parameters:
+            raise ConfigurationError(f"unknown setting {name}, expected {name[:-1]}")
+        is_whole = "." in name or name in _WHOLE_KEYS
+        key = _SHORT_FORMS.get(name, name if is_whole else f"probe.{name}")
+        overrides.append(f"{key}={_override_value(value)}")
+    return overrides
 
 
-def _in_range(images: Tensor, dimensions: int) -> Tensor:
-    """Images as encoders of this suite take them, which normalise for themselves."""
-    shape = " x ".join(map(str, images.shape))
-    if images.ndim != dimensions or images.shape[-3] != 3:
-        wanted = "a batch of N x 3 x height x width" if dimensions == 4 else "3 x height x width"
-        raise ConfigurationError(
-            f"expected {wanted}, got {shape}"
-            + ("; images[None] is a batch of one" * (images.ndim == 3 and dimensions == 4))
-        )
-    if not images.is_floating_point():
-        raise ConfigurationError(
-            f"expected floats in [0, 1], got {str(images.dtype).removeprefix('torch.')}: "
-            "divide by 255"
-        )
-    low, high = (float(one) for one in torch.aminmax(images)) if images.numel() else (0.0, 0.0)
-    # Bicubic resizing leaves the range by some percent.
-    if not (low >= -_OVERSHOOT and high <= 1 + _OVERSHOOT):
-        remedy = "leave the normalisation to the encoder" if low < 0 else "divide by 255"
-        remedy = remedy if math.isfinite(low + high) else "they are not finite"
-        raise ConfigurationError(
-            f"expected values in [0, 1], got {low:.3g} to {high:.3g}: {remedy}"
-        )
-    return images
+def _override_value(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_override_value, value))}]"
+    return str(value)
 
 
 @contextmanager
-def _as_encoder(
-    given: "str | Encoder | nn.Module", device: str | None
+def _prepare_encoder(
+    encoder: "str | Encoder | nn.Module", device: str | None
 ) -> Generator[tuple[Encoder, torch.device]]:
-    """Return an encoder and where it computes; a module gets its memory back."""
-    if isinstance(given, str):
-        yield load_encoder(given), choose_device(device)
+    """Yield an encoder and its device. A module of the user gets its memory back afterwards."""
+    if isinstance(encoder, str):
+        yield models.load_encoder(encoder), choose_device(device)
         return
-    if isinstance(given, Encoder):
-        encoder = given
-    elif isinstance(given, nn.Module):
-        encoder = Encoder.from_module(given)
+    if isinstance(encoder, nn.Module):
+        encoder = Encoder.from_module(encoder)
         say_once(
-            "ImageNet's mean and deviation are assumed; Encoder.from_module(module, mean=..., "
-            "std=...) takes others"
+            "assuming the mean and standard deviation of ImageNet, unless Encoder.from_module("
+            "module, mean=..., std=...) states others"
         )
-    else:
+    elif not isinstance(encoder, Encoder):
         raise ConfigurationError(
-            f"expected an address, an Encoder or a torch.nn.Module, got {type(given).__name__}"
+            f"expected an address, an Encoder or a torch.nn.Module, got {type(encoder).__name__}"
         )
     module = encoder.module
     if device is None and isinstance(module, OwnModule):
@@ -341,23 +324,43 @@ def _as_encoder(
         yield encoder, choose_device(device)
 
 
-def _overrides(settings: dict[str, Any]) -> list[str]:
-    """Keywords as the words of a command; those without a dot are keys of the probe."""
-    words = []
-    for key, value in settings.items():
-        if key.removesuffix("s") in inspect.signature(probe).parameters:
-            raise ConfigurationError(f"unknown setting {key}; expected {key[:-1]}")
-        whole = "." in key or key in ("seed", "dtype", "corrupt")
-        name = _SHORT.get(key, key if whole else f"probe.{key}")
-        words.append(f"{name}={_as_word(value)}")
-    return words
+def _resize_to_square(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 height width"]:
+    from ssl_bench.data.files.images import read_image
+
+    if isinstance(image, Tensor):
+        batch = _require_unit_range(image, 3)[None]
+        return nn.functional.interpolate(batch, size=size, mode="bilinear", antialias=True)[0]
+    if not isinstance(image, np.ndarray):
+        image = read_image(Path(image), upright=True)
+    elif image.dtype != np.uint8 or image.shape[2:] != (3,):
+        raise ConfigurationError(
+            "expected an array of height x width x 3 of numpy.uint8, 0 to 255, got one of "
+            f"{' x '.join(map(str, image.shape))} of {image.dtype}"
+        )
+    return squashed(image, size)
 
 
-def _as_word(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_as_word, value))}]"
-    return str(value)
+def _require_unit_range(images: Tensor, dimensions: int) -> Tensor:
+    """Return the images unchanged if they are floats in [0, 1] with 3 channels.
+
+    Raises:
+        ConfigurationError: They are not. Encoders of this suite normalise images themselves.
+    """
+    if images.ndim != dimensions or images.shape[-3] != 3:
+        expected = "3 x height x width" if dimensions == 3 else "a batch of N x 3 x height x width"
+        is_single = images.ndim == 3 and dimensions == 4
+        raise ConfigurationError(
+            f"expected {expected}, got {' x '.join(map(str, images.shape))}"
+            + (", so pass images[None]" if is_single else "")
+        )
+    if not images.is_floating_point():
+        dtype = str(images.dtype).removeprefix("torch.")
+        raise ConfigurationError(f"expected floats in [0, 1], got {dtype}: divide by 255")
+    low, high = map(float, torch.aminmax(images)) if images.numel() else (0.0, 0.0)
+    if not (low >= -_OVERSHOOT and high <= 1 + _OVERSHOOT):
+        remedy = "pass images that are not normalised yet" if low < 0 else "divide by 255"
+        remedy = remedy if math.isfinite(low + high) else "some values are not finite"
+        raise ConfigurationError(
+            f"expected values in [0, 1], got {low:.3g} to {high:.3g}: {remedy}"
+        )
+    return images

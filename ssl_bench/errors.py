@@ -1,11 +1,20 @@
 """Errors a user can meet: one line each, and the exit code the command ends with."""
 
+import ast
+import json
 import re
 import shlex
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import groupby
 from pathlib import Path
+
+_keyword_names = ContextVar[Mapping[str, str] | None]("keyword_names", default=None)
+_SWITCHES = ("--overwrite",)
+_CONSTANTS = {"null": "None", "true": "True", "false": "False"}
+_UNQUOTED = ("{number}", "{value}")
 
 
 class SslBenchError(Exception):
@@ -17,7 +26,7 @@ class SslBenchError(Exception):
         message: What is wrong and what was expected, in one line.
         hint: The words to type instead: flags, keys with their values, or a whole command that
             begins with "ssl-bench". "{name}" stands for what only the user knows; a text that is
-            inserted is a `escape_braces`. The word "or" separates alternatives.
+            inserted needs `escape_braces`. The word "or" separates alternatives.
 
     Attributes:
         is_raised_on_all_ranks: All processes of a run end with it, so that the first alone says it.
@@ -25,7 +34,7 @@ class SslBenchError(Exception):
 
     exit_code = 1
     is_raised_on_all_ranks = False
-    _is_whole = False
+    _keyword_names: Mapping[str, str] | None = None
 
     def __init__(self, message: str = "", *, hint: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -37,17 +46,8 @@ class SslBenchError(Exception):
         cause = self.__cause__
         return self._hint or (cause.hint if isinstance(cause, SslBenchError) else ())
 
-    def reword(self, reworded: Callable[[str], str]) -> None:
-        """Replace the whole text; the hint stays as it is and is no longer appended."""
-        self.args = (reworded(str(self)),)
-        self._is_whole = True
-
     def __str__(self) -> str:
-        message, typed = super().__str__(), map(format_command, split_alternatives(self.hint))
-        if self._is_whole:
-            return message
-        missing = [f"`{words}`" for words in typed if not _names(message, words)]
-        return f"{message}; use {' or '.join(missing)}" if missing else message
+        return with_hint(super().__str__(), hint=self.hint, keyword_names=self._keyword_names)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
         # A pickle has no cause, whose hint it would lose.
@@ -60,7 +60,79 @@ def split_alternatives(hint: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(words) for is_separator, words in groups if not is_separator]
 
 
-def _names(message: str, words: str) -> bool:
+def with_hint(
+    message: str, *, hint: Sequence[str], keyword_names: Mapping[str, str] | None = None
+) -> str:
+    """Append the words of a hint to a message, except those that the message contains.
+
+    Args:
+        message: One sentence.
+        hint: Words as in `SslBenchError`.
+        keyword_names: Names as in `hints_for_python`, which sets the default.
+    """
+    names = _keyword_names.get() if keyword_names is None else keyword_names
+    ways = dict.fromkeys(
+        format_keywords(words, names) if names is not None else format_command(words)
+        for words in split_alternatives(hint)
+    )
+    missing = [f"`{way}`" for way in ways if not _mentions(message, way)]
+    return f"{message}; use {' or '.join(missing)}" if missing else message
+
+
+@contextmanager
+def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
+    """Show hints as keyword arguments of a Python function instead of flags and KEY=VALUE.
+
+    Args:
+        keyword_names: Argument names of flags and keys that differ from the usual ones, such as
+            {"--checkpoint": "encoder"}.
+    """
+    token = _keyword_names.set(keyword_names)
+    try:
+        yield
+    except SslBenchError as error:
+        # The error is printed after this function has ended.
+        error._keyword_names = keyword_names
+        raise
+    finally:
+        _keyword_names.reset(token)
+
+
+def format_keywords(words: Sequence[str], names: Mapping[str, str]) -> str:
+    """Return words of a hint as keyword arguments: `--dtype float32` as `dtype="float32"`.
+
+    A key of the probe becomes a keyword without "probe.", and other keys with dots become
+    `**{"dataset.num_val": 4}`. Whole commands stay as they are.
+    """
+    if words[0] == "ssl-bench":
+        return format_command(words)
+    arguments, rest = list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            word, _, value = word.partition("=")
+        else:
+            value = rest.pop(0) if rest and word not in _SWITCHES else "true"
+        last = word.removeprefix("probe.").lstrip("-").replace("-", "_")
+        name, shown = names.get(word, word if "." in last else last), _as_python(value)
+        arguments.append(f'**{{"{name}": {shown}}}' if "." in name else f"{name}={shown}")
+    return ", ".join(arguments)
+
+
+def _as_python(value: str) -> str:
+    """Return the value of a flag or key as a Python literal, or a placeholder in capitals."""
+    text = fill_placeholders(value, str.upper)
+    if value in _UNQUOTED or value in _CONSTANTS:
+        return _CONSTANTS.get(value, text)
+    try:
+        found = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        found = text
+    is_text = not isinstance(found, (int, float, list))
+    return json.dumps(text, ensure_ascii=False) if is_text else repr(found)
+
+
+def _mentions(message: str, words: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(words)}(?![\w=-])", message) is not None
 
 

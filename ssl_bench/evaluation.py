@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -37,13 +36,12 @@ from ssl_bench.data.files.readable import (
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import OpenedOnce
-from ssl_bench.errors import ConfigurationError, UnfitEncoder
+from ssl_bench.errors import ConfigurationError, UnfitEncoder, with_hint
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import holds
 from ssl_bench.layers import AskedFacets, Facet, asked_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import (
-    OLD_FORMAT,
     Record,
     ResultKey,
     ResultStore,
@@ -171,8 +169,6 @@ class Probe:
         keeps_images: Whether its scores come with what each image contributes.
         metrics_of_sets: Scores of a whole set, to which no image contributes alone.
         further_protocols: Presets that `--task all` runs too.
-        protocols_by_role: What `protocol` is for a dataset that supports a role, where nobody
-            typed one; likewise `truths_by_role` and `max_sides_by_role` for these fields.
         rounds_size: Whether it fits an `image_size` that nobody typed to the patch itself.
         takes_long: Whether it comes after the others, as an image passes the encoder many times.
         not_settings: Fields that change no number, or are said elsewhere in a record; each other
@@ -192,9 +188,6 @@ class Probe:
     keeps_images: ClassVar[bool] = False
     metrics_of_sets: ClassVar[Collection[str]] = ()
     further_protocols: ClassVar[Sequence[str]] = ()
-    protocols_by_role: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    truths_by_role: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    max_sides_by_role: ClassVar[Mapping[str, int | None]] = MappingProxyType({})
     rounds_size: ClassVar[bool] = False
     takes_long: ClassVar[bool] = False
     not_settings: ClassVar[Collection[str]] = ("protocol", "facet", "num_workers", "guesses")
@@ -204,6 +197,18 @@ class Probe:
         check_fields(self, "probe")
         # Refuses a name that is not known.
         _ = self.facets
+
+    @classmethod
+    def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
+        """Return the settings that a dataset needs in place of the defaults, such as a protocol.
+
+        A setting that the user chose takes precedence.
+
+        Args:
+            roles: What the dataset supports, keys of `ssl_bench.data.roles.OFFERED`.
+        """
+        del roles
+        return {}
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         """Every (layer, facet, metric) that `run` will score."""
@@ -558,7 +563,7 @@ def find_pending(
 def _finished(key: ResultKey, store: ResultStore, *, keeps_images: bool) -> Record | None:
     """Its record, if it is there, and what each image contributed to a percentage."""
     record = store.load(key)
-    if keeps_images and record and record.unit == "%" and not store.keeps_images(key):
+    if keeps_images and record and record.unit == "%" and not store.has_per_image(key):
         return None
     return record
 
@@ -720,16 +725,13 @@ class Evaluation:
             computed_by = {record.version for record in pending.finished.values()}
             others = sorted(computed_by - {ssl_bench.__version__})
             by = f", computed by version {', '.join(others)}" if others else ""
-            say(f"{where}: {done} of {len(keys)} scores finished before{by}, skipped (--overwrite)")
+            line = f"{where}: {done} of {len(keys)} scores finished before{by}, skipped"
+            say(with_hint(line, hint=("--overwrite",)))
         if older := store.find_older_versions(pending.cells):
             say(f"{where}: {len(older)} scores are outdated, this version computes others")
         broken = {path: store.unreadable.get(path) for path in map(store.path, pending.cells)}
-        if known := {path: why for path, why in broken.items() if why not in (None, OLD_FORMAT)}:
+        if known := {path: why for path, why in broken.items() if why is not None}:
             say(f"{where}: computed again, because of {summarise_problems(known)}")
-        if pending.cells and (
-            old := store.find_old_format_record(next(k for k in keys if k in pending.cells))
-        ):
-            say(f"{where}: ignored {old} and its like: {OLD_FORMAT}")
         if pending.layers:
             again = "" if pending.cells else "pictures are missing and drawn again, "
             say(f"{where}: {again}layers {', '.join(map(str, pending.layers))}")

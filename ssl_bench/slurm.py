@@ -1,4 +1,4 @@
-"""A SLURM array whose tasks are the jobs of a sweep, submitted through submitit."""
+"""Submit the jobs of a sweep as a SLURM array, through submitit."""
 
 import os
 import shlex
@@ -14,15 +14,19 @@ from ssl_bench.errors import MachineError
 if TYPE_CHECKING:
     import submitit
 
-# Of a task whose time is up.
-_MOST_RESTARTS = 3
+_MAX_RESTARTS = 3
+"""How often a task that reaches its time limit is started again."""
 
 
 @dataclass(frozen=True)
 class CommandTask:
-    """Runs a command, and runs it again when SLURM took the node away or time was up.
+    """A command that runs again after SLURM took the node away or its time was up.
 
-    This module imports nothing heavy, because every task unpickles this class.
+    Every task imports this module to unpickle the class, so it imports nothing heavy.
+
+    Attributes:
+        words: The command and its arguments.
+        threads: Threads of the numerical libraries.
     """
 
     words: tuple[str, ...]
@@ -32,11 +36,11 @@ class CommandTask:
         environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
         code = subprocess.run(self.words, check=False, env=environment).returncode
         if code:
-            # An exception is how submitit learns of it, and SLURM through it.
+            # submitit and SLURM recognise a failed task by its exception.
             raise RuntimeError(f"exit code {code} of: {shlex.join(self.words)}")
 
     def checkpoint(self) -> "submitit.helpers.DelayedSubmission":
-        """What submitit queues again: the same, since finished cells are skipped."""
+        """Return what submitit queues again: the same command, which skips finished results."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -48,10 +52,10 @@ def array_settings(
     """Return the parameters of a SLURM array, as submitit names them.
 
     Args:
-        minutes: Time limit of a task. SLURM queues the task again after it.
+        minutes: Time limit of a task, after which it is queued again.
         gpus: GPUs for each task.
         cpus: Cores for each task.
-        partition: None for the cluster's own.
+        partition: SLURM partition (default: that of the cluster).
     """
     settings = {"timeout_min": minutes, "gpus_per_node": gpus, "cpus_per_task": cpus}
     return {
@@ -68,23 +72,23 @@ def submit_array(
     settings: Mapping[str, Any],
     cluster: Literal["slurm", "local", "debug"] = "slurm",
 ) -> "list[submitit.Job[None]]":
-    """Submit one task a command and do not wait; on `cluster` "local" and "debug" they run here.
+    """Submit one task for each command, and return without waiting for them.
 
-    What is not said here goes through sbatch's SBATCH_* variables.
+    Set other options of sbatch through its SBATCH_* environment variables.
 
     Args:
-        commands: Words of each.
-        logs: Folder that every node sees; gets output and errors of each task.
+        commands: Words of each command.
+        logs: Folder for the output of each task, which every node must see.
         settings: From `array_settings`.
-        cluster: Where they run.
+        cluster: "local" and "debug" run the tasks on this machine.
 
     Raises:
-        MachineError: submitit or SLURM is not there, or SLURM refuses.
+        MachineError: submitit or SLURM is missing, or SLURM rejects the array.
     """
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if cluster == "slurm" and missing:
         raise MachineError(
-            f"no {' and no '.join(missing)} in PATH; run this on a machine that submits to SLURM",
+            f"{' and '.join(missing)} not found in PATH, expected a SLURM login node",
             hint=("--print",),
         )
     try:
@@ -92,9 +96,10 @@ def submit_array(
         from submitit.core.utils import FailedJobError
     except ImportError as error:
         raise MachineError(
-            "--slurm needs submitit; run: pip install 'ssl-bench[slurm]'", hint=("--print",)
+            "submitit is not installed (pip install 'ssl-bench[slurm]')",
+            hint=("--print",),
         ) from error
-    executor = submitit.AutoExecutor(logs, cluster=cluster, slurm_max_num_timeout=_MOST_RESTARTS)
+    executor = submitit.AutoExecutor(logs, cluster=cluster, slurm_max_num_timeout=_MAX_RESTARTS)
     executor.update_parameters(**settings)
     try:
         with executor.batch():
@@ -102,4 +107,4 @@ def submit_array(
                 executor.submit(CommandTask(tuple(w), settings["cpus_per_task"])) for w in commands
             ]
     except FailedJobError as error:
-        raise MachineError(f"sbatch refused the array: {error}") from error
+        raise MachineError(f"sbatch rejected the array: {error}") from error

@@ -1,9 +1,8 @@
-"""The jobs of checkpoints x probes x datasets: which cells are pending, and running them here.
+"""Split a request into jobs, one for each encoder, probe and dataset, and run the pending ones.
 
-A job that fails stops no other. `ssl_bench.slurm` submits the same commands as an array.
+A failed job stops no other. `ssl_bench.slurm` submits the same commands as an array.
 """
 
-import argparse
 import os
 import signal
 import subprocess
@@ -17,12 +16,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.errors import MachineError, UnfitEncoder
+from ssl_bench.errors import MachineError, UnfitEncoder, with_hint
 from ssl_bench.evaluation import (
     PassedImages,
     Probe,
@@ -33,12 +32,12 @@ from ssl_bench.evaluation import (
 )
 from ssl_bench.layers import layers_of
 from ssl_bench.models import EncoderIdentity, identify_encoder
-from ssl_bench.models.loading.addresses import is_baseline, layers_asked
-from ssl_bench.models.loading.asked import announced_encoder, asked_encoders, require_layers
-from ssl_bench.planning import PlannedProbe, evaluate, planned_probes, sharing_datasets
+from ssl_bench.models.loading.addresses import is_baseline, layers_of_encoder
+from ssl_bench.models.loading.asked import announced_encoder, encoder_addresses, require_layers
+from ssl_bench.planning import PlannedProbe, evaluate, open_datasets_once, plan_request
+from ssl_bench.request import ProbeRequest
 from ssl_bench.results import ResultKey, ResultStore, encoder_id
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.device import named_device
 from ssl_bench.system.endings import Outcome, attempted
 from ssl_bench.system.escaping import aligned
 from ssl_bench.system.memory import is_out_of_memory
@@ -47,12 +46,18 @@ from ssl_bench.system.progress import say
 
 @dataclass(frozen=True)
 class Job:
-    """The cells of one encoder, one probe and one dataset, or those of some of their blocks.
+    """The results of one encoder, one probe and one dataset, for all blocks or a part of them.
 
     Attributes:
-        layers: Block indices.
-        is_share: Whether other jobs have further blocks that were asked for.
-        arguments: `ssl-bench` with these computes what is pending and nothing else.
+        encoder: Identity of the encoder, whose weights are not loaded yet.
+        planned: The probe and the dataset.
+        layers: Block indices, 0-based.
+        is_share: Whether other jobs have more of the requested blocks.
+        dataset: Name of the scored images, such as "voc2012-limit8".
+        split: Name of their split.
+        keys: Identities of all results.
+        pending: Identities of the results that are still to compute.
+        arguments: Arguments of `ssl-bench` that compute what is pending.
     """
 
     encoder: EncoderIdentity
@@ -72,69 +77,44 @@ class Job:
 
     @property
     def blocks(self) -> str:
-        """Such as ", blocks 0 to 3" of a share."""
+        """Return ", blocks 0 to 3" for a share of the blocks, otherwise an empty text."""
         ends = dict.fromkeys([self.layers[0], self.layers[-1]])
         return f", blocks {' to '.join(map(str, ends))}" if self.is_share else ""
 
 
-def plan_sweep(
-    options: argparse.Namespace,
-    overrides: Sequence[str],
-    *,
-    at_least: int = 1,
-    needs_all: bool = False,
-) -> list[Job]:
-    """The jobs of a sweep, checkpoint by checkpoint; nothing is computed or written.
-
-    What does not fit an encoder is said and left out, unless all is needed or nothing else is left.
+def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = True) -> list[Job]:
+    """Return the jobs of a request, encoder by encoder. Nothing is computed or written.
 
     Args:
-        options: Of the command.
-        overrides: KEY=VALUE.
-        at_least: So many jobs, if need be by shares of the blocks: each passes the images anew.
-        needs_all: What does not fit an encoder is refused.
+        request: What to probe.
+        min_jobs: Number of jobs to reach by splitting the blocks of a probe. Each such job encodes
+            all images again.
+        skip_unfit: Leave out probes that do not fit an encoder, with a message.
 
     Raises:
-        SslBenchError: As `probe` with the same arguments.
+        SslBenchError: The request is wrong, or no probe fits an encoder.
     """
-    if options.device is not None:
-        # A word that torch does not know is better met here than by every job.
-        named_device(options.device)
-    require_layers(options.layer, options.checkpoint)
-    uris, plan = asked_encoders(options), planned_probes(options, overrides)
-    # For the plan alone: what runs later looks at the files as they are then.
-    questions = sharing_datasets(plan)
-    for question in questions:
-        question.require_images()
-    encoders: dict[str, EncoderIdentity] = {}
-    for encoder in map(identify_encoder, uris):
-        first = encoders.setdefault(encoder_id(encoder.identity()), encoder)
-        if first is not encoder:
-            # Its cells are the same.
-            say(f"{encoder.uri} is the encoder of {first.uri}, which stands for both")
-    store = ResultStore(Path(options.out))
-    asked = []
-    for planned, question in zip(plan, questions, strict=True):
-        probe, dataset, overlap = question.probe, question.dataset, question.allow_overlap
-        settings = cell_settings(probe, dataset, question.dtype, allow_overlap=overlap)
-        # Those of the probe hang on the encoder.
-        beside = {name: settings[name] for name in settings.keys() - probe.settings().keys()}
-        asked.append((planned, probe.split(dataset), beside))
+    require_layers(request.layers, request.checkpoints)
+    uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
+    plan = plan_request(request)
+    inputs = [_open_images(planned) for planned in open_datasets_once(plan)]
+    encoders = _distinct_encoders(uris)
+    store = ResultStore(request.out)
+    min_shares = -(-min_jobs // (len(encoders) * len(plan)))
     jobs, unfit = list[Job](), list[UnfitEncoder]()
-    least = -(-at_least // (len(encoders) * len(asked)))
-    for encoder in encoders.values():
-        asked_layers = layers_asked(encoder.uri, options.layer)
-        for planned, images, settings in asked:
+    for encoder in encoders:
+        for planned, (images, settings) in zip(plan, inputs, strict=True):
             try:
-                probe = planned.fitted_to(encoder)
+                probe = planned.fit_to(encoder)
             except UnfitEncoder as error:
-                if needs_all and not is_baseline(encoder.uri):
+                if not skip_unfit and not is_baseline(encoder.uri):
                     raise
                 unfit.append(error)
                 say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
                 continue
-            layers = layers_of(probe.asked_facets, asked_layers, encoder.depth)
-            shares = _shares(planned, probe, layers, images, least)
+            requested = layers_of_encoder(encoder.uri, request.layers)
+            layers = layers_of(probe.asked_facets, requested, encoder.depth)
+            shares = _split_layers(planned, probe, layers, images, min_shares)
             for share in shares:
                 keys = cell_keys(
                     probe,
@@ -144,11 +124,11 @@ def plan_sweep(
                     settings={**settings, **probe.settings()},
                     seed=planned.seed,
                 )
-                found = find_pending(probe, encoder, keys, images, store)
-                # Where pictures alone are missing, the cells that are run for them.
-                left = found.cells or [key for key in keys if key.layer in found.layers]
+                work = find_pending(probe, encoder, keys, images, store)
+                # A job whose figures alone are missing counts the results of their blocks.
+                pending = work.cells or [key for key in keys if key.layer in work.layers]
                 is_share = len(shares) > 1
-                words = ",".join(map(str, share)) if is_share else asked_layers
+                words = ",".join(map(str, share)) if is_share else str(requested)
                 jobs.append(
                     Job(
                         encoder=encoder,
@@ -158,37 +138,62 @@ def plan_sweep(
                         dataset=images.name,
                         split=images.split,
                         keys=tuple(keys),
-                        pending=tuple(key for key in keys if key in left),
-                        arguments=_arguments(options, planned, encoder.uri, words),
+                        pending=tuple(key for key in keys if key in pending),
+                        arguments=_probe_arguments(request, planned, encoder.uri, words),
                     )
                 )
     if unfit and not jobs:
         raise unfit[0]
     if store.unreadable:
-        say(f"to be computed again: {summarise_problems(store.unreadable)}")
+        say(f"damaged records will be computed again: {summarise_problems(store.unreadable)}")
     return jobs
 
 
-def _shares(
+def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
+    """Return the scored images of a plan, and the settings of its results except the probe's.
+
+    The settings of the probe depend on the encoder.
+    """
+    planned.require_images()
+    probe, dataset = planned.probe, planned.dataset
+    settings = cell_settings(probe, dataset, planned.dtype, allow_overlap=planned.allow_overlap)
+    own = probe.settings()
+    return probe.split(dataset), {k: value for k, value in settings.items() if k not in own}
+
+
+def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
+    """Return the encoders of some addresses, one for each identity."""
+    encoders: dict[str, EncoderIdentity] = {}
+    for encoder in map(identify_encoder, uris):
+        first = encoders.setdefault(encoder_id(encoder.identity()), encoder)
+        if first is not encoder:
+            say(f"{encoder.uri} is the same encoder as {first.uri} and is probed once")
+    return list(encoders.values())
+
+
+def _split_layers(
     planned: PlannedProbe, probe: Probe, layers: tuple[int, ...], images: ImageSet, count: int
 ) -> list[tuple[int, ...]]:
-    """Blocks of so many jobs; all of one where a cell or a picture is of several of them."""
+    """Split blocks into `count` shares, or one if a result or a figure needs several blocks."""
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]
     shares = [layers[start:end] for start, end in pairwise(ends)]
     if {cell for share in shares for cell in probe.cells(share)} != {*probe.cells(layers)}:
         return [layers]
-    drawn = probe.pictures(layers, images, planned.seed) if count > 1 else {}
-    if any(len(shown) > 1 for shown in drawn.values()):
-        why = "its pictures show several blocks (of segmentation none with probe.panels=0)"
-        say(f"{called(probe)} is one job: {why}")
+    figures = probe.pictures(layers, images, planned.seed) if count > 1 else {}
+    if any(len(shown) > 1 for shown in figures.values()):
+        line = f"{called(probe)} is one job, because a figure shows several blocks"
+        # The figures of other probes, such as PCA maps, are what is scored.
+        hint = ("probe.panels=0",) if probe.task == "segmentation" else ()
+        say(with_hint(line, hint=hint))
         return [layers]
     return shares
 
 
-def _arguments(
-    options: argparse.Namespace, planned: PlannedProbe, uri: str, layers: str
+def _probe_arguments(
+    request: ProbeRequest, planned: PlannedProbe, uri: str, layers: str
 ) -> tuple[str, ...]:
+    """Return the arguments of `ssl-bench` for one job."""
     task, dataset = planned.choice
     flags = {
         "--task": task,
@@ -196,24 +201,25 @@ def _arguments(
         "--checkpoint": uri,
         "--dataset": dataset,
         "--data-root": planned.root,
-        "--out": options.out,
-        "--device": options.device,
-        "--on-bad-image": options.on_bad_image,
+        "--out": str(request.out),
+        "--device": request.device,
+        "--on-bad-image": request.on_bad_image,
     }
     words = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
     return ("probe", *words, *planned.overrides)
 
 
-def plan_table(jobs: Sequence[Job]) -> str:
-    """A line for each job with its cells, and one for all; two encoders may have one name."""
-    encoders = {encoder_id(job.encoder.identity()): job.encoder.name for job in jobs}
-    counts = Counter(encoders.values())
+def format_plan(jobs: Sequence[Job]) -> str:
+    """Return a table with a row for each job, and a line with the totals."""
+    names = {encoder_id(job.encoder.identity()): job.encoder.name for job in jobs}
+    counts = Counter(names.values())
     rows = [("checkpoint", "task", "dataset", "finished", "pending")]
     for job in jobs:
-        name, known_as = job.encoder.name, encoder_id(job.encoder.identity())
+        name, digest = job.encoder.name, encoder_id(job.encoder.identity())
         rows.append(
             (
-                name if counts[name] == 1 else f"{name} {known_as[:8]}",
+                # Different encoders may have the same name.
+                name if counts[name] == 1 else f"{name} {digest[:8]}",
                 called(job.planned.probe) + job.blocks,
                 f"{job.dataset} {job.split}",
                 str(len(job.keys) - len(job.pending)),
@@ -221,34 +227,35 @@ def plan_table(jobs: Sequence[Job]) -> str:
             )
         )
     scores, pending = sum(len(job.keys) for job in jobs), sum(len(job.pending) for job in jobs)
-    many = "job" if len(jobs) == 1 else "jobs"
-    total = f"{len(jobs)} {many}, {scores} scores: {scores - pending} finished, {pending} pending"
+    noun = "job" if len(jobs) == 1 else "jobs"
+    total = f"{len(jobs)} {noun}, {scores} scores: {scores - pending} finished, {pending} pending"
     if any(job.is_share for job in jobs):
-        total += "; for so many --jobs blocks are shared out, and each job encodes the images"
+        total += "\nsome probes are split by block to have enough jobs, and each encodes the images"
     return f"{aligned(rows)}\n{total}"
 
 
 def probe_command(job: Job) -> list[str]:
-    """The words that start a job with the Python of this process."""
+    """Return the command of a job, run by the Python of this process."""
     return [sys.executable, "-m", "ssl_bench", *job.arguments]
 
 
 def run_in_this_process(
     jobs: Sequence[Job], store: ResultStore, device: torch.device, *, debug: bool
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Run jobs one after the other in this process; `debug` raises the first error.
+    """Run jobs one after the other, and yield the outcome of each.
 
-    An encoder is loaded once where its jobs are neighbours, and images pass it once for those of
-    them that look at the same.
+    An encoder is loaded once for consecutive jobs. Consecutive probes of the same images share
+    their features.
+
+    Args:
+        jobs: Jobs to run.
+        store: Store for the results.
+        device: Device of the computation.
+        debug: Raise the first error.
     """
     load, passed = lru_cache(maxsize=1)(announced_encoder), PassedImages()
 
     def compute(job: Job, later: Sequence[Job]) -> None:
-        alike = [
-            one.planned
-            for one in later
-            if (one.encoder.uri, one.layers) == (job.encoder.uri, job.layers)
-        ]
         evaluate(
             [job.planned],
             load(job.encoder.uri),
@@ -256,7 +263,11 @@ def run_in_this_process(
             layers=job.layers,
             device=device,
             passed=passed,
-            later=alike,
+            later=[
+                other.planned
+                for other in later
+                if (other.encoder.uri, other.layers) == (job.encoder.uri, job.layers)
+            ],
         )
 
     for number, job in enumerate(jobs, 1):
@@ -267,54 +278,57 @@ def run_in_this_process(
 def run_in_processes(
     jobs: Sequence[Job], count: int, devices: Sequence[str] = ()
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Run jobs in `count` processes at a time, which share the cores of this machine.
+    """Run jobs in several processes, which share the cores, and yield the outcome of each.
 
-    Each sees one of `devices`, as CUDA_VISIBLE_DEVICES names them, and no two the same one as long
-    as there are as many; without any, jobs see what this process does. Jobs that ended for want of
-    memory are run once more after the others, one at a time.
+    A job that runs out of memory is run again after the others, alone.
+
+    Args:
+        jobs: Jobs to run.
+        count: Number of processes at a time.
+        devices: GPUs as CUDA_VISIBLE_DEVICES names them. Each process sees one of them, and no two
+            the same as long as there are enough. Without any, processes see what this one sees.
     """
-    short, at_work, lock = list[Job](), dict.fromkeys(devices, 0), threading.Lock()
-    # What this process may use; the numerical libraries all obey this variable.
+    retried, load, lock = list[Job](), dict.fromkeys(devices, 0), threading.Lock()
+    # All numerical libraries read this variable.
     threads = max(1, torch.get_num_threads() // count)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
 
     @contextmanager
-    def device_taken() -> Generator[Mapping[str, str]]:
-        """The environment of a job on the device with the fewest jobs."""
-        if not at_work:
+    def acquire_device() -> Generator[Mapping[str, str]]:
+        """Yield the environment of a job on the device with the fewest jobs."""
+        if not load:
             yield environment
             return
         with lock:
-            device = min(at_work, key=lambda one: at_work[one])
-            at_work[device] += 1
+            device = min(load, key=lambda name: load[name])
+            load[device] += 1
         try:
             yield {**environment, "CUDA_VISIBLE_DEVICES": device}
         finally:
             with lock:
-                at_work[device] -= 1
+                load[device] -= 1
 
-    for job, outcome in _run_at_once(jobs, count, device_taken):
+    for job, outcome in _run_pool(jobs, count, acquire_device):
         if outcome.wants_memory and count > 1:
-            if is_out_of_memory(MachineError(outcome.error)):
-                say(f"memory did not suffice for {job.title} beside others: later, alone")
-            else:
-                say(f"{job.title} was killed, perhaps for want of memory: later, alone")
-            short.append(job)
+            is_certain = is_out_of_memory(MachineError(outcome.error))
+            reason = "ran out of memory" if is_certain else "was killed (lack of memory?)"
+            say(f"{job.title} {reason} and is retried alone after the other jobs")
+            retried.append(job)
         else:
             yield job, outcome
-    yield from _run_at_once(short, 1, device_taken)
+    yield from _run_pool(retried, 1, acquire_device)
 
 
-def _run_at_once(
+def _run_pool(
     jobs: Sequence[Job],
     count: int,
-    device_taken: Callable[[], AbstractContextManager[Mapping[str, str]]],
+    acquire_device: Callable[[], AbstractContextManager[Mapping[str, str]]],
 ) -> Iterator[tuple[Job, Outcome]]:
     running: set[subprocess.Popen[str]] = set()
 
     def compute(job: Job) -> tuple[Job, Outcome]:
         start = time.monotonic()
-        with device_taken() as environment:
+        with acquire_device() as environment:
             process = subprocess.Popen(
                 probe_command(job),
                 env=environment,
@@ -326,20 +340,21 @@ def _run_at_once(
             )
             running.add(process)
             with process:
-                said = process.communicate()[1]
+                stderr = process.communicate()[1]
             running.discard(process)
         code, error = process.returncode, ""
         if code < 0:
-            remedy = "take --jobs 1" if count > 1 else "ask for fewer --layer"
-            error = f"ended by signal {-code}; if memory was short, {remedy}"
+            line = f"killed by signal {-code}, perhaps for lack of memory"
+            hint = ("--jobs", "1") if count > 1 else ("--layer", "{blocks}")
+            error = with_hint(line, hint=hint)
         elif code:
-            last = "".join(said.strip().splitlines()[-1:])
+            last = "".join(stderr.strip().splitlines()[-1:])
             error = last.removeprefix("ssl-bench: ") or f"exit code {code}"
-        # A signal has no code of its own; most often it is the system's, for want of memory.
-        killed = code == -getattr(signal, "SIGKILL", 9)
-        short = killed or is_out_of_memory(MachineError(error))
+        # The system kills processes with this signal if memory is short.
+        is_killed = code == -getattr(signal, "SIGKILL", 9)
+        wants_memory = is_killed or is_out_of_memory(MachineError(error))
         code = code if code >= 0 else MachineError.exit_code
-        return job, Outcome(time.monotonic() - start, code, error, wants_memory=short)
+        return job, Outcome(time.monotonic() - start, code, error, wants_memory=wants_memory)
 
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(compute, job) for job in jobs]
@@ -347,7 +362,7 @@ def _run_at_once(
             for future in as_completed(futures):
                 yield future.result()
         except BaseException:
-            # Ctrl-C: without this the pool would wait for all that is left.
+            # Ctrl-C would otherwise wait for all jobs.
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(running):
                 process.terminate()

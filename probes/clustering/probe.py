@@ -4,9 +4,8 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -90,11 +89,16 @@ class Clustering(Probe):
 
     task = "clustering"
     not_settings = (*Probe.not_settings, "batch_size", "memory_gib")
-    protocols_by_role = MappingProxyType({"classification": "images", "segmentation": "patches"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_nonempty("probe.clusters_per_class", self.clusters_per_class)
+
+    @classmethod
+    def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
+        """Cluster patches if the dataset has masks and no class labels."""
+        needs_patches = "segmentation" in roles and "classification" not in roles
+        return {"protocol": "patches"} if needs_patches else {}
 
     @property
     def role(self) -> str:

@@ -10,7 +10,7 @@ import itertools
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -107,8 +107,6 @@ class TokenCut(Cut, Probe):
     task = "tokencut"
     known_facets = ("key", "query", "value", "token", "token_normed", *INNER_FACETS)
     further_protocols = ("adaptive",)
-    truths_by_role = MappingProxyType({"boxes": "boxes", "saliency": "masks", "discovery": "none"})
-    max_sides_by_role = MappingProxyType({"boxes": None, "saliency": None, "discovery": 640})
     keeps_images = True
     # The truth is another one where the metric is.
     not_settings = ("protocol", "facet", "panels", "truth")
@@ -118,6 +116,15 @@ class TokenCut(Cut, Probe):
         # MaskCut's painted patches have cosine 0 with all: a lower tau would link them to all.
         if self.method == "maskcut" and self.tau != "otsu" and self.tau < 0:
             raise ConfigurationError(f"probe.tau must lie in [0, 1) for maskcut, got {self.tau}")
+
+    @classmethod
+    def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
+        """Score masks if the dataset has no boxes; without either, search in smaller images."""
+        if "boxes" in roles:
+            return {}
+        if "saliency" in roles:
+            return {"truth": "masks"}
+        return {"truth": "none", "max_side": 640} if "discovery" in roles else {}
 
     @property
     def role(self) -> str:

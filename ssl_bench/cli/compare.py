@@ -1,4 +1,4 @@
-"""`ssl-bench compare`: two checkpoints, or the blocks of one, over the same images."""
+"""`ssl-bench compare`: compare two encoders, or the blocks of one, on the same images."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from itertools import chain
 
 from ssl_bench.cli.records import (
     FILTERS,
-    NO_RECORDS,
-    asked_format,
-    filtered,
+    filter_records,
     find_recorded_encoder,
     main_metrics,
-    of_tasks,
+    no_records,
+    open_store,
     print_tables,
-    shown,
+    resolve_format,
+    select_tasks,
 )
 from ssl_bench.errors import ConfigurationError, DataError, escape_braces
 from ssl_bench.results import Record, ResultStore
@@ -28,104 +28,114 @@ from ssl_bench.tables.comparison import (
 from ssl_bench.tables.depth import group_by_run
 
 Table = Comparison | EpochComparison
-_ASKED = ("task", "dataset", "split", "facet", "protocol", "seed")
+# The tables of records with equal fields of these names differ in the metric only.
+_TABLE_FIELDS = ("task", "dataset", "split", "facet", "protocol", "seed")
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the differences between two checkpoints, or between the blocks of one."""
-    style = asked_format(options.format)
+    """Print the differences between two encoders, or between the blocks of one."""
+    style = resolve_format(options.format)
     if len(options.checkpoints) > 2:
         raise ConfigurationError(f"expected one or two checkpoints, got {len(options.checkpoints)}")
-    with shown(options.out) as store:
-        every = store.records()
-        records = of_tasks(options.task, every)
-        if not records:
-            raise DataError(NO_RECORDS.format(options.task, store.root))
-        tables: Sequence[Table]
-        if options.over_epochs:
-            tables = _over_epochs(options, records, store)
-        else:
-            tables = _compared(options, every, filtered(options, records, store), store)
-        shown_tables = tables if options.metric or options.all_metrics else _main(tables)
-        print_tables(shown_tables, style)
+    with open_store(options.out) as store:
+        compare = _compare_runs if options.over_epochs else _compare_encoders
+        tables: Sequence[Table] = compare(options, store)
+        if not (options.metric or options.all_metrics):
+            tables = _select_main(tables)
+        print_tables(tables, style)
         parts = [table.by_epoch.values() if isinstance(table, EpochComparison) else [table]
-                 for table in shown_tables]  # fmt: skip
+                 for table in tables]  # fmt: skip
         if warning := code_warning(chain(*parts)):
             say(warning)
     return 0
 
 
-def _main(tables: Sequence[Table]) -> list[Table]:
-    """Of each task, dataset, facet, protocol and seed the metric that stands for the task."""
-    main = main_metrics([table.record for table in tables], _ASKED)
-    kept = [
+def _select_main(tables: Sequence[Table]) -> list[Table]:
+    """Return the tables of the main metrics, and name the other metrics."""
+    main = main_metrics([table.record for table in tables], _TABLE_FIELDS)
+    selected = [
         table
         for table in tables
-        if main[tuple(getattr(table.record, name) for name in _ASKED)] == table.record.metric
+        if main[tuple(getattr(table.record, name) for name in _TABLE_FIELDS)] == table.record.metric
     ]
-    metrics = {table.record.metric for table in kept}
-    if more := sorted({table.record.metric for table in tables} - metrics):
-        say(f"not shown: {', '.join(more)}; --metric {more[0]} shows one, --all-metrics all")
-    return kept
+    metrics = {table.record.metric for table in selected}
+    if others := sorted({table.record.metric for table in tables} - metrics):
+        say(
+            f"not shown: {', '.join(others)}. Use --metric {others[0]} to show one, --all-metrics "
+            "to show all"
+        )
+    return selected
 
 
-def _over_epochs(
-    options: argparse.Namespace, records: Sequence[Record], store: ResultStore
-) -> list[EpochComparison]:
-    runs = [_recorded_run(name, records, store) for name in options.checkpoints]
+def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[EpochComparison]:
+    """Compare two training runs at each epoch."""
+    records = select_tasks(options.task, store.records())
+    if not records:
+        raise no_records(options.task, store)
+    runs = [_find_run(name, records, store) for name in options.checkpoints]
     if len(set(runs)) != 2:
         raise ConfigurationError(
             f"expected two runs with --over-epochs, got {' and '.join(runs)}",
             hint=("ssl-bench", "compare", "{run}", "{other_run}", "--over-epochs"),
         )
-    return compare_runs(store, filtered(options, records, store), (runs[0], runs[1]))
+    return compare_runs(store, filter_records(options, records, store), (runs[0], runs[1]))
 
 
-def _recorded_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
-    """Name of a run: its own, or that of any of its encoders."""
+def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
+    """Return the name of a run, given its name or one of its encoders."""
     runs = group_by_run(records)
     if name in runs:
         return name
     encoder, model = find_recorded_encoder(name, records, store)
-    known = (run for run, those in runs.items() if encoder in {r.encoder_id for r in those})
-    run = next(known, None)
-    if run is None:
-        raise DataError(f"expected a run whose records say their epoch, got {model}")
-    return run
+    for run, run_records in runs.items():
+        if encoder in {record.encoder_id for record in run_records}:
+            return run
+    raise DataError(f"expected a run whose records state their epoch, got {model}")
 
 
-def _compared(
-    options: argparse.Namespace,
-    every: Sequence[Record],
-    records: Sequence[Record],
-    store: ResultStore,
-) -> list[Comparison]:
-    chosen = [find_recorded_encoder(name, every, store) for name in options.checkpoints]
+def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[Comparison]:
+    """Compare two encoders, or the blocks of one, reading no records of other encoders."""
+    paths = store.encoders()
+    resolved = [find_recorded_encoder(name, paths, store) for name in options.checkpoints]
     encoders = {
-        encoder: word for (encoder, _), word in zip(chosen, options.checkpoints, strict=True)
+        encoder: name for (encoder, _), name in zip(resolved, options.checkpoints, strict=True)
     }
-    if len(encoders) < len(chosen):
+    if len(encoders) < len(resolved):
         raise ConfigurationError(
-            f"{' and '.join(options.checkpoints)} are one encoder, {chosen[0][1]}; name another "
-            "one, or it alone to compare its blocks with its best"
+            f"{' and '.join(options.checkpoints)} are the same encoder, {resolved[0][1]}. Name two "
+            "different encoders, or one to compare its blocks with its best block"
         )
-    for encoder, word in encoders.items():
+    own_paths = chain(*(paths[one] for one in paths if one.encoder_id in encoders))
+    own_records = store.records(list(own_paths))
+    records = _select(options, own_records, store)
+    for encoder, name in encoders.items():
         if not any(record.encoder_id == encoder for record in records):
-            given = [f"--{name} {getattr(options, name)}" for name in ("task", *FILTERS)
-                     if getattr(options, name) not in (None, "all")]  # fmt: skip
-            probed = ("ssl-bench", "probe", "--task", escape_braces(options.task))
-            has = ", ".join(sorted({r.task for r in every if r.encoder_id == encoder}))
+            flags = [f"--{flag} {getattr(options, flag)}" for flag in ("task", *FILTERS)
+                     if getattr(options, flag) not in (None, "all")]  # fmt: skip
+            probe = ("ssl-bench", "probe", "--task", escape_braces(options.task))
+            out = ("--out", escape_braces(str(store.root)))
+            tasks = ", ".join(sorted({r.task for r in own_records if r.encoder_id == encoder}))
             raise DataError(
-                f"{word} has no record of {' '.join(given)} in {store.root}, only of {has}",
-                hint=(
-                    *probed,
-                    "--checkpoint",
-                    escape_braces(word),
-                    "--out",
-                    escape_braces(str(store.root)),
-                ),
+                f"{name} has no record of {' '.join(flags)} in {store.root}, only of {tasks}",
+                hint=(*probe, "--checkpoint", escape_braces(name), *out),
             )
     tables, reasons = comparisons(store, records, encoders)
-    for task, why in reasons.items():
-        say(f"left out: {task}: {why}")
+    for task, reason in reasons.items():
+        say(f"left out: {task}: {reason}")
     return tables
+
+
+def _select(
+    options: argparse.Namespace, records: Sequence[Record], store: ResultStore
+) -> list[Record]:
+    """Return the records that the flags select.
+
+    Raises:
+        ConfigurationError: A flag has a value that no record of any encoder has.
+    """
+    try:
+        return filter_records(options, select_tasks(options.task, records), store)
+    except ConfigurationError:
+        # A value that only other encoders have is valid, and selects nothing.
+        filter_records(options, select_tasks(options.task, store.records()), store)
+        return []

@@ -193,7 +193,7 @@ def _data(text: str | None) -> Iterator[Finding]:
         yield Finding("data", "not looked for; pass --data-root DIR or DATASET=DIR,DATASET=DIR")
         return
     # Not above: this takes the encoders' libraries along, which may be what is broken.
-    from ssl_bench.planning import parse_data_roots
+    from ssl_bench.request import parse_data_roots
 
     roots = parse_data_roots(text, choices("dataset"))
     found = [Finding("data", line) for name, root in roots.items() if (line := _roles(name, root))]

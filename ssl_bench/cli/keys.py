@@ -33,7 +33,7 @@ from ssl_bench.composition.compose import keys as keys_of
 from ssl_bench.composition.fields import describe_type
 from ssl_bench.data.splits import SHARED
 from ssl_bench.errors import ConfigurationError, join_alternatives
-from ssl_bench.planning import probing_config
+from ssl_bench.request import probing_config
 from ssl_bench.system.progress import say
 
 _RUN = ("model", "objective", "optimizer", "experiment")

@@ -10,11 +10,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError, escape_braces, join_alternatives
 from ssl_bench.system.paths import expanded
+
+if TYPE_CHECKING:
+    from ssl_bench.request import ProbeRequest
 
 EPILOG = """\
 examples:
@@ -186,7 +189,7 @@ def _keys_called(name: str, command: str) -> list[str]:
         return []
     from ssl_bench.composition.choices import choices
     from ssl_bench.composition.compose import compose_config, keys
-    from ssl_bench.planning import probing_config
+    from ssl_bench.request import probing_config
 
     configs = [compose_config("pretraining", [])]
     if command != "pretrain":
@@ -226,6 +229,30 @@ def _with_short_forms(options: argparse.Namespace, overrides: Sequence[str]) -> 
         if value is not None:
             said.append(f"{key}={value}")
     return [*said, *overrides]
+
+
+def probe_request(options: argparse.Namespace, overrides: Sequence[str]) -> "ProbeRequest":
+    """Build the request of `probe` or `sweep` from its flags and KEY=VALUE settings.
+
+    Raises:
+        ConfigurationError: A task, dataset, folder or device is wrong.
+    """
+    from ssl_bench.request import ProbeRequest
+
+    return ProbeRequest.parse(
+        task=options.task,
+        dataset=options.dataset,
+        data_root=options.data_root,
+        overrides=overrides,
+        batch_size=options.batch_size,
+        layers=options.layer,
+        checkpoints=options.checkpoint or (),
+        baselines=options.baselines,
+        out=Path(options.out),
+        device=options.device,
+        on_bad_image=options.on_bad_image,
+        overwrite=getattr(options, "overwrite", False),
+    )
 
 
 def _add_probe(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`ssl-bench pretrain`: one encoder into a run folder."""
+"""`ssl-bench pretrain`: pretrain an encoder in a run folder."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,24 +21,25 @@ from ssl_bench.system.progress import say
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Pretrain one encoder into a run folder."""
+    """Pretrain one encoder in a run folder, or print its configuration or outline."""
     overrides = add_data_root(overrides, options.data_root)
     config = compose_config("pretraining", overrides)
     full = deepcopy(config)
     if "init_options" in full.model:
-        # What holds, and not which words were left out: a default may become another.
+        # Options that the user left out are written too, because a default may change.
         full.model.init_options = in_full(full.model.init, config_to_dict(full.model.init_options))
     if options.print_config:
         print(config_to_yaml(full), end="")
         return 0
-    if (options.resume or options.must_resume or options.extend) and options.out is None:
+    continues = options.resume or options.must_resume or options.extend
+    if continues and options.out is None:
         raise ConfigurationError(
-            "--resume and --extend expect the folder of a run", hint=("--out", "{run}")
+            "a run to resume or extend needs its folder", hint=("--out", "{run}")
         )
     out = Path(options.out or _default_run(overrides))
     if options.dry_run:
-        goes_on = options.resume or options.must_resume or options.extend or options.overwrite
-        lines = build(config).outline(out, goes_on=goes_on, device=options.device)
+        may_exist = continues or options.overwrite
+        lines = build(config).outline(out, goes_on=may_exist, device=options.device)
         print(printable_lines(lines))
         return 0
     plan = build(config)
@@ -57,8 +58,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _default_run(overrides: Sequence[str]) -> str:
-    chosen = {key: value for key, _, value in (o.partition("=") for o in overrides)}
-    parts = [chosen.get("model", "vit_small_skip"), chosen.get("optimizer", "adamw")]
-    if "experiment" in chosen:
-        parts = [chosen["experiment"]]
+    """Return a folder below `runs/` that says the choices and the time."""
+    choices = {key: value for key, _, value in (o.partition("=") for o in overrides)}
+    parts = [choices.get("model", "vit_small_skip"), choices.get("optimizer", "adamw")]
+    if "experiment" in choices:
+        parts = [choices["experiment"]]
     return f"runs/{'-'.join(parts)}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -1,94 +1,101 @@
-"""`ssl-bench probe`: frozen encoders, block by block."""
+"""`ssl-bench probe`: probe the blocks of frozen encoders."""
 
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
+from ssl_bench.cli.parser import probe_request
 from ssl_bench.cli.records import print_main_tables
 from ssl_bench.composition.compose import config_to_yaml
-from ssl_bench.errors import UnfitEncoder
+from ssl_bench.errors import UnfitEncoder, escape_braces, with_hint
 from ssl_bench.evaluation import PassedImages
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
-from ssl_bench.models.loading.addresses import expand, is_baseline, layers_asked
-from ssl_bench.models.loading.asked import announced_encoder, asked_encoders, require_layers
-from ssl_bench.planning import (
-    PlannedProbe,
-    asked_probes,
-    evaluate,
-    opened_store,
-    planned_probes,
-    probing_config,
-    require_writable,
-)
+from ssl_bench.models.loading.addresses import expand, is_baseline, layers_of_encoder
+from ssl_bench.models.loading.asked import announced_encoder, encoder_addresses, require_layers
+from ssl_bench.planning import PlannedProbe, evaluate, plan_request, require_images
+from ssl_bench.request import ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
+from ssl_bench.system.files import require_writable
 from ssl_bench.system.launch import require_single_process
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Probe every asked layer of every asked checkpoint; print the tables."""
+    """Probe the requested blocks of each encoder, and print the tables."""
+    request = probe_request(options, overrides)
     if options.print_config:
-        for planned in planned_probes(options, overrides):
-            config = probing_config(*planned.choice, planned.overrides, planned.root)
-            print(f"# {planned.choice[0]} on {planned.choice[1]}\n{config_to_yaml(config)}", end="")
+        _print_configs(request)
         return 0
     if options.dry_run:
-        from ssl_bench.sweep import plan_sweep, plan_table
+        from ssl_bench.sweep import format_plan, plan_sweep
 
-        print(plan_table(plan_sweep(options, overrides, needs_all=options.task != "all")))
+        print(format_plan(plan_sweep(request, skip_unfit=request.all_tasks)))
         return 0
     require_single_process("probe")
-    device = choose_device(options.device)
-    require_layers(options.layer, options.checkpoint)
-    plan = asked_probes(options, overrides)
-    require_writable(Path(options.out))
-    records, passed = list[Record](), PassedImages()
-    named, uris = expand(options.checkpoint or []), asked_encoders(options)
-    # What is wrong with the last one is known before the first is probed.
-    for uri in uris if len(uris) > 1 else []:
-        encoder = identify_encoder(uri)
-        resolve_layers(layers_asked(uri, options.layer), encoder.depth)
-        _require_fitting_sizes(plan, encoder)
-    store: ResultStore | None = None
-    for uri in uris:
-        encoder = announced_encoder(uri)
-        _require_fitting_sizes(plan, encoder)
-        # Only now, so that no mistyped word leaves an empty folder behind.
-        store = store or opened_store(options.out)
-        records += evaluate(
-            plan,
-            encoder,
-            store,
-            layers=layers_asked(uri, options.layer),
-            device=device,
-            overwrite=options.overwrite,
-            needs_all=options.task != "all" or len(plan) == 1,
-            # A baseline that nobody named may fit nothing.
-            needs_any=uri in named or not is_baseline(uri),
-            passed=passed,
-        )
-    assert store is not None
+    store = ResultStore(request.out)
+    records = _probe(request, store)
     if options.json:
         print(json_text([record.as_json() for record in records]))
     elif records:
         print_main_tables(depth_tables(records), store)
-    look = f"ssl-bench report --out {store.root}"
-    say(f"records and pictures in {store.root}; to look at them: {look}")
+    report = ("ssl-bench", "report", "--out", escape_braces(str(store.root)))
+    say(with_hint(f"records and figures are in {store.root}", hint=report))
     return 0
+
+
+def _print_configs(request: ProbeRequest) -> None:
+    for planned in plan_request(request):
+        config = probing_config(*planned.choice, planned.overrides, planned.root)
+        print(f"# {planned.choice[0]} on {planned.choice[1]}\n{config_to_yaml(config)}", end="")
+
+
+def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
+    """Check everything that can be checked early, then probe one encoder after the other."""
+    device = choose_device(request.device)
+    require_layers(request.layers, request.checkpoints)
+    plan = plan_request(request)
+    require_images(plan)
+    require_writable(store.root)
+    uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
+    # The last encoder is checked before the first is probed.
+    for uri in uris if len(uris) > 1 else []:
+        encoder = identify_encoder(uri)
+        resolve_layers(layers_of_encoder(uri, request.layers), encoder.depth)
+        _require_fitting_sizes(plan, encoder)
+    named = expand(request.checkpoints)
+    skip_unfit = request.all_tasks and len(plan) > 1
+    records, passed = list[Record](), PassedImages()
+    for uri in uris:
+        encoder = announced_encoder(uri)
+        _require_fitting_sizes(plan, encoder)
+        # The folder is created only now, so that a typing mistake leaves no empty folder.
+        ResultStore.create(store.root)
+        is_added_baseline = is_baseline(uri) and uri not in named
+        records += evaluate(
+            plan,
+            encoder,
+            store,
+            layers=layers_of_encoder(uri, request.layers),
+            device=device,
+            overwrite=request.overwrite,
+            skip_unfit=skip_unfit or is_added_baseline,
+            allow_none=is_added_baseline,
+            passed=passed,
+        )
+    return records
 
 
 def _require_fitting_sizes(
     plan: Sequence[PlannedProbe], encoder: Encoder | EncoderIdentity
 ) -> None:
-    """Refuse, before anything is computed, sizes that were typed and that no patch divides.
+    """Raise an error if an image size that the user chose does not fit the patches.
 
-    Whatever else a task lacks of the encoder is said when its turn comes.
+    Probes that do not fit the encoder for another reason are reported when their turn comes.
     """
     for planned in plan:
         with suppress(UnfitEncoder):
-            planned.fitted_to(encoder)
+            planned.fit_to(encoder)

@@ -1,4 +1,4 @@
-"""Which records `table`, `compare` and `report` are asked for, and what they say of others."""
+"""Select records for `table`, `compare` and `report`, print tables and report what was left out."""
 
 import argparse
 import sys
@@ -11,8 +11,8 @@ from typing import Any
 from ssl_bench.composition.choices import choices, parse_names, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.layers import numbered_layers
-from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
-from ssl_bench.results.record import MOST_BYTES
+from ssl_bench.results import SUPERVISED, Record, RecordedEncoder, ResultStore, encoder_id
+from ssl_bench.results.record import MAX_FILE_BYTES
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.files import read_digests, read_within
 from ssl_bench.system.paths import file_name
@@ -28,77 +28,91 @@ from ssl_bench.tables.sheets import (
 )
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
-"""Fields of a record by which `table` and `compare` choose."""
+"""Fields of a record that are flags of `table` and `compare`."""
 
-MOST_TABLES = 4
-"""Of a task that was asked for alone; of more, or of several tasks, those of one metric."""
+MAX_TABLES = 4
+"""If a single task has at most this many tables, all are printed, else those of its main metric."""
 
-NO_RECORDS = "no records of --task {} in {}"
-
-_MISFIT = "a link, or not what its record comes from"
+_MISMATCH = "does not match its record, or is a link"
 
 
 def print_tables(tables: Sequence[Printable], style: str) -> None:
     """Print tables in one of `FORMATS`.
 
     Raises:
-        ConfigurationError: what is no text would go to a terminal.
+        ConfigurationError: Parquet would be printed to a terminal.
     """
     if style == "parquet":
         if sys.stdout.isatty():
-            raise ConfigurationError("parquet is no text; put it into a file: > results.parquet")
+            raise ConfigurationError(
+                "Parquet cannot be printed to a terminal. Redirect it: > results.parquet"
+            )
         sys.stdout.buffer.write(as_parquet(tables))
         return
     print(render_tables(tables, style), end="" if style in ("csv", "json") else "\n")
 
 
 def print_main_tables(tables: Sequence[DepthTable], store: ResultStore) -> None:
-    """All of a task that has a few, of others those of the metric that stands for it."""
+    """Print all tables of a task that has few, and those of the main metric of other tasks."""
     by_task: dict[str, list[DepthTable]] = defaultdict(list)
     for table in tables:
         by_task[table.record.task].append(table)
     main = main_metrics([table.record for table in tables])
-    most = MOST_TABLES if len(by_task) == 1 else 1
-    for task, those in by_task.items():
-        few = len(those) <= most
-        asked = [t for t in those if few or main[task, t.record.dataset] == t.record.metric]
-        shown = [table for table in asked if table.has_values] or asked[:1]
-        print(render_tables(shown, default_format()))
-        if len(shown) < len(those):
-            more = f"ssl-bench table --task {task} --out {store.root}"
-            number = len(those) - len(shown)
-            say(f"{number} more table{'s' * (number > 1)} of {task}: {more}")
+    most = MAX_TABLES if len(by_task) == 1 else 1
+    for task, all_tables in by_task.items():
+        has_few = len(all_tables) <= most
+        selected = [
+            table
+            for table in all_tables
+            if has_few or main[task, table.record.dataset] == table.record.metric
+        ]
+        printed = [table for table in selected if table.has_values] or selected[:1]
+        print(render_tables(printed, default_format()))
+        if number := len(all_tables) - len(printed):
+            command = f"ssl-bench table --task {task} --out {store.root}"
+            say(f"{number} more table{'s' * (number > 1)} of {task}: {command}")
 
 
 def main_metrics(
     records: Iterable[Record], names: Sequence[str] = ("task", "dataset")
 ) -> dict[tuple[Any, ...], str]:
-    """The metric that stands for the task, by what records are asked for."""
-    known: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
+    """Return the main metric of each group of records with equal fields of these names."""
+    metrics: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
     for record in records:
-        asked = tuple(getattr(record, name) for name in names)
-        known[asked][record.metric, record.is_ranked] = None
-    return {asked: choose_main_metric(list(metrics)) for asked, metrics in known.items()}
+        group = tuple(getattr(record, name) for name in names)
+        metrics[group][record.metric, record.is_ranked] = None
+    return {group: choose_main_metric(list(known)) for group, known in metrics.items()}
 
 
-def asked_format(asked: str | None) -> str:
-    return default_format() if asked is None else require_choice("format", asked, FORMATS)
+def resolve_format(name: str | None) -> str:
+    """Return the format with this name, or the default for the output if there is no name."""
+    return default_format() if name is None else require_choice("format", name, FORMATS)
 
 
 def load_selected_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
-    records = of_tasks(options.task, store.records())
-    records = _of_layers(filtered(options, records, store), options.layer)
+    """Read the records that the options `task`, `layer` and `FILTERS` select.
+
+    Raises:
+        ConfigurationError: An option has an unknown value.
+        DataError: No record is left.
+    """
+    records = select_tasks(options.task, store.records())
+    records = _select_layers(filter_records(options, records, store), options.layer)
     if not records:
-        raise DataError(NO_RECORDS.format(options.task, store.root))
+        raise no_records(options.task, store)
     return records
 
 
-@contextmanager
-def shown(out: str) -> Generator[ResultStore]:
-    """A folder of results, of which is said in the end what could not be shown, and why.
+def no_records(task: str, store: ResultStore) -> DataError:
+    """Return the error for a task without records."""
+    return DataError(f"no records of --task {task} in {store.root}")
 
-    That is one line on records and one on the images' values of others; where nothing can be shown
-    at all, the error names the records too.
+
+@contextmanager
+def open_store(out: str) -> Generator[ResultStore]:
+    """Yield a folder of results, and afterwards report which of its files were left out.
+
+    Errors inside the block name these files, too.
     """
     store = ResultStore(Path(out))
     try:
@@ -110,121 +124,138 @@ def shown(out: str) -> Generator[ResultStore]:
         raise type(error)("; ".join([str(error), *notes]), hint=error.hint) from error
     for line in store.notes():
         say(line)
-    if damaged := dict.fromkeys(store.damaged, _MISFIT):
-        say(f"ignored {summarise_problems(damaged)}; a probe with --overwrite makes both anew")
+    if mismatches := dict.fromkeys(store.damaged, _MISMATCH):
+        say(
+            f"ignored per-image values: {summarise_problems(mismatches)}. Probe again with "
+            "--overwrite to replace them"
+        )
 
 
-def of_tasks(asked: str, records: Sequence[Record]) -> list[Record]:
-    tasks = parse_names("task", asked, [*choices("probe"), SUPERVISED])
+def select_tasks(task: str, records: Sequence[Record]) -> list[Record]:
+    """Return the records of the tasks that the flag names."""
+    tasks = parse_names("task", task, [*choices("probe"), SUPERVISED])
     return [record for record in records if record.task in tasks]
 
 
-def filtered(
+def filter_records(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> list[Record]:
+    """Return the records with the values of the flags `FILTERS`."""
     for name in FILTERS:
-        records = _only(records, name, getattr(options, name), store)
+        records = _filter_by(records, name, getattr(options, name), store)
     return list(records)
 
 
-def _only(
-    records: Sequence[Record], name: str, wanted: str | None, store: ResultStore
+def _filter_by(
+    records: Sequence[Record], name: str, value: str | None, store: ResultStore
 ) -> list[Record]:
-    if wanted is None:
+    """Return the records whose field has one of the values, separated by commas.
+
+    Raises:
+        ConfigurationError: No record has the value.
+        DataError: Only records that cannot be read have the value.
+    """
+    if value is None:
         return list(records)
-    have = sorted({getattr(record, name) for record in records})
-    # A protocol with changed options has commas in its name.
-    words = [wanted] if wanted in have else [word.strip() for word in wanted.split(",")]
-    for word in words:
-        if word not in have and any(_may_have(store, path, word) for path in store.unreadable):
-            raise DataError(f"no record of --{name} {word} can be shown")
-    chosen = [require_choice(name, word, have) for word in words]
-    return [record for record in records if getattr(record, name) in chosen]
+    known = sorted({getattr(record, name) for record in records})
+    # The label of a protocol with changed settings contains commas.
+    values = [value] if value in known else [word.strip() for word in value.split(",")]
+    for one in values:
+        if one not in known and any(_may_contain(store, path, one) for path in store.unreadable):
+            raise DataError(f"no record of --{name} {one} can be shown")
+    selected = [require_choice(name, one, known) for one in values]
+    return [record for record in records if getattr(record, name) in selected]
 
 
-def _may_have(store: ResultStore, path: Path, word: str) -> bool:
-    """Whether the place of a record, or what can be read of it, has a word among its fields."""
-    if path.parent.name == file_name(word) or f"-{word}-" in path.name:
+def _may_contain(store: ResultStore, path: Path, value: str) -> bool:
+    """Return whether the path or the content of an invalid record contains a value."""
+    if path.parent.name == file_name(value) or f"-{value}-" in path.name:
         return True
     try:
-        return f'"{word}"'.encode() in read_within(store.root, path, MOST_BYTES)
+        return f'"{value}"'.encode() in read_within(store.root, path, MAX_FILE_BYTES)
     except OSError:
         return False
 
 
-def asked_layers(asked: str) -> set[int] | None:
-    """Blocks by number, below 0 from the last one on; None for all.
+def requested_layers(layers: str) -> set[int] | None:
+    """Return the block indices that the flag names, or None for all.
+
+    Negative indices count from the last block.
 
     Raises:
-        ConfigurationError: not whole numbers.
+        ConfigurationError: A word is not an index or a range.
     """
-    if asked == "all":
+    if layers == "all":
         return None
     try:
-        return set(numbered_layers(asked))
+        return set(numbered_layers(layers))
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"expected blocks such as 11, -1, 0,5,11, 0-3 or all, got {asked!r}",
+            f"expected block indices such as 11, -1, 0,5,11 or 0-3, or all, got {layers!r}",
             hint=("--layer", "0-3"),
         ) from error
 
 
-def _of_layers(records: Sequence[Record], asked: str) -> list[Record]:
-    """Records of some blocks; -1 is the last one of each encoder."""
-    layers = asked_layers(asked)
-    if layers is None:
+def _select_layers(records: Sequence[Record], layers: str) -> list[Record]:
+    """Return the records of some blocks, where -1 is the last block of each encoder."""
+    indices = requested_layers(layers)
+    if indices is None:
         return list(records)
-    found = [r for r in records if r.layer in layers or r.layer - r.depth in layers]
-    if records and not found:
-        have = ", ".join(map(str, sorted({record.layer for record in records})))
-        raise DataError(f"no record of block {asked}; recorded are {have}")
-    return found
+    selected = [r for r in records if r.layer in indices or r.layer - r.depth in indices]
+    if records and not selected:
+        known = ", ".join(map(str, sorted({record.layer for record in records})))
+        raise DataError(f"no record of block {layers}, only of blocks {known}")
+    return selected
 
 
 def find_recorded_encoder(
-    name: str, records: Sequence[Record], store: ResultStore
+    name: str, records: Iterable[Record] | Iterable[RecordedEncoder], store: ResultStore
 ) -> tuple[str, str]:
-    """`Record.encoder_id` and name of an encoder.
+    """Return the id and the name in tables of an encoder.
 
-    `name` is its name in tables, its id or the sha256 of its weights, both with as many digits as
-    tell it apart, or its URI.
+    Args:
+        name: Its name in tables, the first digits of its id or of the SHA-256 of its weights, a
+            checkpoint file, a run folder, or another value of --checkpoint.
+        records: Records, or encoders that have records.
+        store: Folder of the records.
 
     Raises:
-        DataError: there is no record of it, or there are several of this name.
+        DataError: No encoder or more than one matches.
     """
-    models = {record.encoder_id: record for record in records}
-    shown = model_names(records)
-    found = [one for one, record in models.items() if name in (record.model, shown[one])]
-    if not found and name:
-        found = [
+    encoders = {one.encoder_id: one for one in records}
+    labels = model_names(encoders.values())
+    matches = [one for one, encoder in encoders.items() if name in (encoder.model, labels[one])]
+    if not matches and name:
+        matches = [
             one
-            for one, record in models.items()
-            if one.startswith(name) or record.checkpoint_sha256.startswith(name)
+            for one, encoder in encoders.items()
+            if one.startswith(name) or encoder.checkpoint_sha256.startswith(name)
         ]
-    if not found and name and Path(name).exists():
-        # Of a run or file of this suite the digest beside it says which weights these are.
+    if not matches and name and Path(name).exists():
+        # The digest file of a checkpoint of this suite identifies the weights.
         weights = Path(name) / "last.safetensors" if Path(name).is_dir() else Path(name)
-        stated = read_digests(weights.with_name(weights.name + ".sha256"))
-        found = [
+        digests = read_digests(weights.with_name(weights.name + ".sha256"))
+        matches = [
             one
-            for one, record in models.items()
-            if stated == [(record.checkpoint_sha256, weights.name)]
+            for one, encoder in encoders.items()
+            if digests == [(encoder.checkpoint_sha256, weights.name)]
         ]
     place = name.rpartition("@")[0] or name
-    if len(found) != 1 and name and (Path(name).exists() or Path(place).exists() or ":" in name):
-        # Here, because torch takes seconds and a name in the tables needs none of it.
+    is_file = bool(name) and (Path(name).exists() or Path(place).exists())
+    if len(matches) != 1 and (is_file or ":" in name):
+        # Here because the import of torch takes seconds.
         from ssl_bench.models import identify_encoder
 
         try:
-            asked = encoder_id(identify_encoder(name).identity())
-            found = [asked] if asked in models else []
+            identity = encoder_id(identify_encoder(name).identity())
+            matches = [identity] if identity in encoders else []
         except CheckpointError as error:
-            # Perhaps what a table calls an encoder of a URI; then the known names help.
-            if Path(name).exists() or Path(place).exists():
+            if is_file:
                 raise
+            # The text may also be a name in tables, which the error below lists.
             say(str(error))
-    if len(found) != 1:
-        known = ", ".join(f"{models[one].model} {one[:8]}" for one in sorted(models))
-        many = "several encoders are" if found else "no record is"
-        raise DataError(f"{many} of {name!r} in {store.root}; known (name, id): {known}")
-    return found[0], models[found[0]].model
+    if len(matches) != 1:
+        known = ", ".join(f"{encoders[one].model} {one[:8]}" for one in sorted(encoders))
+        problem = "several encoders match" if matches else "no encoder with records matches"
+        raise DataError(f"{problem} {name!r} in {store.root}. Known (name, id): {known}")
+    return matches[0], encoders[matches[0]].model

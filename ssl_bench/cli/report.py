@@ -3,10 +3,10 @@
 import argparse
 
 from ssl_bench.cli.records import (
-    asked_layers,
     find_recorded_encoder,
     load_selected_records,
-    shown,
+    open_store,
+    requested_layers,
 )
 from ssl_bench.report.pages import build_report
 from ssl_bench.report.pairs import MAX_PAIRED
@@ -19,7 +19,7 @@ from ssl_bench.system.progress import say
 
 def command(options: argparse.Namespace) -> int:
     """Write a report on a results folder and print its path. Return the exit code."""
-    with shown(options.out) as store:
+    with open_store(options.out) as store:
         folder = expanded(options.into) if options.into else store.root / "report"
         require_replaceable(folder)
         records = load_selected_records(options, store)
@@ -31,7 +31,7 @@ def command(options: argparse.Namespace) -> int:
             for first, second in options.pair or []
         ]
         with without_collections():
-            report = build_report(store, records, pairs, layers=asked_layers(options.layer))
+            report = build_report(store, records, pairs, layers=requested_layers(options.layer))
             number = len(report.checkpoints)
             if not report.pairs and number > MAX_PAIRED:
                 say(f"{number} checkpoints: compare two of them with --pair A B")

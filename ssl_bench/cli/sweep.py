@@ -1,4 +1,4 @@
-"""`ssl-bench sweep`: all cells of many checkpoints, here, as commands, or as a SLURM array."""
+"""`ssl-bench sweep`: probe many encoders, here, as printed commands, or as a SLURM array."""
 
 import argparse
 import sys
@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ssl_bench.cli.parser import probe_request
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.planning import opened_store
+from ssl_bench.results import ResultStore
 from ssl_bench.slurm import array_settings, submit_array
 from ssl_bench.sweep import (
     Job,
+    format_plan,
     plan_sweep,
-    plan_table,
     probe_command,
     run_in_processes,
     run_in_this_process,
@@ -25,30 +26,31 @@ from ssl_bench.system.launch import require_single_process
 from ssl_bench.system.progress import say
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
+"""Outcomes of jobs by their arguments."""
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Show the plan; run, print or submit the jobs with pending cells.
+    """Print the plan, then run, print or submit the jobs with pending results.
 
     Returns:
-        The exit code of the first job that failed, else 0.
+        The exit code of the first failed job, otherwise 0.
     """
     require_single_process("sweep")
     if options.jobs < 1:
         raise ConfigurationError(
-            f"expected one job or more, got {options.jobs}", hint=("--jobs", "1")
+            f"expected at least one job, got {options.jobs}", hint=("--jobs", "1")
         )
-    jobs = plan_sweep(options, overrides, at_least=options.jobs)
-    is_plan_alone = options.dry_run and not (options.json or options.print)
-    shown_on = sys.stdout if is_plan_alone else sys.stderr
-    print(plan_table(jobs), file=shown_on, flush=True)
+    jobs = plan_sweep(probe_request(options, overrides), min_jobs=options.jobs)
+    is_plan_the_output = options.dry_run and not (options.json or options.print)
+    stream = sys.stdout if is_plan_the_output else sys.stderr
+    print(format_plan(jobs), file=stream, flush=True)
     pending = [job for job in jobs if job.pending]
     outcomes: Outcomes = {}
     if options.slurm and options.dry_run:
-        settings = _array_settings(options).items()
-        said = ", ".join(f"{name}={value}" for name, value in settings)
+        settings = ", ".join(f"{k}={value}" for k, value in _array_settings(options).items())
         print(
-            f"SLURM array of {len(pending)} tasks: {said}; logs in {_logs(options)}", file=shown_on
+            f"SLURM array of {len(pending)} tasks: {settings}, logs in {_logs(options)}",
+            file=stream,
         )
     elif options.slurm and pending:
         _submit(pending, options)
@@ -57,29 +59,23 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(shell_words(["ssl-bench", *job.arguments]))
     elif not (options.dry_run or options.print or options.slurm):
         outcomes = _run(pending, options)
-        counts = Counter(outcome.state for outcome in outcomes.values())
-        skipped, place = len(jobs) - len(outcomes), shell_words([options.out])
-        say(
-            f"{counts['finished']} jobs finished, {counts['failed']} failed, {skipped} skipped "
-            f"because nothing was pending; `ssl-bench table --out {place}`"
-        )
-        if counts["failed"]:
-            say("the same command again runs what failed")
+        _log_summary(jobs, outcomes, options.out)
     if options.json:
-        told = {
+        summary = {
             "cells": sum(len(job.keys) for job in jobs),
             "pending": sum(len(job.pending) for job in jobs),
             "jobs": [_job_as_json(job, outcomes.get(job.arguments)) for job in jobs],
         }
-        print(json_text(told))
+        print(json_text(summary))
     return next((one.exit_code for one in outcomes.values() if one.exit_code), 0)
 
 
 def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
+    """Run the jobs and return their outcomes in the order of the plan."""
     device = choose_device(options.device)
-    store = opened_store(options.out)
+    store = ResultStore.create(Path(options.out))
     if options.jobs > 1:
-        # One that was named, and the processor, are for all jobs.
+        # A device that the user named, or the CPU, is shared by all jobs.
         devices = visible_devices() if options.device in (None, "cuda") else []
         running = run_in_processes(jobs, options.jobs, devices)
     else:
@@ -88,21 +84,30 @@ def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
     for job, outcome in running:
         outcomes[job.arguments] = outcome
         say(outcome.line(f"{len(outcomes)} of {len(jobs)}", job.title))
-    # In the order of the plan, whichever came first.
     return {job.arguments: outcomes[job.arguments] for job in jobs}
 
 
+def _log_summary(jobs: Sequence[Job], outcomes: Outcomes, out: str) -> None:
+    counts = Counter(outcome.state for outcome in outcomes.values())
+    table = shell_words(["ssl-bench", "table", "--out", out])
+    say(
+        f"{counts['finished']} jobs finished, {counts['failed']} failed, "
+        f"{len(jobs) - len(outcomes)} skipped because nothing was pending"
+    )
+    say(f"run `{table}` to print the results")
+    if counts["failed"]:
+        say("run the same command again to retry the failed jobs")
+
+
 def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
-    opened_store(options.out)
+    ResultStore.create(Path(options.out))
     logs = _logs(options)
     submitted = submit_array(
         [probe_command(job) for job in jobs], settings=_array_settings(options), logs=logs
     )
     array = submitted[0].job_id.partition("_")[0]
-    say(
-        f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {logs}; when it has "
-        "ended, the same command submits what is still pending"
-    )
+    say(f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {logs}")
+    say("when the array has ended, run the same command again to submit what is still pending")
 
 
 def _logs(options: argparse.Namespace) -> Path:

@@ -1,4 +1,4 @@
-"""`ssl-bench table`: records over blocks, encoders, epochs, severities, or beside papers."""
+"""`ssl-bench table`: print records by block, encoder, epoch or severity, or next to papers."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,18 +6,18 @@ from pathlib import Path
 
 from ssl_bench.cli.records import (
     FILTERS,
-    asked_format,
     find_recorded_encoder,
     load_selected_records,
     main_metrics,
+    open_store,
     print_main_tables,
     print_tables,
-    shown,
+    resolve_format,
 )
 from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.results.contributions import check_values
+from ssl_bench.results.per_image import check_values
 from ssl_bench.results.store import PACKED
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable, depth_tables, epoch_tables
@@ -32,66 +32,71 @@ from ssl_bench.tables.sheets import Printable
 
 def command(options: argparse.Namespace) -> int:
     """Print tables of the records in a folder."""
-    style = asked_format(options.format)
-    _check_together(options)
-    with shown(options.out) as store:
+    style = resolve_format(options.format)
+    _check_options(options)
+    with open_store(options.out) as store:
         if options.pack:
-            say(f"{store.pack()} records are in {store.root / PACKED} now, which is read like them")
+            say(
+                f"packed {store.pack()} records into {store.root / PACKED}, which all commands read"
+            )
             return 0
         records = load_selected_records(options, store)
         check_values(store, records)
-        tables = _tables(options, records, store)
-        over_blocks = [table for table in tables if isinstance(table, DepthTable)]
-        if _is_plain(options):
-            print_main_tables(over_blocks, store)
+        tables = _make_tables(options, records, store)
+        by_block = [table for table in tables if isinstance(table, DepthTable)]
+        if _is_overview(options):
+            print_main_tables(by_block, store)
         else:
             print_tables(tables, style)
         if options.figure:
-            severities = [table.curves() for table in tables if isinstance(table, SeverityTable)]
-            draw_curves(over_blocks or severities or depth_tables(records), Path(options.figure))
-            say(f"drawn: {options.figure}")
+            by_severity = [table.curves() for table in tables if isinstance(table, SeverityTable)]
+            draw_curves(by_block or by_severity or depth_tables(records), Path(options.figure))
+            say(f"figure: {options.figure}")
     return 0
 
 
-def _is_plain(options: argparse.Namespace) -> bool:
-    """Whether nothing says which tables are meant: then those that stand for the others."""
-    chosen = (options.pivot, options.over_epochs, options.over_severity, options.paper)
-    narrowed = any(getattr(options, name) is not None for name in (*FILTERS, "format"))
-    return options.task == "all" and not narrowed and not any(chosen)
+def _is_overview(options: argparse.Namespace) -> bool:
+    """Return whether no option selects tables, so that only the main ones are printed."""
+    kinds = (options.pivot, options.over_epochs, options.over_severity, options.paper)
+    has_filter = any(getattr(options, name) is not None for name in (*FILTERS, "format"))
+    return options.task == "all" and not has_filter and not any(kinds)
 
 
-def _check_together(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise ConfigurationError for options that exclude or require each other."""
     if options.best_layer is not None:
         require_choice("--best-layer", options.best_layer, CHOICES)
         if not (options.pivot or options.paper):
             raise ConfigurationError(
-                "--best-layer belongs to other tables",
+                "--best-layer needs a table with one value for each encoder",
                 hint=("--pivot", "or", "--paper", "{table}"),
             )
-    chosen = {
+    exclusive = {
         "--pivot": options.pivot,
         "--paper": options.paper,
         "--over-epochs": options.over_epochs,
         "--over-severity": options.over_severity,
     }
     if options.pack:
-        chosen |= {"--pack": True, "--figure": options.figure, "--format": options.format}
-    asked = [flag for flag, value in chosen.items() if value]
-    if len(asked) > 1:
-        raise ConfigurationError(f"expected one of {', '.join(chosen)}, got {' and '.join(asked)}")
+        exclusive |= {"--pack": True, "--figure": options.figure, "--format": options.format}
+    used = [flag for flag, value in exclusive.items() if value]
+    if len(used) > 1:
+        raise ConfigurationError(
+            f"expected one of {', '.join(exclusive)}, got {' and '.join(used)}"
+        )
     if options.encoders and not options.paper:
         raise ConfigurationError(
-            "--as 'ROW'=CHECKPOINT belongs to a published table", hint=("--paper", "{table}")
+            "--as 'ROW'=CHECKPOINT needs a published table", hint=("--paper", "{table}")
         )
 
 
-def _tables(
+def _make_tables(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> Sequence[Printable]:
     if options.pivot:
-        # Programs that read it are given all columns.
+        # Files for programs have all columns.
         if options.metric is None and options.format not in ("csv", "json", "parquet"):
-            records = _headlines(records)
+            records = _select_main(records)
         return [pivot_table(records, store, options.best_layer or "holdout")]
     if options.over_epochs:
         return epoch_tables(records)
@@ -100,27 +105,33 @@ def _tables(
     if options.paper is None:
         return depth_tables(records)
     published = load_published_table(options.paper)
-    encoders = _encoders(options.encoders or [], published, records, store)
+    encoders = _resolve_rows(options.encoders or [], published, records, store)
     return [paper_table(published, records, store, encoders=encoders, choice=options.best_layer)]
 
 
-def _headlines(records: Sequence[Record]) -> list[Record]:
-    """Of several tasks the metric that stands for each, dataset by dataset; of one task all."""
+def _select_main(records: Sequence[Record]) -> list[Record]:
+    """Return all records of a single task, or those of the main metric of each task and dataset."""
     if len({record.task for record in records}) == 1:
         return list(records)
     main = main_metrics(records)
-    kept = [record for record in records if main[record.task, record.dataset] == record.metric]
-    if more := sorted({record.metric for record in records} - set(main.values())):
-        say(f"not shown: {', '.join(more)}; --metric {more[0]} shows one, --task shows all of one")
-    return kept
+    selected = [record for record in records if main[record.task, record.dataset] == record.metric]
+    if others := sorted({record.metric for record in records} - set(main.values())):
+        say(
+            f"not shown: {', '.join(others)}. Use --metric {others[0]} to show one, --task to show "
+            "all of one task"
+        )
+    return selected
 
 
-def _encoders(
-    given: Sequence[str], published: PublishedTable, records: Sequence[Record], store: ResultStore
+def _resolve_rows(
+    pairs: Sequence[str],
+    published: PublishedTable,
+    records: Sequence[Record],
+    store: ResultStore,
 ) -> dict[str, str]:
-    """`Record.encoder_id` for each named row."""
-    found = {}
-    for pair in given:
+    """Return the encoder id for each row that a value of --as names."""
+    encoders = {}
+    for pair in pairs:
         row, equals, name = pair.partition("=")
         if not equals:
             raise ConfigurationError(
@@ -129,7 +140,7 @@ def _encoders(
             )
         hint = ("--as", "{near}={checkpoint}")
         row = require_choice("row", row.strip(), published.rows, hint=hint)
-        if row in found:
+        if row in encoders:
             raise ConfigurationError(f"expected one checkpoint for row {row!r}, got several")
-        found[row] = find_recorded_encoder(name.strip(), records, store)[0]
-    return found
+        encoders[row] = find_recorded_encoder(name.strip(), records, store)[0]
+    return encoders

@@ -10,7 +10,7 @@ import numpy as np
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.panels import Checkpoint, Panel
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.results.contributions import CurveEstimates, ImageCurve, load_curve
+from ssl_bench.results.per_image import CurveEstimates, ImageCurve, load_curve
 from ssl_bench.scores import mean_iou
 from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.comparison import (
@@ -133,7 +133,7 @@ def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side 
     return Side(
         checkpoint=checkpoint,
         curve=curve,
-        scored=CurveEstimates.of(curve),
+        scored=CurveEstimates.from_curve(curve),
         image_names=_name_images(store, records[0], number),
         records={layer: by_layer[layer] for layer in values},
         seed=seed,

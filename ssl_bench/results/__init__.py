@@ -1,4 +1,4 @@
-"""Records: what they are and where they lie."""
+"""Stored results: their records, per-image values and folders."""
 
 from ssl_bench.results.record import (
     CORRUPTED,
@@ -7,11 +7,11 @@ from ssl_bench.results.record import (
     OLD_FORMAT,
     SUPERVISED,
     TRAINED_ON,
-    UNRANKED_METRICS,
     Baseline,
     PerImage,
     PerImageKind,
     Record,
+    RecordedEncoder,
     ResultKey,
     TrainingImages,
     block_stride,
@@ -27,11 +27,11 @@ __all__ = [
     "OLD_FORMAT",
     "SUPERVISED",
     "TRAINED_ON",
-    "UNRANKED_METRICS",
     "Baseline",
     "PerImage",
     "PerImageKind",
     "Record",
+    "RecordedEncoder",
     "ResultKey",
     "ResultStore",
     "TrainingImages",

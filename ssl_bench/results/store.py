@@ -1,12 +1,15 @@
-"""Records of finished cells: one JSON file each, written whole or not at all, or packed into one.
+"""Folders of results: one JSON file for each record, or one Parquet file for many.
 
-A folder of results holds `records/TASK/DATASET/*.json`, beside each what the images contributed
-(.npz), and `images/` with their names. `records.parquet`, where it is there, holds the content of
-such files, a row a record or list of names; of a cell that has a file too the file counts, and what
-lies beside it.
+A folder of results contains:
 
-A record holds a digest of itself and one of its .npz, a row one of all that is in it, and the
-metadata of `records.parquet` the number of rows. So nothing is changed or lost unnoticed.
+- `records/TASK/DATASET/*.json`: a record each, with its per-image values in an `.npz` of that name.
+- `images/*.json`: the ids of the images behind a fingerprint, in the order of per-image values.
+- `records.parquet`: after packing, a row with the content of each such file. A file takes
+  precedence over its row.
+
+Files are written atomically. Digests detect every change or loss: a record contains those of itself
+and of its `.npz`, a row contains that of its content, and the metadata of the Parquet file contain
+the number of rows.
 """
 
 import hashlib
@@ -14,7 +17,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,28 +26,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import yaml
 
+from ssl_bench.composition.choices import choices
 from ssl_bench.errors import DataError, escape_braces, format_command
 from ssl_bench.results import versions
 from ssl_bench.results.record import (
-    ENCODER_FIELDS,
     INFINITY_AS_JSON,
-    MOST_BYTES,
-    OLD_FORMAT,
+    MAX_FILE_BYTES,
     PerImage,
     Record,
+    RecordedEncoder,
     RecordReader,
     ResultKey,
+    describe_reading_error,
+    find_encoder,
     numeric_digest,
-    place_of,
-    sealed_text,
-    shortened,
+    text_with_digest,
 )
 from ssl_bench.system.escaping import plain_json
 from ssl_bench.system.files import (
     NAMES,
     RECORDS,
     lock_when_free,
+    read_folder_within,
     read_within,
+    remove_orphans,
+    remove_orphans_below,
+    require_writable,
     write_atomically,
     write_text_atomically,
 )
@@ -55,23 +62,27 @@ if TYPE_CHECKING:
     import pandas
 
 PACKED = "records.parquet"
-# Of what all images contributed, and one: three counts of eight bytes for each of 2,700 classes.
-_MOST_NPZ, _IMAGE_BYTES = 2**30, 2**16
+"""Name of the file of packed records."""
+
+_MAX_NPZ_BYTES = 2**30
+# Three counts of eight bytes for each of 2,700 classes.
+_MAX_BYTES_PER_IMAGE = 2**16
+_MAX_PACKED_BYTES = 2**30
 _COLUMNS = ("file", "record", "images")
-# Not in files of older versions.
+# Files of older versions have neither the column nor the number of rows.
 _ROW_DIGEST, _NUM_ROWS = "sha256", b"ssl_bench_rows"
-_DAMAGED_ROW = "edited or damaged: not what its row was written with"
-# Of what is packed, which is less as a file.
-_MOST_PACKED = 2**30
-_UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-_SHOWN = 5
+_DAMAGED_ROW = f"edited or damaged: its row in {PACKED} does not match the row's digest"
+_READING_ERRORS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+_MAX_LISTED = 5
 
 
 class _Row(NamedTuple):
-    """The content of a JSON file, and of the .npz beside it.
+    """A row of the Parquet file.
 
     Attributes:
-        digest: Of name and content, as `records.parquet` states it; None in older ones.
+        content: Content of the JSON file.
+        images: Content of the `.npz` with the per-image values, or None if there is none.
+        digest: Digest of the row that the file states, or None in files of older versions.
     """
 
     content: bytes
@@ -79,308 +90,347 @@ class _Row(NamedTuple):
     digest: bytes | None = None
 
 
-_NOTHING = _Row(b"", None)
-
-
-def _row_digest(file: bytes, row: _Row) -> bytes:
-    """Return the digest of all that a row holds."""
-    parts = (file, row.content, b"" if row.images is None else b"." + row.images)
-    # Of each part alone first, so that no byte can move from one to another.
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
-
-
 class ResultStore:
-    """A folder of records that many processes may write at once.
+    """A folder of results, which several processes may write at the same time.
 
     Attributes:
-        unreadable: Files that the last `records` passed over, and why.
-        found: How many files it looked at.
-        outdated: Records that it left out because newer code computes other numbers.
-        damaged: Files of images' contributions that do not fit their records.
+        root: The folder.
+        unreadable: Why each file that the last call of `records` left out could not be read.
+        num_files: Number of records that the last call of `records` or `encoders` found.
+        outdated: Records that `records` left out because newer code computes other values.
+        damaged: Files of per-image values that do not match their records.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.unreadable: dict[Path, str] = {}
-        self.found = 0
+        self.num_files = 0
         self.outdated: list[Record] = []
         self.damaged: list[Path] = []
         self._num_replaced = 0
         self._newest: Mapping[str, tuple[int, int]] = {}
-        self._rows: tuple[object, Mapping[Path, _Row], Mapping[Path, _Row]] | None = None
-        self._by_number: dict[tuple[Path, str], Mapping[str, Path]] = {}
+        self._packed_rows: tuple[object, Mapping[Path, _Row], Mapping[Path, _Row]] | None = None
+        self._paths_by_number: dict[tuple[Path, str], Mapping[str, Path]] = {}
 
-    def path(self, key: ResultKey) -> Path:
-        """Where the record of a cell is.
+    @classmethod
+    def create(cls, root: Path) -> "ResultStore":
+        """Create the folder if it is missing, and delete what interrupted writers left in it.
 
         Raises:
-            DataError: a name in it would lead elsewhere.
+            MachineError: The folder cannot be written.
         """
-        return self.root.joinpath("records", *place_of(key, key.digest()))
+        require_writable(root)
+        root.mkdir(parents=True, exist_ok=True)
+        for name in ("records", "images", "pictures"):
+            remove_orphans_below(root / name)
+        remove_orphans(root)
+        return cls(root)
+
+    def path(self, key: ResultKey) -> Path:
+        """Return the path of the file of a record.
+
+        Raises:
+            DataError: The task, facet or metric cannot be part of a file name.
+        """
+        return self.root.joinpath("records", *key.relative_path())
+
+    def per_image_path(self, key: ResultKey) -> Path:
+        """Return the path of the file of per-image values."""
+        return self.path(key).with_suffix(".npz")
 
     def place(self, record: Record) -> str:
-        """Where a record is read from, for readers; of a packed one the file that holds it too."""
-        name = "/".join(("records", *place_of(record, record.digest)))
+        """Return the file from which a record was read, relative to the folder, for readers."""
+        name = "/".join(("records", *record.relative_path()))
         return name if (self.root / name).exists() else f"{PACKED}: {name}"
 
-    def per_image_path(self, record: Record) -> Path:
-        """Where they are, if they were kept."""
-        place = place_of(record, record.digest)
-        return self.root.joinpath("records", *place).with_suffix(".npz")
-
     def load(self, key: ResultKey) -> Record | None:
-        """Return the record of a finished cell, None when there is none or only half of one.
+        """Return the stored record of a result, or None if there is no valid one.
 
-        It may be one whose settings hold 1 where the key holds 1.0.
+        A record whose settings contain 1 where the key contains 1.0 is found, too.
         """
-        path, usual = self._found_path(key), self.path(key)
-        if path is None and usual in self._damaged_rows():
-            self.unreadable[usual] = _DAMAGED_ROW
+        path, usual_path = self._find_path(key), self.path(key)
+        if path is None and usual_path in self._damaged_rows():
+            self.unreadable[usual_path] = _DAMAGED_ROW
         record = None if path is None else self._read(path)
-        if record is None or path == usual:
+        if record is None or path == usual_path:
             return record
-        as_asked = replace(record, settings=key.settings)
-        # The name of its file.
-        vars(as_asked)["digest"] = record.digest
-        return as_asked
+        return replace(record, settings=key.settings).with_digest(record.digest)
 
-    def keeps_images(self, key: ResultKey) -> bool:
-        """Whether what each image contributed to the value of a cell is there."""
-        path = self._found_path(key)
+    def has_per_image(self, key: ResultKey) -> bool:
+        """Return whether per-image values of a result are stored."""
+        path = self._find_path(key)
         if path is not None and path.is_file():
             return path.with_suffix(".npz").is_file()
         return path is not None and self._packed()[path].images is not None
 
-    def _found_path(self, key: ResultKey) -> Path | None:
-        """Return the place of the record of a cell, None where there is none."""
+    def _find_path(self, key: ResultKey) -> Path | None:
+        """Return the path of the record of a result, which may be packed, or None."""
         path = self.path(key)
         if path.is_file() or path in self._packed():
             return path
-        at = path.parent, key.checkpoint_sha256
-        if at not in self._by_number:
-            self._by_number[at] = self._paths_by_number(*at)
-        return self._by_number[at].get(numeric_digest(key))
+        place = path.parent, key.checkpoint_sha256
+        if place not in self._paths_by_number:
+            self._paths_by_number[place] = self._list_by_numeric_digest(*place)
+        return self._paths_by_number[place].get(numeric_digest(key))
 
-    def _paths_by_number(self, folder: Path, checkpoint: str) -> dict[str, Path]:
-        """Return the places of the records of some weights by `numeric_digest`.
+    def _list_by_numeric_digest(self, folder: Path, checkpoint_sha256: str) -> dict[str, Path]:
+        """Return the paths of the records of a checkpoint by `numeric_digest`.
 
-        Older versions kept whether 1 or 1.0 had been typed, in the names of files too.
+        In older versions the name of a file depends on whether 1 or 1.0 was typed.
         """
-        reader, found = RecordReader(self.root), {}
+        reader, paths = RecordReader(self.root), {}
         packed = (path for path in self._packed() if path.parent == folder)
         for path in sorted({*folder.glob("*.json"), *packed}):
             try:
-                content = self._content(path)
-                # Takes no parsing.
-                if checkpoint.encode() in content:
-                    found[numeric_digest(reader.record(content, path))] = path
-            # It counts for nothing; `records` names it.
-            except (OSError, *_UNREADABLE):
+                content = self._read_content(path)
+                # A fast test before the file is parsed.
+                if checkpoint_sha256.encode() in content:
+                    paths[numeric_digest(reader.parse(content, path))] = path
+            # `records` reports invalid files.
+            except (OSError, *_READING_ERRORS):
                 continue
-        return found
+        return paths
 
     def find_older_versions(self, keys: Iterable[ResultKey]) -> list[ResultKey]:
-        """Return the keys of recorded cells that outdated code computed, of these cells."""
+        """Return the keys of stored results that code of lower versions computed for these keys."""
         return [
             older
             for key in keys
             for metric in range(1, key.metric_version + 1)
             for pipeline in range(1, key.pipeline_version + 1)
             if (metric, pipeline) != (key.metric_version, key.pipeline_version)
-            and self._found_path(
+            and self._find_path(
                 older := replace(key, metric_version=metric, pipeline_version=pipeline)
             )
         ]
 
-    def find_old_format_record(self, key: ResultKey) -> Path | None:
-        """A record of this block, facet and metric that is of an earlier kind.
-
-        Cost: opens all records of them, of whatever encoder.
-        """
-        for path in sorted(self.path(key).parent.glob(key.of_any_kind())):
-            try:
-                content = read_within(self.root, path, MOST_BYTES)
-            except OSError:
-                content = b""
-            # Without the names that an earlier kind lacks; takes no parsing.
-            is_older = not all(f'"{name}":'.encode() in content for name in ENCODER_FIELDS)
-            if is_older and self._read(path) is None and self.unreadable[path] == OLD_FORMAT:
-                return path
-        return None
-
     def save(self, record: Record, per_image: PerImage | None = None) -> Path:
-        """Write a record and, beside it, what each image contributed to the value."""
+        """Write a record and its per-image values, and return the path of the record."""
         path, content = self.path(record.key()), record.as_json()
         if per_image is not None:
-            written = io.BytesIO()
-            np.savez_compressed(written, per_image)
-            content["per_image_sha256"] = hashlib.sha256(written.getvalue()).hexdigest()
-            # First, so that a record never stands there without it.
-            write_atomically(path.with_suffix(".npz"), lambda file: file.write(written.getvalue()))
-        write_text_atomically(path, sealed_text(content))
+            buffer = io.BytesIO()
+            np.savez_compressed(buffer, per_image)
+            content["per_image_sha256"] = hashlib.sha256(buffer.getvalue()).hexdigest()
+            # Before the record, so that no record lacks its values after a crash.
+            write_atomically(path.with_suffix(".npz"), lambda file: file.write(buffer.getvalue()))
+        write_text_atomically(path, text_with_digest(content))
         return path
 
     def per_image(self, record: Record) -> PerImage | None:
-        """What each image contributed; None where nothing was kept, or it is `damaged`."""
-        path, most = self.per_image_path(record), min(_IMAGE_BYTES * record.num_images, _MOST_NPZ)
-        row = self._packed().get(path.with_suffix(".json"), _NOTHING)
+        """Return the per-image values of a record, or None if there are none.
+
+        A file that is damaged or has another number of images is added to `damaged`.
+        """
+        path = self.per_image_path(record)
+        most = min(_MAX_BYTES_PER_IMAGE * record.num_images, _MAX_NPZ_BYTES)
+        row = self._packed().get(path.with_suffix(".json"))
         try:
-            if row is _NOTHING or path.with_suffix(".json").is_file():
+            if row is None or path.with_suffix(".json").is_file():
                 content = read_within(self.root, path, most)
             elif row.images is None:
                 return None
             else:
                 content = row.images
-            stated = record.per_image_sha256
-            if stated not in (None, hashlib.sha256(content).hexdigest()):
-                raise ValueError("not what its record was written with")
+            if record.per_image_sha256 not in (None, hashlib.sha256(content).hexdigest()):
+                raise ValueError("the content does not match the digest in the record")
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 size = archive.getinfo("arr_0.npy").file_size
-                # It may claim anything, and without a number all is inflated and cut after that.
+                # Limits the memory, whatever size a damaged file states.
                 array = archive.open("arr_0.npy").read(size) if size <= most else b""
-            found = np.load(io.BytesIO(array), allow_pickle=False)
-            if found.dtype.kind in "biuf" and found.shape[:1] == (record.num_images,):
-                return found
+            per_image = np.load(io.BytesIO(array), allow_pickle=False)
+            if per_image.dtype.kind in "biuf" and per_image.shape[:1] == (record.num_images,):
+                return per_image
         except FileNotFoundError:
             return None
-        # A damaged file makes the readers of zip and npy fail in any way.
+        # The decoders of zip and npy raise exceptions of any class for damaged files.
         except Exception as error:
             pass_on_memory(error)
         self.damaged.append(path)
         return None
 
     def save_image_ids(self, fingerprint: str, ids: Sequence[str]) -> None:
-        """Keep the ids behind a dataset's fingerprint, in the order of `per_image`."""
-        write_text_atomically(self._ids_path(fingerprint), json.dumps(list(ids)) + "\n")
+        """Write the ids of the images behind a fingerprint, in the order of per-image values."""
+        write_text_atomically(self._image_ids_path(fingerprint), json.dumps(list(ids)) + "\n")
 
     def image_ids(self, fingerprint: str) -> tuple[str, ...] | None:
-        """Ids of all images of a split; None where they were not kept."""
-        path = self._ids_path(fingerprint)
+        """Return the ids that `save_image_ids` wrote, or None if they cannot be read."""
         try:
-            return _names_in(self._content(path))
-        except (OSError, *_UNREADABLE):
+            return _parse_image_ids(self._read_content(self._image_ids_path(fingerprint)))
+        except (OSError, *_READING_ERRORS):
             return None
 
-    def _ids_path(self, fingerprint: str) -> Path:
+    def _image_ids_path(self, fingerprint: str) -> Path:
         return self.root / "images" / f"{fingerprint[:16]}.json"
 
-    def records(self) -> list[Record]:
-        """Return every readable record of current code.
+    def records(self, paths: Collection[str] | None = None) -> list[Record]:
+        """Read the valid records of current code. `unreadable` and `outdated` list the others.
 
-        The others are in `unreadable` and `outdated`. Two records of a cell whose settings were
-        typed as 1 and as 1.0 are one, the later one.
+        If a result was stored twice because a setting was typed as 1 and as 1.0, the later record
+        is returned.
+
+        Args:
+            paths: Read only these files, which `encoders` returned. None reads all.
 
         Raises:
-            DataError: there is no record at all; that of a run folder says what the run measured.
+            DataError: There is no valid record. For the folder of a training run, the message says
+                what the run measured.
         """
-        damaged = (path for path in self._damaged_rows() if not path.exists())
-        self.unreadable, self.outdated = dict.fromkeys(damaged, _DAMAGED_ROW), []
-        packed = filter(self._is_record, self._packed())
-        paths = {*self.root.glob(RECORDS), *packed}
+        self.outdated = []
+        to_read = self._list_paths() if paths is None else set(map(Path, paths))
         reader = RecordReader(self.root)
         with without_collections():
-            ordered = sorted(paths, key=lambda path: path.parts)
-            found = [record for path in ordered if (record := self._read(path, reader)) is not None]
+            ordered = sorted(to_read, key=lambda path: path.parts)
+            read = (self._read(path, reader) for path in ordered)
+            records = [record for record in read if record is not None]
         if reader.has_retyped:
-            latest = {one.key(): one for one in sorted(found, key=lambda one: one.created)}
-            found = [record for record in found if latest[record.key()] is record]
-        self.found = len(paths | self.unreadable.keys())
-        if self.unreadable and not found:
+            latest = {one.key(): one for one in sorted(records, key=lambda one: one.created)}
+            records = [record for record in records if latest[record.key()] is record]
+        if not records:
+            raise self._error_without_records()
+        return self._leave_out_outdated(records)
+
+    def encoders(self) -> dict[RecordedEncoder, list[str]]:
+        """Return the encoders that have records, each with the paths of its records.
+
+        Much faster than `records`, because a file is only searched for its encoder. Files without a
+        recognisable encoder are parsed, and the invalid ones are in `unreadable`.
+
+        Raises:
+            DataError: There is no valid record.
+        """
+        self.unreadable, self.num_files = self._list_damaged_rows(), 0
+        encoders: dict[RecordedEncoder, list[str]] = {}
+        by_fields: dict[tuple[bytes, ...], RecordedEncoder] = {}
+        to_parse = []
+        with without_collections():
+            for path, content in self._scan():
+                self.num_files += 1
+                encoder = find_encoder(content, by_fields)
+                if encoder is None:
+                    to_parse.append(path)
+                else:
+                    encoders.setdefault(encoder, []).append(path)
+        # A damaged file may contain an encoder that does not exist and has no other record.
+        for encoder in [one for one, paths in encoders.items() if len(paths) == 1]:
+            to_parse += encoders.pop(encoder)
+        reader = RecordReader(self.root)
+        for path in to_parse:
+            if record := self._read(Path(path), reader):
+                encoders.setdefault(record.encoder(), []).append(path)
+        self.num_files += len(self._list_damaged_rows())
+        if not encoders:
+            raise self._error_without_records()
+        return encoders
+
+    def _scan(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the path and the content of each record, which is b"" if it cannot be read."""
+        seen = set()
+        for folder in sorted(self.root.glob(RECORDS.rpartition("/")[0])):
+            for name, content in read_folder_within(self.root, folder, ".json", MAX_FILE_BYTES):
+                path = f"{folder}{os.sep}{name}"
+                seen.add(path)
+                yield path, content or b""
+        for path, row in self._packed().items():
+            if self._is_record(path) and str(path) not in seen:
+                yield str(path), row.content
+
+    def _list_paths(self) -> set[Path]:
+        """Return the paths of all records, and start a new list of unreadable ones."""
+        paths = {*self.root.glob(RECORDS), *filter(self._is_record, self._packed())}
+        self.unreadable = self._list_damaged_rows()
+        self.num_files = len(paths | self.unreadable.keys())
+        return paths
+
+    def _list_damaged_rows(self) -> dict[Path, str]:
+        """Return the paths of damaged rows that no file replaces, with the reason."""
+        return {path: _DAMAGED_ROW for path in self._damaged_rows() if not path.exists()}
+
+    def _error_without_records(self) -> DataError:
+        """Return the error for a folder without any valid record."""
+        if self.unreadable:
             path = min(self.unreadable, key=lambda path: path.parts)
-            raise DataError(
-                f"none of the {self.found} records in {self.root / 'records'} can be read, such as "
-                f"{path} ({self.unreadable[path]}); probe again, into another folder",
+            return DataError(
+                f"none of the {self.num_files} records in {self.root / 'records'} can be read, "
+                f"such as {path} ({self.unreadable[path]}). Write new ones to another folder",
                 hint=("--out", "{folder}"),
             )
-        if not found:
-            words = ("ssl-bench", "probe", "--task", "all", "--checkpoint", "demo:skip")
-            raise _error_of_run(self.root) or DataError(
-                f"no records in {self.root / 'records'}",
-                hint=("--out", "{folder}", "or", *words, "--out", escape_braces(str(self.root))),
-            )
-        return self._current(found)
+        words = ("ssl-bench", "probe", "--task", "all", "--checkpoint", "demo:skip")
+        return _error_of_run(self.root) or DataError(
+            f"no records in {self.root / 'records'}",
+            hint=("--out", "{folder}", "or", *words, "--out", escape_braces(str(self.root))),
+        )
 
-    def _current(self, found: Sequence[Record]) -> list[Record]:
-        """Return the records that the newest code computed; the others join `outdated`.
+    def _leave_out_outdated(self, records: Sequence[Record]) -> list[Record]:
+        """Return the records with the newest versions of their task. `outdated` lists the others.
 
-        That is the installed code, or the code of other records of the task where these are newer
-        or the task is not installed. So a table never mixes versions, also where the probe was
-        installed elsewhere.
+        A table thus never mixes versions, even if another machine computed some of its records.
 
         Raises:
             DataError: All are outdated.
         """
-        self._newest = newest = _newest_versions(found)
-        current = [record for record in found if _versions(record) == newest[record.task]]
-        if len(current) == len(found):
+        self._newest = newest = _newest_versions(records)
+        current = [record for record in records if _versions(record) == newest[record.task]]
+        if len(current) == len(records):
             return current
-        self.outdated = [record for record in found if _versions(record) != newest[record.task]]
-        cells = set(map(_without_versions, current))
-        self._num_replaced = sum(_without_versions(record) in cells for record in self.outdated)
+        self.outdated = [record for record in records if _versions(record) != newest[record.task]]
+        keys = set(map(_without_versions, current))
+        self._num_replaced = sum(_without_versions(record) in keys for record in self.outdated)
         if not current:
             raise DataError(
-                f"all {len(found)} records in {self.root / 'records'} are outdated "
+                f"all {len(records)} records in {self.root / 'records'} are outdated "
                 f"({self._why_outdated()})",
-                hint=self._words_to_renew(),
+                hint=self._command_to_recompute(),
             )
         return current
 
     def _why_outdated(self) -> str:
-        tasks = {}
+        reasons = {}
         for record in self.outdated:
             names = ("metric version", "pipeline version")
-            both = zip(names, _versions(record), self._newest[record.task], strict=True)
-            tasks[record.task] = ", ".join(
-                f"{name} {old}, now {new}" for name, old, new in both if old != new
+            versions_of_both = zip(names, _versions(record), self._newest[record.task], strict=True)
+            reasons[record.task] = ", ".join(
+                f"{name} {old}, now {new}" for name, old, new in versions_of_both if old != new
             )
-        return "; ".join(f"{task}: {reason}" for task, reason in sorted(tasks.items()))
+        return "; ".join(f"{task}: {reason}" for task, reason in sorted(reasons.items()))
 
-    def _outdated_note(self) -> str:
-        """Return a line on how many records are outdated, why, and what to type."""
-        count = len(self.outdated)
-        line = f"left out {count} outdated record{'s' * (count > 1)} ({self._why_outdated()})"
-        if self._num_replaced == count:
-            return f"{line}; newer ones replace them"
-        return f"{line}; `{format_command(self._words_to_renew())}` computes them again"
-
-    def _words_to_renew(self) -> list[str]:
+    def _command_to_recompute(self) -> list[str]:
         tasks = ",".join(sorted({record.task for record in self.outdated}))
-        words = [
-            "ssl-bench",
-            "probe",
-            "--task",
-            escape_braces(tasks),
-            "--checkpoint",
-            "{checkpoint}",
-        ]
-        return [*words, "--out", escape_braces(str(self.root))]
+        probe = ["ssl-bench", "probe", "--task", escape_braces(tasks)]
+        return [*probe, "--checkpoint", "{checkpoint}", "--out", escape_braces(str(self.root))]
 
     def notes(self) -> list[str]:
-        """Return a line each on the unreadable and the outdated records that `records` left out."""
+        """Return one line on unreadable and one on outdated records, if there are any."""
         lines = []
         if self.unreadable:
-            count = f"{len(self.unreadable)} of {self.found} records cannot be shown"
-            next_probe = "the next probe computes what is missing"
-            lines.append(f"{count}: {summarise_problems(self.unreadable)}; {next_probe}")
-        return [*lines, self._outdated_note()] if self.outdated else lines
+            lines.append(
+                f"{len(self.unreadable)} of {self.num_files} records cannot be shown: "
+                f"{summarise_problems(self.unreadable)}. Probe again to replace them"
+            )
+        if count := len(self.outdated):
+            records = f"{count} outdated record{'s' * (count > 1)}"
+            # A longer line would bury the command.
+            remedy = (
+                "Newer ones replace them"
+                if self._num_replaced == count
+                else f"Run `{format_command(self._command_to_recompute())}` to replace them"
+            )
+            lines.append(f"left out {records} ({self._why_outdated()}). {remedy}")
+        return lines
 
     def pack(self) -> int:
-        """Move records that can be read, names and shares of images to `records.parquet`.
+        """Move all valid records, per-image values and image ids to `records.parquet`.
 
-        A file that another process writes in the meantime stays beside it, and counts.
+        A file that another process changes during the call is not deleted.
 
         Returns:
-            How many records it holds now.
+            The number of records in the Parquet file.
 
         Raises:
-            DataError: they are too large for one file.
+            DataError: The records are too large for one file.
         """
-        import pyarrow
-        import pyarrow.parquet
-
         folder = os.open(self.root, os.O_RDONLY)
         try:
-            # One at a time: what another one packed is among the rows.
+            # Processes pack one after another, and each one keeps the rows of those before.
             lock_when_free(folder)
             rows = {**self._damaged_rows(), **self._packed()}
             moved = list[tuple[Path, os.stat_result]]()
@@ -389,59 +439,67 @@ class ResultStore:
                 npz = path.with_suffix(".npz")
                 files = (path, npz) if self._is_record(path) else (path,)
                 try:
-                    seen = [(file, file.lstat()) for file in files if file.exists()]
-                    content = read_within(self.root, path, MOST_BYTES)
-                    images = read_within(self.root, npz, _MOST_NPZ) if len(seen) > 1 else None
+                    states = [(file, file.lstat()) for file in files if file.exists()]
+                    content = read_within(self.root, path, MAX_FILE_BYTES)
+                    has_npz = len(states) > 1
+                    images = read_within(self.root, npz, _MAX_NPZ_BYTES) if has_npz else None
                     if self._is_record(path):
-                        reader.record(content, path)
+                        reader.parse(content, path)
                     else:
-                        _names_in(content)
-                # What cannot be read stays where it is; `records` names it.
-                except (OSError, *_UNREADABLE):
+                        _parse_image_ids(content)
+                # Invalid files stay where they are, and `records` reports them.
+                except (OSError, *_READING_ERRORS):
                     continue
                 rows[path] = _Row(content, images)
-                moved += seen
+                moved += states
             size = sum(len(row.content) + len(row.images or b"") for row in rows.values())
-            if size > _MOST_PACKED:
+            if size > _MAX_PACKED_BYTES:
                 raise DataError(
-                    f"the records in {self.root} have {size:,} bytes, expected at most "
-                    f"{_MOST_PACKED:,} to pack; leave them as they are, or in several folders"
+                    f"the records in {self.root} have {size:,} bytes, but at most "
+                    f"{_MAX_PACKED_BYTES:,} can be packed. Leave them as separate files"
                 )
-            names = [os.fsencode(path.relative_to(self.root).as_posix()) for path in rows]
-            digests = [
-                # Damaged rows keep the digest that they do not fit.
-                row.digest or _row_digest(name, row)
-                for name, row in zip(names, rows.values(), strict=True)
-            ]
-            table = pyarrow.table(
-                {
-                    "file": names,
-                    "record": [row.content for row in rows.values()],
-                    "images": [row.images for row in rows.values()],
-                    _ROW_DIGEST: digests,
-                },
-                schema=pyarrow.schema(
-                    [(name, pyarrow.binary()) for name in (*_COLUMNS, _ROW_DIGEST)],
-                    {_NUM_ROWS: str(len(rows))},
-                ),
-            )
-            write_atomically(
-                self.root / PACKED,
-                lambda file: pyarrow.parquet.write_table(table, file, compression="zstd"),
-            )
-            for path, before in moved:
+            self._write_rows(rows)
+            for path, state in moved:
                 with suppress(FileNotFoundError):
                     now = path.lstat()
-                    if (now.st_mtime_ns, now.st_ino) == (before.st_mtime_ns, before.st_ino):
+                    if (now.st_mtime_ns, now.st_ino) == (state.st_mtime_ns, state.st_ino):
                         path.unlink()
         finally:
             os.close(folder)
         return sum(map(self._is_record, rows))
 
+    def _write_rows(self, rows: Mapping[Path, _Row]) -> None:
+        """Write `records.parquet`."""
+        import pyarrow
+        import pyarrow.parquet
+
+        names = [os.fsencode(path.relative_to(self.root).as_posix()) for path in rows]
+        digests = [
+            # Damaged rows keep the digest that they do not match.
+            row.digest or _row_digest(name, row)
+            for name, row in zip(names, rows.values(), strict=True)
+        ]
+        table = pyarrow.table(
+            {
+                "file": names,
+                "record": [row.content for row in rows.values()],
+                "images": [row.images for row in rows.values()],
+                _ROW_DIGEST: digests,
+            },
+            schema=pyarrow.schema(
+                [(name, pyarrow.binary()) for name in (*_COLUMNS, _ROW_DIGEST)],
+                {_NUM_ROWS: str(len(rows))},
+            ),
+        )
+        write_atomically(
+            self.root / PACKED,
+            lambda file: pyarrow.parquet.write_table(table, file, compression="zstd"),
+        )
+
     def _is_record(self, path: Path) -> bool:
         return path.parent != self.root / "images"
 
-    def _content(self, path: Path) -> bytes:
+    def _read_content(self, path: Path) -> bytes:
         """Return the content of a file of this folder, or of its row.
 
         Raises:
@@ -449,75 +507,88 @@ class ResultStore:
         """
         row = self._packed().get(path)
         if row is None or path.exists():
-            return read_within(self.root, path, MOST_BYTES)
+            return read_within(self.root, path, MAX_FILE_BYTES)
         return row.content
 
     def _packed(self) -> Mapping[Path, _Row]:
-        """Return the sound rows of `records.parquet` by the place of their files."""
-        return self._read_rows()[0]
+        """Return the valid rows of `records.parquet` by the path of their file."""
+        return self._load_rows()[0]
 
     def _damaged_rows(self) -> Mapping[Path, _Row]:
-        """Return the rows of `records.parquet` that are not what was written."""
-        return self._read_rows()[1]
+        """Return the rows of `records.parquet` that do not match their digest."""
+        return self._load_rows()[1]
 
-    def _read_rows(self) -> tuple[Mapping[Path, _Row], Mapping[Path, _Row]]:
-        """Return sound and damaged rows of `records.parquet`; it is read again where it changed.
+    def _load_rows(self) -> tuple[Mapping[Path, _Row], Mapping[Path, _Row]]:
+        """Return valid and damaged rows of `records.parquet`, which is read when it changed.
 
         Raises:
-            DataError: It cannot be read, or has lost rows.
+            DataError: The file cannot be read, or has lost rows.
         """
         path = self.root / PACKED
         try:
-            found = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             return {}, {}
-        state = (found.st_mtime_ns, found.st_size, found.st_ino)
-        if self._rows is None or self._rows[0] != state:
-            self._rows = state, *_rows_of(self.root, path)
-        return self._rows[1:]
+        state = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if self._packed_rows is None or self._packed_rows[0] != state:
+            self._packed_rows = state, *_read_rows(self.root, path)
+        return self._packed_rows[1:]
 
     def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:
+        """Return the record of a file or its row, or None if it is invalid.
+
+        The path of an invalid file is added to `unreadable`.
+        """
         reader = reader or RecordReader(self.root)
         try:
             if (row := self._packed().get(path)) and not path.exists():
-                return reader.record(row.content, path)
+                return reader.parse(row.content, path)
             return reader.read(path)
         except OSError as error:
             self.unreadable[path] = error.strerror or str(error)
-        except _UNREADABLE as error:
-            self.unreadable[path] = shortened(error)
+        except _READING_ERRORS as error:
+            self.unreadable[path] = describe_reading_error(error)
         return None
 
 
-def _rows_of(root: Path, path: Path) -> tuple[dict[Path, _Row], dict[Path, _Row]]:
-    """Return the sound and the damaged rows of a file as `ResultStore.pack` writes it.
+def _row_digest(file: bytes, row: _Row) -> bytes:
+    """Return the SHA-256 of the content of a row."""
+    parts = (file, row.content, b"" if row.images is None else b"." + row.images)
+    # The digest of each part, so that moving a byte to the next part changes the result.
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
+
+
+def _read_rows(root: Path, path: Path) -> tuple[dict[Path, _Row], dict[Path, _Row]]:
+    """Return valid and damaged rows of a Parquet file that `ResultStore.pack` wrote.
 
     Raises:
-        DataError: It cannot be read, or has lost rows.
+        DataError: The file cannot be read, or has lost rows.
     """
     import pyarrow
     import pyarrow.parquet
 
     try:
-        content = pyarrow.BufferReader(read_within(root, path, _MOST_PACKED))
-        # Not read_table, which imports pandas.
+        content = pyarrow.BufferReader(read_within(root, path, _MAX_PACKED_BYTES))
+        # Not `read_table`, which imports pandas.
         table = pyarrow.parquet.ParquetFile(content).read()
         columns = [table.column(name).to_pylist() for name in _COLUMNS]
         number, has_digests = str(table.num_rows).encode(), _ROW_DIGEST in table.column_names
         digests = table.column(_ROW_DIGEST).to_pylist() if has_digests else [None] * table.num_rows
         if (table.schema.metadata or {}).get(_NUM_ROWS, number) != number:
             raise ValueError(f"it has lost or gained rows: {table.num_rows} are left")
-        sound, damaged = {}, {}
-        for file, *parts in zip(*columns, digests, strict=True):
-            row, place = _Row(*parts), root.joinpath(*os.fsdecode(file).split("/"))
-            is_sound = row.digest in ((None,) if not has_digests else (_row_digest(file, row),))
-            (sound if is_sound else damaged)[place] = row
-    # Whatever the decoder raises; a size that is damaged may ask for any memory.
+        valid, damaged = {}, {}
+        for file, record, images, digest in zip(*columns, digests, strict=True):
+            row = _Row(record, images, digest)
+            row_path = root.joinpath(*os.fsdecode(file).split("/"))
+            is_valid = digest == _row_digest(file, row) if has_digests else True
+            (valid if is_valid else damaged)[row_path] = row
+    # The decoder raises exceptions of any class. A damaged size can ask for any amount of memory,
+    # so that `ArrowMemoryError` does not mean that memory is short.
     except Exception as error:
         if not isinstance(error, pyarrow.ArrowMemoryError):
             pass_on_memory(error)
-        raise DataError(f"cannot read {path} ({error}); copy it again, or move it away") from error
-    return sound, damaged
+        raise DataError(f"cannot read {path} ({error}). Restore or remove it") from error
+    return valid, damaged
 
 
 def _versions(record: Record) -> tuple[int, int]:
@@ -529,9 +600,9 @@ def _without_versions(record: Record) -> ResultKey:
 
 
 def _newest_versions(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
-    """Return the newest versions of metric and pipeline of each task, here or in its records.
+    """Return the newest metric and pipeline version of each task, in its records or installed.
 
-    Those that are installed count for installed probes alone: nothing is known of others.
+    For a task that is not installed, only its records count.
     """
     newest: dict[str, tuple[int, int]] = {}
     for record in records:
@@ -540,41 +611,41 @@ def _newest_versions(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
             max(metric, record.metric_version),
             max(pipeline, record.pipeline_version),
         )
-    for task, (metric, pipeline) in newest.items():
-        if (installed := versions.installed_metric_version(task)) is not None:
-            newest[task] = max(metric, installed), max(pipeline, versions.PIPELINE_VERSION)
+    for task in newest.keys() & {*choices("probe")}:
+        metric, pipeline = newest[task]
+        installed = versions.METRIC_VERSIONS.get(task, 1)
+        newest[task] = max(metric, installed), max(pipeline, versions.PIPELINE_VERSION)
     return newest
 
 
-def _names_in(content: bytes) -> tuple[str, ...]:
-    """The names of a split's images in the content of their file."""
-    names = json.loads(content)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("expected a list of names")
-    return tuple(names)
+def _parse_image_ids(content: bytes) -> tuple[str, ...]:
+    ids = json.loads(content)
+    if not isinstance(ids, list) or not all(isinstance(name, str) for name in ids):
+        raise ValueError("expected a list of ids")
+    return tuple(ids)
 
 
 def summarise_problems(reasons: Mapping[Path, str]) -> str:
-    """Some files, each with what is wrong with it."""
-    named = [f"{path}: {why}" for path, why in reasons.items()]
-    more = [f"and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
-    return "; ".join([*named[:_SHOWN], *more])
+    """Return the first five files with their reasons, and the number of the others."""
+    listed = [f"{path}: {reason}" for path, reason in reasons.items()]
+    more = [f"and {len(listed) - _MAX_LISTED} more"] if len(listed) > _MAX_LISTED else []
+    return "; ".join([*listed[:_MAX_LISTED], *more])
 
 
 def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
-    """One row a record, whose columns are its fields.
+    """Return a table with one row for each record and one column for each field.
 
-    `ci95` is `low_95` and `high_95`, in the unit of `value`; mean and deviation are three columns
-    each; what has names of its own, such as `settings`, is JSON, so that every column has one type
+    `ci95` becomes `low_95` and `high_95`, in the unit of `value`. `mean` and `std` become three
+    columns each. Mappings, such as `settings`, become JSON text, so that every column has one type
     and can be written as Parquet.
 
     Args:
-        records: Or the folder of results that holds them, such as "results".
+        records: Records, or the folder of results that contains them, such as "results".
 
     Raises:
-        DataError: there is no record in that folder.
+        DataError: The folder contains no valid record.
     """
-    # Here, because it is slow to import.
+    # Here because the import is slow.
     import pandas
 
     if isinstance(records, Path | str):
@@ -590,7 +661,7 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
             if name == "ci95":
                 row["low_95"], row["high_95"] = value or (None, None)
             elif name in ("mean", "std"):
-                row |= {f"{name}_{colour}": v for colour, v in zip("rgb", value, strict=True)}
+                row |= {f"{name}_{channel}": v for channel, v in zip("rgb", value, strict=True)}
             elif isinstance(value, Mapping):
                 plain = plain_json(value, infinity=INFINITY_AS_JSON)
                 row[name] = json.dumps(plain, sort_keys=True, default=list)
@@ -601,10 +672,10 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
 
 
 def _error_of_run(folder: Path) -> DataError | None:
-    """Return the error on a run folder, with what its last step measured; None for other folders.
+    """Return the error for the folder of a training run, or None for other folders.
 
-    What a run measures of itself, such as the letters that it copies, is in its log alone: numbers
-    of the last row that the first one lacks.
+    The message has the loss of the last step and the values that were measured after the first
+    step, such as the accuracy of copying.
     """
     log = folder / "log.jsonl"
     try:
@@ -617,14 +688,15 @@ def _error_of_run(folder: Path) -> DataError | None:
         first, last = json.loads(lines[0]), json.loads(lines[-1])
         names = ["loss", *(name for name in last if name not in first and name != "loss")]
         measured = [f"{name} {last[name]:.4g}" for name in names if last.get(name) is not None]
-        said = ", ".join([f"step {int(last['step'])}", *measured])
-    # Somebody's own files may hold anything.
+        progress = ", ".join([f"step {int(last['step'])}", *measured])
+    # Files of these names may contain anything.
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, yaml.YAMLError):
         return None
-    command = ("ssl-bench", "probe", "--task", "all", "--checkpoint", escape_braces(str(folder)))
-    has_encoder = model != "StateSpaceConfig"
-    return DataError(
-        f"{folder} is a run of {objective} and holds no records: {said}; every step is in {log}; "
-        f"{'probe' if has_encoder else 'no probe takes'} its model",
-        hint=(*command, "--out", "{folder}") if has_encoder else (),
+    message = (
+        f"{folder} is a training run ({objective}, {progress}) without records. Its steps are "
+        f"logged in {log}"
     )
+    if model == "StateSpaceConfig":
+        return DataError(f"{message}. Probes do not support its model")
+    command = ("ssl-bench", "probe", "--task", "all", "--checkpoint", escape_braces(str(folder)))
+    return DataError(message, hint=(*command, "--out", "{folder}"))

@@ -5,11 +5,13 @@ import hashlib
 import os
 import re
 import stat
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
+from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -82,6 +84,37 @@ def read_within(
     """The bytes of a file that `open_within` opens."""
     with open_within(root, path, most_bytes, known=known) as file:
         return file.read()
+
+
+def read_folder_within(
+    root: Path, folder: Path, suffix: str, most_bytes: int
+) -> Iterator[tuple[str, bytes | None]]:
+    """Yield the name and content of the files of a folder, for thousands of small files.
+
+    The content is None where `read_within` would raise an error. Hidden files are included.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.name.endswith(suffix))
+    except OSError:
+        return
+    below_root = takewhile(lambda place: place != root, (folder, *folder.parents))
+    is_linked = any(place.is_symlink() for place in below_root)
+    for name in names:
+        try:
+            if is_linked:
+                raise OSError
+            descriptor = os.open(f"{folder}{os.sep}{name}", os.O_RDONLY | _NO_LINK_NO_WAIT)
+        except OSError:
+            yield name, None
+            continue
+        try:
+            status = os.fstat(descriptor)
+            is_allowed = stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes
+            content = os.read(descriptor, status.st_size) if is_allowed else None
+        finally:
+            os.close(descriptor)
+        yield name, content
 
 
 _UNFINISHED = re.compile(r"\.ssl-bench-[0-9a-f]{32}\.tmp")
@@ -325,3 +358,20 @@ def files_below(root: Path) -> Iterator[str]:
     if written:
         more = f" and {len(written) - 1} more" if len(written) > 1 else ""
         say_once(f"left out, because ssl-bench wrote it: {written[0]}{more}")
+
+
+def require_writable(folder: Path) -> None:
+    """Check before a long computation that files can be written to a folder, without creating it.
+
+    Raises:
+        MachineError: They cannot.
+    """
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise MachineError(
+            f"cannot write to {folder}: {error.strerror}",
+            hint=("--out", "{folder}"),
+        ) from error

@@ -5,8 +5,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Sized
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence, Sized
 from functools import cache
 from typing import Any, TypeVar
 
@@ -16,8 +15,6 @@ from ssl_bench.system.launch import is_heard
 T = TypeVar("T")
 _FIRST_SECONDS, _LATEST_SECONDS = 20.0, 600.0
 _REMEMBERED = 1000
-reworded = ContextVar[Callable[[str], str]]("reworded", default=str)
-"""How lines are put to whoever did not type a command."""
 
 
 def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
@@ -144,7 +141,7 @@ def say(line: str) -> None:
     if not is_heard():
         return
     with bar_class().external_write_mode(file=sys.stderr):
-        print(printable(reworded.get()(line)), file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import SIGNIFICANT, Estimate, holm
 from ssl_bench.results import ENCODER_FIELDS, TRAINED_ON, Record, ResultStore, is_degenerate
-from ssl_bench.results.contributions import CurveEstimates, load_curve
+from ssl_bench.results.per_image import CurveEstimates, load_curve
 from ssl_bench.tables.depth import (
     PROBE_EPOCHS,
     epoch_of,
@@ -411,7 +411,9 @@ def _sides_of(
 ) -> list[CurveEstimates]:
     """Return one a side; none if the values of single images of a side were not kept."""
     curves = [load_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
-    return list(map(CurveEstimates.of, curves)) if all(curve.per_image for curve in curves) else []
+    if not all(curve.per_image for curve in curves):
+        return []
+    return list(map(CurveEstimates.from_curve, curves))
 
 
 def _rows_of(sides: Sequence[CurveEstimates]) -> list[Difference]:
@@ -443,7 +445,7 @@ def _why_not(store: ResultStore, records: Sequence[Record], encoders: Mapping[st
             for word, side in sides.items()
         }
         return "; ".join(f"of {word} {what} alone" for word, what in asked.items())
-    kept = [{r.layer for r in side if store.keeps_images(r.key())} for side in (first, second)]
+    kept = [{r.layer for r in side if store.has_per_image(r.key())} for side in (first, second)]
     if not any(kept):
         return "no values of single images are kept"
     # The nearest; one that differs in nothing has another reason.

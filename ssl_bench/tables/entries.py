@@ -21,9 +21,9 @@ from ssl_bench.results import (
     TRAINED_ON,
     Baseline,
     Record,
+    RecordedEncoder,
     is_degenerate,
 )
-from ssl_bench.results.record import record_filename
 from ssl_bench.system.escaping import printable
 from ssl_bench.tables.sheets import NO_VALUE
 
@@ -112,7 +112,7 @@ def metric_with_unit(record: Record) -> str:
     return f"{record.metric} ({record.unit})" if record.unit else record.metric
 
 
-def model_names(records: Sequence[Record]) -> dict[str, str]:
+def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
     """Name of each encoder by its id; of two of the same name with its first digits."""
     names = {record.encoder_id: record.model for record in records}
     digits = 6
@@ -241,7 +241,7 @@ class Entry:
     def csv_fields(self) -> dict[str, Any]:
         """Value, interval and what tells the experiment from others."""
         first = self.records[0]
-        baseline = Baseline.of(first.details)
+        baseline = Baseline.from_details(first.details)
         return {
             "value": self.value,
             "low_95": "" if self.low is None else self.low,
@@ -277,7 +277,7 @@ class Entry:
                     "value": record.value,
                     "ci95": None if record.ci95 is None else list(record.ci95),
                     **{name: getattr(record, name) for name in _PROVENANCE},
-                    "file": record_filename(record, record.digest),
+                    "file": record.filename(),
                 }
                 for record in self.records
             ],
@@ -394,7 +394,7 @@ def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
     """
     found: dict[str, set[float]] = defaultdict(set)
     for record in records:
-        baseline = Baseline.of(record.details)
+        baseline = Baseline.from_details(record.details)
         if baseline is not None:
             found[baseline.answer].add(baseline.value)
     return {answer: sorted(values) for answer, values in found.items()}

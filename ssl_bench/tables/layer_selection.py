@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.results.contributions import NUM_FOLDS, load_curve
+from ssl_bench.results.per_image import NUM_FOLDS, load_curve
 from ssl_bench.tables.entries import Entry, mean_entry, mean_of, mean_of_known, with_seeds_said
 
 CHOICES = ("holdout", "oracle")
@@ -114,7 +114,7 @@ def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
     by_layer = {record.layer: record for record in records}
     if curve.per_image.keys() != by_layer.keys() or not curve.candidates:
         return None
-    mixed, layers = curve.held_out()
+    mixed, layers = curve.choose_held_out()
     if len(set(layers)) == 1:
         return mean_entry([by_layer[layers[0]]])
     estimate = curve.estimate(mixed)

@@ -103,7 +103,7 @@ class SeverityTable:
         values = [entry.value for entry in common if entry is not None]
         if clean is None or not values or not clean.records[0].is_ranked:
             return None
-        baseline = Baseline.of(clean.records[0].details)
+        baseline = Baseline.from_details(clean.records[0].details)
         if not clean.value > (0.0 if baseline is None else baseline.value):
             return None
         lost = 100.0 * (1 - sum(values) / len(values) / clean.value)

@@ -92,7 +92,7 @@ def test_the_newest_checkpoint_is_taken_and_said(workplace, capsys):
     assert main([*PROBE, "--layer", "-1,0", "probe.image_size=40"]) == 0
 
     out, err = capsys.readouterr()
-    assert "no --checkpoint: the newest below runs/ is runs/newer/last.safetensors, writ" in err
+    assert "the newest checkpoint below runs/: runs/newer/last.safetensors, writ" in err
     assert "encoder newer: 3 blocks" in err
     assert "pca: explained_variance" in out
     records = ResultStore(workplace / "results").records()
@@ -160,7 +160,7 @@ def test_json_is_all_that_stdout_gets_and_holds_the_records_beside_pictures(work
         assert record.pop("record_sha256")
         record.pop("per_image_sha256", None)
     assert found == [by_layer[0], by_layer[2]]
-    assert "records and pictures in results" in err
+    assert "use `ssl-bench report --out results`" in err
     promised = (
         "task dataset split layer depth facet protocol metric value ci95 num_images model "
         "checkpoint_sha256 dataset_fingerprint seed settings version git_commit torch device "

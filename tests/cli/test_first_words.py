@@ -69,16 +69,16 @@ def test_the_only_size_of_an_encoder_is_no_other_question(place, capsys, task):
     assert [r.settings for r in new.records()] == [r.settings for r in first]
 
 
-def test_a_key_says_which_tasks_it_does_not_concern(place, capsys):
+def test_a_message_names_the_tasks_that_ignore_a_key(place, capsys):
     words = PCA.replace("pca", "all") + " probe.image_size=32 --dry-run"
     err = said(capsys, words)[1]
-    # A task that is not run is not said to be unconcerned.
-    assert err.count("probe.image_size=32 does not concern tokencut\n") == 1
+    # Only tasks that run are named.
+    assert err.count("probe.image_size=32 is ignored by tokencut\n") == 1
     assert "left out: folder has no boxes for discovery" in err
-    assert "does not concern" not in said(capsys, f"{PCA} probe.image_size=32 --dry-run")[1]
+    assert "is ignored" not in said(capsys, f"{PCA} probe.image_size=32 --dry-run")[1]
     words = PCA.replace("pca", "pca,conditioning") + " --dry-run"
     assert (
-        "probe.facet=key does not concern conditioning"
+        "probe.facet=key is ignored by conditioning"
         in said(capsys, f"{words} probe.facet=key --pictures 2")[1]
     )
     assert "panels" not in said(capsys, f"{words} --pictures 2")[1]
@@ -87,7 +87,7 @@ def test_a_key_says_which_tasks_it_does_not_concern(place, capsys):
 def test_one_facet_suits_all_tasks_that_have_one(place, capsys):
     tasks = "pca,correspondence,tokencut,discovery,geometry"
     words = f"probe --task {tasks} --checkpoint encoder.safetensors --dry-run"
-    assert "does not concern" not in said(capsys, f"{words} probe.facet=attn_out")[1]
+    assert "is ignored" not in said(capsys, f"{words} probe.facet=attn_out")[1]
     for task in ("knn", "classification", "clustering"):
         words = f"probe --task {task} --dataset toy_objects --print-config"
         said(capsys, f"{words} probe.facet=attn_out")

@@ -39,6 +39,7 @@ from ssl_bench.errors import (
     SslBenchError,
     UnreadableImage,
     escape_braces,
+    hints_for_python,
     join_alternatives,
     split_alternatives,
 )
@@ -51,11 +52,13 @@ ERRORS = {
     "NotFetched",
     "require_choice",
     "unknown_name_error",
+    "with_hint",
 }  # fmt: skip
 
 # What a user knows: placeholders, by the name between braces, and escaped texts, by the name in
 # the code. Several words are separated by a null character.
 FILLED: Mapping[str, str] = {
+    "blocks": "0-5",
     "checkpoint": "runs/skip",
     "corruption": "gaussian_noise",
     "corruptions": "gaussian_noise:3,fog:2",
@@ -109,6 +112,7 @@ OWN: Mapping[str, str] = {
     "head_width": "12",
     "image_size": "224",
     "key": "train.warmup_epochs",
+    "images": "9",
     "kind": "task",
     "late": "200",
     "lower": "32",
@@ -497,6 +501,32 @@ def test_an_error_shows_what_its_sentence_does_not_name():
     assert str(DataError("take --out x", hint=("--out", "x"))) == "take --out x"
     assert str(DataError("unknown --outs", hint=("--out",))) == "unknown --outs; use `--out`"
     assert join_alternatives(("--a",), (), ("--b", "1")) == ("--a", "or", "--b", "1")
+
+
+@pytest.mark.parametrize(
+    ("hint", "shown"),
+    [
+        (("--dtype", "float32"), 'dtype="float32"'),
+        (("--overwrite", "probe.facet=patch_mean"), 'overwrite=True, facet="patch_mean"'),
+        (("--data-root", "{folder}"), 'data_root="FOLDER"'),
+        (("--checkpoint", escape_braces("{x}.pth")), 'encoder="{x}.pth"'),
+        (("--layer", "0,5"), 'layer="0,5"'),
+        (("data.limit=null",), "limit=None"),
+        (("probe.neighbours=[5,10]", "probe.tau={value}"), "neighbours=[5, 10], tau=VALUE"),
+        (("dataset.num_val=4",), '**{"dataset.num_val": 4}'),
+        (("probe.training.epochs=3",), '**{"probe.training.epochs": 3}'),
+        (("ssl-bench", "keys", "probe.knn"), "ssl-bench keys probe.knn"),
+        (("probe.facet=token", "or", "--facet", "token"), 'facet="token"'),
+    ],
+)
+def test_python_users_see_hints_as_keywords(hint, shown):
+    names = {"--checkpoint": "encoder", "data.limit": "limit"}
+    with pytest.raises(DataError) as raised, hints_for_python(names):
+        raise DataError("no", hint=hint)
+
+    assert str(raised.value) == f"no; use `{shown}`"
+    assert raised.value.hint == hint
+    assert str(DataError("no", hint=("--dtype", "x"))) == "no; use `--dtype x`"
 
 
 @pytest.mark.parametrize(

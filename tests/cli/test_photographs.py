@@ -64,8 +64,8 @@ def test_a_folder_is_looked_through_before_a_model_is_loaded(place, capsys, monk
     words = [word.replace("pca", "pca,tokencut") for word in probing("pca", "folder", photos)]
     assert main(words) == 0
 
-    unconcerned, first, second = capsys.readouterr().err.splitlines()[:3]
-    assert unconcerned == "probe.image_size=32 does not concern tokencut"
+    ignored, first, second = capsys.readouterr().err.splitlines()[:3]
+    assert ignored == "probe.image_size=32 is ignored by tokencut"
     assert first == (
         "taken: 3 photographs of folder; 2 cannot be read: 1.jpg, 3.jpg; "
         "1 is HEIC, which pip install 'ssl-bench[heic]' reads: phone.HEIC"

@@ -30,9 +30,9 @@ from ssl_bench.evaluation import Probe
 from ssl_bench.layers import layers_of
 from ssl_bench.models import ViTConfig, build_encoder, identify_encoder
 from ssl_bench.models.loading import checkpoint
-from ssl_bench.planning import probing_config
+from ssl_bench.request import probing_config
 from ssl_bench.results import ResultKey, ResultStore
-from ssl_bench.results.contributions import ImageCurve
+from ssl_bench.results.per_image import ImageCurve
 from ssl_bench.tables.published import DIFFERENCE, SUPERVISED, PublishedTable, load_published_tables
 from tests.core.test_results import RECORD
 

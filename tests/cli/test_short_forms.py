@@ -56,7 +56,7 @@ def test_no_pictures_are_drawn_when_none_are_wanted(place, capsys):
         assert records(Path(task))
         assert not [*Path(task).rglob("*.png")]
     said = fails(capsys, [*knn, *words[:-1], "3"], 2)
-    assert "--pictures" in said
+    assert "probe.panels" in said
 
 
 def test_what_scores_its_pictures_draws_them_beside_tasks_that_draw_none(place, capsys):
@@ -66,7 +66,7 @@ def test_what_scores_its_pictures_draws_them_beside_tasks_that_draw_none(place, 
         assert found["pca"]["probe"]["panels"] == 8
         assert found.get("tokencut", {"probe": {"panels": 0}})["probe"]["panels"] == 0
     assert main(["probe", "--task", "all", "--dataset", "toy", *none, "--dry-run"]) == 0
-    assert "probe.panels=0 does not concern pca\n" in capsys.readouterr().err
+    assert "probe.panels=0 is ignored by pca\n" in capsys.readouterr().err
     assert "panels expects" in fails(capsys, ["probe", "--task", "pca", *none], 2)
 
 

@@ -19,7 +19,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
 from ssl_bench.composition.choices import choices
 from ssl_bench.models.loading.addresses import expand
-from ssl_bench.planning import parse_data_roots
+from ssl_bench.request import parse_data_roots
 from ssl_bench.results import ResultStore
 from ssl_bench.slurm import array_settings, submit_array
 from tests.support.faults import (
@@ -74,7 +74,7 @@ def test_the_plan_counts_finished_cells_as_probe_left_them(place, capsys):
     assert main(["sweep", *PHOTOS, "--checkpoint", "runs/*", "--dry-run"]) == 0
 
     shown, said = capsys.readouterr()
-    assert f"to be computed again: {path}: " in said
+    assert f"will be computed again: {path}: " in said
     assert shown.splitlines()[-1] == "2 jobs, 4 scores: 0 finished, 4 pending"
 
 
@@ -109,7 +109,7 @@ def test_equal_weights_are_planned_once(place, capsys):
 
     assert [job["checkpoint"] for job in plan["jobs"]] == ["runs/copy", "runs/one"]
     main(["sweep", *PHOTOS, "--checkpoint", "runs/*", "--dry-run"])
-    assert "runs/two is the encoder of runs/copy" in capsys.readouterr().err
+    assert "runs/two is the same encoder as runs/copy" in capsys.readouterr().err
 
 
 def test_tasks_go_to_datasets_that_have_labels_for_them_each_with_its_own_root(place, capsys):
@@ -263,8 +263,8 @@ def test_blocks_are_shared_where_jobs_are_more_than_questions(place, capsys):
     out, err = capsys.readouterr()
     shares = [re.split(" {2,}", line)[1] for line in out.splitlines() if line.startswith("one")]
     assert shares == ["pca", "retrieval, blocks 0", "retrieval, blocks 1"]
-    assert out.splitlines()[-1].endswith("blocks are shared out, and each job encodes the images")
-    assert "pca is one job: its pictures show several blocks" in err
+    assert "split by block" in out.splitlines()[-1]
+    assert "pca is one job, because a figure shows several blocks\n" in err
 
     assert main([*asked, "--task", "retrieval,pca", "--jobs", "4", "--dry-run"]) == 0
     assert "share" not in capsys.readouterr().out
@@ -426,14 +426,14 @@ def test_what_slurm_lacks_or_refuses_is_one_line(place, cluster, capsys, monkeyp
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--slurm"]
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "")
-        assert "no sbatch and no srun in PATH" in fails(capsys, sweep, 5)
+        assert "sbatch and srun not found in PATH" in fails(capsys, sweep, 5)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "submitit", None)
         assert "ssl-bench[slurm]" in fails(capsys, sweep, 5)
     refusal = "#!/bin/sh\necho 'sbatch: error: invalid partition' >&2; exit 1\n"
     (place / "commands/sbatch").write_text(refusal)
     said = fails(capsys, sweep, 5)
-    assert "sbatch refused the array" in said
+    assert "sbatch rejected the array" in said
     assert "invalid partition" in said
 
 

@@ -62,7 +62,7 @@ def test_no_terminal_is_filled_with_parquet(results, monkeypatch, capsys):
 
     assert main(["table", "--format", "parquet"]) == 2
 
-    assert "put it into a file: > results.parquet" in capsys.readouterr().err
+    assert "> results.parquet" in capsys.readouterr().err
 
 
 def test_packed_records_are_read_like_files(tmp_path, capsys):
@@ -84,14 +84,14 @@ def test_packed_records_are_read_like_files(tmp_path, capsys):
 
     before = printed()
     assert main(["table", "--pack", *out]) == 0
-    assert f"{len(whole)} records are in " in capsys.readouterr().err
+    assert f"{len(whole)} records" in capsys.readouterr().err
 
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["records.parquet"]
     packed = ResultStore(tmp_path)
     assert [record.as_json() for record in packed.records()] == whole
     assert printed() == before
     assert packed.load(key) is not None
-    assert packed.keeps_images(key)
+    assert packed.has_per_image(key)
     assert packed.unreadable == {}
     assert packed.image_ids(RECORD.dataset_fingerprint) == tuple("abcde")
     # A later file counts, and joins the others.
@@ -151,7 +151,7 @@ def test_a_file_counts_with_what_lies_beside_it(tmp_path):
     again.save(replace(first, value=60.0))
 
     assert again.per_image(again.records()[0]) is None
-    assert not again.keeps_images(first.key())
+    assert not again.has_per_image(first.key())
     assert again.pack() == 1
     assert [record.value for record in again.records()] == [60.0]
     assert again.unreadable == {}

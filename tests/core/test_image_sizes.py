@@ -48,7 +48,7 @@ def test_sizes_of_presets_become_multiples_of_the_patch(place, capsys):
     said = capsys.readouterr().err
     assert {r.task: r.settings["image_size"] for r in records()} == SQUARES
     assert all("image_size" not in record.changed for record in records())
-    assert said.count("images of 504 x 504 pixels instead of 512") == 3
+    assert said.count("image size 504 instead of 512") == 3
     assert not any(job["pending"] for job in planned(capsys, words))
 
 
@@ -94,8 +94,8 @@ def test_an_encoder_of_one_size_is_asked_at_that_size(place, capsys):
     assert main(probed(tasks, *QUICK[1:3], checkpoint=f"{FILE}:own")) == 0
 
     said = capsys.readouterr().err
-    assert said.count("facet token, as it has no key") == 2
-    assert said.count("images are squashed to 32 x 32 pixels, the only size") == 3
+    assert said.count("facet token, because") == 2
+    assert said.count("squares of 32 x 32 pixels, the only size") == 3
     found = {r.task: r for r in records()}
     assert set(found) == set(tasks.split(","))
     assert [found[t].settings["squash"] for t in ("tokencut", "discovery", "pca")] == [32] * 3
@@ -132,7 +132,7 @@ def test_records_say_the_own_size_that_an_encoder_was_shown(place, capsys):
     assert main(probed(tasks, *few, checkpoint=f"{FILE}:own")) == 0
 
     said = capsys.readouterr().err
-    assert said.count("images of 32 x 32 pixels, the only size the encoder takes") == 2
+    assert said.count("images have 32 x 32 pixels, the only size the encoder takes") == 2
     assert {(r.task, r.settings["image_size"], r.details["image_size"]) for r in records()} == {
         ("geometry", None, 32),
         ("correspondence", None, 32),

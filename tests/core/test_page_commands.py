@@ -14,10 +14,10 @@ import pytest
 from ssl_bench.cli import parser as cli
 from ssl_bench.cli.keys import command as print_keys
 from ssl_bench.cli.reproduce import command as reproduce
-from ssl_bench.cli.table import _check_together
+from ssl_bench.cli.table import _check_options
 from ssl_bench.composition.choices import choices, parse_names, require_choice
 from ssl_bench.composition.compose import add_data_root, build, compose_config
-from ssl_bench.planning import planned_probes
+from ssl_bench.planning import plan_request
 from ssl_bench.tables.published import load_published_table
 from tests.core.test_extending import commands as copied_commands
 from tests.support.page_commands import COMMANDS, ROOT, PageCommand
@@ -67,7 +67,7 @@ def typed(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Typed:
 
 def probed(asked: Typed) -> None:
     asked.options.task = getattr(asked.options, "task", "all")
-    assert planned_probes(asked.options, asked.overrides)
+    assert plan_request(cli.probe_request(asked.options, asked.overrides))
 
 
 def pretrained(asked: Typed) -> None:
@@ -86,7 +86,7 @@ def read(asked: Typed) -> None:
     options = asked.options
     parse_names("task", options.task, [*choices("probe"), "supervised"])
     if asked.command == "table":
-        _check_together(options)
+        _check_options(options)
         rows = load_published_table(options.paper).rows if options.paper else []
         for pair in options.encoders or []:
             require_choice("row", pair.partition("=")[0], rows)

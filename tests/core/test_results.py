@@ -11,7 +11,8 @@ from pyarrow import parquet
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record, ResultKey, ResultStore
-from ssl_bench.results.contributions import load_curve
+from ssl_bench.results.per_image import load_curve
+from ssl_bench.results.record import RecordReader
 
 RECORD = Record(
     task="tokencut",
@@ -68,8 +69,7 @@ def test_a_run_folder_says_what_it_is_and_how_its_encoder_is_probed(tmp_path):
     with pytest.raises(DataError) as raised:
         ResultStore(tmp_path).records()
 
-    said = f"{tmp_path} is a run of Dino and holds no records: step 7, loss 1.5; every step is in "
-    assert str(raised.value).startswith(f"{said}{tmp_path / 'log.jsonl'}")
+    assert "Dino, step 7, loss 1.5" in str(raised.value)
     assert raised.value.hint[4:6] == ("--checkpoint", str(tmp_path))
 
 
@@ -78,7 +78,7 @@ def test_somebody_elses_folder_is_no_run(tmp_path, log):
     (tmp_path / "config.yaml").write_text("objective: x\nmodel: y\n")
     (tmp_path / "log.jsonl").write_text(log)
 
-    with pytest.raises(DataError, match="no records in"):
+    with pytest.raises(DataError, match="no records"):
         ResultStore(tmp_path).records()
 
 
@@ -118,14 +118,14 @@ def test_a_cell_is_known_by_the_sha256_of_its_fields_as_sorted_json():
 
     expected = hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    assert RECORD.digest == RECORD.key().digest() == expected
+    assert RECORD.digest == RECORD.key().digest == expected
     # Stands in the names of files, so that another one would orphan all records.
     assert expected == "ebb0052e2a1f2f9c"
-    assert replace(RECORD, facet='ä"').digest == replace(RECORD, facet='ä"').key().digest()
+    assert replace(RECORD, facet='ä"').digest == replace(RECORD, facet='ä"').key().digest
     # Versions are in no digest until code of another version computes other numbers.
     others = [replace(RECORD, **{name: 2}) for name in VERSIONS]
     assert len({RECORD.digest, *(other.digest for other in others)}) == 3
-    assert all(other.digest == other.key().digest() for other in others)
+    assert all(other.digest == other.key().digest for other in others)
 
 
 def test_records_share_equal_settings_whether_typed_as_1_or_as_1_point_0(tmp_path):
@@ -165,7 +165,7 @@ def test_a_cell_is_found_whether_it_was_typed_as_1_or_as_1_point_0(tmp_path, pac
 
     assert found is not None
     assert (found.value, found.settings) == (50.0, {"tau": new})
-    assert store.keeps_images(key)
+    assert store.has_per_image(key)
     assert np.array_equal(store.per_image(found), hits)
     assert store.load(replace(key, settings={"tau": 2})) is None
     assert store.load(replace(key, settings={"tau": True})) is None
@@ -320,3 +320,56 @@ def test_values_of_images_that_only_changed_places_are_damaged(tmp_path):
 
     assert store.per_image(record) is None
     assert store.damaged == [path]
+
+
+def encoders_of(count: int) -> list[Record]:
+    """Two records of each of some encoders."""
+    models = [f"encoder {number}" for number in range(count)]
+    return [
+        replace(RECORD, model=model, checkpoint_sha256=f"{number}" * 64, layer=layer, details={})
+        for number, model in enumerate(models)
+        for layer in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_encoders_are_found_without_parsing_their_records(tmp_path, monkeypatch, pack):
+    records = encoders_of(3)
+    for record in records:
+        ResultStore(tmp_path).save(record)
+    if pack:
+        ResultStore(tmp_path).pack()
+    store, read = ResultStore(tmp_path), list[Path]()
+    parse = RecordReader.parse
+    monkeypatch.setattr(RecordReader, "parse", lambda *a: (read.append(a[2]), parse(*a))[1])
+
+    paths = store.encoders()
+
+    assert read == []
+    assert {one: len(places) for one, places in paths.items()} == {
+        record.encoder(): 2 for record in records
+    }
+    assert store.records(paths[records[2].encoder()]) == records[2:4]
+    assert {*read} == {store.path(record.key()) for record in records[2:4]}
+
+
+def test_encoders_of_files_that_others_wrote_are_found_and_invalid_files_reported(tmp_path):
+    store, records = ResultStore(tmp_path), encoders_of(4)
+    paths = [store.save(record) for record in records]
+    paths[0].write_text(json.dumps(json.loads(paths[0].read_text())))
+    paths[2].write_text("{")
+    # A wrong digit in the weights of an encoder.
+    paths[4].write_text(paths[4].read_text().replace("2" * 64, "3" + "2" * 63))
+    paths[6].rename(tmp_path / "elsewhere")
+    paths[6].symlink_to(tmp_path / "elsewhere")
+
+    found = store.encoders()
+
+    assert {one.model: len(places) for one, places in found.items()} == {
+        "encoder 0": 2,
+        "encoder 1": 1,
+        "encoder 2": 1,
+        "encoder 3": 1,
+    }
+    assert store.unreadable.keys() == {paths[2], paths[4], paths[6]}
+    assert store.num_files == 8

@@ -12,7 +12,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.results.record import sealed_text
+from ssl_bench.results.record import text_with_digest
 from tests.support.faults import encoder_file, fails, probing, records, voc
 
 ALL = ("--layer", "all")
@@ -83,7 +83,7 @@ def test_fault_43_contributions_that_do_not_give_the_value_of_their_record_are_s
     assert main(compare) == 0
 
     came = capsys.readouterr()
-    assert came.err.count(f"ignored {path}: ") == 1
+    assert came.err.count(str(path)) == 1
     assert re.findall(r"(?m)^ *(\d+) ", came.out) == ["1"]
     if damage == "cut":
         assert main(probing("tokencut", "voc2012", again, *ALL, "--overwrite")) == 0
@@ -101,13 +101,13 @@ def test_fault_44_a_record_of_a_later_version_is_read_and_not_computed_again(pla
     path = ResultStore(Path("results")).path(before.key())
     later = json.loads(path.read_text()) | {"version": "99.0", "energy_joule": 12.5}
     del later["record_sha256"]
-    path.write_text(sealed_text(later))
+    path.write_text(text_with_digest(later))
     capsys.readouterr()
 
     assert main(arguments) == 0
 
     assert "1 of 1 scores finished before" in capsys.readouterr().err
-    assert path.read_text() == sealed_text(later)
+    assert path.read_text() == text_with_digest(later)
     assert [(record.value, record.version) for record in records()] == [(before.value, "99.0")]
 
 
@@ -133,7 +133,7 @@ def test_fault_44_where_no_record_can_be_read_one_of_them_is_named(place, capsys
 
     said = fails(capsys, ["table"], 3)
 
-    assert f"none of the 1 records in results/records can be read, such as {path}" in said
+    assert str(path) in said
 
 
 def test_fault_45_two_checkpoints_of_one_name_are_never_one_column(place, capsys):
@@ -152,9 +152,8 @@ def test_fault_45_two_checkpoints_of_one_name_are_never_one_column(place, capsys
         assert all(f"run {sha[:6]}" in out for sha in shas)
     assert main(["compare", f"run {shas[0][:6]}", f"run {shas[1][:6]}"]) == 0
     capsys.readouterr()
-    assert "several encoders are of 'run'" in fails(capsys, ["compare", "run"], 3)
-    assert "no record is of ''" in fails(capsys, ["compare", ""], 3)
-    assert "known (name, id): " in fails(capsys, ["compare", "random:run"], 3)
+    for name in ("run", "", "random:run"):
+        assert all(f"run {sha[:8]}" in fails(capsys, ["compare", name], 3) for sha in shas)
     pictures = Path("results/pictures/tokencut/voc2012-7").iterdir()
     assert [n.name.rpartition("-")[0] for n in sorted(pictures)] == [f"run-{s[:8]}" for s in shas]
 
@@ -205,7 +204,7 @@ def test_a_table_names_an_older_record_whose_value_is_not_that_of_its_images(aga
 
     assert main(["table", *words]) == 0
 
-    assert capsys.readouterr().err.count(f"ignored {path.with_suffix('.npz')}: ") == 1
+    assert capsys.readouterr().err.count(str(path.with_suffix(".npz"))) == 1
 
 
 @pytest.mark.parametrize("command", ["table", "compare", "report"])

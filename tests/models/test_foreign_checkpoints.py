@@ -258,7 +258,7 @@ def test_who_may_have_trained_with_another_mean_is_told_the_address(tmp_path, ca
 
     announced_encoder(str(tmp_path / "mine.pth"))
 
-    assert f"{name}{tmp_path / 'mine.pth'} takes" in capsys.readouterr().err
+    assert f"`--checkpoint {name}{tmp_path / 'mine.pth'}`" in capsys.readouterr().err
 
 
 def test_every_name_of_timm_that_is_told_exists():

@@ -50,8 +50,8 @@ def test_the_centre_box_is_right_where_half_of_it_and_a_true_box_is_shared():
         if s.metric == "ap50"
     )
 
-    assert Baseline.of(score.details) == Baseline("centre box", 25.0)
-    baseline = Baseline.of(average.details)
+    assert Baseline.from_details(score.details) == Baseline("centre box", 25.0)
+    baseline = Baseline.from_details(average.details)
     assert baseline is not None
     # One of four boxes right, all equally sure: precision 1/4 up to a recall of 1/4.
     assert baseline.value == pytest.approx(100 * 26 / 101 / 4)
@@ -66,7 +66,7 @@ def test_the_whole_image_is_the_baseline_where_a_box_in_its_middle_is_wrong():
         *scores_of_block(0, "key", images, 1, constant_baselines(images)),
     ]
 
-    found = {score.metric: Baseline.of(score.details) for score in scores}
+    found = {score.metric: Baseline.from_details(score.details) for score in scores}
     for metric in ("corloc", "ap50"):
         assert found[metric] == Baseline("whole image", 100.0)
     # At three of ten IoUs: .5, .55 and .6.
@@ -109,7 +109,7 @@ def test_no_constant_mask_beats_the_baseline_of_masks(side, of_accuracy):
         values = {name: by_hand(score.metric, answer) for name, answer in constant.items()}
         best = max(values, key=lambda name: values[name])
         assert score.metric != "accuracy" or best == of_accuracy
-        baseline = Baseline.of(score.details)
+        baseline = Baseline.from_details(score.details)
         assert baseline is not None
         assert (baseline.answer, baseline.value) == (best, pytest.approx(values[best]))
 
@@ -156,7 +156,7 @@ def test_the_constant_class_is_the_most_frequent_one():
 
 def baselines(out: str = "results") -> dict[str, Baseline | None]:
     """By metric."""
-    return {record.metric: Baseline.of(record.details) for record in records(out)}
+    return {record.metric: Baseline.from_details(record.details) for record in records(out)}
 
 
 @pytest.mark.parametrize("task", ["segmentation", "retrieval"])

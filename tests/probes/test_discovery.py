@@ -18,7 +18,7 @@ from probes.discovery import (
     scores_of_block,
 )
 from probes.tokencut.log import ImageResult
-from ssl_bench.results.contributions import ImageCurve
+from ssl_bench.results.per_image import ImageCurve
 from ssl_bench.scores import average_precision, average_recall, coco_average_precision
 from tests.probes.test_tokencut import FAR_AWAY, Pictures, context, tiny_encoder
 

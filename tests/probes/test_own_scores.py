@@ -81,7 +81,7 @@ def test_percentages_of_images_are_read_back_and_compared(probed, capsys):
     assert not store.damaged
     # A plain number, of which nothing is kept, is finished too.
     assert probed() == ["correspondence on folder all, a: 6 of 6 scores finished before, skipped"
-                        " (--overwrite)"]  # fmt: skip
+                        "; use `--overwrite`"]  # fmt: skip
 
 
 def test_percentages_of_images_are_neither_right_nor_wrong(probed):

@@ -26,7 +26,8 @@ from probes.features.views import nearest_labels, resized, tensors
 from ssl_bench.composition.compose import config_to_dict
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.planning import plan_probes, probing_config
+from ssl_bench.planning import plan_probes
+from ssl_bench.request import probing_config
 from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
 
 QUICK: dict[str, Any] = {

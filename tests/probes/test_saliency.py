@@ -14,7 +14,7 @@ from probes.tokencut.probe import TokenCut, object_counts
 from ssl_bench.cli.__main__ import main
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import Baseline, ResultStore
-from ssl_bench.results.contributions import load_curve
+from ssl_bench.results.per_image import load_curve
 from ssl_bench.scores import OBJECT_SCORES
 from tests.support.faults import fails, picture, probing, records
 
@@ -99,7 +99,7 @@ def test_records_are_what_plain_numpy_makes_of_the_masks(place, method, capsys):
         assert (record.unit, record.num_images, record.split) == ("%", 4, "val")
         assert record.ci95 is not None
         assert record.ci95[0] < record.value < record.ci95[1]
-        baseline = Baseline.of(record.details)
+        baseline = Baseline.from_details(record.details)
         assert baseline is not None
         scores = {answer: plain_scores(some)[metric] for answer, some in constant.items()}
         assert baseline.value == pytest.approx(max(scores.values()))
@@ -192,7 +192,7 @@ def test_data_without_the_asked_truth_is_refused_in_a_line(place, capsys):
     three = [*ONE_OBJECT[:1], "dataset.class_names=[a,b,c]"]
     names = fails(capsys, probing("tokencut", "paired_folders", root, *three), 2)
 
-    assert "paired_folders has no boxes or masks of one object for tokencut" in plain
+    assert "paired_folders has no boxes for tokencut" in plain
     assert "voc2012 has no masks of one object for tokencut" in typed
     assert "ecssd has no boxes for discovery" in other
     assert "dataset.class_names=[background,object]" in names

@@ -14,7 +14,7 @@ from ssl_bench.composition.compose import changed_settings
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
-from ssl_bench.results.contributions import ImageCurve
+from ssl_bench.results.per_image import ImageCurve
 from tests.support.coloured_classes import coloured_classes, of_images, scored
 from tests.support.faults import class_folders, probing, records
 from tests.support.heads import classification

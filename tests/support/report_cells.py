@@ -12,7 +12,7 @@ from ssl_bench.report.drawing import Curve, Point
 from ssl_bench.report.pairs import PanelComparison, compare_sides, load_side
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.results.contributions import ImageCurve
+from ssl_bench.results.per_image import ImageCurve
 from tests.core.test_results import RECORD
 
 SKIP, SKIPLESS = "a" * 64, "c" * 64

@@ -12,7 +12,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import holm
 from ssl_bench.results import ResultStore
-from ssl_bench.results.contributions import CurveEstimates, ImageCurve
+from ssl_bench.results.per_image import CurveEstimates, ImageCurve
 from ssl_bench.scores import iou_per_class
 from ssl_bench.tables.comparison import (
     Comparison,
@@ -24,7 +24,7 @@ from ssl_bench.tables.comparison import (
 )
 from ssl_bench.tables.sheets import NO_VALUE
 from tests.core.test_results import RECORD
-from tests.support.report_cells import around, known_as
+from tests.support.report_cells import around, cell, known_as
 from tests.tables.test_pivot import hits
 
 GENERATOR = np.random.default_rng(0)
@@ -112,7 +112,7 @@ def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
     first = curve(b0=hits(1, 0, 0, 0), b1=hits(1, 1, 0, 0), b2=hits(1, 1, 1, 1))
     second = curve(b0=hits(1, 1, 1, 0), b1=hits(0, 0, 0, 0))
 
-    rows = compare_checkpoints(CurveEstimates.of(first), CurveEstimates.of(second))
+    rows = compare_checkpoints(CurveEstimates.from_curve(first), CurveEstimates.from_curve(second))
 
     assert [row.name for row in rows][:4] == ["0", "1", "last (2, 1)", "best (2, 0)"]
     values = [(25, 75), (50, 0), (100, 0), (100, 75)]
@@ -262,10 +262,21 @@ def test_one_metric_a_task_is_compared_unless_others_are_asked_for(tmp_path, cap
 
     said = capsys.readouterr()
     assert {table["metric"] for table in json.loads(said.out)} == shown
-    left = (
-        "not shown: miou_oracle, pixel_accuracy; --metric miou_oracle shows one, --all-metrics all"
+    assert ("--all-metrics" in said.err) == (not words)
+    assert ("miou_oracle, pixel_accuracy" in said.err) == (not words)
+
+
+@pytest.mark.parametrize(("flag", "code"), [("other", 3), ("nowhere", 2)])
+def test_a_dataset_of_other_encoders_is_no_typing_error(tmp_path, capsys, flag, code):
+    store = ResultStore(tmp_path)
+    for sha, dataset in (("a", "one"), ("d", "one"), ("e", "other")):
+        store.save(cell(model=f"model {sha}", checkpoint_sha256=sha * 64, dataset=dataset))
+
+    assert (
+        main(["compare", "model a", "model d", "--out", str(tmp_path), "--dataset", flag]) == code
     )
-    assert (left in said.err) == (not words)
+
+    assert ("ssl-bench probe" in capsys.readouterr().err) == (code == 3)
 
 
 def test_blocks_are_shown_minus_the_best_one_which_has_no_difference_from_itself(tmp_path, capsys):

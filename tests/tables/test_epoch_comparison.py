@@ -121,9 +121,9 @@ def test_a_run_is_named_by_any_of_its_encoders(store, capsys, names):
     [
         (["skip"], 2, "expected two runs with --over-epochs, got skip"),
         (["skip", "skip@100"], 2, "expected two runs with --over-epochs, got skip and skip"),
-        (["skip", "other"], 3, "no record is of 'other'"),
+        (["skip", "other"], 3, "'other'"),
         ([*RUNS, "--facet", "token"], 2, "`--facet key`"),
-        (["skip", "unknown"], 3, "expected a run whose records say their epoch"),
+        (["skip", "unknown"], 3, "got unknown"),
         (["skip", "late"], 3, r"skip 100, 200, 300 and late 400"),
     ],
 )

@@ -123,8 +123,8 @@ def with_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]
     return list(dict.fromkeys([*uris, *drawn, *colours]))
 
 
-def layers_asked(uri: str, layers: str) -> str:
-    """Of an encoder; colours have one block, which stands beside all of others."""
+def layers_of_encoder(uri: str, layers: str | int | Sequence[int]) -> str | int | Sequence[int]:
+    """Return the requested layers, or "all" for raw colours, which have a single block."""
     return "all" if uri.partition(":")[0] == COLOURS else layers
 
 

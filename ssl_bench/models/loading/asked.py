@@ -1,12 +1,11 @@
-"""The encoders that --checkpoint asks for: addresses, the newest run, what is said of each."""
+"""The encoders of a command: their addresses, the newest run, and a message on each of them."""
 
-import argparse
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ssl_bench.errors import CheckpointError
+from ssl_bench.errors import CheckpointError, escape_braces, with_hint
 from ssl_bench.layers import numbered_layers, resolve_layers
 from ssl_bench.models.encoder import ASSUMED, DINO_NAMES, Encoder
 from ssl_bench.models.loading.addresses import OWN, expand, kept_epoch, with_baselines
@@ -21,17 +20,23 @@ _PATCH_IN_TIMM, _SIDES_IN_TIMM = 16, (224, 384)
 _DEEPEST = 9999
 
 
-def asked_encoders(options: argparse.Namespace) -> list[str]:
-    """The addresses of the encoders that `probe` and `sweep` are asked for."""
-    uris = expand(options.checkpoint or [newest_checkpoint(Path("runs"))])
-    if not options.baselines:
+def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[str]:
+    """Return the addresses of all encoders to probe.
+
+    Args:
+        checkpoints: Addresses and patterns. If there are none, the newest run below `runs/`
+            is used.
+        baselines: Add untrained encoders and raw colours.
+    """
+    uris = expand(checkpoints or [newest_checkpoint(Path("runs"))])
+    if not baselines:
         return uris
     if own := ", ".join(filter(OWN.fullmatch, uris)):
         say(f"without random weights of {own}: name a function of the file that draws them too")
     return with_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
 
 
-def require_layers(layers: str, checkpoints: Sequence[str] | None) -> None:
+def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]) -> None:
     """Refuse blocks that an encoder lacks before images are looked for, where its file says it.
 
     Raises:
@@ -64,10 +69,11 @@ def announced_encoder(uri: str) -> Encoder:
     is_unnamed = encoder.contents.layout == DINO_NAMES and file and "dino" not in file.name.lower()
     if encoder.colours_from == ASSUMED and is_unnamed:
         size, side = _SIZES_IN_TIMM.get((encoder.dim, encoder.depth)), encoder.native_size[0]
-        other = f"mean=0.5,std=0.5:{file} takes it"
+        address = f"mean=0.5,std=0.5:{escape_braces(str(file))}"
         if size and encoder.patch_size == _PATCH_IN_TIMM and side in _SIDES_IN_TIMM:
-            other = f"timm:vit_{size}_patch{_PATCH_IN_TIMM}_{side}@{file} takes timm's"
-        say(f"trained with timm, whose ViTs often have mean 0.5? --checkpoint {other}")
+            address = f"timm:vit_{size}_patch{_PATCH_IN_TIMM}_{side}@{escape_braces(str(file))}"
+        line = "if it was trained with timm, its normalisation may differ"
+        say(with_hint(line, hint=("--checkpoint", address)))
     return encoder
 
 
@@ -88,7 +94,7 @@ def newest_checkpoint(folder: Path) -> str:
     with suppress(CheckpointError):
         if "step" in (told := read_metadata(newest)):
             steps = f"trained for {told['step']} steps, "
-    say(f"no --checkpoint: the newest below {folder}/ is {newest}, {steps}written {ago} ago")
+    say(f"using the newest checkpoint below {folder}/: {newest}, {steps}written {ago} ago")
     return str(newest)
 
 

@@ -1,0 +1,195 @@
+"""The request that `ssl-bench probe`, `ssl-bench sweep` and `ssl_bench.probe` build and check."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from omegaconf import DictConfig
+
+from ssl_bench.composition.choices import choices, files, parse_names, require_choice
+from ssl_bench.composition.compose import add_data_root, compose_config, has_key
+from ssl_bench.data.files.readable import OnBadImage
+from ssl_bench.errors import BrokenFile, ConfigurationError
+from ssl_bench.system.device import named_device
+from ssl_bench.system.progress import say
+
+BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
+"""Keys that `--batch-size` sets, each for the tasks that have it."""
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """Which probes to run, on which datasets, for which blocks of which encoders.
+
+    Attributes:
+        tasks: Names of probes, such as "tokencut".
+        datasets: Names of datasets, such as "voc2012".
+        overrides: KEY=VALUE settings. Each reaches the tasks and datasets that have its key.
+        data_roots: Folders of datasets, by the name of the dataset.
+        all_tasks: Whether every task was requested. Tasks that do not fit are then left out, and
+            probes also run in their secondary protocols.
+        on_bad_image: "fail", "skip", or None for the default of each dataset.
+        layers: Block indices, 0-based, as `ssl_bench.layers.resolve_layers` takes them.
+        checkpoints: Addresses of encoders. Without any, the newest run below `runs/` is used.
+        baselines: Whether to add untrained encoders and raw colours.
+        out: Folder of results.
+        device: Name of a torch device (default: a GPU if there is one).
+        overwrite: Whether to compute finished results again.
+    """
+
+    tasks: Sequence[str]
+    datasets: Sequence[str]
+    overrides: Sequence[str] = ()
+    data_roots: Mapping[str, str] = field(default_factory=dict)
+    all_tasks: bool = False
+    on_bad_image: OnBadImage | None = None
+    layers: str | int | Sequence[int] = "all"
+    checkpoints: Sequence[str] = ()
+    baselines: bool = False
+    out: Path = Path("results")
+    device: str | None = None
+    overwrite: bool = False
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        task: str,
+        dataset: str,
+        overrides: Sequence[str],
+        data_root: str | None = None,
+        batch_size: int | None = None,
+        on_bad_image: str | None = None,
+        device: str | None = None,
+        **others: Any,
+    ) -> "ProbeRequest":
+        """Check names that a user typed and return the request.
+
+        Args:
+            task: One task, several separated by commas, or "all".
+            dataset: One dataset, or several separated by commas.
+            overrides: KEY=VALUE settings.
+            data_root: See `parse_data_roots`.
+            batch_size: Images that the encoder takes at once, whatever the key of each task is.
+            on_bad_image: See the attributes.
+            device: See the attributes.
+            others: Attributes that need no check here.
+
+        Raises:
+            ConfigurationError: A task, dataset, folder or device is wrong, or no task has a batch
+                size.
+        """
+        if device is not None:
+            named_device(device)
+        tasks = parse_names("task", task, choices("probe"))
+        if task == "all":
+            tasks = _without_broken_files(tasks)
+        datasets = parse_names("dataset", dataset, choices("dataset"))
+        sizes = [] if batch_size is None else _batch_size_overrides(tasks, batch_size)
+        return cls(
+            tasks=tasks,
+            datasets=datasets,
+            overrides=[*sizes, *overrides],
+            data_roots=parse_data_roots(data_root, datasets),
+            all_tasks=task == "all",
+            on_bad_image=parse_on_bad_image(on_bad_image),
+            device=device,
+            **others,
+        )
+
+
+def parse_on_bad_image(text: str | None) -> OnBadImage | None:
+    """Return what to do with images that cannot be read, None for the default of a dataset.
+
+    Raises:
+        ConfigurationError: The text is neither "fail" nor "skip".
+    """
+    valid: tuple[OnBadImage, ...] = get_args(OnBadImage)
+    if text is not None:
+        require_choice("on-bad-image", text, valid)
+    return next((choice for choice in valid if choice == text), None)
+
+
+def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
+    """Return the folder of each dataset, from `DIR` for all of them or `NAME=DIR,NAME=DIR`.
+
+    Raises:
+        ConfigurationError: Only some parts begin with the name of a dataset, or a dataset is
+            generated and takes no folder.
+    """
+    if text is None:
+        return {}
+    parts = [part.partition("=") for part in text.split(",")]
+    known = choices("dataset")
+    is_named = [bool(equals) and name.strip() in known for name, equals, _ in parts]
+    if all(is_named):
+        roots = {name.strip(): root for name, _, root in parts}
+        generated = [name for name in roots if not _takes_folder(name)]
+    elif not any(is_named):
+        roots = dict.fromkeys(datasets, text)
+        # One folder for several datasets may be meant for some of them.
+        generated = [] if any(map(_takes_folder, datasets)) else list(datasets)
+    else:
+        raise ConfigurationError(
+            f"expected one folder, or a folder for each dataset, got {text!r}",
+            hint=("--data-root", "{dataset}={folder},{other_dataset}={other_folder}"),
+        )
+    if generated:
+        raise ConfigurationError(
+            f"the images of {' and '.join(generated)} are generated, so a folder has no effect",
+            hint=("--dataset", "folder", "--data-root", "{folder}"),
+        )
+    return roots
+
+
+def probing_config(
+    task: str, dataset: str, overrides: Sequence[str], root: str | None = None
+) -> DictConfig:
+    """Compose the configuration of a task on a dataset.
+
+    Args:
+        task: Name of a probe.
+        dataset: Name of a dataset.
+        overrides: KEY=VALUE settings. `probe.protocol=NAME` sets all values of that protocol.
+        root: Folder of the dataset.
+
+    Raises:
+        ConfigurationError: A choice or key is unknown, or a value has the wrong type.
+    """
+    base = [f"probe={task}", f"dataset={dataset}"]
+    return compose_config("probing", [*base, *add_data_root(overrides, root)])
+
+
+def _takes_folder(dataset: str) -> bool:
+    """Return whether a dataset may be read from a folder, as all of other packages may."""
+    is_ours = dataset in files("dataset")
+    return not is_ours or has_key(compose_config("data", [f"dataset={dataset}"]), "dataset.root")
+
+
+def _without_broken_files(tasks: Sequence[str]) -> list[str]:
+    """Return the tasks whose Python files can be imported, with a message on each other one."""
+    importable = []
+    for task in tasks:
+        try:
+            compose_config("probing", [f"probe={task}"])
+            importable.append(task)
+        except BrokenFile as error:
+            say(f"left out: {task}: {error}")
+    return importable
+
+
+def _batch_size_overrides(tasks: Sequence[str], size: int) -> list[str]:
+    """Return the overrides that set the number of images that the encoder takes at once.
+
+    Scores do not depend on it. The batch size of training, which scores depend on, stays.
+    """
+    configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
+    keys = [key for key in BATCH_SIZES if any(has_key(config, key) for config in configs)]
+    if not keys:
+        is_trained = any(has_key(config, "probe.training.batch_size") for config in configs)
+        raise ConfigurationError(
+            f"{', '.join(tasks)} has no batch size of the encoder, which adapts to the memory",
+            hint=(f"probe.training.batch_size={size}",) if is_trained else (),
+        )
+    return [f"{key}={size}" for key in keys]

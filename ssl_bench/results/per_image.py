@@ -1,0 +1,300 @@
+"""Per-image values of results: the metric, its interval and the best block follow from them."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from ssl_bench.intervals import (
+    Estimate,
+    Share,
+    bootstrap_estimate,
+    mean_estimate,
+    mean_iou_estimate,
+    pixel_accuracy_estimate,
+)
+from ssl_bench.results.record import PerImage, Record, is_degenerate
+from ssl_bench.results.store import ResultStore
+from ssl_bench.scores import (
+    average_precision,
+    average_recall,
+    mean_iou,
+    object_accuracy,
+    object_f_beta,
+    object_iou,
+    pixel_accuracy,
+)
+
+NUM_FOLDS = 5
+"""Number of folds of the held-out choice of a block."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a metric is computed from per-image values, see `PerImageKind`.
+
+    Attributes:
+        shape: Shape of the values of one image, with None for any length.
+        value: Returns the metric, in percent.
+        estimate: Returns the metric with the influence of each image, for intervals.
+    """
+
+    shape: tuple[int | None, ...]
+    value: Callable[[PerImage], float]
+    estimate: Callable[[PerImage], Estimate]
+
+
+def _score_of_sums(
+    score: Callable[[Any], Any], shape: tuple[int | None, ...], estimate: Callable[[Any], Estimate]
+) -> Kind:
+    """Return a kind whose metric is the score of counts that are summed over the images."""
+    return Kind(shape, lambda per_image: float(score(per_image.sum(0, dtype=np.int64))), estimate)
+
+
+def _mean_of_scores(score: Callable[[Any], Any], shape: tuple[int | None, ...]) -> Kind:
+    """Return a kind whose metric is the mean of a score that each image has."""
+    return Kind(
+        shape,
+        lambda per_image: float(score(per_image).mean()),
+        lambda per_image: mean_estimate(score(per_image)),
+    )
+
+
+def _percent_of_hits(hits: PerImage) -> float:
+    return 100.0 * float(hits.sum()) / hits.size
+
+
+def _percent_of_points(per_image: PerImage) -> Float64[np.ndarray, " images"]:
+    correct, points = per_image.astype(np.float64).T
+    return 100.0 * correct / points
+
+
+def _score_of_detections(score: Callable[[Any], Any]) -> Kind:
+    return _score_of_sums(score, (None, None), partial(bootstrap_estimate, score=score))
+
+
+_PIXEL_COUNTS = (3, None)
+# By the names in `PerImageKind`.
+_KINDS: Mapping[str, Kind] = {
+    "hits": Kind((), _percent_of_hits, lambda hits: Share(hits.astype(bool))),
+    "percent": _mean_of_scores(lambda percent: percent.astype(np.float64), ()),
+    "hits_of_draws": Kind(
+        (None,), _percent_of_hits, lambda hits: mean_estimate(100.0 * hits.mean(1))
+    ),
+    "points": _mean_of_scores(_percent_of_points, (2,)),
+    "mean_iou": _score_of_sums(mean_iou, _PIXEL_COUNTS, mean_iou_estimate),
+    "pixel_accuracy": _score_of_sums(pixel_accuracy, _PIXEL_COUNTS, pixel_accuracy_estimate),
+    "average_precision": _score_of_detections(average_precision),
+    "average_recall": _score_of_detections(average_recall),
+    "object_f_beta": _mean_of_scores(object_f_beta, (4,)),
+    "object_iou": _mean_of_scores(object_iou, (4,)),
+    "object_accuracy": _mean_of_scores(object_accuracy, (4,)),
+}
+
+_KINDS_OF_OLD_METRICS = {
+    "miou.*": "mean_iou",
+    "pixel_accuracy": "pixel_accuracy",
+    r".*_\d+shot": "hits_of_draws",
+    "pck_.*": "points",
+    "ap|ap50": "average_precision",
+    "ar100": "average_recall",
+    "max_f_beta": "object_f_beta",
+    "iou": "object_iou",
+    "accuracy": "object_accuracy",
+}
+
+
+def guess_kind(metric: str, per_image: PerImage) -> str:
+    """Return the kind of per-image values of a record that does not state it.
+
+    Early versions stored floats as percentages and single integers as hits. They recognised counts
+    by the name of the metric.
+    """
+    if per_image.dtype.kind == "f":
+        return "percent"
+    if per_image.ndim == 1:
+        return "hits"
+    names = _KINDS_OF_OLD_METRICS.items()
+    return next((kind for name, kind in names if re.fullmatch(name, metric)), "hits")
+
+
+def matches_record(per_image: PerImage, record: Record) -> bool:
+    """Return whether the metric, recomputed from per-image values, is the recorded value.
+
+    It is False for a kind of values that this version does not know.
+    """
+    kind = _KINDS.get(record.per_image_kind or guess_kind(record.metric, per_image))
+    shape = per_image.shape[1:]
+    if (
+        kind is None
+        or len(shape) != len(kind.shape)
+        or any(length not in (None, own) for own, length in zip(shape, kind.shape, strict=True))
+    ):
+        return False
+    if kind.shape == _PIXEL_COUNTS:
+        correct, predicted, true = per_image.swapaxes(0, 1)
+        # Each counted pixel has one predicted and one true class, so both sums are equal.
+        if (correct > np.minimum(predicted, true)).any():
+            return False
+        if (predicted.sum(1) != true.sum(1)).any():
+            return False
+    value = kind.value(per_image)
+    # The mean of floats may have been computed in float32.
+    rel_tol = 1e-5 if per_image.dtype.kind == "f" else 0
+    is_near = math.isclose(value, record.value, rel_tol=rel_tol, abs_tol=1e-6)
+    return is_near or (math.isnan(value) and math.isnan(record.value))
+
+
+@dataclass(frozen=True)
+class ImageCurve:
+    """The per-image values of one metric and encoder, for each block.
+
+    Attributes:
+        metric: Name of the metric.
+        per_image: Per-image values by block.
+        is_ranked: Whether higher is better, see `Record.is_ranked`.
+        kind: One of `PerImageKind`, or None for records that do not state it.
+        degenerate: Percentage of degenerate images by block, where it is recorded.
+    """
+
+    metric: str
+    per_image: Mapping[int, PerImage]
+    is_ranked: bool = True
+    kind: str | None = None
+    degenerate: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """The blocks that can be the best: none if higher is not better, and no degenerate one."""
+        if not self.is_ranked:
+            return ()
+        return tuple(n for n in self.per_image if not is_degenerate(self.degenerate.get(n)))
+
+    def value(self, per_image: PerImage) -> float:
+        """Return the metric of some images."""
+        return self._kind(per_image).value(per_image)
+
+    def estimate(self, per_image: PerImage) -> Estimate:
+        """Return the metric of some images with the influence of each image."""
+        return self._kind(per_image).estimate(per_image)
+
+    def _kind(self, per_image: PerImage) -> Kind:
+        return _KINDS[self.kind or guess_kind(self.metric, per_image)]
+
+    def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
+        """Return the candidate with the highest metric on some images.
+
+        There must be a candidate. NaN counts as lower than any percentage.
+        """
+        values = {layer: self.value(self.per_image[layer][images]) for layer in self.candidates}
+        return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
+
+    def choose_held_out(self) -> tuple[PerImage, list[int]]:
+        """Choose the block of each fold of the images by the metric on the other folds.
+
+        There must be a candidate. The folds are drawn with seed 0.
+
+        Returns:
+            For each image, its values at the block of its fold. The block of each fold.
+        """
+        first = next(iter(self.per_image.values()))
+        order = np.random.default_rng(0).permutation(len(first))
+        folds = [fold for fold in np.array_split(order, NUM_FOLDS) if len(fold)]
+        per_image = np.empty_like(first)
+        layers = []
+        for fold in folds:
+            others = np.setdiff1d(order, fold)
+            layers.append(self.best_layer(others if len(others) else fold))
+            per_image[fold] = self.per_image[layers[-1]][fold]
+        return per_image, layers
+
+
+@dataclass(frozen=True)
+class CurveEstimates:
+    """The estimates of an `ImageCurve`, computed once for several comparisons.
+
+    Attributes:
+        blocks: Estimate by block.
+        degenerate: Percentage of degenerate images by block, where it is recorded.
+        has_best: Whether any block can be the best, see `ImageCurve.candidates`.
+        best: The candidate with the highest value, or the last block if there is no candidate.
+        held_out: Estimate with the block of each fold that is best on the other folds.
+        held_out_layers: The block of each fold.
+    """
+
+    blocks: Mapping[int, Estimate]
+    degenerate: Mapping[int, float]
+    has_best: bool
+    best: int
+    held_out: Estimate
+    held_out_layers: tuple[int, ...]
+
+    @classmethod
+    def from_curve(cls, curve: ImageCurve) -> "CurveEstimates":
+        """Compute the estimates of a curve with at least one block, all of the same images."""
+        blocks = {layer: curve.estimate(values) for layer, values in curve.per_image.items()}
+        if not curve.candidates:
+            last = max(blocks)
+            return cls(blocks, curve.degenerate, False, last, blocks[last], (last,))
+        per_image, layers = curve.choose_held_out()
+        return cls(
+            blocks=blocks,
+            degenerate=curve.degenerate,
+            has_best=True,
+            best=curve.best_layer(),
+            # The same object if all folds choose one block, so that their difference is exactly 0.
+            held_out=blocks[layers[0]] if len(set(layers)) == 1 else curve.estimate(per_image),
+            held_out_layers=tuple(layers),
+        )
+
+    @property
+    def held_out_degenerate_percent(self) -> float | None:
+        """Percentage of degenerate images behind `held_out`, or None if it is not recorded."""
+        # The folds have equal sizes, so each one has the same weight.
+        percents = [self.degenerate[n] for n in self.held_out_layers if n in self.degenerate]
+        return sum(percents) / len(percents) if percents else None
+
+
+def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
+    """Read the per-image values of records of one metric, encoder and seed.
+
+    Blocks without stored values, or whose values do not match the record, are left out.
+    """
+    if not records:
+        return ImageCurve("", {})
+    loaded = {record.layer: load_matching_values(store, record) for record in records}
+    per_image = {layer: values for layer, values in loaded.items() if values is not None}
+    percents = {record.layer: record.degenerate_percent for record in records}
+    degenerate = {layer: percent for layer, percent in percents.items() if percent is not None}
+    first = records[0]
+    return ImageCurve(first.metric, per_image, first.is_ranked, first.per_image_kind, degenerate)
+
+
+def check_values(store: ResultStore, records: Iterable[Record]) -> None:
+    """Compare the values of older records with their per-image values.
+
+    Files that do not match are added to `store.damaged`. Records with a digest of their own file
+    have been checked already.
+    """
+    for record in records:
+        if record.record_sha256 is None:
+            load_matching_values(store, record)
+
+
+def load_matching_values(store: ResultStore, record: Record) -> PerImage | None:
+    """Return the per-image values of a record, or None if there are none that match it.
+
+    The file of values that do not match is added to `store.damaged`.
+    """
+    per_image = store.per_image(record)
+    if per_image is None or matches_record(per_image, record):
+        return per_image
+    # An undefined metric, such as the top-5 accuracy of two classes, has no value to match.
+    if not math.isnan(record.value):
+        store.damaged.append(store.per_image_path(record))
+    return None
