@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,19 @@ def test_of_several_seeds_the_lowest_is_compared_and_its_images_are_counted(tmp_
     ]
     # Right in both, in the first or the second alone, in neither.
     assert compared.tally == [1, 2, 3, 2]
+
+
+@pytest.mark.parametrize("commit", ["1" * 40, "2" * 40])
+def test_the_page_warns_if_the_sides_come_from_different_code(tmp_path, commit):
+    store = ResultStore(tmp_path)
+    save(store, cell(git_commit="1" * 40), np.array([1, 0, 0, 0], bool))
+    save(store, skipless(git_commit=commit), np.array([1, 1, 1, 0], bool))
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    (page,) = (tmp_path / "report").glob("compare-*.html")
+    (warning,) = re.findall(r'<p class="warning">(.*)</p>', page.read_text()) or [""]
+    assert ("2222222222" in warning) == (commit != "1" * 40)
 
 
 def test_checkpoints_of_two_seeds_are_not_paired(tmp_path):
