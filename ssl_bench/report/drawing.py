@@ -43,7 +43,7 @@ class Curve:
     Attributes:
         name: Name of the checkpoint or block.
         style: Classes in the style sheet.
-        number: Number of the checkpoint or block, by which readers hide the curve.
+        number: Number of the checkpoint or block. A page hides curves by this number.
         points: Values in the order of x.
         label: Text at the right end, or an empty string.
     """
@@ -302,7 +302,7 @@ def _format_tick(value: float) -> str:
 
 
 def _omit_crowded(ticks: Sequence[Tick]) -> list[Tick]:
-    """Return the ticks whose labels do not touch the label before."""
+    """Return the ticks whose labels do not overlap with the label before."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
         if tick.position - kept[-1].position >= _MIN_TICK_DISTANCE:

@@ -1,4 +1,4 @@
-"""Sentences, leaderboard and tables of blocks: the contents of a report that are no drawings."""
+"""Text and tables of a report: sentences, leaderboard, and scores by block."""
 
 import math
 from collections import defaultdict
@@ -118,7 +118,10 @@ def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
         settings = split_facts([chosen[number].facts for number in numbers])
         for row, number in enumerate(numbers):
             words[number] = (*facts.describe_row(number), *settings.describe_row(row))
-    rows = [[f for f in one.facts if f[0] not in _NOT_IN_LEADERBOARD] for one in checkpoints]
+    rows = [
+        [(name, value) for name, value in checkpoint.facts if name not in _NOT_IN_LEADERBOARD]
+        for checkpoint in checkpoints
+    ]
     columns = [(panel, words[number]) for number, panel in enumerate(chosen)]
     return {"checkpoints": split_facts(rows), "columns": columns, "shared": facts.shared}
 
@@ -170,10 +173,10 @@ def group_block_tables(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
 def summarize_checkpoints(
     store: ResultStore, panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
 ) -> dict[Checkpoint, list[str]]:
-    """Return a summary of every task, dataset and protocol by checkpoint, without empty ones.
+    """Return the summaries of each checkpoint, one per task, dataset and protocol.
 
-    Blocks are compared on the same images if there are at most `MAX_PAIRED` checkpoints, which
-    takes a while. Otherwise their intervals are compared.
+    Checkpoints without scores are omitted. With at most `MAX_PAIRED` checkpoints, blocks are
+    compared on the same images. With more, this would take too long, so intervals are compared.
     """
     chosen = _select_summarized_panels(panels)
     protocols = defaultdict[tuple[str, str], set[str]](set)
@@ -199,7 +202,7 @@ def summarize_checkpoints(
 
 
 def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the headline panels and those of every other protocol, in the order of the tasks."""
+    """Return the headline panels of every protocol, in the order of the tasks."""
     chosen = {panel.number: panel for panel in select_headline_panels(panels)}
     for protocol in dict.fromkeys(panel.protocol for panel in panels):
         of_protocol = [panel for panel in panels if panel.protocol == protocol]
@@ -309,7 +312,7 @@ def _be(number: int) -> str:
 
 
 def list_unreadable_images(panels: Sequence[Panel]) -> list[str]:
-    """Return one sentence per dataset of which images could not be read."""
+    """Return one sentence for each dataset with unreadable images."""
     sentences = []
     for panel in panels:
         left_out = panel.record.details.get("left_out", {}).values()

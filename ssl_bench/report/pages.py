@@ -116,8 +116,10 @@ def build_report(
     checkpoints, pictures = list_checkpoints(records), PictureFiles(store.root)
     panels = group_into_panels(records, checkpoints)
     galleries = {
-        one.encoder_id: keep_layers(find_galleries(pictures, records, one), layers, one.depth)
-        for one in checkpoints
+        checkpoint.encoder_id: keep_layers(
+            find_galleries(pictures, records, checkpoint), layers, checkpoint.depth
+        )
+        for checkpoint in checkpoints
     }
     return Report(
         store=store,
@@ -161,7 +163,7 @@ def build_index_page(report: Report) -> Page:
         "strips": select_strips(
             checkpoints, report.galleries, [panel.record for panel in headlines]
         ),
-        "panels_with_epochs": {one.panel.number for one in report.epochs},
+        "panels_with_epochs": {trends.panel.number for trends in report.epochs},
         "has_severities": bool(report.severities),
         # Without labels there is more to look at than to read.
         "has_labels": any(panel.has_labels for panel in panels),
@@ -199,7 +201,7 @@ def _draw_panel(panel: Panel) -> dict[str, Any]:
     published: dict[tuple[str, str], list[PublishedValue]] = defaultdict(list)
     for value in find_published_values(panel.record):
         published[value.source, value.differs].append(value)
-    # Published values of a whole dataset do not belong beside scores of a part of it.
+    # Published values refer to whole datasets, so a part of a dataset has none.
     heights = [
         (f"published: {value.row}, {value.column}, {value.value:.1f}", value.value)
         for values in published.values()
@@ -261,8 +263,8 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
             [[(checkpoint.name, gallery)] for gallery in galleries]
         ),
         "has_labels": any(panel.has_labels for panel in panels),
-        "scores": group_block_tables([one for one in lines if one[0].task in ranked]),
-        "properties": group_block_tables([one for one in lines if one[0].task not in ranked]),
+        "scores": group_block_tables([(p, line) for p, line in lines if p.task in ranked]),
+        "properties": group_block_tables([(p, line) for p, line in lines if p.task not in ranked]),
         "notes": [
             dagger_meaning(entry.arbitrary for entry in entries),
             *list_unreadable_images(panels),
@@ -279,8 +281,8 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
 def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, Any]]:
     """Return the IoU of every class, one table per dataset, protocol and facet.
 
-    If several mean IoUs were recorded, the table is that of the first, which is held out. Classes
-    that are absent at every block are counted only.
+    If several mean IoUs were recorded, the first one is shown, which is the held-out one. Classes
+    that are absent at every block are counted but not listed.
     """
     tables: dict[tuple[str, ...], dict[str, Any]] = {}
     for panel, line in lines:
@@ -339,7 +341,7 @@ def build_pair_page(report: Report, pair: Pair, compared: Sequence[PanelComparis
         "views": [_draw_comparison(pair, comparison) for comparison in compared],
         "warning": code_warning(comparison.table for comparison in compared),
         "galleries": build_picture_sections(
-            [[(first.name, one), (second.name, other)] for one, other in galleries]
+            [[(first.name, left), (second.name, right)] for left, right in galleries]
         ),
         "dagger": dagger_meaning(percent for row in rows for percent in row.difference.degenerate),
     }
@@ -369,10 +371,10 @@ def _draw_comparison(pair: Pair, comparison: PanelComparison) -> dict[str, Any]:
 
 def build_epochs_page(epochs: Sequence[PanelTrends]) -> Page:
     """Return scores over epochs, panel by panel."""
-    panels = [one.panel for one in epochs]
-    trends = sorted((trend for one in epochs for trend in one.drawn), key=lambda t: t.depth)
+    panels = [trends.panel for trends in epochs]
+    drawn = sorted((run for trends in epochs for run in trends.drawn), key=lambda run: run.depth)
     # Each block has the style that it has in the deepest encoder.
-    blocks = {curve.number: curve for trend in trends for curve in trend.make_curves()}
+    blocks = {curve.number: curve for run in drawn for curve in run.make_curves()}
     return {
         "panels": epochs,
         "blocks": [curve for _, curve in sorted(blocks.items())],

@@ -149,16 +149,16 @@ def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
 
 
 def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | None:
-    """Return first minus second, or None if they share neither images nor seed."""
+    """Return the differences first minus second, or None if the images or seeds differ."""
     if len(first.image_names) != len(second.image_names) or first.seed != second.seed:
         return None
 
     def add_records(difference: Difference) -> Row:
-        one, other = difference.layers
+        first_layers, second_layers = difference.layers
         return Row(
             difference,
-            [first.records[layer] for layer in one],
-            [second.records[layer] for layer in other],
+            [first.records[layer] for layer in first_layers],
+            [second.records[layer] for layer in second_layers],
         )
 
     blocks = compare_block_by_block(first.scored, second.scored)
@@ -206,9 +206,9 @@ def _list_images(
         return []
     values = zip(names, *(mean_iou(side).tolist() for side in sides), strict=True)
     images = [
-        (name, one, other, one - other)
-        for name, one, other in values
-        if np.isfinite(one - other) and other != one
+        (name, left, right, left - right)
+        for name, left, right in values
+        if np.isfinite(left - right) and left != right
     ]
     images.sort(key=lambda image: -image[-1])
     if len(images) <= 2 * _NUM_IMAGES:

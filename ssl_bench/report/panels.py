@@ -218,7 +218,7 @@ class Panel:
         unit: "%", or an empty string for plain numbers.
         facet: Features that were probed.
         protocol: Protocol of the probe.
-        difference: Settings by which it differs from panels of the same names.
+        difference: Settings that distinguish it from panels of the same metric and protocol.
         facts: Names and values of everything that describes the panel in a table.
         lines: One per checkpoint.
         footnote: Number of images, seeds, versions and devices behind the scores.
@@ -403,17 +403,17 @@ def name_blocks(layers: Sequence[int]) -> str:
 
 
 def choose_headline_metric(panels: Sequence[Panel]) -> str:
-    """Return the metric that represents a task. All panels must be of this task."""
+    """Return the headline metric, which represents a task. All panels must be of this task."""
     return choose_main_metric([(panel.metric, panel.is_ranked) for panel in panels])
 
 
 def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
     """Choose the panels that represent each task on each split of a dataset.
 
-    The first panel is the one with the most checkpoints. Ties go to more blocks, fewer changed
-    options, a facet that is no part of a block, the order of facets and protocols, and the newest
-    records. Checkpoints that it lacks add further panels of the same metric, first those of the
-    same facet and protocol. So every checkpoint has a score.
+    The first panel is the one with the most checkpoints. Ties are resolved by more blocks, fewer
+    changed options, a facet at the output of a block, the names of facet and protocol, and the
+    newest records. If checkpoints are missing there, further panels of the same metric follow,
+    first those of the same facet and protocol, until every checkpoint has a score.
     """
 
     def rank(panel: Panel) -> tuple[int, int, int, bool, str, str]:
@@ -450,8 +450,8 @@ def group_by_split(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
 def group_by_task(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
     """Group panels by task in the order of the pages.
 
-    The order is `FIRST_TASKS`, tasks in which higher is better, then the others from few panels
-    to many.
+    The order is `FIRST_TASKS`, tasks in which higher is better, then the others by their number of
+    panels.
     """
     groups: dict[str, list[Panel]] = defaultdict(list)
     for panel in panels:

@@ -49,7 +49,7 @@ _CAPTIONS = {
 
 
 class PictureFiles:
-    """Pictures in a results folder, which may come from a stranger.
+    """Pictures in a results folder, which may come from an untrusted source.
 
     Only PNG files are shown, because an SVG file can contain scripts. Links are not followed.
 
@@ -114,7 +114,7 @@ class Gallery:
         variant: Protocol and facet, as in the folder names.
         prefixes: Beginnings of the paths by block. The key None means all blocks.
         files: Ends of the paths by image.
-        data: Distinction between image sets of the same name in a report, or an empty string.
+        data: Label that distinguishes image sets of the same dataset, or an empty string.
     """
 
     task: str
@@ -166,7 +166,7 @@ class Gallery:
 def find_galleries(
     files: PictureFiles, records: Sequence[Record], checkpoint: Checkpoint
 ) -> list[Gallery]:
-    """Return the pictures of a checkpoint for the tasks and images of the records."""
+    """Return the pictures of a checkpoint that belong to the tasks and images of the records."""
     variants: dict[tuple[str, str, str, str], set[tuple[str, str]]] = defaultdict(set)
     datasets: dict[tuple[str, str, str, str], str] = {}
     for record in records:
@@ -282,7 +282,7 @@ def pair_galleries(
 def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, list[Gallery]]:
     """Set `data` if a report has pictures of several image sets of one task and dataset.
 
-    An example are pictures from before and after one image was replaced.
+    This happens, for example, after one image of a dataset was replaced.
     """
     sets: dict[tuple[str, str], set[str]] = defaultdict(set)
     for of_encoder in galleries.values():
@@ -348,7 +348,7 @@ def select_strips(
         return not has_blocks, _rank_task(task), task
 
     def rank_gallery(gallery: Gallery) -> tuple[bool, int, int]:
-        """Prefer one picture per block, kinds that many checkpoints have, then many blocks."""
+        """Prefer one picture per block, then kinds that many checkpoints have, then many blocks."""
         return not gallery.layers, -uses[gallery.kind], -len(gallery.layers)
 
     strips = []
@@ -453,5 +453,5 @@ def _rank_task(task: str) -> int:
 
 
 def make_link(path: str) -> str:
-    """Return a relative path as a link. Names of files may contain bytes that are no UTF-8."""
+    """Return a relative path as a link. File names may contain bytes that are not UTF-8."""
     return quote(path, errors="surrogateescape")

@@ -102,7 +102,8 @@ class PanelTrends(NamedTuple):
 
 def find_epoch_trends(panels: Sequence[Panel]) -> tuple[PanelTrends, ...]:
     """Return the panels in which a run was probed at two epochs or more."""
-    return tuple(one for one in map(_find_runs, panels) if one.trends or one.problems)
+    groups = map(_find_runs, panels)
+    return tuple(group for group in groups if group.trends or group.problems)
 
 
 def _find_runs(panel: Panel) -> PanelTrends:
@@ -120,7 +121,8 @@ def _find_runs(panel: Panel) -> PanelTrends:
 def style_block(layer: int, depth: int) -> str:
     """Return classes in the style sheet that differ for every block of an encoder.
 
-    The shade shows the depth. Blocks that share a shade differ in dashes, neighbours in their dots.
+    The shade shows the depth. Blocks of the same shade have different dashes, and every second
+    block has hollow dots.
     """
     shades = [number * (NUM_SHADES - 1) // max(1, depth - 1) for number in range(layer + 1)]
     dashes = min(shades.count(shades[-1]) - 1, 2)
@@ -130,7 +132,7 @@ def style_block(layer: int, depth: int) -> str:
 def draw_severities(records: Sequence[Record]) -> list[tuple[SeverityTable, Chart]]:
     """Draw scores over severity, one chart per encoder and corruption.
 
-    Only the metric that represents its task is drawn.
+    Only the headline metric of each task is drawn.
     """
     corrupted = [record for record in records if record.corrupted is not None]
     metrics = {

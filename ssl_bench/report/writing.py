@@ -87,7 +87,7 @@ def write_report(report: Report, folder: Path) -> None:
     with replace_report(folder) as new:
 
         def write(name: str, text: str) -> None:
-            # Names may contain bytes that are no UTF-8. A page shows them as question marks.
+            # Names may contain bytes that are not UTF-8. A page shows them as question marks.
             (new / name).write_bytes(text.encode(errors="replace"))
 
         def render(name: str, template: str, page: Page) -> None:
@@ -170,8 +170,8 @@ def replace_report(folder: Path) -> Generator[Path]:
 def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
     """Return JavaScript that defines the constant `RECORDS`.
 
-    It holds the names of the fields, every distinct value once, and by record the indices of its
-    values.
+    It holds the names of the fields, every distinct value once, and for each record the indices of
+    its values.
     """
     # Indices of values by their JSON. Many records share a mapping, which is looked up by identity.
     values, mappings = dict[str, int](), dict[int, int]()
