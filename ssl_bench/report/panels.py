@@ -14,8 +14,8 @@ from typing import Any
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.report.drawing import Point
 from ssl_bench.results import Record
-from ssl_bench.system.escaping import in_file_names
-from ssl_bench.system.paths import encoder_folder, in_order
+from ssl_bench.system.escaping import safe_file_name
+from ssl_bench.system.paths import encoder_folder, natural_sort_key
 from ssl_bench.tables.entries import (
     Entry,
     baselines,
@@ -96,7 +96,7 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
     for encoder, model in {(record.encoder_id, record.model) for record in records}:
         folders[encoder].add(encoder_folder(model, encoder))
     latest = {record.encoder_id: record for record in records}
-    names = sorted(model_names(records).items(), key=lambda item: in_order(item[1]))
+    names = sorted(model_names(records).items(), key=lambda item: natural_sort_key(item[1]))
     checkpoints = []
     for number, (encoder, name) in enumerate(names):
         record = latest[encoder]
@@ -114,7 +114,7 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
                 facts=_list_encoder_facts(record),
                 is_skipless=any(record.architecture.get(skip) is False for skip in _SKIPS)
                 or bool(_NO_SKIP.search(name)),
-                page=f"checkpoint-{in_file_names(name)}-{encoder[:8]}.html",
+                page=f"checkpoint-{safe_file_name(name)}-{encoder[:8]}.html",
                 picture_folders=tuple(sorted(folders[encoder])),
             )
         )

@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 from ssl_bench.report.panels import Checkpoint
 from ssl_bench.results import Record
-from ssl_bench.system.escaping import in_file_names
-from ssl_bench.system.files import open_within, read_within
-from ssl_bench.system.paths import file_name, image_digits, image_title
+from ssl_bench.system.escaping import safe_file_name
+from ssl_bench.system.files import open_untrusted, read_untrusted
+from ssl_bench.system.paths import figure_title, file_name, short_fingerprint
 
 MAX_STRIP_PICTURES = 4
 """Pictures of a checkpoint in a row of the overview."""
@@ -75,7 +75,7 @@ class PictureFiles:
 
     def copy(self, name: str, target: Path) -> None:
         """Copy a listed picture and its folders into another folder."""
-        content = read_within(self.root, self.root / name, _MAX_BYTES)
+        content = read_untrusted(self.root, self.root / name, _MAX_BYTES)
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -91,7 +91,7 @@ class PictureFiles:
 
     def _is_png(self, path: Path) -> bool:
         try:
-            with open_within(self.root, path, _MAX_BYTES) as file:
+            with open_untrusted(self.root, path, _MAX_BYTES) as file:
                 is_png = file.read(len(_PNG_SIGNATURE)) == _PNG_SIGNATURE
         except OSError as error:
             self.refused[path] = error.strerror or str(error)
@@ -110,7 +110,7 @@ class Gallery:
     Attributes:
         task: Task of the probe.
         dataset: Name of the dataset.
-        images: Digits of the dataset's fingerprint (`image_digits`).
+        images: Digits of the dataset's fingerprint (`short_fingerprint`).
         variant: Protocol and facet, as in the folder names.
         prefixes: Beginnings of the paths by block. The key None means all blocks.
         files: Ends of the paths by image.
@@ -172,7 +172,7 @@ def find_galleries(
     for record in records:
         if record.encoder_id == checkpoint.encoder_id:
             for folder in checkpoint.picture_folders:
-                images = image_digits(record.dataset_fingerprint)
+                images = short_fingerprint(record.dataset_fingerprint)
                 place = (record.task, file_name(record.dataset), folder, images)
                 variants[place].add((record.protocol, record.facet))
                 datasets[place] = record.dataset
@@ -242,7 +242,7 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
     """Return files by the titles of their images, or by their names if titles are not unique."""
-    titles = {image_title(name): file for name, file in files.items()}
+    titles = {figure_title(name): file for name, file in files.items()}
     return titles if len(titles) == len(files) else dict(files)
 
 
@@ -328,7 +328,7 @@ def select_strips(
     """
     scored_images: dict[tuple[str, str], set[str]] = defaultdict(set)
     for record in scored:
-        images = image_digits(record.dataset_fingerprint)
+        images = short_fingerprint(record.dataset_fingerprint)
         scored_images[record.task, record.dataset].add(images)
     shown = {
         checkpoint: [
@@ -399,7 +399,7 @@ def build_picture_sections(
     return [
         {
             "title": task,
-            "anchor": f"pictures-{in_file_names(task)}",
+            "anchor": f"pictures-{safe_file_name(task)}",
             "caption": _CAPTIONS.get(task, ""),
             "viewers": viewers,
         }

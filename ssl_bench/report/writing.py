@@ -26,9 +26,14 @@ from ssl_bench.report.pages import (
 from ssl_bench.report.pairs import compare_pairs
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.record import INFINITY_AS_JSON
-from ssl_bench.system.escaping import in_page, json_text, plain_json, printable
-from ssl_bench.system.files import REPORT
-from ssl_bench.system.paths import real
+from ssl_bench.system.escaping import (
+    dump_json,
+    escape_in_template,
+    escape_unprintable,
+    to_plain_json,
+)
+from ssl_bench.system.files import REPORT_MARK
+from ssl_bench.system.paths import resolve_links
 from ssl_bench.system.progress import show_progress
 
 _STATIC = ("style.css", "report.js")
@@ -72,7 +77,7 @@ def write_report(report: Report, folder: Path) -> None:
         loader=PackageLoader("ssl_bench.report"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=in_page,
+        finalize=escape_in_template,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -83,7 +88,7 @@ def write_report(report: Report, folder: Path) -> None:
 
     environment.filters["indices"] = list_indices
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    site = {"source": real(report.store.root).name, "version": __version__, "date": date}
+    site = {"source": resolve_links(report.store.root).name, "version": __version__, "date": date}
     with replace_report(folder) as new:
 
         def write(name: str, text: str) -> None:
@@ -124,7 +129,7 @@ def require_replaceable(folder: Path) -> None:
         raise ConfigurationError(
             f"cannot write the report to {folder}, which is not a folder", hint=hint
         )
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT).is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT_MARK).is_file():
         raise ConfigurationError(
             f"cannot write the report to {folder}, which holds other files", hint=hint
         )
@@ -140,13 +145,13 @@ def replace_report(folder: Path) -> Generator[Path]:
     """
     require_replaceable(folder)
     # The path "." has no name until it is resolved.
-    folder = real(folder)
+    folder = resolve_links(folder)
     mark = uuid.uuid4().hex
     new, old = (folder.with_name(f".{mark}.{word}") for word in ("new", "old"))
     try:
         new.mkdir(parents=True)
         yield new
-        (new / REPORT).write_text(json.dumps({"report": 1}) + "\n")
+        (new / REPORT_MARK).write_text(json.dumps({"report": 1}) + "\n")
         # Check again, because files may have been written there in the meantime.
         require_replaceable(folder)
         if folder.exists():
@@ -177,7 +182,9 @@ def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
     values, mappings = dict[str, int](), dict[int, int]()
 
     def add(value: Any) -> int:
-        text = json.dumps(plain_json(value, infinity=INFINITY_AS_JSON), sort_keys=True, default=str)
+        text = json.dumps(
+            to_plain_json(value, infinity=INFINITY_AS_JSON), sort_keys=True, default=str
+        )
         return values.setdefault(text, len(values))
 
     def find_or_add(value: Any) -> int:
@@ -209,7 +216,7 @@ def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
         "values": [json.loads(text) for text in values],
         "rows": rows,
     }
-    text = json_text(content, indent=None, text=printable)
+    text = dump_json(content, indent=None, text=escape_unprintable)
     # A literal would treat the name __proto__ specially, so the text is parsed.
     return f"const RECORDS = JSON.parse({json.dumps(text)});\n"
 
