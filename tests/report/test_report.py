@@ -1,4 +1,4 @@
-"""What a report says, counted by hand from a handful of records."""
+"""Contents and safety of a report, checked on a handful of records."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def test_axes_and_columns_name_the_unit(tmp_path, records):
     assert ("plain number" in script) == any(not record.unit for record in records)
 
 
-def test_means_over_seeds_say_what_is_of_one_seed_alone(tmp_path):
+def test_a_note_names_tables_of_one_seed(tmp_path):
     store = ResultStore(tmp_path)
     for seed in (1, 0):
         record = cell(seed=seed, task="segmentation", metric="miou_oracle")
@@ -110,7 +110,7 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
 
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
-    """A report of records in which every name is markup."""
+    """Write a report of records whose names are all markup."""
     root = tmp_path_factory.mktemp("evil")
     store = ResultStore(root)
     attribute = '" onmouseover="alert(1)'
@@ -133,7 +133,7 @@ def evil_report(tmp_path_factory) -> Path:
     return root / "report"
 
 
-def test_names_are_text_wherever_they_stand(evil_report):
+def test_names_are_escaped_on_every_page(evil_report):
     pages = {path.name: Elements(path.read_text()) for path in evil_report.glob("*.html")}
 
     assert len(pages) == 4
@@ -151,7 +151,7 @@ def test_names_are_text_wherever_they_stand(evil_report):
         assert EVIL in page.text
 
 
-def test_the_pictures_of_evil_names_are_where_the_pages_look_for_them(evil_report):
+def test_pictures_with_hostile_names_are_found(evil_report):
     sources = [
         given["src"] or ""
         for path in evil_report.glob("*.html")
@@ -164,7 +164,7 @@ def test_the_pictures_of_evil_names_are_where_the_pages_look_for_them(evil_repor
 
 
 def first_record(report: Path) -> dict[str, Any]:
-    """What is shown of it when one of its numbers is pressed."""
+    """Return the fields that the dialog on provenance shows."""
     script = (report / "records.js").read_text()
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))
@@ -196,7 +196,7 @@ def test_the_provenance_of_a_packed_record_names_the_file_that_holds_it(tmp_path
     assert first_record(tmp_path / "report")["record"] == f"records.parquet: {path}"
 
 
-def test_published_values_are_marked_and_say_what_differs(tmp_path):
+def test_published_values_are_marked_with_their_differences(tmp_path):
     store = ResultStore(tmp_path)
     store.save(cell(task="segmentation", dataset="voc2012", metric="miou_oracle", facet="token"))
 
@@ -208,7 +208,7 @@ def test_published_values_are_marked_and_say_what_differs(tmp_path):
     assert "not the same experiment: published: ViT-Small" in text
 
 
-def test_only_what_was_asked_for_is_in_the_report(tmp_path):
+def test_only_requested_tasks_are_in_the_report(tmp_path):
     store = ResultStore(tmp_path)
     store.save(cell())
     store.save(cell(task="knn", metric="top1_k20"))
@@ -240,7 +240,7 @@ def test_four_checkpoints_with_all_records_stay_small(tmp_path):
 
 
 @pytest.mark.parametrize("unit", ["%", ""])
-def test_of_many_checkpoints_the_highest_are_drawn_and_all_have_a_page(tmp_path, unit):
+def test_the_highest_of_many_checkpoints_are_drawn(tmp_path, unit):
     store = ResultStore(tmp_path)
     count = MAX_LINES + 2
     for number in range(count):

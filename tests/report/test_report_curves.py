@@ -37,7 +37,7 @@ def test_a_point_is_the_mean_of_its_seeds_with_the_interval_of_one():
     assert line.best == line.entries[0]
 
 
-def test_of_a_plain_number_no_block_is_best_and_its_interval_is_shown_by_its_ends():
+def test_plain_numbers_have_no_best_block_and_show_interval_ends():
     records = [
         plain(value=12345.0, ci95=(9e3, math.inf), layer=0),
         plain(value=math.inf, ci95=None, layer=1),
@@ -58,7 +58,7 @@ def test_of_a_plain_number_no_block_is_best_and_its_interval_is_shown_by_its_end
     assert best == {"condition_number": False, "explained_variance": False, "corloc": True}
 
 
-def test_numbers_with_other_settings_or_data_stand_in_panels_of_their_own():
+def test_other_settings_or_data_give_another_panel():
     same = {"settings": {"tau": 0.2, "eps": 1}, "changed": {"eps": 1}}
     all_of_it = {"tau": 0.3, "eps": 1}
     other = {"settings": all_of_it, "changed": all_of_it}
@@ -75,7 +75,7 @@ def test_numbers_with_other_settings_or_data_stand_in_panels_of_their_own():
     assert [line.checkpoint.name for line in panels[0].lines] == ["skip", "skipless"]
 
 
-def test_a_checkpoint_without_skips_is_told_apart_by_colour_dashes_and_label():
+def test_a_checkpoint_without_skips_is_dashed():
     names = ["skip_soap", "vit", "skipless_soap", "skip_adamw", "z", "net"]
     records = [cell(model=m, checkpoint_sha256=f"{i}" * 64) for i, m in enumerate(names)]
     # Whatever its name; of a module of one's own nobody knows.
@@ -154,7 +154,7 @@ def test_a_curve_spans_the_drawing_and_a_missing_value_breaks_it():
     assert drawn.band == ""
 
 
-def test_a_band_goes_up_the_upper_ends_of_intervals_and_back_along_the_lower_ones():
+def test_a_band_surrounds_the_intervals():
     percent = draw_chart([curve(5.0, 5.0, low=0.0, high=10.0)])
     plain = draw_chart([curve(10.0, 10.0, low=1.0, high=math.inf), curve(1000.0)], unit="")
 

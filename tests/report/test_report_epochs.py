@@ -41,7 +41,7 @@ def followed(records):
     return find_epoch_trends(group_into_panels(records, list_checkpoints(records)))
 
 
-def test_a_run_is_followed_block_by_block_and_one_epoch_is_no_course():
+def test_a_run_of_two_epochs_has_scores_by_block():
     records = [ALONE, *COURSE]
     unknown = replace(COURSE[1], details={})
     assert followed([COURSE[0], COURSE[2], ALONE, unknown]) == ()
@@ -58,7 +58,7 @@ def test_a_run_is_followed_block_by_block_and_one_epoch_is_no_course():
     }
 
 
-def test_seeds_are_averaged_and_other_settings_stand_apart():
+def test_seeds_are_averaged_and_other_settings_are_separate():
     records = [*COURSE, kept("skip", 100.0, 0, 40.0, seed=1)]
     records += [replace(record, settings={"tau": 0.3}) for record in COURSE[:2]]
 
@@ -70,7 +70,7 @@ def test_seeds_are_averaged_and_other_settings_stand_apart():
     assert [len(entry.records) for entry in other.trends[0].table.entries.values()] == [1, 1]
 
 
-def test_epochs_lie_where_they_are_on_axes_that_all_runs_share():
+def test_runs_share_their_axes():
     other = [kept("skipless", 100.0, 0, 70.0), kept("alone", 300.0, 0, 80.0, model="skipless")]
     middle = replace(COURSE[1], model="skip@150", checkpoint_sha256="b" * 64)
     records = [*COURSE, *other, replace(middle, details={"epoch": 150.0})]
@@ -190,7 +190,7 @@ def test_a_browser_hides_the_curves_of_a_block(browser, report, width):
     assert browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth") == 0
 
 
-def test_of_many_runs_the_highest_are_drawn_in_the_order_of_their_names():
+def test_the_highest_of_many_runs_are_drawn():
     low = 3
     records = [
         replace(

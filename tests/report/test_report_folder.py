@@ -27,7 +27,7 @@ def test_other_files_are_not_replaced(tmp_path, capsys, into):
     assert [path.read_text() for path in (tmp_path / "thesis").iterdir()] == ["years of work"]
 
 
-def test_a_report_takes_the_place_of_an_older_one_only_when_it_is_whole(tmp_path):
+def test_only_a_complete_report_replaces_an_older_one(tmp_path):
     def write(text):
         with replace_report(tmp_path / "report") as new:
             (new / "index.html").write_text(text)
@@ -49,7 +49,7 @@ def test_a_report_takes_the_place_of_an_older_one_only_when_it_is_whole(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
-def test_what_came_while_a_report_was_written_is_not_replaced(tmp_path):
+def test_files_written_meanwhile_are_not_replaced(tmp_path):
     thesis = tmp_path / "report" / "thesis.txt"
 
     def write() -> None:
@@ -65,7 +65,7 @@ def test_what_came_while_a_report_was_written_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["old", "new"])
-def test_an_interrupt_between_two_names_leaves_the_older_report(tmp_path, monkeypatch, name):
+def test_an_interrupt_while_renaming_leaves_the_older_report(tmp_path, monkeypatch, name):
     with replace_report(tmp_path / "report") as new:
         (new / "index.html").write_text("first")
     rename = Path.rename

@@ -78,7 +78,7 @@ def test_a_task_has_one_headline_a_dataset():
     assert headlines(cell(**one, metric="top5"), cell(**one, metric="top1"))[0][2] == "top1"
 
 
-def test_neither_a_look_at_one_block_nor_a_changed_option_takes_the_place_of_the_protocol():
+def test_the_headline_has_all_blocks_and_no_changed_option():
     look = cell(layer=2, value=90.0, settings={"size": 448}, changed={"size": 448})
     changed = cell(value=90.0, settings={"tau": 0.1}, changed={"tau": 0.1})
     every = [cell(layer=n, value=50.0) for n in range(3)]
@@ -91,7 +91,7 @@ def test_neither_a_look_at_one_block_nor_a_changed_option_takes_the_place_of_the
         assert panel.title == "corloc, key, protocol reference [tau=0.2]"
 
 
-def test_of_two_protocols_all_checkpoints_stand_in_the_same_one():
+def test_all_checkpoints_are_shown_in_the_same_protocol():
     squashed = {"settings": {"squash": 96}, "changed": {"squash": 96}}
     records = [cell(layer=n) for n in range(3)]
     records += [cell(layer=n, protocol="adaptive") for n in range(2)]
@@ -104,7 +104,7 @@ def test_of_two_protocols_all_checkpoints_stand_in_the_same_one():
     assert [panel.lines[0].checkpoint.model for panel in chosen] == ["skip", "skipless"]
 
 
-def test_no_checkpoint_is_without_its_number_for_having_been_seen_otherwise(tmp_path):
+def test_every_checkpoint_has_a_headline_score(tmp_path):
     smaller = {"settings": {"longer_side": 144}, "changed": {"longer_side": 144}}
     dinov2 = cell(model="dinov2", checkpoint_sha256="f" * 64)
     records = [cell(**smaller), skipless(**smaller), cell(), dinov2]
@@ -129,7 +129,7 @@ def test_segmentation_and_discovery_come_first_and_many_plain_numbers_last():
     assert list(tasks) == ["segmentation", "tokencut", "knn", "pca", "conditioning"]
 
 
-def test_the_board_shows_the_best_block_or_the_last_one_where_more_is_not_better():
+def test_the_leaderboard_shows_the_best_or_the_last_block():
     records = [cell(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
     records += [plain(facet="mlp", layer=n, value=v) for n, v in enumerate((3.0, 2.0, 1.0))]
     checkpoints = list_checkpoints(records)
@@ -142,7 +142,7 @@ def test_the_board_shows_the_best_block_or_the_last_one_where_more_is_not_better
     assert board["shared"] == (("protocol", "reference"), ("on", "toy val"))
 
 
-def test_columns_of_one_head_say_in_what_setting_they_differ():
+def test_columns_of_the_same_metric_name_their_settings():
     # The first is of another encoder: of one encoder alone the headline is chosen.
     records = [skipless(settings={"size": 64}), cell(settings={"size": 518})]
     checkpoints = list_checkpoints(records)
@@ -152,7 +152,7 @@ def test_columns_of_one_head_say_in_what_setting_they_differ():
     assert sorted(facts for _, facts in board["columns"]) == [("size 518",), ("size 64",)]
 
 
-def test_a_score_that_an_answer_without_a_look_reaches_says_so(tmp_path):
+def test_the_leaderboard_names_a_baseline_that_is_not_exceeded(tmp_path):
     told = Baseline("centre box", 55.0).as_details()
     low = [replace(cell(layer=n, value=v), details=told) for n, v in enumerate((40.0, 55.0))]
     high = replace(cell(value=56.0), details=told)
@@ -165,7 +165,7 @@ def test_a_score_that_an_answer_without_a_look_reaches_says_so(tmp_path):
     assert "not above" not in better
 
 
-def test_checkpoints_differ_in_columns_and_what_they_share_is_said_once(tmp_path):
+def test_differences_of_checkpoints_are_columns(tmp_path):
     small = {"kind": "vit", "dim": 12, "patch_size": 8}
     other = {**small, "dim": 24, "modules_sha256": "ab" * 32}
     records = [cell(architecture=small), skipless(architecture=other, depth=6)]
@@ -184,7 +184,7 @@ def test_checkpoints_differ_in_columns_and_what_they_share_is_said_once(tmp_path
     assert "modules sha256" not in page
 
 
-def test_checkpoints_of_one_model_say_what_sets_them_apart(tmp_path):
+def test_checkpoints_of_one_model_show_their_differences(tmp_path):
     named = {"kind": "timm", "name": "vit_tiny_patch16_224"}
     own = {"kind": "module", "name": "Net"}
     records = [
@@ -208,7 +208,7 @@ def test_checkpoints_of_one_model_say_what_sets_them_apart(tmp_path):
     assert all(f'"block">{words}<' in page for words in apart - {""})
 
 
-def test_a_value_that_is_missing_says_why_where_it_stands(tmp_path):
+def test_a_missing_value_has_its_reason(tmp_path):
     record = cell(task="classification", metric="top1", value=math.nan, ci95=None)
     told = replace(record, details={"reason": "no class has two images"})
 
@@ -248,7 +248,7 @@ def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Ga
     )
 
 
-def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
+def test_a_strip_shows_an_image_that_all_checkpoints_have():
     first, second, third = list_checkpoints([cell(), skipless(), cell(checkpoint_sha256="e" * 64)])
     galleries = {
         first.encoder_id: [gallery([None], "all"), gallery(range(12), "cat", "dog")],
@@ -269,7 +269,7 @@ def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
     assert strips[0].pictures[-1][1] == "pca/block11/dog.png"
 
 
-def test_strips_are_of_what_most_checkpoints_have_and_of_many_blocks():
+def test_strips_prefer_common_kinds_and_many_blocks():
     first, second = list_checkpoints([cell(), skipless()])
 
     def shown(few: Gallery, many: Gallery, *others: Gallery) -> list[tuple[str, ...]]:
@@ -290,7 +290,7 @@ def test_strips_are_of_what_most_checkpoints_have_and_of_many_blocks():
     assert [words[1] for words in shown(few, many)] == ["many,"]
 
 
-def test_the_page_of_a_checkpoint_has_blocks_in_rows_and_few_columns(tmp_path):
+def test_tables_of_blocks_have_few_columns(tmp_path):
     names = ("a", "b", "c", "d")
     records = [
         cell(**SEGMENTATION | {"metric": f"miou_{name}"}, layer=layer, value=float(layer))
@@ -317,7 +317,7 @@ def test_the_page_of_a_checkpoint_has_blocks_in_rows_and_few_columns(tmp_path):
     assert "3 more columns" in page
 
 
-def test_one_word_for_a_block_and_axes_that_are_named(tmp_path):
+def test_axes_have_labels_and_pages_say_block(tmp_path):
     written(tmp_path, cell(), skipless(), plain())
 
     pages = {path.name: path.read_text() for path in (tmp_path / "report").glob("*.html")}
@@ -356,14 +356,14 @@ def test_equal_blocks_share_the_best_place(values, said, marked):
     assert [point.layer for point in line.all_best] == marked
 
 
-def test_pictures_of_other_blocks_stay_out_of_a_report_of_some():
+def test_pictures_of_other_blocks_are_left_out():
     both = [gallery(range(12), "dog"), gallery([None], "all"), gallery(range(3), "cat")]
     kept = keep_layers(both, {5, -1}, 12)
     assert [list(one.prefixes) for one in kept] == [[5, 11], [None]]
     assert keep_layers(both, None, 12) == both
 
 
-def test_pictures_come_first_where_there_are_no_labels(tmp_path):
+def test_pictures_come_first_without_labels(tmp_path):
     pca = cell(task="pca", metric="explained_variance", dataset="folder")
     conditioning = [plain(layer=layer, dataset="folder") for layer in (0, 3)]
     for root, labelled in ((tmp_path / "a", []), (tmp_path / "b", [cell()])):

@@ -32,7 +32,7 @@ from tests.support.report_cells import (
 )
 
 
-def test_a_pair_shows_every_kind_of_picture_that_both_have(tmp_path):
+def test_a_pair_shows_the_pictures_that_both_have(tmp_path):
     records = [cell(task="pca"), skipless(task="pca")]
     for folder in map(folder_of, records):
         names = ("block00/one", "block01/one", "block01/two", "block01", "blocks-0-1")
@@ -89,7 +89,7 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
     assert blocks == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_a_probe_leaves_the_ids_that_name_its_images(place):
+def test_a_probe_stores_the_names_of_its_images(place):
     assert main(probing("pca", "folder", place / "photos")) == 0
     store = ResultStore(Path("results"))
 
@@ -142,7 +142,7 @@ def test_checkpoints_of_two_seeds_are_not_paired(tmp_path):
     assert compare_sides(panel, first, second) is None
 
 
-def test_of_what_more_is_not_better_a_page_says_neither_best_nor_right(tmp_path):
+def test_without_a_best_block_nothing_is_summarised_or_counted(tmp_path):
     store = ResultStore(tmp_path)
     for make in (cell, skipless):
         for layer in (0, 1):
@@ -159,7 +159,7 @@ def test_of_what_more_is_not_better_a_page_says_neither_best_nor_right(tmp_path)
     assert "Correct images" not in page
 
 
-def test_pairs_of_many_checkpoints_must_be_asked_for():
+def test_pairs_of_many_checkpoints_must_be_requested():
     few = list_checkpoints([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(4)])
     many = list_checkpoints([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(7)])
 
@@ -173,7 +173,7 @@ def test_pairs_of_many_checkpoints_must_be_asked_for():
     assert caught.value.hint == ("--pair", "{checkpoint}", "{other_checkpoint}")
 
 
-def test_a_pair_is_named_as_everywhere_by_path_name_or_sha256(tmp_path, capsys):
+def test_a_pair_is_named_by_path_or_name(tmp_path, capsys):
     config = ViTConfig(image_size=16, patch_size=8, dim=12, depth=1, num_heads=2)
     weights = tmp_path / "runs" / "vit" / "last.safetensors"
     weights.parent.mkdir(parents=True)

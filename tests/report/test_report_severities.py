@@ -23,14 +23,14 @@ def written(root: Path, records: list[Record]) -> Path:
     return into
 
 
-def test_scores_are_followed_from_the_clean_ones_on_block_by_block():
+def test_curves_start_at_the_clean_score():
     ((_, chart),) = draw_severities(RECORDS)
 
     assert (chart.x_label, chart.y_label, len(chart.curves)) == ("severity", "top1 (%)", 2)
     assert chart.curves[1].marks[2].tooltip == "skip, block 1, severity 2: 40.0"
 
 
-def test_of_each_task_one_metric_stands_on_the_page():
+def test_one_metric_per_task_is_drawn():
     other = [replace(record, metric="top1_k20") for record in RECORDS]
 
     found = draw_severities([*RECORDS, *other])
@@ -64,7 +64,7 @@ def test_the_page_is_linked_once_and_names_are_escaped(tmp_path):
     ]
 
 
-def test_the_first_table_is_of_images_as_they_are(tmp_path):
+def test_the_leaderboard_shows_clean_images(tmp_path):
     store = ResultStore(tmp_path)
     panels = group_into_panels(RECORDS, list_checkpoints(RECORDS))
     assert [panel.is_corrupted for panel in panels] == [False, True, True]

@@ -1,4 +1,4 @@
-"""Records and pictures of which the tests of the report make their reports."""
+"""Records and pictures for the tests of the report."""
 
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -29,7 +29,7 @@ def cell(**changes) -> Record:
 
 
 def around(changes: dict) -> dict:
-    """With an interval about a value that has none of its own, as wide as that of `RECORD`."""
+    """Add an interval as wide as that of `RECORD` if a value comes without one."""
     value = changes.get("value")
     if value is None or "ci95" in changes:
         return changes
@@ -45,12 +45,12 @@ def skipless(**changes) -> Record:
 
 
 def known_as(letter: str) -> str:
-    """The id of the encoder whose weights have a sha256 of one letter."""
+    """Return the id of the encoder whose sha256 consists of one letter."""
     return cell(checkpoint_sha256=letter * 64).encoder_id
 
 
 def folder_of(record: Record) -> str:
-    """Where the pictures of its encoder and images are."""
+    """Return the name of the picture folder of a record."""
     return f"{record.model}-{record.encoder_id[:8]}-{record.dataset_fingerprint[:8]}"
 
 
@@ -60,7 +60,7 @@ def curve(*values, low=None, high=None):
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """With the value that the images add up to."""
+    """Save a record with the value that follows from its per-image values."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = around({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)
@@ -74,7 +74,7 @@ def save_pictures(root: Path, *names: str) -> None:
 
 
 class Elements(HTMLParser):
-    """Elements with their attributes, and the text outside of scripts."""
+    """Elements of a page with their attributes, and its text outside scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def plain(**changes) -> Record:
 
 
 def counts(*images):
-    """Right, predicted and true pixels of two classes for each image."""
+    """Return right, predicted and true pixels of two classes for each image."""
     return np.array(images, np.int32)
 
 
@@ -113,7 +113,7 @@ WRONG = [[0, 0], [4, 0], [0, 4]]
 
 
 def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
-    """The only two checkpoints in the only panel."""
+    """Compare the only two checkpoints in the only panel."""
     one, other = list_checkpoints(records)
     (panel,) = group_into_panels(records, (one, other))
     first, second = (load_side(store, panel, checkpoint) for checkpoint in (one, other))
