@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ssl_bench.report.pairs import MAX_PAIRED, load_side
 from ssl_bench.report.panels import (
@@ -53,81 +53,44 @@ TASK_DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
 )
 """Descriptions of the tasks of this suite. Other tasks have none."""
 
-Facts = Sequence[tuple[str, str]]
-"""Names and values. No name occurs twice."""
-
 _MAX_COLUMNS = 3
 # Tables of one task and split that are not folded.
 _MAX_OPEN_TABLES = 3
-_SELF_EXPLANATORY = ("metric", "on", "facet")
-_HEAD_FACTS = ("on", "facet", "protocol")
 # Only the page of the checkpoint shows them.
 _NOT_IN_LEADERBOARD = ("modules sha256", "position margin")
 
 
-class FactTable(NamedTuple):
-    """Facts of several rows, split into those that differ and those that all rows share.
+class Leaderboard(NamedTuple):
+    """One row per checkpoint, with scores and with the facts in which the checkpoints differ.
 
     Attributes:
-        names: Names of the facts in which the rows differ.
-        rows: Their values by row. A missing value is an empty string.
-        shared: Names and values that are the same in all rows.
+        panels: Panels of the columns with scores, one per task and dataset.
+        fact_names: Names of the facts in which the checkpoints differ.
+        fact_rows: Their values by checkpoint. A missing value is an empty string.
+        shared_facts: Names and values that are the same for all checkpoints.
     """
 
-    names: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    shared: tuple[tuple[str, str], ...]
-
-    def describe_row(self, number: int) -> tuple[str, ...]:
-        """Return the values of a row. Values that do not explain themselves follow their names."""
-        return tuple(
-            value if name in _SELF_EXPLANATORY else f"{name} {value}"
-            for name, value in zip(self.names, self.rows[number], strict=True)
-            if value
-        )
+    panels: Sequence[Panel]
+    fact_names: Sequence[str]
+    fact_rows: Sequence[Sequence[str]]
+    shared_facts: Sequence[tuple[str, str]]
 
 
-def split_facts(rows: Sequence[Facts]) -> FactTable:
-    """Split the facts of several rows. Names keep the order in which they first occur."""
-    by_name = [dict(row) for row in rows]
-    names = list(dict.fromkeys(name for row in by_name for name in row))
-    differing = [name for name in names if len({row.get(name) for row in by_name}) > 1]
-    return FactTable(
-        names=tuple(differing),
-        rows=tuple(tuple(row.get(name, "") for name in differing) for row in by_name),
-        shared=tuple((name, by_name[0][name]) for name in names if name not in differing),
+def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> Leaderboard:
+    """Choose the columns of the leaderboard and compare the facts of the checkpoints."""
+    facts = [dict(checkpoint.facts) for checkpoint in checkpoints]
+    names = dict.fromkeys(n for row in facts for n in row if n not in _NOT_IN_LEADERBOARD)
+    differing = [name for name in names if len({row.get(name) for row in facts}) > 1]
+    return Leaderboard(
+        panels=select_headline_panels(panels),
+        fact_names=differing,
+        fact_rows=[[row.get(name, "") for name in differing] for row in facts],
+        shared_facts=[(name, facts[0][name]) for name in names if name not in differing],
     )
 
 
-def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> dict[str, Any]:
-    """Return the leaderboard: one row per checkpoint, one column per task and dataset.
-
-    Returns:
-        `checkpoints`, a `FactTable` with one row per checkpoint. `columns`, pairs of a panel and
-        the words that distinguish it from the other columns. `shared`, facts of all columns.
-    """
-    chosen = select_headline_panels(panels)
-    heads = [tuple(fact for fact in panel.facts if fact[0] in _HEAD_FACTS) for panel in chosen]
-    facts = split_facts(heads)
-    rivals: dict[Any, list[int]] = defaultdict(list)
-    for number, panel in enumerate(chosen):
-        rivals[panel.task, panel.metric, heads[number]].append(number)
-    words: dict[int, Sequence[str]] = {}
-    for numbers in rivals.values():
-        # Columns of the same head differ in settings, such as the image size.
-        settings = split_facts([chosen[number].facts for number in numbers])
-        for row, number in enumerate(numbers):
-            words[number] = (*facts.describe_row(number), *settings.describe_row(row))
-    rows = [
-        [(name, value) for name, value in checkpoint.facts if name not in _NOT_IN_LEADERBOARD]
-        for checkpoint in checkpoints
-    ]
-    columns = [(panel, words[number]) for number, panel in enumerate(chosen)]
-    return {"checkpoints": split_facts(rows), "columns": columns, "shared": facts.shared}
-
-
-BlockTable = Sequence[tuple[Panel, Line, tuple[str, ...]]]
-"""Columns of a table with one row per block. The words distinguish a column from the others."""
+BlockTable = Sequence[tuple[Panel, Line]]
+"""Columns of a table with one row per block."""
 
 
 class BlockGroup(NamedTuple):
@@ -136,37 +99,31 @@ class BlockGroup(NamedTuple):
     Attributes:
         task: Task of the probe.
         split_name: Dataset and split.
-        shared: Facts of all columns.
         tables: Tables that are shown, first those of the headline metric.
         folded: Tables that readers unfold.
     """
 
     task: str
     split_name: str
-    shared: Facts
     tables: Sequence[BlockTable]
     folded: Sequence[BlockTable]
 
 
 def group_block_tables(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
     """Arrange the scores of one checkpoint as tables with few columns."""
-    own = {panel.number: line for panel, line in lines}
+    line_by_panel = {panel.number: line for panel, line in lines}
     groups = []
     for task, of_task in group_by_task([panel for panel, _ in lines]).items():
         for split_name, of_split in group_by_split(of_task).items():
             metric = choose_headline_metric(of_split)
-            panels = [panel for panel in of_split if panel.metric == metric]
-            panels += [panel for panel in of_split if panel.metric != metric]
-            facts = split_facts(
-                [[f for f in panel.facts if f[0] not in ("metric", "on")] for panel in panels]
-            )
-            columns = [(p, own[p.number], facts.describe_row(n)) for n, p in enumerate(panels)]
+            panels = sorted(of_split, key=lambda panel, metric=metric: panel.metric != metric)
+            columns = [(panel, line_by_panel[panel.number]) for panel in panels]
             # As few tables as possible, with almost equal numbers of columns.
             count = -(-len(columns) // _MAX_COLUMNS)
             ends = [len(columns) * number // count for number in range(count + 1)]
             tables = [columns[start:end] for start, end in pairwise(ends)]
             shown, folded = tables[:_MAX_OPEN_TABLES], tables[_MAX_OPEN_TABLES:]
-            groups.append(BlockGroup(task, split_name, facts.shared, shown, folded))
+            groups.append(BlockGroup(task, split_name, shown, folded))
     return groups
 
 

@@ -138,7 +138,7 @@ def build_index_page(report: Report) -> Page:
     """Return the overview: sentences, leaderboard, pictures, and the curves of all panels."""
     panels, checkpoints = report.panels, report.checkpoints
     leaderboard = build_leaderboard(report.clean_panels, checkpoints)
-    headlines = [panel for panel, _ in leaderboard["columns"]]
+    headlines = leaderboard.panels
     entries = [
         entry
         for panel in headlines

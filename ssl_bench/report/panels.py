@@ -219,7 +219,6 @@ class Panel:
         facet: Features that were probed.
         protocol: Protocol of the probe.
         difference: Settings that distinguish it from panels of the same metric and protocol.
-        facts: Names and values of everything that describes the panel in a table.
         lines: One per checkpoint.
         footnote: Number of images, seeds, versions and devices behind the scores.
     """
@@ -233,7 +232,6 @@ class Panel:
     facet: str
     protocol: str
     difference: str
-    facts: tuple[tuple[str, str], ...]
     lines: tuple[Line, ...]
     footnote: str
 
@@ -248,8 +246,14 @@ class Panel:
         return metric_with_unit(self.record)
 
     @property
+    def variant(self) -> str:
+        """Facet, protocol and differing settings, such as "token, protocol fast, lr=0.1"."""
+        return f"{self.facet}, protocol {self.protocol}{self.difference}"
+
+    @property
     def title(self) -> str:
-        return f"{self.metric}, {self.facet}, protocol {self.protocol}{self.difference}"
+        """Metric and variant."""
+        return f"{self.metric}, {self.variant}"
 
     @property
     def record(self) -> Record:
@@ -353,7 +357,6 @@ def group_into_panels(
                 number=number,
                 **{name: getattr(first, name) for name in (*names, "unit")},
                 difference=changed + (f" [{', '.join(differing)}]" if differing else ""),
-                facts=tuple(_list_panel_facts(first, differing).items()),
                 lines=tuple(
                     Line(checkpoint, tuple(entries[checkpoint.encoder_id]))
                     for checkpoint in checkpoints
@@ -363,17 +366,6 @@ def group_into_panels(
             )
         )
     return tuple(panels)
-
-
-def _list_panel_facts(record: Record, differing: Sequence[str]) -> dict[str, str]:
-    """Return the contents of `Panel.title` and `Panel.difference` by name."""
-    facts = {name: str(getattr(record, name)) for name in ("metric", "facet", "protocol")}
-    facts["on"] = f"{record.dataset} {record.split}"
-    facts |= {name: str(value) for name, value in sorted(record.changed.items())}
-    if record.trained_on is not None:
-        facts["trained on"] = str(record.trained_on)
-    parts = (text.partition("=" if "=" in text else " ") for text in differing)
-    return facts | {name: value for name, _, value in parts}
 
 
 def make_point(entry: Entry, x: int | float, name: str) -> Point:

@@ -136,10 +136,9 @@ def test_the_leaderboard_shows_the_best_or_the_last_block():
 
     board = build_leaderboard(group_into_panels(records, checkpoints), checkpoints)
 
-    points = [panel.find_headline_entry(checkpoints[0]) for panel, _ in board["columns"]]
+    points = [panel.find_headline_entry(checkpoints[0]) for panel in board.panels]
     assert [(p.layer, p.value) for p in points if p] == [(1, 60.0), (2, 1.0)]
-    assert [facts for _, facts in board["columns"]] == [("key",), ("mlp",)]
-    assert board["shared"] == (("protocol", "reference"), ("on", "toy val"))
+    assert [panel.facet for panel in board.panels] == ["key", "mlp"]
 
 
 def test_columns_of_the_same_metric_name_their_settings():
@@ -149,7 +148,10 @@ def test_columns_of_the_same_metric_name_their_settings():
 
     board = build_leaderboard(group_into_panels(records, checkpoints), checkpoints)
 
-    assert sorted(facts for _, facts in board["columns"]) == [("size 518",), ("size 64",)]
+    assert sorted(panel.variant for panel in board.panels) == [
+        "key, protocol reference [size=518]",
+        "key, protocol reference [size=64]",
+    ]
 
 
 def test_the_leaderboard_names_a_baseline_that_is_not_exceeded(tmp_path):

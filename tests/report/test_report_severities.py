@@ -74,5 +74,5 @@ def test_the_leaderboard_shows_clean_images(tmp_path):
         "leaderboard"
     ]
 
-    assert [panel.dataset for panel, _ in board["columns"]] == ["photos"]
-    assert len(alone["columns"]) == 2
+    assert [panel.dataset for panel in board.panels] == ["photos"]
+    assert len(alone.panels) == 2
