@@ -32,7 +32,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.splits import limited
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
-from ssl_bench.system.launch import processes_here, usable_cores
+from ssl_bench.system.process import count_usable_cores, local_world_size
 
 _MOST_WORKERS = 16
 # Images of a set that is looked through before the first step; a larger one takes too long.
@@ -252,7 +252,7 @@ class TrainOptions:
             return self.num_workers
         if device.type == "cpu":
             return 0
-        return min(_MOST_WORKERS, max(1, usable_cores() // processes_here()))
+        return min(_MOST_WORKERS, max(1, count_usable_cores() // local_world_size()))
 
     def autocasts(self, device: torch.device) -> bool:
         """Whether products are computed in bfloat16."""

@@ -42,7 +42,7 @@ from ssl_bench.errors import (
     escape_braces,
     join_alternatives,
 )
-from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
+from ssl_bench.evaluation import Evaluation, FeatureCache, Probe, fit_size
 from ssl_bench.layers import layers_of
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.request import BATCH_SIZES, ProbeRequest, probing_config
@@ -225,7 +225,7 @@ def evaluate(
     overwrite: bool = False,
     skip_unfit: bool = False,
     allow_none: bool = False,
-    passed: PassedImages | None = None,
+    features: FeatureCache | None = None,
     later: Sequence[PlannedProbe] = (),
 ) -> list[Record]:
     """Compute the results of an encoder in all planned probes, and return their records.
@@ -241,16 +241,18 @@ def evaluate(
         overwrite: Compute finished results again.
         skip_unfit: Leave out probes that do not fit the encoder or the data, with a message.
         allow_none: Return no records if all probes are left out.
-        passed: Features that earlier calls computed from the same images.
+        features: Features that earlier calls computed from the same images.
         later: Plans of the same encoder and blocks that other calls will compute.
 
     Raises:
         ConfigurationError: A probe does not fit, or all are left out.
     """
-    records, left_out, passed = list[Record](), list[str](), passed or PassedImages()
+    records, left_out = list[Record](), list[str]()
+    features = FeatureCache() if features is None else features
     for number, planned in enumerate(plan, start=1):
         count = f"{number} of {len(plan)}: " if len(plan) > 1 else ""
         try:
+            indices = layers_of(planned.probe.asked_facets, layers, encoder.depth)
             probe = planned.fit_to(encoder)
             _log_adaptations(planned.probe, probe, encoder)
             changed = changed_settings(probe)
@@ -262,7 +264,7 @@ def evaluate(
                 dataset=planned.dataset,
                 probe=probe,
                 changed=changed,
-                layers=layers_of(planned.probe.asked_facets, layers, encoder.depth),
+                layers=indices,
                 seed=planned.seed,
                 device=device,
                 dtype=getattr(torch, planned.dtype),
@@ -271,7 +273,7 @@ def evaluate(
                 store,
                 say=lambda line, count=count: say(count + line),
                 overwrite=overwrite,
-                passed=passed,
+                features=features,
                 later=planned.probes_served([*plan[number:], *later], encoder),
             )
         except UnreadableImage as error:

@@ -9,7 +9,7 @@ from ssl_bench.composition.choices import choices, config_names, parse_names, re
 from ssl_bench.composition.compose import add_data_root, compose_config, has_key
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import BrokenFile, ConfigurationError
-from ssl_bench.system.device import named_device
+from ssl_bench.system.device import parse_device
 from ssl_bench.system.progress import say
 
 BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
@@ -79,7 +79,7 @@ class ProbeRequest:
                 size.
         """
         if device is not None:
-            named_device(device)
+            parse_device(device)
         tasks = parse_names("task", task, choices("probe"))
         if task == "all":
             tasks = _without_broken_files(tasks)

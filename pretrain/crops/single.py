@@ -28,7 +28,7 @@ from ssl_bench.composition.fields import (
     check_fields,
 )
 from ssl_bench.models.encoder import IMAGENET_COLOURS, IMAGENET_MEAN, Colours
-from ssl_bench.system.device import sent
+from ssl_bench.system.device import to_device
 
 # Brightness, contrast and saturation: no hue.
 _NUM_JITTERS = 3
@@ -357,7 +357,7 @@ def _inside(
     images: Images, edges: Int64[Tensor, "views 4"]
 ) -> Bool[Tensor, "views 1 height width"]:
     """Which pixels lie in the rectangle of each image."""
-    top, bottom, left, right = sent(edges, images.device)[..., None].unbind(1)
+    top, bottom, left, right = to_device(edges, images.device)[..., None].unbind(1)
     rows, cols = (torch.arange(side, device=images.device) for side in images.shape[2:])
     is_row, is_col = (rows >= top) & (rows < bottom), (cols >= left) & (cols < right)
     return (is_row[:, :, None] & is_col[:, None, :])[:, None]

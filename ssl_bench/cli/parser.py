@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError, escape_braces, join_alternatives
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import expand_path
 
 if TYPE_CHECKING:
     from ssl_bench.request import ProbeRequest
@@ -117,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(words)
     for name in _PATHS:
         if (text := getattr(options, name, None)) is not None:
-            setattr(options, name, str(expanded(text)))
+            setattr(options, name, str(expand_path(text)))
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in overrides]
     if unknown:

@@ -14,8 +14,8 @@ from ssl_bench.composition.compose import (
 )
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers import in_full
-from ssl_bench.system.endings import is_heard
-from ssl_bench.system.escaping import printable_lines
+from ssl_bench.system.escaping import escape_lines
+from ssl_bench.system.process import is_main_process
 from ssl_bench.system.progress import say
 
 
@@ -40,7 +40,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.dry_run:
         may_exist = continues or options.overwrite
         lines = build(config).outline(out, goes_on=may_exist, device=options.device)
-        print(printable_lines(lines))
+        print(escape_lines(lines))
         return 0
     plan = build(config)
     plan.run(
@@ -52,7 +52,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         device=options.device,
         config=full,
     )
-    if is_heard():
+    if is_main_process():
         say(plan.what_next(out))
     return 0
 

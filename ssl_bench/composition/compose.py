@@ -44,7 +44,7 @@ from ssl_bench.errors import (
     broken_file_error,
     escape_braces,
 )
-from ssl_bench.system.escaping import plain_json
+from ssl_bench.system.escaping import to_plain_json
 
 TARGET = "_target_"
 # Keys with a meaning for Hydra.
@@ -499,7 +499,7 @@ def changed_settings(probe: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in sorted(probe.settings().items())
-        if plain_json(value) != plain_json(expected.get(name))
+        if to_plain_json(value) != to_plain_json(expected.get(name))
     }
 
 

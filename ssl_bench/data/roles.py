@@ -11,7 +11,7 @@ from ssl_bench.composition.choices import config_names
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import expand_path
 
 OFFERED = {
     "segmentation": "masks",
@@ -143,7 +143,7 @@ def find_root(
 
 def given_folder(root: str | Path) -> Path:
     """The path of a dataset as it was typed, unless it is that of an archive."""
-    path = expanded(root)
+    path = expand_path(root)
     if path.name.lower().endswith(_ARCHIVES) and not path.is_dir():
         command = "unzip" if path.suffix.lower() == ".zip" else "tar -xf"
         raise DataError(f"expected a folder, got the archive {path}; unpack it: {command} {path}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record
-from ssl_bench.system.paths import in_order
+from ssl_bench.system.paths import natural_sort_key
 from ssl_bench.tables.entries import (
     Entry,
     comparable_groups,
@@ -60,7 +60,7 @@ class DepthTable:
         entries = mean_entries(records, place)
         return cls(
             title=heading,
-            models=tuple(sorted({model for _, model in entries}, key=in_order)),
+            models=tuple(sorted({model for _, model in entries}, key=natural_sort_key)),
             layers=tuple(sorted({row for row, _ in entries})),
             entries=entries,
             footnote=footnote(records),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import MAX_DEGENERATE_PERCENT
-from ssl_bench.system.escaping import in_figure, printable
+from ssl_bench.system.escaping import escape_matplotlib, escape_unprintable
 from ssl_bench.system.files import write_atomically
 from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.entries import baselines
@@ -87,8 +87,10 @@ def curves_figure(tables: Sequence[DepthTable]) -> "Figure":
 
 def _wrapped(text: str, letters: int = _LETTERS) -> str:
     """In lines that there is room for; a title goes on below its first part."""
-    parts = printable(text).split(", ", 1)
-    return "\n".join(in_figure(line) for part in parts for line in textwrap.wrap(part, letters))
+    parts = escape_unprintable(text).split(", ", 1)
+    return "\n".join(
+        escape_matplotlib(line) for part in parts for line in textwrap.wrap(part, letters)
+    )
 
 
 def _names_a_row(names: Sequence[str], columns: int) -> int:
@@ -119,7 +121,7 @@ def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, Any]) -> Non
         _draw_curve(axis, table, model, colours[model], top)
     for answer, value in answers.items():
         axis.axhline(value, color="0.4", linestyle=":", linewidth=1)
-        axis.annotate(in_figure(printable(answer)), (0, value), fontsize=6, va="bottom",
+        axis.annotate(escape_matplotlib(answer), (0, value), fontsize=6, va="bottom",
                       xycoords=("axes fraction", "data"))  # fmt: skip
     if math.inf in ends:
         axis.set_ylim(top=top)

@@ -24,7 +24,7 @@ from ssl_bench.results import (
     RecordedEncoder,
     is_degenerate,
 )
-from ssl_bench.system.escaping import printable
+from ssl_bench.system.escaping import escape_unprintable
 from ssl_bench.tables.sheets import NO_VALUE
 
 K = TypeVar("K")
@@ -423,12 +423,12 @@ def footnote(records: Sequence[Record]) -> str:
     for record in records:
         warnings = record.details.get("warnings")
         for warning in warnings if isinstance(warnings, list) else ():
-            warned[printable(str(warning))].add(record.layer)
+            warned[escape_unprintable(str(warning))].add(record.layer)
         if undefined := record.details.get("undefined"):
-            reasons[printable(str(undefined))].add(record.layer)
+            reasons[escape_unprintable(str(undefined))].add(record.layer)
         why = record.details.get("no_interval", "these images do not tell" if known else "")
         if why and record.layer not in known and "undefined" not in record.details:
-            lacking[printable(str(why))].add(record.layer)
+            lacking[escape_unprintable(str(why))].add(record.layer)
     for why, layers in lacking.items():
         of = f" of block {', '.join(map(str, sorted(layers)))}" if known else ""
         notes.append(f"no interval{of}: {why}")
@@ -456,7 +456,7 @@ def image_size_note(records: Iterable[Record], said: Container[str] = ()) -> str
             own = record.details.get("image_size", record.architecture.get("image_size"))
             shown["image_size"] = settings["image_size"] or own
         words = "".join(f", {name}={size}" for name, size in shown.items() if size)
-        found[words].add(f"{record.task} of {printable(record.model)}")
+        found[words].add(f"{record.task} of {escape_unprintable(record.model)}")
     if len(found) == 1:
         return next(iter(found))
     return "".join(f"{words} ({', '.join(sorted(of))})" for words, of in found.items() if words)
@@ -476,7 +476,9 @@ def provenance(records: Sequence[Record], said: Container[str] = ()) -> str:
     commits = [(record.git_commit or "wheel")[:10] for record in records]
     left_out = [_plain_count(r.settings["left_out"]) for r in records if "left_out" in r.settings]
     counts = [one for r in records for one in r.details.get("left_out", {}).values()]
-    names = ", ".join(dict.fromkeys(printable(name) for one in counts for name in one["first"]))
+    names = ", ".join(
+        dict.fromkeys(escape_unprintable(name) for one in counts for name in one["first"])
+    )
     unreadable = f", without {distinct(left_out)} that cannot be read: {names}" if left_out else ""
     return (
         f"{distinct([r.num_images for r in records])} images"

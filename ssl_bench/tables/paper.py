@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
-from ssl_bench.system.paths import in_order
+from ssl_bench.system.paths import natural_sort_key
 from ssl_bench.tables.entries import baseline_note, comparable_groups, dagger_meaning, provenance
 from ssl_bench.tables.layer_selection import (
     NO_CHOICE_MARK,
@@ -281,7 +281,7 @@ def paper_table(
         ours=columns_with_seeds_said(ours),
         derived=_derived(published, ours, runs or {}),
         unused=unused,
-        recorded=tuple(sorted({record.model for record in records}, key=in_order)),
+        recorded=tuple(sorted({record.model for record in records}, key=natural_sort_key)),
     )
 
 

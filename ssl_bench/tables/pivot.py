@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.paths import in_order
+from ssl_bench.system.paths import natural_sort_key
 from ssl_bench.tables.entries import (
     baseline_note,
     comparable_groups,
@@ -178,7 +178,7 @@ def pivot_table(records: Sequence[Record], store: ResultStore, choice: str) -> P
     alone = all(chosen is not None and len(chosen.offered) == 1 for chosen in cells.values())
     return PivotTable(
         choice="block" if alone else choice,
-        models=tuple(sorted(models.values(), key=in_order)),
+        models=tuple(sorted(models.values(), key=natural_sort_key)),
         columns={name: group[0] for name, group in zip(names, groups, strict=True)},
         cells=columns_with_seeds_said(cells),
     )

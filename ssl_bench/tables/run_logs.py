@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import safetensors
 import yaml
 
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import expand_path
 
 _DAY = 86_400.0
 
@@ -82,7 +82,7 @@ def measured_by_run(metric: str, folder: Path) -> float | None:
 
     None for a folder without a finished run, and for a log that lacks the number.
     """
-    folder = expanded(folder)
+    folder = expand_path(folder)
     state = read_run_state(folder)
     if state is None or not state.is_finished:
         return None

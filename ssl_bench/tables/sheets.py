@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.system.escaping import csv_field, json_text, latex, markdown, printable
+from ssl_bench.system.escaping import (
+    dump_json,
+    escape_csv,
+    escape_latex,
+    escape_markdown,
+    escape_unprintable,
+)
 
 STYLES = ("text", "terminal", "markdown", "latex")
 FORMATS = (*STYLES, "csv", "json", "parquet")
@@ -81,7 +87,7 @@ def render_tables(tables: Sequence[Printable], style: str) -> str:
     if style == "csv":
         return _as_csv([row for table in tables for row in table.csv_rows()])
     if style == "json":
-        return json_text([table.as_json() for table in tables]) + "\n"
+        return dump_json([table.as_json() for table in tables]) + "\n"
     if style not in STYLES:
         raise ConfigurationError(
             f"expected one of {', '.join(FORMATS)}, got the format {style!r}",
@@ -129,16 +135,18 @@ def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     heads = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(buffer, heads, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: csv_field(value) for name, value in row.items()} for row in rows)
+    writer.writerows({name: escape_csv(value) for name, value in row.items()} for row in rows)
     return buffer.getvalue()
 
 
 def _as_markdown(sheet: Sheet) -> str:
-    lines = [f"**{markdown(sheet.title)}**", "", _piped(map(markdown, sheet.head))]
+    lines = [f"**{escape_markdown(sheet.title)}**", "", _piped(map(escape_markdown, sheet.head))]
     lines.append("|---|" + "---:|" * (len(sheet.head) - 1))
     for row in sheet.rows:
-        lines.append(_piped(_emphasised(w, "**{}**", "<ins>{}</ins>", markdown) for w in row))
-    note = "<br>".join(map(markdown, (*sheet.notes, *sheet.marks)))
+        lines.append(
+            _piped(_emphasised(w, "**{}**", "<ins>{}</ins>", escape_markdown) for w in row)
+        )
+    note = "<br>".join(map(escape_markdown, (*sheet.notes, *sheet.marks)))
     return "\n".join([*lines, "", f"<sub>{note}</sub>"]) + "\n"
 
 
@@ -147,8 +155,10 @@ def _piped(words: Iterable[str]) -> str:
 
 
 def _ruled(sheet: Sheet, bold: str, underlined: str) -> str:
-    words = [[_emphasised(w, bold, underlined, printable) for w in row] for row in sheet.rows]
-    rows = [list(map(printable, sheet.head)), *words]
+    words = [
+        [_emphasised(w, bold, underlined, escape_unprintable) for w in row] for row in sheet.rows
+    ]
+    rows = [list(map(escape_unprintable, sheet.head)), *words]
     widths = [max(_width(row[i]) for row in rows) for i in range(len(sheet.head))]
     # Names read from the left, block numbers like all numbers from the right.
     named = not all(row[0].text.lstrip("-").isdigit() for row in sheet.rows)
@@ -161,10 +171,10 @@ def _ruled(sheet: Sheet, bold: str, underlined: str) -> str:
             lines.append("  ".join([first, *(gaps[i] + row[i] for i in columns)]).rstrip())
         blocks.append(lines)
     rule = "-" * max(_width(line) for lines in blocks for line in lines)
-    parts = [printable(sheet.title), rule]
+    parts = [escape_unprintable(sheet.title), rule]
     for head, *body in blocks:
         parts += [head, rule, *body, rule]
-    return "\n".join([*parts, *map(printable, (*sheet.notes, *sheet.marks))]) + "\n"
+    return "\n".join([*parts, *map(escape_unprintable, (*sheet.notes, *sheet.marks))]) + "\n"
 
 
 def _beside(widths: Sequence[int]) -> list[list[int]]:
@@ -186,19 +196,19 @@ def _width(text: str) -> int:
 
 def _as_latex(sheet: Sheet) -> str:
     body = [
-        " & ".join(_emphasised(w, r"\textbf{{{}}}", r"\underline{{{}}}", latex) for w in row)
+        " & ".join(_emphasised(w, r"\textbf{{{}}}", r"\underline{{{}}}", escape_latex) for w in row)
         for row in sheet.rows
     ]
     lines = [
-        *(f"% {printable(line)}" for line in (sheet.title, *sheet.notes)),
+        *(f"% {escape_unprintable(line)}" for line in (sheet.title, *sheet.notes)),
         r"\begin{tabular}{l" + "r" * (len(sheet.head) - 1) + "}",
         r"\toprule",
-        " & ".join(map(latex, sheet.head)) + r" \\",
+        " & ".join(map(escape_latex, sheet.head)) + r" \\",
         r"\midrule",
         *(row + r" \\" for row in body),
         r"\bottomrule",
         r"\end{tabular}",
-        *(rf"\par{{\footnotesize {latex(mark)}.\par}}" for mark in sheet.marks),
+        *(rf"\par{{\footnotesize {escape_latex(mark)}.\par}}" for mark in sheet.marks),
     ]
     return "\n".join(lines) + "\n"
 

@@ -70,7 +70,7 @@ def test_scores_of_few_images_stand_apart_from_those_of_all(place, capsys):
     assert main(words) == 0
     assert main([*words, "--limit", "2"]) == 0
     assert main([*words, "data.limit=2"]) == 0
-    assert "1 of 1 scores finished before" in capsys.readouterr().err
+    assert "skipping 1 of 1 results" in capsys.readouterr().err
     assert main([*words, "data.first=2"]) == 0
 
     records = ResultStore(place / "results").records()

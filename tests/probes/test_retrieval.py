@@ -153,7 +153,7 @@ def test_a_metric_more_leaves_finished_scores_as_they_are(place, capsys):
     capsys.readouterr()
     assert main(words) == 0
 
-    assert "2 of 3 scores finished before" in capsys.readouterr().err
+    assert "skipping 2 of 3 results" in capsys.readouterr().err
     after = {record.key(): record for record in records()}
     assert {key: one.value for key, one in after.items()} == {
         key: one.value for key, one in before.items()

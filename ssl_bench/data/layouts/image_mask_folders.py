@@ -16,7 +16,7 @@ from ssl_bench.data.roles import PUBLISHED, Layout, find_root, lacking, name_of_
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.system.files import files_below
+from ssl_bench.system.files import list_files
 
 CLASSES_FILE = "classes.txt"
 _SPLIT = "{split}"
@@ -103,10 +103,10 @@ class NestedFiles(Files):
     """Files at any depth; the folders below the first are part of the ids."""
 
     def ids(self) -> list[str]:
-        """What `files_below` finds, sorted."""
+        """What `list_files` finds, sorted."""
         return sorted(
             name.removesuffix(self.suffix)
-            for name in files_below(self.folder)
+            for name in list_files(self.folder)
             if self._is_one(name.rpartition("/")[2])
         )
 
