@@ -279,7 +279,8 @@ def component_choices(root: str) -> list[tuple[str, ...]]:
     if root == "pretraining":
         groups = ("model", "objective", "optimizer")
         return [(f"{group}={name}",) for group in groups for name in choices(group)]
-    bases = [("probe=pca", f"dataset={name}") for name in choices("dataset")]
+    bases = list[tuple[str, ...]]()
+    bases += [("probe=pca", f"dataset={name}") for name in choices("dataset")]
     for task in choices("probe"):
         base = (f"probe={task}", "dataset=toy")
         probe = compose_config("probing", base)["probe"]
