@@ -61,7 +61,7 @@ def test_a_probe_takes_a_submodule_of_one_block(task, capsys):
     everywhere = probed(task, "blocks.*.mlp.fc1")
     assert {record.layer for record in everywhere} == {0, 1}
     # What was there is taken, not computed again.
-    assert f"{len(records)} of {2 * len(records)} scores finished" in capsys.readouterr().err
+    assert f"skipping {len(records)} of {2 * len(records)} results" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["retrieval", "knn"])
