@@ -46,8 +46,8 @@ from ssl_bench.system.escaping import to_plain_json
 from ssl_bench.system.files import (
     NAMES,
     RECORDS,
-    read_folder_within,
     read_untrusted,
+    read_untrusted_folder,
     remove_orphans,
     remove_orphans_below,
     require_writable,
@@ -326,7 +326,7 @@ class ResultStore:
         """Yield the path and the content of each record, which is b"" if it cannot be read."""
         seen = set()
         for folder in sorted(self.root.glob(RECORDS.rpartition("/")[0])):
-            for name, content in read_folder_within(self.root, folder, ".json", MAX_FILE_BYTES):
+            for name, content in read_untrusted_folder(self.root, folder, ".json", MAX_FILE_BYTES):
                 path = f"{folder}{os.sep}{name}"
                 seen.add(path)
                 yield path, content or b""

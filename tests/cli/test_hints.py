@@ -139,6 +139,7 @@ OWN: Mapping[str, str] = {
     "timm_name": "vit_small_patch16_224",
     "widths": "[24,48,96,192]",
     "words": "probe.training=lbfgs",
+    "world_size": "4",
 }
 # A name like the one that was typed, by the words before it.
 NEAR: Mapping[str, str] = {
