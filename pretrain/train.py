@@ -50,7 +50,7 @@ from ssl_bench.errors import (
     SslBenchError,
     join_alternatives,
 )
-from ssl_bench.evaluation import trained_on
+from ssl_bench.evaluation import describe_training_images
 from ssl_bench.models import EncoderConfig, EncoderModule, StateSpaceConfig, ViTConfig
 from ssl_bench.models.loading.checkpoint import colours_metadata
 from ssl_bench.system.device import choose_device
@@ -375,7 +375,9 @@ class Run:
         plan, self._why, needs = plan.with_batch(images, ranks)
         self.plan = plan
         self.timeline = plan.train.timeline(len(images))
-        self.trained_on = ranks.from_first(request.at_once()(partial(trained_on, images)))
+        self.trained_on = ranks.from_first(
+            request.at_once()(partial(describe_training_images, images))
+        )
         # Which images these are, wherever they lie, and what is in them.
         names = "\n".join((*images.ids, *images.class_names))
         which = hashlib.sha256(os.fsencode(names)).hexdigest()

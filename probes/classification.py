@@ -56,7 +56,7 @@ from ssl_bench.composition.fields import (
     PositiveOrZero,
     Rate,
     Threads,
-    shown,
+    format_value,
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
@@ -163,7 +163,13 @@ class LinearClassification(Probe):
     role = "classification"
     known_facets = (*IMAGE_FACETS, *INNER_FACETS)
     keeps_images = True
-    not_settings = (*Probe.not_settings, "training", "pool", "encoder_batch_size", "memory_gib")
+    excluded_from_identity = (
+        *Probe.excluded_from_identity,
+        "training",
+        "pool",
+        "encoder_batch_size",
+        "memory_gib",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,7 +180,7 @@ class LinearClassification(Probe):
         if is_attentive and (self.facet, self.layers_mode) != usual:
             raise ConfigurationError(
                 "probe.pool=attentive looks at the patches of one block after the final norm, got "
-                f"the facet {shown(self.facet)} and the blocks {self.layers_mode}; leave "
+                f"the facet {format_value(self.facet)} and the blocks {self.layers_mode}; leave "
                 "probe.facet and probe.layers_mode out"
             )
 

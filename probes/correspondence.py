@@ -120,7 +120,13 @@ class Correspondence(Probe):
     task = "correspondence"
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
     # Alphas are in the names of the metrics.
-    not_settings = (*Probe.not_settings, "alphas", "panels", "batch_size", "memory_gib")
+    excluded_from_identity = (
+        *Probe.excluded_from_identity,
+        "alphas",
+        "panels",
+        "batch_size",
+        "memory_gib",
+    )
     rounds_size = True
     keeps_images = True
 

@@ -129,7 +129,7 @@ class Geometry(Probe):
     role = "images"
     takes_long = True
     known_facets = ("cls", "patch_mean", *INNER_FACETS)
-    not_settings = (*Probe.not_settings, "batch_size")
+    excluded_from_identity = (*Probe.excluded_from_identity, "batch_size")
 
     def __post_init__(self) -> None:
         super().__post_init__()

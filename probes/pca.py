@@ -87,7 +87,7 @@ class PCA(Probe):
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
     rounds_size = True
     # What is drawn and how, not what the variance is.
-    not_settings = ("protocol", "facet", "align_to", "grid", "own_size")
+    excluded_from_identity = ("protocol", "facet", "align_to", "grid", "own_size")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +109,7 @@ class PCA(Probe):
         found = super().settings().items()
         return {name: value for name, value in found if (name, value) != ("squash", None)}
 
-    def shown_to(self, native_size: tuple[int, int]) -> "PCA":
+    def with_native_size(self, native_size: tuple[int, int]) -> "PCA":
         """The same with images of a size, for an encoder with images of that one."""
         own_size = max(_AT_LEAST, *native_size)
         fitted = replace(self, image_size=self.image_size or own_size)
@@ -197,7 +197,7 @@ def features_of(
     whole = probe.protocol == "dataset"
     total = len(images) if whole else len(samples)
     shown = {sample.image_id for sample in samples}
-    side = probe.shown_to(context.encoder.native_size).image_size
+    side = probe.with_native_size(context.encoder.native_size).image_size
     assert side is not None
     kept = []
     moments = {layer: Moments() for layer in layers} if whole else {}

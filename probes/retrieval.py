@@ -90,7 +90,7 @@ class Retrieval(Probe):
     role = "segmentation"
     keeps_images = True
     metrics_of_sets = (MATCHED,)
-    not_settings = (*Probe.not_settings, "batch_size", "memory_gib", "engine")
+    excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib", "engine")
 
     @property
     def asked_facets(self) -> AskedFacets:

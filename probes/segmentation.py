@@ -179,8 +179,8 @@ class Segmentation(Probe):
     role = "segmentation"
     keeps_images = True
     # Where, how fast and with what words, not what comes out; the components say what is theirs.
-    not_settings = (
-        *(*Probe.not_settings, *_COMPONENTS, "panels"),
+    excluded_from_identity = (
+        *(*Probe.excluded_from_identity, *_COMPONENTS, "panels"),
         *("tier", "memory_gib", "disk_gib", "cache", "keep_minutes"),
     )
 
@@ -215,7 +215,11 @@ class Segmentation(Probe):
         return dataset.train()
 
     def settings(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self).items() if name not in self.not_settings}
+        own = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in self.excluded_from_identity
+        }
         for name in _COMPONENTS:
             own |= getattr(self, name).settings()
         return own

@@ -21,10 +21,10 @@ from pretrain.crops.plain import Generators, PlainCrop, Samples, ViewMaker
 from ssl_bench.composition.fields import (
     Bounds,
     CountOrZero,
+    Fraction,
     FractionRange,
     PositiveOrZero,
     PositiveRange,
-    Share,
     check_fields,
 )
 from ssl_bench.models.encoder import IMAGENET_COLOURS, IMAGENET_MEAN, Colours
@@ -188,17 +188,17 @@ class SingleCrop(ViewMaker):
 
     scale: FractionRange = (0.08, 1.0)
     aspect_ratio: PositiveRange = (3 / 4, 4 / 3)
-    flip_probability: Share = 0.5
+    flip_probability: Fraction = 0.5
     num_ops: Annotated[int, Bounds(0, 100)] = 2
     magnitude: Annotated[int, Bounds(0, LARGEST_MAGNITUDE)] = 9
     magnitude_deviation: PositiveOrZero = 0.5
     color_jitter: PositiveOrZero = 0.0
     cutout: CountOrZero = 0
-    erasing_probability: Share = 0.0
+    erasing_probability: Fraction = 0.0
     mixup: PositiveOrZero = 0.0
     cutmix: PositiveOrZero = 0.0
-    mix_probability: Share = 1.0
-    switch_probability: Share = 0.5
+    mix_probability: Fraction = 1.0
+    switch_probability: Fraction = 0.5
 
     def __post_init__(self) -> None:
         check_fields(self, "objective.crops")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pretrain.crops.multi import MultiCrop
 from pretrain.objectives.objective import Learner, Objective, Views, part_seed, require_vit
 from pretrain.schedules import FREEZE, TEMPERATURE, Cosine, Linear, Timeline
-from ssl_bench.composition.fields import PositiveOrZero, Share, Temperature, Width, check_fields
+from ssl_bench.composition.fields import Fraction, PositiveOrZero, Temperature, Width, check_fields
 from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 from ssl_bench.system.device import disable_autocast
@@ -56,8 +56,8 @@ class Dino(Objective):
     teacher_temperature_start: Temperature = 0.04
     teacher_temperature: Temperature = 0.07
     teacher_temperature_epochs: PositiveOrZero | None = None
-    momentum: Share = 0.996
-    center_momentum: Share = 0.9
+    momentum: Fraction = 0.996
+    center_momentum: Fraction = 0.9
     crops: MultiCrop = field(default_factory=MultiCrop)
 
     def __post_init__(self) -> None:

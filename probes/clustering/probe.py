@@ -88,7 +88,7 @@ class Clustering(Probe):
     num_workers: Threads = 4
 
     task = "clustering"
-    not_settings = (*Probe.not_settings, "batch_size", "memory_gib")
+    excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -109,7 +109,7 @@ class TokenCut(Cut, Probe):
     further_protocols = ("adaptive",)
     keeps_images = True
     # The truth is another one where the metric is.
-    not_settings = ("protocol", "facet", "panels", "truth")
+    excluded_from_identity = ("protocol", "facet", "panels", "truth")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -267,7 +267,9 @@ class TokenCut(Cut, Probe):
             "version": __version__,
         }
         entries = dict(zip(images.ids, entries_of(images), strict=True))
-        log = DiscoveryLog(folder, key, entries, forget=context.overwrite, kept=context.begun)
+        log = DiscoveryLog(
+            folder, key, entries, forget=context.overwrite, kept=context.features.started_files
+        )
         # Pictures of results lie in folders of task, set and encoder.
         sets = folder.parents[2] if len(folder.parents) > 2 else folder
         is_stored = folder.parent == context.artifacts and sets.name == self.task

@@ -135,7 +135,7 @@ def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> tuple[
     from ssl_bench.composition.compose import add_data_root, build, compose_config
 
     config = compose_config("data", add_data_root([f"dataset={name}", *overrides], root))
-    return build(config.dataset), ReadOptions(bits=shared_values(config)["data.bits"])
+    return build(config, "dataset"), ReadOptions(bits=shared_values(config)["data.bits"])
 
 
 def _download(options: argparse.Namespace) -> int:

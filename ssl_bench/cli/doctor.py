@@ -205,7 +205,7 @@ def _data(text: str | None) -> Iterator[Finding]:
 def _roles(name: str, root: str) -> str | None:
     """What a dataset can be used for, None where it is not there or not asked for its files."""
     config = compose_config("data", add_data_root([f"dataset={name}"], root))
-    dataset: Dataset = build(config.dataset)
+    dataset: Dataset = build(config, "dataset")
     if not hasattr(dataset, "root"):
         return None
     opened = {

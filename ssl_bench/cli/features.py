@@ -24,7 +24,7 @@ from ssl_bench.data.files.readable import (
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import as_asked, shared_values
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImage
-from ssl_bench.evaluation import left_out
+from ssl_bench.evaluation import unreadable_ids
 from ssl_bench.features import FeatureExtractor, squashed
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models.loading.asked import announced_encoder, newest_checkpoint, require_layers
@@ -86,7 +86,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         "dataset": {
             "name": dataset.name,
             "splits": {name: images.fingerprint() for name, images in splits.items()},
-            "left_out": counts_and_first(left_out(dataset)),
+            "left_out": counts_and_first(unreadable_ids(dataset)),
             "bits": bits,
         },
         "layers": list(extractor.layers),
@@ -116,7 +116,7 @@ def _open_dataset(
     words = [f"dataset={name}", *add_data_root(overrides, options.data_root)]
     config = compose_config("data", words)
     values = shared_values(config)
-    dataset: Dataset = build(config.dataset)
+    dataset: Dataset = build(config, "dataset")
     view = as_asked(dataset, values)
     return as_readable(view, dataset, on_bad_image, Looked()), values["data.bits"]
 

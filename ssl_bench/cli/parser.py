@@ -188,13 +188,13 @@ def _keys_called(name: str, command: str) -> list[str]:
     if command not in _EXAMPLES:
         return []
     from ssl_bench.composition.choices import choices
-    from ssl_bench.composition.compose import compose_config, keys
+    from ssl_bench.composition.compose import compose_config, list_keys
     from ssl_bench.request import probing_config
 
     configs = [compose_config("pretraining", [])]
     if command != "pretrain":
         configs = [probing_config(task, "toy", []) for task in choices("probe")]
-    found = (key for config in configs for key in keys(config))
+    found = (key for config in configs for key in list_keys(config))
     return list(dict.fromkeys(key for key in found if key.rpartition(".")[2] == name))
 
 

@@ -8,7 +8,7 @@ from ssl_bench.cli.parser import probe_request
 from ssl_bench.cli.records import print_main_tables
 from ssl_bench.composition.compose import config_to_yaml
 from ssl_bench.errors import UnfitEncoder, escape_braces, with_hint
-from ssl_bench.evaluation import PassedImages
+from ssl_bench.evaluation import FeatureCache
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand, is_baseline, layers_of_encoder
@@ -68,7 +68,7 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
         _require_fitting_sizes(plan, encoder)
     named = expand(request.checkpoints)
     skip_unfit = request.all_tasks and len(plan) > 1
-    records, passed = list[Record](), PassedImages()
+    records, features = list[Record](), FeatureCache()
     for uri in uris:
         encoder = announced_encoder(uri)
         _require_fitting_sizes(plan, encoder)
@@ -84,7 +84,7 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
             overwrite=request.overwrite,
             skip_unfit=skip_unfit or is_added_baseline,
             allow_none=is_added_baseline,
-            passed=passed,
+            features=features,
         )
     return records
 

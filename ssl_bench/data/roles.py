@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ssl_bench.composition.choices import files
+from ssl_bench.composition.choices import config_names
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
@@ -78,11 +78,11 @@ def datasets_with(role: str) -> list[str]:
     from ssl_bench.composition.compose import build, compose_config
 
     found = []
-    for name in files("dataset"):
+    for name in config_names("dataset"):
         # One that cannot be built is no answer.
         with suppress(Exception):
             # What it offers may hang on what its file says.
-            dataset = build(compose_config("data", [f"dataset={name}"]).dataset)
+            dataset = build(compose_config("data", [f"dataset={name}"]), "dataset")
             found += [name] if role in dataset.supports else []
     return sorted(found)
 

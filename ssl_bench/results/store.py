@@ -324,14 +324,10 @@ class ResultStore:
 
     def _scan(self) -> Iterator[tuple[str, bytes]]:
         """Yield the path and the content of each record, which is b"" if it cannot be read."""
-        seen = set()
         for folder in sorted(self.root.glob(RECORDS.rpartition("/")[0])):
-            for name, content in read_untrusted_folder(self.root, folder, ".json", MAX_FILE_BYTES):
-                path = f"{folder}{os.sep}{name}"
-                seen.add(path)
-                yield path, content or b""
+            yield from read_untrusted_folder(self.root, folder, ".json", MAX_FILE_BYTES)
         for path, row in self._packed().items():
-            if self._is_record(path) and str(path) not in seen:
+            if self._is_record(path) and not path.exists():
                 yield str(path), row.content
 
     def _list_paths(self) -> set[Path]:

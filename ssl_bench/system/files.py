@@ -288,32 +288,32 @@ def read_untrusted(
 
 def read_untrusted_folder(
     root: Path, folder: Path, suffix: str, max_bytes: int
-) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the name and content of each file of a folder, fast enough for thousands of files.
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the path and content of each file of a folder, fast enough for thousands of files.
 
-    The content is None where `read_untrusted` would raise an error. Hidden files are included.
+    The content is b"" where `read_untrusted` would raise an error. Hidden files are included.
     """
+    is_below_link = _find_link(root, folder) is not None
     try:
         with os.scandir(folder) as entries:
-            names = sorted(entry.name for entry in entries if entry.name.endswith(suffix))
+            paths = [entry.path for entry in entries if entry.name.endswith(suffix)]
     except OSError:
         return
-    is_below_link = _find_link(root, folder) is not None
-    for name in names:
+    for path in paths:
         try:
-            if is_below_link:
-                raise OSError
-            descriptor = os.open(f"{folder}{os.sep}{name}", _READ | _NO_LINK)
+            descriptor = os.open(path, _READ | _NO_LINK)
         except OSError:
-            yield name, None
+            yield path, b""
             continue
         try:
             status = os.fstat(descriptor)
-            is_allowed = stat.S_ISREG(status.st_mode) and status.st_size <= max_bytes
-            content = os.read(descriptor, status.st_size) if is_allowed else None
+            is_allowed = not is_below_link and stat.S_ISREG(status.st_mode)
+            if is_allowed and status.st_size <= max_bytes:
+                yield path, os.read(descriptor, status.st_size)
+            else:
+                yield path, b""
         finally:
             os.close(descriptor)
-        yield name, content
 
 
 def _find_link(root: Path, folder: Path) -> Path | None:

@@ -110,7 +110,7 @@ def test_finished_cells_are_skipped_until_overwrite(workplace, capsys):
 
     assert main([*PROBE, *SMALL, "--layer", "0,1"]) == 0
     said = capsys.readouterr().err
-    assert "1 of 2 scores finished before, skipped" in said
+    assert "skipping 1 of 2 results" in said
     # Both, for the overview that shows both.
     assert said.count("layers 0, 1\n") == 1
     again = ResultStore(workplace / "results").records()

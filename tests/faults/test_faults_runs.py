@@ -201,7 +201,7 @@ def test_fault_34_a_half_written_record_is_said_and_computed_again(place, capsys
         assert f"1 of 2 records cannot be shown: {path}: " in capsys.readouterr().err
         assert len(records()) == 1
         assert main(words) == 0
-        assert "1 of 2 scores finished before" in capsys.readouterr().err
+        assert "skipping 1 of 2 results" in capsys.readouterr().err
 
         assert {record.layer: record.value for record in records()} == whole
 
