@@ -83,7 +83,10 @@ class Share:
         return 100.0 * float(low), 100.0 * float(high)
 
     def difference_ci95(self, first: "Share") -> Interval:
-        """Return the interval after adding two images, a hit of one score and a hit of the other.
+        """Return the adjusted Wald interval for paired proportions.
+
+        Two images are added to the data: one is a hit for this score only, the other one for
+        `first` only.
 
         Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37, 2012.
         """
@@ -184,7 +187,7 @@ class MeanIoU(Jackknife):
 class Bootstrap:
     """Bootstrap estimate of a score in percent.
 
-    The draws depend only on the number of images, so the draws of two scores are paired.
+    The drawn images depend only on the number of images, so the samples of two scores are paired.
 
     Attributes:
         value: Score of all images.
@@ -202,7 +205,7 @@ class Bootstrap:
     def margin(self) -> float:
         """Return Student's t times the standard error, NaN if there is no interval.
 
-        The variance of the draws is too small by (n - 1) / n for n images, which is corrected.
+        The standard error is the standard deviation of `drawn` times sqrt(n / (n - 1)) for n images.
         """
         from scipy.special import stdtrit
 

@@ -112,7 +112,7 @@ def select_layers(
 
 
 def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, ...]:
-    """Return the 0-based block indices that a text or numbers select.
+    """Return 0-based block indices for the layers that a user typed.
 
     Args:
         layers: "all", one index ("11"), a list ("0,5,11"), a range with both ends ("0-3"), or

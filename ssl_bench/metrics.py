@@ -20,8 +20,9 @@ def class_counts(
 ) -> Int64[Tensor, "heads 3 classes"]:
     """Count the correct, predicted and true pixels of each class. Target 255 is ignored.
 
-    IoU and pixel accuracy need no more of a confusion matrix, and this is 3 / num_classes of its
-    size. The counts are int64, because float32 counts stop growing at 2^24 pixels.
+    IoU and pixel accuracy need only these counts, not the confusion matrix, which is
+    num_classes / 3 times as large. The counts are int64, because float32 counts stop growing at
+    2^24 pixels.
     """
     true, by_head = target.flatten(), predicted.flatten(1)
     # One head at a time stays in a CPU's cache. A GPU is faster with all heads at once.
@@ -108,8 +109,8 @@ def class_rank(
 ) -> Int64[Tensor, "*heads queries"]:
     """Return the rank of the true class, 0 if it has the highest score.
 
-    Of classes with equal scores, the one with the lower index ranks first. The rank is the number
-    of classes if any score of the image is not finite.
+    If scores are equal, the class with the lower index ranks first. If any score of the image is
+    not finite, the rank is the number of classes.
     """
     num_classes = scores.shape[-1]
     own = scores.gather(-1, targets.expand(scores.shape[:-1])[..., None])

@@ -61,7 +61,7 @@ def knn_ranks(
 
     Source: `knn_classifier` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/eval_knn.py
-    where the sort decides on ties, and on the order of classes without votes in the top 5.
+    There, the order of ties and of classes without votes is arbitrary.
     """
     memory, by_part = unit_vectors(bank.features.float()), []
     for start in range(0, len(queries.labels), _VOTE_QUERIES):
@@ -137,10 +137,10 @@ def nearest_vectors(
 ) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
     """Return cosine similarities and indices of the nearest vectors, nearest first.
 
-    Of equally near vectors, the one with the lower index comes first. Both engines give the same
-    result, because faiss only proposes candidates, which a matrix product ranks. The product with
-    all vectors decides if a vector outside the candidates could be as near, within the rounding of
-    float32. "auto" selects faiss where measurements showed that it is faster.
+    If similarities are equal, the vector with the lower index comes first. Both engines give the
+    same result, because faiss only proposes candidates, which a matrix product ranks. If rounding
+    could have kept a neighbour out of the candidates, all vectors are compared by the product
+    instead. "auto" selects faiss for sizes at which it was faster in measurements.
 
     Args:
         queries: Unit vectors, float32.
@@ -200,7 +200,7 @@ def nearest(
 ) -> tuple[Float[Tensor, "rows {count}"], Int64[Tensor, "rows {count}"]]:
     """Return the largest values of each row and their columns, largest first.
 
-    Of equal values, the one in the lower column comes first.
+    If values are equal, the one in the lower column comes first.
     """
     values, index = similarities.topk(count)
     # topk selects arbitrarily among equal values, so rows with ties at the cut are sorted in full.

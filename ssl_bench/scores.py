@@ -1,8 +1,7 @@
 """Compute scores in percent from counts per image.
 
 This module uses numpy only, so that tables and reports need not import torch. Counts are integers,
-so the only rounding is in the mean over classes. Its order is numpy's own and the same on every
-machine.
+so the only rounding is in the mean over classes. numpy sums in the same order on every machine.
 """
 
 import io

@@ -413,7 +413,7 @@ def test_a_probe_looks_at_the_layers_of_every_stage_and_records_say_the_stride(t
 
     assert {record.layer: record.stride for record in found} == {0: 2, 2: 8, 4: 16}
     # What every stage would say is said once.
-    assert len([line for line in said if "pca: 1 of" in line]) == 1
+    assert len([line for line in said if "pca: only 1 of" in line]) == 1
 
 
 def test_a_sheet_that_is_gone_is_drawn_again_on_the_grid_of_its_stage(tmp_path):

@@ -241,7 +241,7 @@ def test_features_that_are_not_finite_stop_with_layer_and_image(tmp_path):
     with torch.no_grad():
         encoder.module.get_parameter("blocks.3.attn.qkv.bias").fill_(torch.inf)
 
-    with pytest.raises(CheckpointError, match=r"layer 3 of tiny .* not finite .*train/0"):
+    with pytest.raises(CheckpointError, match=r"block 3 of tiny .* infinite .*train/0"):
         scores_of(tmp_path, encoder=encoder)
 
 
