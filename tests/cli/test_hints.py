@@ -18,7 +18,7 @@ import pretrain
 import probes
 import ssl_bench
 from ssl_bench import errors
-from ssl_bench.cli.parser import WITH_OVERRIDES, build_parser
+from ssl_bench.cli.parser import COMMANDS_WITH_OVERRIDES, build_parser
 from ssl_bench.cli.parser import run as run_line
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import (
@@ -49,7 +49,7 @@ FILES = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
 ERRORS = {
     *(name for name, kind in vars(errors).items() if isinstance(kind, type)
       and issubclass(kind, SslBenchError)),
-    "NotFetched",
+    "DownloadError",
     "require_choice",
     "unknown_name_error",
     "with_hint",
@@ -337,7 +337,7 @@ def is_right(words: Sequence[str]) -> bool:
         return False
     if not all("=" in word and not word.startswith("-") for word in rest):
         return False
-    takes_none = options.command not in WITH_OVERRIDES
+    takes_none = options.command not in COMMANDS_WITH_OVERRIDES
     root = "pretraining" if options.command == "pretrain" else "probing"
     return not rest or not (takes_none or not is_composed(root, tuple(rest)))
 
@@ -405,7 +405,7 @@ def can_be_typed(words: Sequence[str]) -> bool:
     if words[0] == "ssl-bench":
         return is_right(words[1:])
     sets_keys = any(re.match(r"[a-z][\w.]*=", word) for word in words)
-    commands = WITH_OVERRIDES if sets_keys else COMMANDS
+    commands = COMMANDS_WITH_OVERRIDES if sets_keys else COMMANDS
     return any(is_right((name, *REQUIRED.get(name, ()), *words)) for name in commands)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ssl_bench import network
 from ssl_bench.errors import MachineError
-from ssl_bench.network import Published, download, part_of
+from ssl_bench.network import PublishedFile, download, part_of
 
 CONTENT = bytes(range(256)) * 4096
 
@@ -91,7 +91,7 @@ def test_a_server_that_is_not_there_or_silent_is_told_within_seconds(server, pat
     with pytest.raises(MachineError, match=r"no answer within 0\.2 s.*put it at .*list\.txt"):
         download(silent, path)
     with pytest.raises(MachineError, match=r"127\.0\.0\.1:9 cannot be reached .*refused"):
-        download(Published("http://127.0.0.1:9/list.txt", "0"), path)
+        download(PublishedFile("http://127.0.0.1:9/list.txt", "0"), path)
 
     assert time.monotonic() - start < 0.9
 

@@ -14,7 +14,7 @@ from ssl_bench.cli import data as data_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.sources import SOURCES, Download
 from ssl_bench.errors import MachineError
-from ssl_bench.network import Published, download
+from ssl_bench.network import PublishedFile, download
 from tests.support.faults import exit_code, fork, small_files
 
 
@@ -36,7 +36,7 @@ CUT = 120_000
 def unproven(server, monkeypatch):
     """Let COCO-Stuff be one archive of which nobody publishes digest or length."""
     server.publish(CONTENT)
-    one = Download("masks.zip", Published(server.url, None), len(CONTENT))
+    one = Download("masks.zip", PublishedFile(server.url, None), len(CONTENT))
     source = replace(SOURCES["coco_stuff"], downloads=(one,))
     monkeypatch.setattr(data_command, "SOURCES", {"coco_stuff": source})
     return server
