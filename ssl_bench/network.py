@@ -68,8 +68,8 @@ def download(published: PublishedFile, path: Path, check: Check | None = None) -
         check: Raises DataError for a wrong file. Used if no digest is published.
 
     Raises:
-        DownloadError: The server is unreachable, the transfer was interrupted, or the file is not the
-            published one. There is no file at `path` then.
+        DownloadError: The server is unreachable, the transfer was interrupted, or the received
+            file is not the published one. No file is left at `path` then.
         MachineError: The file cannot be written.
         DataError: A different file exists at `path`.
     """

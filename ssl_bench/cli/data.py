@@ -397,8 +397,10 @@ def _faulty_dataset(
     subset = ("--subset",) if is_subset else ()
     fetch = ()
     if source.downloads:
-        folder = escape_braces(str(root))
-        fetch = ("ssl-bench", "data", "download", source.name, "--data-root", folder)
+        fetch = (
+            *("ssl-bench", "data", "download", source.name),
+            *("--data-root", escape_braces(str(root))),
+        )
     elif source.by_hand and source.counts:
         message += f". To get it: {source.by_hand}"
     return DataError(message, hint=join_alternatives(subset, fetch))

@@ -187,8 +187,8 @@ def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list
         return lines
     name = parents[0]
     message = f"unknown key {name!r}"
-    if groups := [group for group in sorted(_GROUPS) if name in choices(group)]:
-        ways = [("ssl-bench", "keys", f"{group}.{name}") for group in groups]
+    if targets := [f"{group}.{name}" for group in sorted(_GROUPS) if name in choices(group)]:
+        ways = [("ssl-bench", "keys", target) for target in targets]
         raise ConfigurationError(message, hint=join_alternatives(*ways))
     known = {key.rsplit(".", depth)[0] for key in list_keys(config) for depth in (0, 1)}
     known |= {"pretrain", "probe", "dataset", *_RUN_GROUPS}

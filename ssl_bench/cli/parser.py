@@ -146,11 +146,11 @@ def _check_names(commands: Mapping[str, argparse.ArgumentParser], arguments: Seq
     if command.startswith("-"):
         return
     if command not in commands:
-        nearest = difflib.get_close_matches(command[:100], commands, n=1)
-        expected = "" if nearest else f", expected one of {', '.join(commands)}"
+        close = difflib.get_close_matches(command[:100], commands, n=1)
+        expected = "" if close else f", expected one of {', '.join(commands)}"
+        near_command = close[0] if close else "--help"
         raise ConfigurationError(
-            f"unknown command {command!r}{expected}",
-            hint=("ssl-bench", nearest[0] if nearest else "--help"),
+            f"unknown command {command!r}{expected}", hint=("ssl-bench", near_command)
         )
     flags = [*_flags(commands[command]), "--version"]
     for word in arguments[1:]:
@@ -171,8 +171,8 @@ def _unknown_argument(
     flag = word.partition("=")[0][:100].replace("_", "-")
     names = [name.lstrip("-") for name in flags]
     message = f"unknown argument {word!r}"
-    if nearest := difflib.get_close_matches(flag.lstrip("-"), names, n=1, cutoff=0.65):
-        return ConfigurationError(message, hint=(f"--{nearest[0]}",))
+    if near_flags := difflib.get_close_matches(flag.lstrip("-"), names, n=1, cutoff=0.65):
+        return ConfigurationError(message, hint=(f"--{near_flags[0]}",))
     if command in COMMANDS_WITH_OVERRIDES:
         return ConfigurationError(
             f"{message}. Options without a flag are set as KEY=VALUE", hint=("ssl-bench", "keys")

@@ -4,7 +4,6 @@ import argparse
 import ast
 import pickle
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -105,9 +104,8 @@ OWN: Mapping[str, str] = {
     "address": "demo:skip",
     "architecture": "vit_small_patch16_224",
     "block": "11",
-    "close": "overwrite",
+    "command": "probe",
     "count": "4",
-    "folder_flag": "--data-root",
     "group": "probe",
     "head_width": "12",
     "image_size": "224",
@@ -117,7 +115,8 @@ OWN: Mapping[str, str] = {
     "late": "200",
     "lower": "32",
     "mean": "[0.5,0.5,0.5]",
-    "meant": "pretrain",
+    "near_command": "pretrain",
+    "near_flags": "overwrite",
     "most": "3",
     "names": "knn",
     "near": "9",
@@ -529,33 +528,6 @@ def test_python_users_see_hints_as_keywords(hint, shown):
     assert str(raised.value) == f"no; use `{shown}`"
     assert raised.value.hint == hint
     assert str(DataError("no", hint=("--dtype", "x"))) == "no; use `--dtype x`"
-
-
-@pytest.mark.parametrize(
-    ("line", "hint"),
-    [
-        ("probe --task tokencutt", "--task tokencut"),
-        ("probe --task pca --dataset vocc2012", "--dataset voc2012"),
-        ("probe --task pca --on-bad-image skp", "--on-bad-image skip"),
-        ("probe --task segmentation probe.protocol=fastt", "probe.protocol=fast"),
-        ("probe --task pca --dataset toy corrupt=fogg:3", "corrupt=fog:3"),
-        ("pretrain model=vit_tiny_skp", "model=vit_tiny_skip"),
-        ("pretrain model.dept=8", "model.depth={value}"),
-        ("data list vocc2012", "ssl-bench data list voc2012"),
-        ("keys probe.tokencat", "ssl-bench keys probe.tokencut"),
-        ("keys trian", "ssl-bench keys train"),
-        ("reproduce cutting_the_skip/tabel2", "ssl-bench reproduce cutting_the_skip/table2"),
-        ("reproduce table2 --row 'skp, adamw'", "--row 'skip, adamw'"),
-        ("reproduce table2 --data-root imagenet1=x", "--data-root imagenet1k={folder}"),
-    ],
-)
-def test_a_wrong_name_gets_the_nearest_in_its_hint(line, hint):
-    with pytest.raises(ConfigurationError) as refused:
-        run_line(shlex.split(line))
-
-    words = tuple(shlex.split(hint))
-    assert words in split_alternatives(refused.value.hint)
-    assert can_be_typed(filled(words))
 
 
 def test_a_text_of_the_user_holds_no_placeholder(tmp_path, monkeypatch):

@@ -21,14 +21,14 @@ from ssl_bench.cli.parser import build_parser
 from ssl_bench.cli.parser import run as run_line
 from ssl_bench.cli.reproduce import (
     TRAINING_GB,
-    PlanOptions,
     Plan,
-    run_steps,
+    PlanOptions,
+    find_tables,
     full_name,
     plan_table,
-    shell_commands,
     read_run_state,
-    find_tables,
+    run_steps,
+    shell_commands,
 )
 from ssl_bench.composition.choices import experiments
 from ssl_bench.composition.compose import compose_config, flatten_config
@@ -263,12 +263,12 @@ def test_looking_takes_no_torch_and_shows_what_it_needs(tmp_path):
 
     said = said_without_torch(tmp_path, commands)
 
-    listed = "linear segmentation with DINO encoders; 6 rows, all by 4 runs"
+    listed = "linear segmentation with DINO encoders (6 rows, all reproduced by 4 runs)"
     assert f"cutting_the_skip/table2   table 2: {listed}" in said
     assert "4 runs, 4 not finished" in said
     assert "voc2012 2 GB" in said
-    assert "left out, because the runs end before their epoch: 'skipless, adamw, 200" in said
-    assert "ssl-bench pretrain experiment=supervised_imagenet_skip_adamw monitor.results=" in (said)
+    assert "skipped, because the runs end earlier: 'skipless, adamw, 200" in said
+    assert "ssl-bench pretrain experiment=supervised_imagenet_skip_adamw monitor.results=" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -37,7 +37,9 @@ class WebServer(ThreadingHTTPServer):
         self.headers: dict[str, str | None] = {}
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
-    def publish(self, content: bytes, algorithm: Literal["md5", "sha256"] = "sha256") -> PublishedFile:
+    def publish(
+        self, content: bytes, algorithm: Literal["md5", "sha256"] = "sha256"
+    ) -> PublishedFile:
         self.content = content
         digest = hashlib.new(algorithm, content).hexdigest()
         return PublishedFile(self.url, digest, algorithm, len(content))
