@@ -427,7 +427,7 @@ class Evaluation:
             folders = [figures_folder(store, one.task, images, self.encoder) for one in probes]
             for one, folder in zip(probes, folders, strict=True):
                 if one.pictures(plan.layers, images, self.seed):
-                    mark_as_written(folder)
+                    mark_as_output(folder)
             context = ProbeContext(
                 encoder=self.encoder,
                 dataset=dataset,
@@ -531,7 +531,7 @@ class Evaluation:
             unit=score.unit,
             per_image_kind=score.per_image_kind,
             changed=changed_settings(self.probe) if self.changed is None else self.changed,
-            **provenance(self.device, seconds),
+            **provenance_fields(describe_device(self.device), seconds),
         )
 
 
@@ -630,7 +630,7 @@ def figures_folder(
 ) -> Path:
     """Return the folder of a task's figures of these images and this encoder."""
     beginning = paths.encoder_folder(encoder.name, encoder_id(encoder.identity()))
-    folder = paths.pictures_folder(beginning, images.fingerprint())
+    folder = paths.figures_folder(beginning, images.fingerprint())
     return store.root / "pictures" / task / paths.file_name(images.name) / folder
 
 

@@ -499,7 +499,7 @@ def changed_settings(probe: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in sorted(probe.settings().items())
-        if plain_json(value) != plain_json(expected.get(name))
+        if to_plain_json(value) != to_plain_json(expected.get(name))
     }
 
 

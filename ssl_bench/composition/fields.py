@@ -17,7 +17,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ssl_bench.errors import ConfigurationError, escape_braces
-from ssl_bench.system.paths import LEGAL, is_path
+from ssl_bench.system.paths import LEGAL, is_valid_path
 
 _MANY = 10**9
 _SHORT = reprlib.Repr()
@@ -71,7 +71,7 @@ class PathRule:
     """Text that the operating system accepts as a path."""
 
     def contains(self, value: str) -> bool:
-        return is_path(value)
+        return is_valid_path(value)
 
     def __str__(self) -> str:
         return LEGAL
