@@ -9,8 +9,7 @@ from ssl_bench.report.drawing import Chart, Curve, draw
 from ssl_bench.report.model import MOST_DRAWN, Panel, said_baselines, spot_of
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import (
-    DepthTable,
-    Row,
+    Pivot,
     epoch_table,
     require_one_encoder_per_epoch,
     runs_with_several_epochs,
@@ -31,29 +30,29 @@ class Course:
     """
 
     name: str
-    table: DepthTable
+    table: Pivot
 
     @property
     def depth(self) -> int:
         """Blocks of the encoder, scored or not."""
-        return max(one.depth for entry in self.table.entries.values() for one in entry.records)
+        return max(one.depth for _, _, entry in self.table.scores() for one in entry.records)
 
     @property
     def highest(self) -> float:
         """The highest value at any block and epoch; below all others if none may be best."""
-        entries = self.table.entries.values()
+        entries = [entry for _, _, entry in self.table.scores()]
         return max((one.value for one in entries if one.is_rankable), default=-math.inf)
 
-    def at(self, row: Row, block: str) -> Entry | None:
+    def at(self, row: float, block: str) -> Entry | None:
         """The score of a column."""
         return self.table.entries.get((row, block))
 
     def curves(self) -> list[Curve]:
         """One a block."""
         curves = []
-        for block in self.table.models:
-            known = [(x, one) for x in self.table.layers if (one := self.at(x, block)) is not None]
-            where = f"{self.name}, {block}, {self.table.rows}"
+        for block in self.table.columns:
+            known = [(x, one) for x in self.table.rows if (one := self.at(x, block)) is not None]
+            where = f"{self.name}, {block}, {self.table.row_name}"
             layer = known[0][1].layer
             style = block_style(layer, self.depth)
             spots = [spot_of(entry, x, f"{where} {x:g}") for x, entry in known]
@@ -134,7 +133,7 @@ def corrupted_scores(records: Sequence[Record]) -> list[tuple[SeverityTable, Cha
             unit=table.record.unit,
             measured=metric_with_unit(table.record),
             along="severity",
-            floors=said_baselines([r for entry in table.entries.values() for r in entry.records]),
+            floors=said_baselines([r for _, _, entry in table.scores() for r in entry.records]),
         )
         found.append((table, chart))
     return found

@@ -279,7 +279,7 @@ class Panel:
     @cached_property
     def dagger_meaning(self) -> str:
         """What a dagger beside its numbers means; empty if there is none."""
-        return dagger_meaning(point.arbitrary for point in self.points)
+        return dagger_meaning(point.degenerate_percent for point in self.points)
 
     @cached_property
     def baselines(self) -> tuple[tuple[str, float], ...]:

@@ -276,7 +276,7 @@ def told_apart(store: ResultStore, panel: Panel, line: Line, *, paired: bool) ->
         return {
             layer
             for layer in side.scored.blocks
-            if difference("", highest, block_side(side.scored, layer)).is_clear
+            if difference("", highest, block_side(side.scored, layer)).is_significant
         }
     low = best.low
     ends = {point.layer: point.high for point in line.points if not point.is_degenerate}

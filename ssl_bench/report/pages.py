@@ -166,7 +166,9 @@ def index_page(report: Report) -> Page:
         # Whether there is more to read than to look at.
         "has_labels": any(panel.has_labels for panel in panels),
         "has_skipless": any(checkpoint.skipless for checkpoint in report.checkpoints),
-        "dagger": dagger_meaning(point.arbitrary for panel in panels for point in panel.points),
+        "dagger": dagger_meaning(
+            point.degenerate_percent for panel in panels for point in panel.points
+        ),
         "filters": _filters(panels),
         "sections": [
             {
@@ -275,7 +277,7 @@ def checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         "properties": block_groups([one for one in lines if one[0].task not in ranked]),
         "units": said_units([panel for panel, _ in lines]),
         "reasons": said_reasons(points),
-        "dagger": dagger_meaning(point.arbitrary for point in points),
+        "dagger": dagger_meaning(point.degenerate_percent for point in points),
         "has_one_seed_of_several": several and bool(outcomes or extremes or classes),
         "outcomes": outcomes,
         "extremes": extremes,

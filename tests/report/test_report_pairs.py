@@ -19,7 +19,7 @@ from ssl_bench.report.comparing import (
 from ssl_bench.report.model import group_into_panels, list_checkpoints
 from ssl_bench.report.pictures import PictureFiles, galleries_of, gallery_pairs
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.comparison import comparisons
+from ssl_bench.tables.comparison import compare_encoders
 from tests.support.faults import probing
 from tests.support.report_cells import (
     EMPTY,
@@ -168,7 +168,7 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
 
     compared = compared_pair(store, records)
 
-    (table,), _ = comparisons(store, records, {known_as(letter): letter for letter in "ac"})
+    (table,), _ = compare_encoders(store, records, {known_as(letter): letter for letter in "ac"})
     found = [row.difference for row in (*compared.rows, *compared.summary)]
     fields = ("first", "second", "low", "high")
     assert [[getattr(one, f) for f in fields] for one in found] == [
