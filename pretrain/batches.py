@@ -24,9 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 from ssl_bench.data.files.readable import with_a_way_out
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import DataError, MachineError, UnreadableImage
-from ssl_bench.system.endings import STOPPING
-from ssl_bench.system.launch import processes_here
-from ssl_bench.system.memory import free_shared_memory
+from ssl_bench.system.endings import STOP_SIGNALS
+from ssl_bench.system.process import free_shared_memory, local_world_size
 
 # Keeps the streams of one seed apart.
 _ORDER, _SAMPLE, _STEP = range(3)
@@ -183,7 +182,7 @@ class Workers:
     free_bytes: int | None = None
 
     def __str__(self) -> str:
-        each = f" for each of {processes_here()} processes" if processes_here() > 1 else ""
+        each = f" for each of {local_world_size()} processes" if local_world_size() > 1 else ""
         line = f"data workers: {self.count}{each}, up to {self.shared_bytes / _GIB:.2g} GiB"
         line += " of shared memory"
         if self.pieces > 1:
@@ -210,7 +209,7 @@ def plan_workers(batches: Batches, asked: int, most_gib: float) -> Workers:
     if free is not None and free // 2 >= most:
         # Not what limits.
         free = None
-    budget = (most if free is None else free // 2) // processes_here()
+    budget = (most if free is None else free // 2) // local_world_size()
     # Bytes of what is cut from one image, and what a piece of any size has beside them.
     blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
     tensors = list(_tensors(batches.cut([blank], [np.random.default_rng(0)])))
@@ -222,7 +221,7 @@ def plan_workers(batches: Batches, asked: int, most_gib: float) -> Workers:
     most_images = min(size, (budget // held - edges) // image)
     pieces = -(-size // most_images)
     largest = -(-size // pieces)
-    shared = processes_here() * held * (largest * image + edges)
+    shared = local_world_size() * held * (largest * image + edges)
     return Workers(asked, count, pieces, shared, free)
 
 
@@ -299,7 +298,7 @@ def leave_signals_to_the_parent(worker: int) -> None:
     Only the first SIGTERM is passed over: with a second one the parent ends a worker that hangs.
     """
     del worker
-    for name in (*STOPPING, "SIGINT"):
+    for name in (*STOP_SIGNALS, "SIGINT"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _obey_the_next)

@@ -20,15 +20,15 @@ from pretrain.lock import Hold
 from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
 from ssl_bench.models import EncoderModule, save_encoder
 from ssl_bench.models.loading.addresses import LAST, kept_epoch, kept_name
-from ssl_bench.system.device import fetched
+from ssl_bench.system.device import to_host
 from ssl_bench.system.files import (
+    file_sha256,
     read_digests,
     remove_orphans,
-    sha256_of,
     write_atomically,
     write_text_atomically,
 )
-from ssl_bench.system.memory import pass_on_memory
+from ssl_bench.system.process import reraise_out_of_memory
 from ssl_bench.system.progress import say
 
 ENCODER, CONFIG, LOG = LAST, "config.yaml", "log.jsonl"
@@ -51,9 +51,9 @@ def save_state(out: Path, state: Mapping[str, Any]) -> None:
     """
     arrived, current = out / _ARRIVED, out / STATE
     write_atomically(arrived, lambda file: _write({**_FORMAT, **state}, file))
-    lines = [f"{sha256_of(arrived)}  {STATE}\n"]
+    lines = [f"{file_sha256(arrived)}  {STATE}\n"]
     if current.is_file():
-        lines.append(f"{sha256_of(current)}  {PREVIOUS}\n")
+        lines.append(f"{file_sha256(current)}  {PREVIOUS}\n")
     write_text_atomically(out / _SIDECAR, "".join(lines))
     try:
         if current.is_file():
@@ -85,7 +85,7 @@ def load_state(out: Path, device: torch.device) -> tuple[dict[str, Any], Path]:
     problems, known = [], {digest for digest, _ in read_digests(out / _SIDECAR)}
     for path in (out / name for name in _CANDIDATES):
         if path.is_file():
-            if known and sha256_of(path) in known:
+            if known and file_sha256(path) in known:
                 return _read(path, device), path
             if not known and _has_checksums(path):
                 say(f"{out / _SIDECAR} is missing or empty: {path.name} is taken by its checksums")
@@ -123,7 +123,7 @@ def _read(path: Path, device: torch.device) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # What is no archive of torch makes its reader fail in any way.
-        pass_on_memory(error)
+        reraise_out_of_memory(error)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} is not a training state ({reason})") from error
     if not isinstance(state, dict) or {key: state.get(key) for key in _FORMAT} != _FORMAT:
@@ -208,7 +208,7 @@ def copied(value: T, tensors: Iterable[Tensor] | None = None) -> T:
     detached = [alike[0].detach() for alike in once.values()]
     memo: dict[int, Any] = {}
     # From a device to pinned memory; what is on the host already must not change with the run.
-    for alike, there, here in zip(once.values(), detached, fetched(detached), strict=True):
+    for alike, there, here in zip(once.values(), detached, to_host(detached), strict=True):
         copy_of = here.clone() if here is there else here
         for one in alike:
             is_trained = isinstance(one, nn.Parameter)

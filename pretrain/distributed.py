@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ssl_bench.errors import MachineError, SslBenchError
-from ssl_bench.system.launch import place_of_process
+from ssl_bench.system.process import get_process_info
 
 T = TypeVar("T")
 _PATIENCE = timedelta(days=1)
@@ -141,10 +141,10 @@ def training_together(device: torch.device, timeout: timedelta) -> Generator[Tra
         timeout: How long one waits for another's part of a step before it gives up.
 
     Raises:
-        ConfigurationError: as `place_of_process`.
+        ConfigurationError: as `get_process_info`.
         MachineError: they cannot meet.
     """
-    count = place_of_process().count
+    count = get_process_info().count
     if count == 1:
         yield TrainingRanks(device)
         return

@@ -17,7 +17,7 @@ from ssl_bench.models import (
 )
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 from ssl_bench.models.vit import resize_positions
-from ssl_bench.system.paths import expanded, real
+from ssl_bench.system.paths import expand_path, resolve_links
 
 START, SHA256 = "init_from", "init_from_sha256"
 # They say how weights are drawn and trained, or are changed on the way.
@@ -87,8 +87,8 @@ def require_apart(address: str, out: Path) -> None:
     Raises:
         ConfigurationError: the checkpoint lies in `out`.
     """
-    path = real(expanded(address))
-    if real(out) in (path, path.parent):
+    path = resolve_links(expand_path(address))
+    if resolve_links(out) in (path, path.parent):
         raise ConfigurationError(
             f"init_from={address} lies in the run folder {out}, which would replace it",
             hint=("--out", "{folder}"),

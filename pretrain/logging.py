@@ -21,9 +21,9 @@ from pretrain.distributed import TrainingRanks
 from pretrain.options import TrainOptions
 from pretrain.schedules import Timeline
 from ssl_bench.errors import ConfigurationError, MachineError, join_alternatives
-from ssl_bench.system.escaping import printable
+from ssl_bench.system.escaping import escape_unprintable
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.progress import bar_class, in_words
+from ssl_bench.system.progress import bar_class, format_duration
 
 # A step's row starts with these, in this order.
 _FIRST = ("step", "epoch", "loss")
@@ -105,7 +105,7 @@ class ProgressBar:
         left = min((self._total - step) * seconds, self._seconds - (now - self._start))
         if step == _TOLD and left > _LONG:
             self.say(
-                f"about {in_words(left)} left on this machine; train.max_steps="
+                f"about {format_duration(left)} left on this machine; train.max_steps="
                 f"{max(int(_HOUR / seconds), 1)} takes about an hour, and less take train.epochs, "
                 "data.limit, data.image_size or a smaller model=, such as vit_tiny_skip"
             )
@@ -118,7 +118,7 @@ class ProgressBar:
 
     def say(self, line: str) -> None:
         if not self._quiet:
-            self._bar.write(printable(line), file=sys.stderr)
+            self._bar.write(escape_unprintable(line), file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()

@@ -42,10 +42,10 @@ from ssl_bench.models import identify_encoder
 from ssl_bench.models.encoder import Colours
 from ssl_bench.neighbours import knn_ranks
 from ssl_bench.results import SUPERVISED, TRAINED_ON, ResultKey, ResultStore, TrainingImages
-from ssl_bench.system.caller_state import evaluation_mode
-from ssl_bench.system.device import in_float64, provenance
-from ssl_bench.system.launch import usable_cores
-from ssl_bench.system.paths import expanded, real
+from ssl_bench.system.device import describe_device, evaluation_mode, to_float64
+from ssl_bench.system.paths import expand_path, resolve_links
+from ssl_bench.system.process import count_usable_cores
+from ssl_bench.system.provenance import provenance_fields
 
 KNN = "knn_top1"
 _MOST_THREADS = 16
@@ -174,7 +174,7 @@ class Observer(Measuring):
     ) -> None:
         self.options, self.learner, self.timeline = options, learner, timeline
         self.colours, self.all_val = colours, folders.val()
-        self.root = expanded(folders.root or Path()).absolute()
+        self.root = expand_path(folders.root or Path()).absolute()
         self.val = drawn(self.all_val, options.val_images)
         self.train = drawn(folders.train(), options.train_images)
         self.fitted_and_scored = 0
@@ -264,7 +264,7 @@ class Observer(Measuring):
             hits = right.cpu().numpy()
             key = ResultKey(
                 task=SUPERVISED,
-                dataset=re.sub(r"\W+", "_", real(self.root).name).lower() or "images",
+                dataset=re.sub(r"\W+", "_", resolve_links(self.root).name).lower() or "images",
                 split=self.val.split,
                 layer=encoder.depth - 1,
                 facet="head",
@@ -293,7 +293,9 @@ class Observer(Measuring):
                     "configuration": {k: v for k, v in description.items() if k not in _PLACES},
                     **({"left_out": counts_and_first(gone)} if left_out else {}),
                 },
-                **provenance(next(self.learner.parameters()).device, seconds),
+                **provenance_fields(
+                    describe_device(next(self.learner.parameters()).device), seconds
+                ),
             )
             store.save_image_ids(record.dataset_fingerprint, self.val.ids)
             files.append(store.save(record, hits))
@@ -313,7 +315,7 @@ class Observer(Measuring):
         outputs, labels = [], []
         with (
             evaluation_mode(self.learner),
-            ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as pool,
+            ThreadPoolExecutor(min(_MOST_THREADS, count_usable_cores())) as pool,
         ):
             for start in range(0, len(images), self.options.batch_size):
                 end = min(start + self.options.batch_size, len(images))
@@ -340,7 +342,7 @@ def class_ranks(
 
 def percent(right: Bool[Tensor, " images"]) -> float:
     """Share of those that are true."""
-    return 100 * in_float64(right).mean().item()
+    return 100 * to_float64(right).mean().item()
 
 
 def recipe_of(description: Mapping[str, Any], timeline: Timeline) -> str:

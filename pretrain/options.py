@@ -12,6 +12,7 @@ from ssl_bench.composition.fields import (
     Bounds,
     Count,
     FilePath,
+    Fraction,
     ListLength,
     Pixels,
     Positive,
@@ -19,7 +20,6 @@ from ssl_bench.composition.fields import (
     PositiveOrZero,
     RateOrZero,
     Seed,
-    Share,
     Workers,
     check_fields,
 )
@@ -32,7 +32,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.splits import limited
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
-from ssl_bench.system.launch import processes_here, usable_cores
+from ssl_bench.system.process import count_usable_cores, local_world_size
 
 _MOST_WORKERS = 16
 # Images of a set that is looked through before the first step; a larger one takes too long.
@@ -72,7 +72,7 @@ class DataOptions:
     bits: Bits = None
     allow_overlap: bool = False
     limit: Count | None = None
-    mean: Annotated[Sequence[Share], ListLength(3, 3)] = IMAGENET_MEAN
+    mean: Annotated[Sequence[Fraction], ListLength(3, 3)] = IMAGENET_MEAN
     std: Annotated[Sequence[PositiveFraction], ListLength(3, 3)] = IMAGENET_STD
 
     def __post_init__(self) -> None:
@@ -190,7 +190,7 @@ class TrainOptions:
     checkpoint_epochs: Count | None = None
     keep_epochs: Epochs | None = None
     keep_every: Count | None = None
-    timeout_minutes: Annotated[float, Bounds(0, _MINUTES_A_WEEK, above=True)] = 60.0
+    timeout_minutes: Annotated[float, Bounds(0, _MINUTES_A_WEEK, allow_low=False)] = 60.0
     non_finite_patience: Count = 10
     collapse_patience: Count = 500
     tensorboard: bool = False
@@ -252,7 +252,7 @@ class TrainOptions:
             return self.num_workers
         if device.type == "cpu":
             return 0
-        return min(_MOST_WORKERS, max(1, usable_cores() // processes_here()))
+        return min(_MOST_WORKERS, max(1, count_usable_cores() // local_world_size()))
 
     def autocasts(self, device: torch.device) -> bool:
         """Whether products are computed in bfloat16."""

@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from ssl_bench.system.device import free_memory
-from ssl_bench.system.launch import processes_here
-from ssl_bench.system.memory import free_host_memory
-from ssl_bench.system.progress import in_words
+from ssl_bench.system.device import free_gpu_memory
+from ssl_bench.system.process import free_host_memory, local_world_size
+from ssl_bench.system.progress import format_duration
 
 _PRODUCTS, _ROUNDS = 4, 3
 _SIDE = {"cuda": 8_192}
@@ -172,7 +171,7 @@ def fitted_batch(
         parts: That each process computes its share in.
     """
     on_host = device.type != "cuda"
-    free = (free_host_memory() / processes_here() if on_host else free_memory(device)) / _GIB
+    free = (free_host_memory() / local_world_size() if on_host else free_gpu_memory(device)) / _GIB
 
     def objection(batch: int) -> str | None:
         memory = needs.gib(batch // (ranks * parts))
@@ -182,7 +181,7 @@ def fitted_batch(
         if memory > free * _SHARE.get(device.type, _HOST_SHARE):
             return f"{batch} would take {memory:.1f} of {free:.1f} GiB that are free"
         if device.type == "cpu" and seconds > _SECONDS_A_STEP:
-            return f"a step of {batch} would take about {in_words(seconds)} on this CPU"
+            return f"a step of {batch} would take about {format_duration(seconds)} on this CPU"
         return f"{_MOST:,} is the most that is taken unasked" if batch > _MOST else None
 
     batch = ranks * parts

@@ -18,7 +18,7 @@ from pretrain.options import TrainOptions
 from pretrain.resources import product_rate, training_flops
 from pretrain.schedules import Cosine, Timeline
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.system.device import autocast, computed_in
+from ssl_bench.system.device import autocast, autocast_dtype
 
 _REFERENCE_BATCH = 256
 # cuBLAS reads it when it is first used; without it its products may be summed in any order.
@@ -55,7 +55,7 @@ class Trainer:
         self.weight_decay = Cosine(options.weight_decay, options.final_weight_decay, total)
         device = ranks.device
         self._dtype = torch.bfloat16 if options.autocasts(device) else torch.float32
-        self._product_rate = product_rate(device, computed_in(device, self._dtype))
+        self._product_rate = product_rate(device, autocast_dtype(device, self._dtype))
         self.flops = 0.0
 
     def take_step(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:

@@ -50,14 +50,14 @@ from ssl_bench.errors import (
     SslBenchError,
     join_alternatives,
 )
-from ssl_bench.evaluation import trained_on
+from ssl_bench.evaluation import describe_training_images
 from ssl_bench.models import EncoderConfig, EncoderModule, StateSpaceConfig, ViTConfig
 from ssl_bench.models.loading.checkpoint import colours_metadata
 from ssl_bench.system.device import choose_device
-from ssl_bench.system.endings import STOPPING, handled
+from ssl_bench.system.endings import STOP_SIGNALS, handle_signals
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.memory import pass_on_memory
-from ssl_bench.system.progress import say, size_in_words
+from ssl_bench.system.process import reraise_out_of_memory
+from ssl_bench.system.progress import format_size, say
 
 # Weights' worth of moments, and of SOAP's statistics and bases in a ViT, that an optimizer holds.
 _ADAMW_HOLDS, _SOAP_HOLDS = 2, 10
@@ -259,7 +259,7 @@ class Pretraining:
         state = out / checkpoints.STATE
         if not state.is_file():
             return line
-        size = size_in_words(state.stat().st_size)
+        size = format_size(state.stat().st_size)
         return f"{line}; the {size} of {state} are for --resume and --extend alone"
 
     def with_batch(
@@ -353,7 +353,7 @@ class StopRequest:
 def stop_requests() -> Generator[StopRequest]:
     """Collect signals that ask to stop instead of dying of them."""
     request = StopRequest()
-    with handled((*STOPPING, "SIGINT"), request.receive):
+    with handle_signals((*STOP_SIGNALS, "SIGINT"), request.receive):
         yield request
 
 
@@ -375,7 +375,9 @@ class Run:
         plan, self._why, needs = plan.with_batch(images, ranks)
         self.plan = plan
         self.timeline = plan.train.timeline(len(images))
-        self.trained_on = ranks.from_first(request.at_once()(partial(trained_on, images)))
+        self.trained_on = ranks.from_first(
+            request.at_once()(partial(describe_training_images, images))
+        )
         # Which images these are, wherever they lie, and what is in them.
         names = "\n".join((*images.ids, *images.class_names))
         which = hashlib.sha256(os.fsencode(names)).hexdigest()
@@ -494,7 +496,7 @@ class Run:
         try:
             self.trainer.load_state_dict(state)
         except (KeyError, RuntimeError, ValueError) as error:
-            pass_on_memory(error)
+            reraise_out_of_memory(error)
             why = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
             raise checkpoints.unfit(path, f"does not fit its run ({why})") from error
         self.step = state["step"]

@@ -56,7 +56,7 @@ from ssl_bench.composition.fields import (
     PositiveOrZero,
     Rate,
     Threads,
-    shown,
+    format_value,
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
@@ -64,7 +64,7 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import central_square
 from ssl_bench.layers import INNER_FACETS, AskedFacets
 from ssl_bench.metrics import LabelledFeatures, class_rank
-from ssl_bench.system.device import sent
+from ssl_bench.system.device import to_device
 from ssl_bench.system.paths import cache_folder
 
 ATTENTIVE_FACET = "patch_attentive"
@@ -163,7 +163,13 @@ class LinearClassification(Probe):
     role = "classification"
     known_facets = (*IMAGE_FACETS, *INNER_FACETS)
     keeps_images = True
-    not_settings = (*Probe.not_settings, "training", "pool", "encoder_batch_size", "memory_gib")
+    excluded_from_identity = (
+        *Probe.excluded_from_identity,
+        "training",
+        "pool",
+        "encoder_batch_size",
+        "memory_gib",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,7 +180,7 @@ class LinearClassification(Probe):
         if is_attentive and (self.facet, self.layers_mode) != usual:
             raise ConfigurationError(
                 "probe.pool=attentive looks at the patches of one block after the final norm, got "
-                f"the facet {shown(self.facet)} and the blocks {self.layers_mode}; leave "
+                f"the facet {format_value(self.facet)} and the blocks {self.layers_mode}; leave "
                 "probe.facet and probe.layers_mode out"
             )
 
@@ -374,7 +380,7 @@ class LinearClassification(Probe):
         shown = training_pass.context.progress(squares, f"{images.split} images", len(images))
         for batch in batches(shown, self.encoder_batch_size):
             ids = list(itertools.islice(left, len(batch)))
-            pixels = sent(torch.stack(batch), extractor.device).float() / 255
+            pixels = to_device(torch.stack(batch), extractor.device).float() / 255
             halves, scales = half_features(extractor, pixels, ids)
             yield widened(torch.stack(halves), scales)
 

@@ -46,8 +46,8 @@ from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.neighbours import unit_vectors
 from ssl_bench.results import Baseline
-from ssl_bench.system.device import fetched, sent
-from ssl_bench.system.paths import image_name
+from ssl_bench.system.device import to_device, to_host
+from ssl_bench.system.paths import figure_file_name
 
 Cell = tuple[int, Facet]
 CellFeatures = Mapping[Cell, Float[Tensor, "_rows _cols _dim"]]
@@ -120,7 +120,13 @@ class Correspondence(Probe):
     task = "correspondence"
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
     # Alphas are in the names of the metrics.
-    not_settings = (*Probe.not_settings, "alphas", "panels", "batch_size", "memory_gib")
+    excluded_from_identity = (
+        *Probe.excluded_from_identity,
+        "alphas",
+        "panels",
+        "batch_size",
+        "memory_gib",
+    )
     rounds_size = True
     keeps_images = True
 
@@ -168,7 +174,7 @@ class Correspondence(Probe):
 
     def picture(self, layer: int, facet: str, image_id: str) -> str:
         """Path of the picture of a pair, below those of an encoder."""
-        return f"{self.folder}/block{layer:02d}_{facet}/{image_name(image_id)}"
+        return f"{self.folder}/block{layer:02d}_{facet}/{figure_file_name(image_id)}"
 
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
@@ -230,7 +236,7 @@ class Correspondence(Probe):
             looked_for = pad_sequence(
                 [torch.from_numpy(pair.source).float() for _, pair in batch], batch_first=True
             )
-            looked_for = sent(looked_for, context.device)
+            looked_for = to_device(looked_for, context.device)
             tensors = list[Tensor]()
             for cell in cells:
                 source, target = (
@@ -246,7 +252,7 @@ class Correspondence(Probe):
                 alike = (unit - unit[:, :1]).abs().amax((1, 2)) < _CONSTANT
                 tensors += places, alike
             # Together, because the host waits for each fetching.
-            flat = fetched(tensors)
+            flat = to_host(tensors)
             for cell, places, same in zip(cells, flat[::2], flat[1::2], strict=True):
                 for row, (index, pair) in enumerate(batch):
                     found = places[row, : len(pair.source)].double().numpy()

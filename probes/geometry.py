@@ -41,7 +41,7 @@ from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
 from ssl_bench.neighbours import power_of_two, unit_vectors
 from ssl_bench.results import encoder_id
-from ssl_bench.system.device import float64_device, in_float64, sent
+from ssl_bench.system.device import float64_device, to_device, to_float64
 from ssl_bench.system.paths import cache_folder
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
@@ -129,7 +129,7 @@ class Geometry(Probe):
     role = "images"
     takes_long = True
     known_facets = ("cls", "patch_mean", *INNER_FACETS)
-    not_settings = (*Probe.not_settings, "batch_size")
+    excluded_from_identity = (*Probe.excluded_from_identity, "batch_size")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -297,7 +297,7 @@ class Passes:
         role: str,
     ) -> None:
         """Take in the features of some images."""
-        features, sums = extractor.unchecked(sent(pixels, self.context.device).float() / 255)
+        features, sums = extractor.unchecked(to_device(pixels, self.context.device).float() / 255)
         kept = [place for place, row in enumerate(rows) if row in self.paired]
         pairs: list[Tensor] = []
         for facet in self.facets:
@@ -368,7 +368,7 @@ class Passes:
     ) -> list[Float[Tensor, "layers views _dim"]]:
         parts = []
         for part in crops.split(self.at_once):
-            features, sums = extractor.unchecked(sent(part, self.context.device))
+            features, sums = extractor.unchecked(to_device(part, self.context.device))
             vectors = [image_vectors(features, facet) for facet in self.facets]
             parts.append(checked(extractor, sums, [image_id] * len(part), vectors))
         return [torch.cat(some, 1) for some in zip(*parts, strict=True)]
@@ -588,7 +588,7 @@ class PositionSums:
 
     def add(self, patches: Patches) -> None:
         """Of images with one grid."""
-        tokens = in_float64(patches)
+        tokens = to_float64(patches)
         images, rows, cols, dim = tokens.shape
         places = centred_places(rows, cols, tokens.device)
         if not self.moments.count:
@@ -643,7 +643,7 @@ class PositionFit:
         NaN where there is one patch alone.
         """
         rows, cols = patches.shape[1:3]
-        tokens = in_float64(patches).flatten(1, 2)
+        tokens = to_float64(patches).flatten(1, 2)
         places = centred_places(rows, cols, tokens.device)
         error = ((tokens - self.mean) @ self.weight - places).square().sum(1)
         spread = places.square().sum(0)

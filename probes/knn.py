@@ -81,7 +81,7 @@ class KNN(Probe):
     known_facets = ("cls", "patch_mean", *INNER_FACETS)
     role = "classification"
     keeps_images = True
-    not_settings = (*Probe.not_settings, "batch_size", "memory_gib", "engine")
+    excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib", "engine")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,8 +28,8 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.system.files import open_regular, write_atomically
-from ssl_bench.system.memory import pass_on_memory
-from ssl_bench.system.paths import encoder_name, expanded, file_name, image_name
+from ssl_bench.system.paths import encoder_folder_prefix, expand_path, figure_file_name, file_name
+from ssl_bench.system.process import reraise_out_of_memory
 
 FILE = "reference.npz"
 """Maps that others are aligned with, beside the pictures."""
@@ -87,7 +87,7 @@ class PCA(Probe):
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
     rounds_size = True
     # What is drawn and how, not what the variance is.
-    not_settings = ("protocol", "facet", "align_to", "grid", "own_size")
+    excluded_from_identity = ("protocol", "facet", "align_to", "grid", "own_size")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +109,7 @@ class PCA(Probe):
         found = super().settings().items()
         return {name: value for name, value in found if (name, value) != ("squash", None)}
 
-    def shown_to(self, native_size: tuple[int, int]) -> "PCA":
+    def with_native_size(self, native_size: tuple[int, int]) -> "PCA":
         """The same with images of a size, for an encoder with images of that one."""
         own_size = max(_AT_LEAST, *native_size)
         fitted = replace(self, image_size=self.image_size or own_size)
@@ -124,7 +124,7 @@ class PCA(Probe):
         shown = {f"{self.kind}/{name}": layers for name in (*together, FILE)}
         for image_id in sampled(images.ids, self.panels):
             for layer in layers:
-                shown[f"{self.kind}/block{layer:02d}/{image_name(image_id)}"] = [layer]
+                shown[f"{self.kind}/block{layer:02d}/{figure_file_name(image_id)}"] = [layer]
         return shown
 
     @property
@@ -197,7 +197,7 @@ def features_of(
     whole = probe.protocol == "dataset"
     total = len(images) if whole else len(samples)
     shown = {sample.image_id for sample in samples}
-    side = probe.shown_to(context.encoder.native_size).image_size
+    side = probe.with_native_size(context.encoder.native_size).image_size
     assert side is not None
     kept = []
     moments = {layer: Moments() for layer in layers} if whole else {}
@@ -480,7 +480,7 @@ def _draw(
             shape = None if probe.squash is None else (height, width)
             row.append(Picture(colours[i], (block.title(layer, i),), shape))
             tiles = [picture.tile() for picture in (row[0], row[-1])]
-            sheet([tiles], folder / f"block{layer:02d}" / image_name(sample.image_id))
+            sheet([tiles], folder / f"block{layer:02d}" / figure_file_name(sample.image_id))
     # Several images in a row of the overview where each has few blocks.
     step = max(1, _TILES_A_ROW // (1 + len(context.layers)))
     rows = [
@@ -536,7 +536,7 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
             }
     # A damaged file makes the readers of zip and npy fail in any way.
     except Exception as error:
-        pass_on_memory(error)
+        reraise_out_of_memory(error)
         raise DataError(
             f"cannot read {path}; probe the checkpoint to align with first", hint=("--overwrite",)
         ) from error
@@ -562,7 +562,7 @@ def reference_folder(align_to: str, own: Path, kind: str) -> Path:
     Raises:
         ConfigurationError: there is no such folder, or there are several.
     """
-    given = expanded(align_to)
+    given = expand_path(align_to)
     if (given / FILE).is_file():
         return given
     # Maps of other images, or from before one was replaced, have no colours to give.
@@ -574,7 +574,11 @@ def reference_folder(align_to: str, own: Path, kind: str) -> Path:
         paths = sorted(own.parent.glob(f"*{dash}{images}/{of}/{FILE}"))
         folders = {path.parent: path.parent.parent.name for path in paths}
         known += folders.values()
-        found = [one for one, of in folders.items() if of.rsplit("-", 2)[0] == encoder_name(name)]
+        found = [
+            one
+            for one, of in folders.items()
+            if of.rsplit("-", 2)[0] == encoder_folder_prefix(name)
+        ]
         found = found or [one for one, of in folders.items() if of.startswith(name)]
         if len(found) == 1:
             return found[0]

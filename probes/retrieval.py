@@ -35,7 +35,7 @@ from ssl_bench.metrics import class_counts, confusion_counts
 from ssl_bench.neighbours import faiss_nearest, takes_faiss, unit_vectors, zero_vectors_warning
 from ssl_bench.results import Baseline
 from ssl_bench.scores import IGNORED, matched_mean_iou
-from ssl_bench.system.device import fetched, sent
+from ssl_bench.system.device import to_device, to_host
 
 METRICS = ("miou", "pixel_accuracy")
 MATCHED = "miou_matched"
@@ -90,7 +90,7 @@ class Retrieval(Probe):
     role = "segmentation"
     keeps_images = True
     metrics_of_sets = (MATCHED,)
-    not_settings = (*Probe.not_settings, "batch_size", "memory_gib", "engine")
+    excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib", "engine")
 
     @property
     def asked_facets(self) -> AskedFacets:
@@ -190,7 +190,7 @@ class Retrieval(Probe):
             for position, item in enumerate(batch):
                 logits = torch.stack([vote[position] for vote in votes])[None]
                 predicted = inference.predict(logits, item)
-                target = sent(item.mask, predicted.device)
+                target = to_device(item.mask, predicted.device)
                 counts.append(class_counts(predicted, target, classes))
                 if total is not None:
                     confusions.append(confusion_counts(predicted, target, classes))
@@ -298,12 +298,12 @@ def remembered(
     start = 0
     for batch, (_, within) in zip(shown, by_batch, strict=True):
         here = slice(start, start := start + len(within))
-        where = sent(within, extractor.device)
+        where = to_device(within, extractor.device)
         counts = (
             label_histograms(batch.labels, extractor.patch_size, classes).flatten(1)[:, where].T
         )
         found = [batch.features.flatten(1, 3)[:, where], counts]
-        features[:, here], counts = fetched(found)
+        features[:, here], counts = to_host(found)
         shares[here] = counts / counts.sum(1, keepdim=True)
     return features, shares
 

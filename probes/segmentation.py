@@ -69,9 +69,9 @@ from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import AskedFacets
 from ssl_bench.metrics import class_counts
 from ssl_bench.scores import IGNORED, mean_iou
-from ssl_bench.system.device import sent
+from ssl_bench.system.device import to_device
 from ssl_bench.system.files import remove_orphans, write_text_atomically
-from ssl_bench.system.paths import cache_folder, image_name
+from ssl_bench.system.paths import cache_folder, figure_file_name
 
 HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 _OF_CAPI = (1e-6, 3.727594e-5, 1.389495e-3, 5.179475e-2, 1.930698, 71.96857, 2682.696, 1e5)
@@ -179,8 +179,8 @@ class Segmentation(Probe):
     role = "segmentation"
     keeps_images = True
     # Where, how fast and with what words, not what comes out; the components say what is theirs.
-    not_settings = (
-        *(*Probe.not_settings, *_COMPONENTS, "panels"),
+    excluded_from_identity = (
+        *(*Probe.excluded_from_identity, *_COMPONENTS, "panels"),
         *("tier", "memory_gib", "disk_gib", "cache", "keep_minutes"),
     )
 
@@ -215,7 +215,11 @@ class Segmentation(Probe):
         return dataset.train()
 
     def settings(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self).items() if name not in self.not_settings}
+        own = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in self.excluded_from_identity
+        }
         for name in _COMPONENTS:
             own |= getattr(self, name).settings()
         return own
@@ -229,7 +233,7 @@ class Segmentation(Probe):
         return {**dict.fromkeys(panels, shown), self._list_name(seed): shown[:1]}
 
     def _panel_name(self, image_id: str) -> str:
-        return image_name(image_id, before=f"{self._beginning}-")
+        return figure_file_name(image_id, before=f"{self._beginning}-")
 
     def _list_name(self, seed: int) -> str:
         return f"{self._beginning}-seed{seed}-train.txt"
@@ -466,7 +470,7 @@ class SegmentationRun:
             logits = torch.stack([heads.logits(index, one) for one in windows])
             # Here the logits of patches become classes of pixels.
             found.append(self.probe.inference.predict(logits, image))
-        predicted, target = torch.stack(found), sent(image.mask, found[0].device)
+        predicted, target = torch.stack(found), to_device(image.mask, found[0].device)
         counts = class_counts(predicted.flatten(0, 1), target, self.heads.classes)
         return predicted, counts.unflatten(0, predicted.shape[:2])
 

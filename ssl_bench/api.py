@@ -27,8 +27,7 @@ from ssl_bench.models.encoder import OwnModule
 from ssl_bench.planning import evaluate, plan_request, require_images
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import Record, ResultStore, to_pandas
-from ssl_bench.system.caller_state import memory_restored, undisturbed
-from ssl_bench.system.device import choose_device
+from ssl_bench.system.device import choose_device, preserve_process_state, restore_tensor_storage
 from ssl_bench.system.progress import say_once
 from ssl_bench.tables.depth import Pivot, depth_tables
 from ssl_bench.tables.drawing import curves_figure
@@ -130,7 +129,7 @@ class Results:
 
 
 @hints_for_python(_PROBE_KEYWORDS)
-@undisturbed()
+@preserve_process_state()
 def probe(
     encoder: "str | Encoder | nn.Module",
     *,
@@ -221,7 +220,7 @@ def load_encoder(uri: str) -> Encoder:
 
 
 @hints_for_python(_FEATURES_KEYWORDS)
-@undisturbed()
+@preserve_process_state()
 def extract_features(
     encoder: "str | Encoder | nn.Module",
     images: Sequence[Images] | Float[Tensor, "batch 3 height width"],
@@ -320,7 +319,7 @@ def _prepare_encoder(
     module = encoder.module
     if device is None and isinstance(module, OwnModule):
         device = next((str(p.device) for p in module.parameters()), "cpu")
-    with memory_restored(module):
+    with restore_tensor_storage(module):
         yield encoder, choose_device(device)
 
 

@@ -1,20 +1,13 @@
-"""Encoder x probe x dataset x layers -> records, and the base class of a probe.
+"""Evaluate probes on the blocks of a frozen encoder.
 
-A `Probe` says which cells it has and scores them. `Evaluation.run` finds the cells that the store
-lacks, has the probe score them, and saves each record as soon as it is known.
+`Probe` is the base class of all probes. A probe lists the results that it has and scores them.
+`Evaluation.run` looks up which of them the store lacks, has the probe score those, and saves each
+record as soon as its score is known.
 """
 
 import time
 from collections import UserDict
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from itertools import chain
@@ -58,30 +51,87 @@ from ssl_bench.results.record import (
 )
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system import paths
-from ssl_bench.system.device import provenance
-from ssl_bench.system.files import mark_as_written
+from ssl_bench.system.device import describe_device
+from ssl_bench.system.files import mark_as_output
 from ssl_bench.system.progress import say, show_progress
+from ssl_bench.system.provenance import provenance_fields
 
 _CPU = torch.device("cpu")
-Passed = MutableMapping[Any, Any]
-"""Features by everything that they depend on."""
+_EXCLUDED = ("protocol", "facet", "num_workers", "guesses")
 
 Progress = Callable[..., Iterable[Any]]
-"""As `ssl_bench.system.progress.show_progress`, which gives back the items that it is given."""
+"""A function like `ssl_bench.system.progress.show_progress`, which returns the items unchanged."""
+
+
+class FeatureCache(UserDict[Any, Any]):
+    """Features of the current encoder and image set, shared by consecutive probes.
+
+    `select` states which encoder and images come next, and drops the features of any others, so
+    that no memory is held longer than needed. Keys name everything that a feature depends on.
+
+    Attributes:
+        started_files: Files that a probe of this command has started, so that later probes add to
+            them, with `overwrite` too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started_files: set[Path] = set()
+        self._selected: tuple[str, ...] = ()
+        self._corruption: str | None = None
+        self._used: set[Any] = set()
+
+    def select(
+        self, encoder: Encoder, role: str, images: str, corruption: str | None = None
+    ) -> None:
+        """Keep only features of this encoder and of these images.
+
+        If the same images come again after another corruption, the features that were used since
+        the previous change are kept: those of the uncorrupted training images among them.
+
+        Args:
+            encoder: Encoder of the next probe.
+            role: Role of the dataset that the next probe requires.
+            images: Fingerprint of the scored images, before any corruption.
+            corruption: Corruption of the scored images. Training images are never corrupted.
+        """
+        selected = (encoder_id(encoder.identity()), role, images)
+        if selected != self._selected:
+            self.data = {}
+        elif corruption != self._corruption:
+            self.data = {key: value for key, value in self.data.items() if key in self._used}
+        if (selected, corruption) != (self._selected, self._corruption):
+            self._used = set()
+        self._selected, self._corruption = selected, corruption
+
+    def __getitem__(self, key: Any) -> Any:
+        self._used.add(key)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        self._used.add(key)
+        super().__setitem__(key, item)
 
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """Everything a probe needs for one checkpoint and one dataset.
+    """Everything that a probe needs for one encoder and one dataset.
 
     Attributes:
-        artifacts: Folder of what `Probe.run` draws; the current one, where nothing is said.
-        say: Tells the user one line that no record holds.
-        known: Records of asked cells that are finished; their scores need not be given again.
-        passed: What probes before this one got from this encoder of the same images.
+        encoder: The frozen encoder.
+        dataset: The dataset, with the role that the probe requires.
+        layers: Block indices to score, 0-based.
+        device: Device of the computation.
+        dtype: Precision of the encoder's forward pass.
+        seed: Seed of everything random.
+        artifacts: Folder for the figures that `Probe.run` draws.
+        progress: Wraps an iterable to show progress.
+        overwrite: Whether results and files of earlier runs are ignored.
+        say: Prints one line for the user. No record holds it.
+        known: Records of finished results, whose scores need not be computed again.
+        features: Features that earlier probes computed with this encoder.
         later: Probes that this one `serves` and that run after it on the same blocks, each with its
             folder of artifacts.
-        begun: Files of this command that no later probe of it begins anew, `overwrite` or not.
     """
 
     encoder: Encoder
@@ -95,18 +145,17 @@ class ProbeContext:
     overwrite: bool = False
     say: Callable[[str], None] = say
     known: Sequence[Record] = ()
-    passed: Passed = field(default_factory=dict)
+    features: FeatureCache = field(default_factory=FeatureCache)
     later: Sequence[tuple["Probe", Path]] = ()
-    begun: set[Path] = field(default_factory=set)
 
     def extractor(self, layers: Sequence[int], *facets: Facet) -> FeatureExtractor:
-        """What gives these facets of these blocks, where and as the run computes."""
+        """Return an extractor of these facets and blocks, with the run's device and precision."""
         return FeatureExtractor(
             self.encoder, layers=layers, facets=facets, device=self.device, dtype=self.dtype
         )
 
     def stages(self) -> list["ProbeContext"]:
-        """One for the asked blocks of each grid and width; one alone where all are alike."""
+        """Split the context by token grid and width, so that all blocks of each part are alike."""
         return [
             replace(self, encoder=encoder, layers=layers)
             for encoder, layers in self.encoder.stages(self.layers)
@@ -115,16 +164,24 @@ class ProbeContext:
 
 @dataclass(frozen=True)
 class Score:
-    """One number of one block and how sure it is.
+    """A metric of one block, with its interval.
 
     Attributes:
-        unit: "%", or nothing for a plain number.
-        details: What else a record says; "undefined" is why the value is NaN, which tables print.
-        per_image: What each image contributes to a percentage, in the same order for all blocks,
-            facets and encoders; pairs images when two scores are compared. Of a plain number it is
-            not kept.
-        per_image_kind: How the value comes from `per_image`. It may be left out for hits (a boolean
-            or a 0 or 1 an image) and for percentages (finite floats whose mean is the value).
+        layer: Block index, 0-based.
+        facet: Facet of the block, such as "token" or "cls".
+        metric: Name of the metric.
+        value: The score, in percent if `unit` is "%".
+        ci95: 95 % confidence interval (low, high), if there is one.
+        num_images: Number of scored images.
+        details: Further values for the record. "undefined" is the reason for a NaN value, which
+            tables print.
+        per_image: Contribution of each image to a percentage, in one order for all blocks, facets
+            and encoders, so that two scores can be compared image by image. It is not kept for
+            plain numbers.
+        unit: "%", or an empty text for a plain number.
+        per_image_kind: How the value follows from `per_image`. It may be left out for hits (a
+            boolean, 0 or 1 for each image) and for percentages (finite floats whose mean is the
+            value).
 
     Raises:
         ConfigurationError: Counts do not state their kind, or it is not one of `PerImageKind`.
@@ -153,28 +210,35 @@ class Score:
 
 
 class Probe:
-    """A question asked of every block of a frozen encoder: a frozen dataclass of this class.
+    """Base class of probes, which are frozen dataclasses.
 
-    What a probe does not say has the values below. Its own fields are what a user can set.
+    The fields of the dataclass are what a user can set. Class attributes that a probe does not set
+    have the defaults below.
 
     Attributes:
-        task: Its name on the command line.
-        role: What the dataset must support: a key of `ssl_bench.data.roles.OFFERED`.
-        protocol: Field of the preset that the other fields' values come from; records carry it.
-        facet: What of a block it looks at, one name or several; None where that cannot be said.
-        known_facets: The names that it takes there, beside submodules of blocks.
-        image_size: Side in pixels of the squares that the encoder sees; None for the encoder's own.
-        longer_side: That of photographs which keep their shape; None for their own size.
-        squash: Side of the square that such photographs are squashed to instead.
-        keeps_images: Whether its scores come with what each image contributes.
-        metrics_of_sets: Scores of a whole set, to which no image contributes alone.
-        further_protocols: Presets that `--task all` runs too.
-        rounds_size: Whether it fits an `image_size` that nobody typed to the patch itself.
-        takes_long: Whether it comes after the others, as an image passes the encoder many times.
-        not_settings: Fields that change no number, or are said elsewhere in a record; each other
-            field is in the identity of a cell, so that one more makes finished cells pending.
-        metric_version: Raise it, in the class itself and as a plain number, when a change of the
-            code changes a number: recorded results of lower versions are then outdated.
+        task: Name on the command line.
+        role: What the dataset must support, a key of `ssl_bench.data.roles.OFFERED`.
+        protocol: Field with the name of the preset that gives the other fields their defaults.
+        facet: Field with the facets of a block to score, one name or several. None for probes
+            without facets.
+        known_facets: Names that `facet` accepts, in addition to submodules of blocks.
+        image_size: Side in pixels of the square images that the encoder sees. None for its native
+            size.
+        longer_side: Longer side in pixels of images that keep their aspect ratio. None for their
+            original size.
+        squash: Side in pixels of the square that such images are resized to instead, without
+            keeping the aspect ratio.
+        keeps_images: Whether scores come with the contribution of each image.
+        metrics_of_sets: Metrics of a whole set, to which single images have no contribution.
+        further_protocols: Protocols that `--task all` runs in addition.
+        rounds_size: Whether the probe itself rounds a default `image_size` to the patch size.
+        takes_long: Whether the probe runs after the others because each image needs many forward
+            passes.
+        excluded_from_identity: Fields that do not affect results, or that a record stores
+            elsewhere. Every other field is part of a result's identity, so adding one invalidates
+            finished results.
+        metric_version: Version of the metric's code, a plain integer in the class body. Raise it
+            if a change of the code changes a number: results of lower versions are then outdated.
     """
 
     task: str
@@ -190,12 +254,12 @@ class Probe:
     further_protocols: ClassVar[Sequence[str]] = ()
     rounds_size: ClassVar[bool] = False
     takes_long: ClassVar[bool] = False
-    not_settings: ClassVar[Collection[str]] = ("protocol", "facet", "num_workers", "guesses")
+    excluded_from_identity: ClassVar[Collection[str]] = _EXCLUDED
     metric_version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
-        # Refuses a name that is not known.
+        # Raises an error for an unknown name.
         _ = self.facets
 
     @classmethod
@@ -211,33 +275,33 @@ class Probe:
         return {}
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        """Every (layer, facet, metric) that `run` will score."""
+        """Return every (layer, facet, metric) that `run` scores."""
         raise NotImplementedError
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score the layers of the context, each as soon as it is known."""
+        """Yield the scores of the context's layers, each as soon as it is known."""
         raise NotImplementedError
 
     @property
     def asked_facets(self) -> AskedFacets | None:
-        """What `facet` says, and the one block that it may name."""
+        """Return the parsed `facet` field: facet names, and the block if a name includes one."""
         return asked_facets(self.facet, self.known_facets) if self.known_facets else None
 
     @property
     def facets(self) -> tuple[Facet, ...]:
-        """What of a block it looks at, as records have it."""
+        """Return the facets to score, as records name them."""
         return self.asked_facets.names if self.asked_facets else ()
 
     @property
     def scored_facet(self) -> Facet:
-        """The one of a probe that looks at one."""
+        """Return the facet of a probe that scores exactly one."""
         return self.facets[0]
 
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
-        """Refuse an encoder for whose blocks there is no answer.
+        """Refuse an encoder whose blocks the probe cannot score.
 
         Raises:
-            UnfitEncoder: a facet is of [CLS], which the encoder has not.
+            UnfitEncoder: A facet needs a [CLS] token and the encoder has none.
         """
         if not encoder.has_cls and {"cls", "cls_patch_mean"}.intersection(self.facets):
             raise UnfitEncoder(
@@ -245,38 +309,43 @@ class Probe:
             )
 
     def fitted_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
-        """Itself, with values that the images of a dataset allow in fields that nobody typed."""
+        """Return the probe with values that suit the dataset, in fields that the user did not set.
+
+        Args:
+            dataset: Dataset that the probe runs on.
+            typed: Fields that the user set.
+        """
         del dataset, typed
         return self
 
-    def shown_to(self, native_size: tuple[int, int]) -> Any:
-        """The same probe with the size that an encoder of this one is shown, where it knows it."""
+    def with_native_size(self, native_size: tuple[int, int]) -> Any:
+        """Return the probe configured for an encoder's native input size (height, width)."""
         del native_size
         return self
 
     def serves(self, other: "Probe") -> bool:
-        """Whether a run of this probe can also do what a later one does with the same features."""
+        """Return whether a run of this probe can also do the work of `other`, which runs later."""
         del other
         return False
 
     def split(self, dataset: Dataset) -> ImageSet:
-        """The images that are scored."""
+        """Return the images to score."""
         return dataset.val()
 
     def training_images(self, dataset: Dataset) -> ImageSet | None:
-        """The images that something is fitted to before others are scored; None for nothing."""
+        """Return the images that the probe fits something to, or None if it fits nothing."""
         del dataset
         return None
 
     def settings(self) -> dict[str, Any]:
-        """What changes the number, as plain JSON types."""
+        """Return the settings that affect the result, as JSON types."""
         own: Any = self
-        return {n: value for n, value in asdict(own).items() if n not in self.not_settings}
+        return {n: v for n, v in asdict(own).items() if n not in self.excluded_from_identity}
 
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
-        """Every file that a run of these layers leaves, and which of them it shows.
+        """Return every figure that a run of these layers writes, with the layers that it shows.
 
         Paths are relative to `ProbeContext.artifacts`.
         """
@@ -284,13 +353,288 @@ class Probe:
         return {}
 
 
-def called(probe: Probe) -> str:
-    """Its task, such as "tokencut", or "tokencut, adaptive" in one of its further protocols."""
-    is_further = probe.protocol in probe.further_protocols
-    return f"{probe.task}, {probe.protocol}" if is_further else probe.task
+def display_name(probe: Probe) -> str:
+    """Return the task name, followed by the protocol if it is a secondary one."""
+    is_secondary = probe.protocol in probe.further_protocols
+    return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
 
 
-def cell_keys(
+@dataclass(frozen=True)
+class Evaluation:
+    """One probe on one dataset, for some layers of one encoder.
+
+    Attributes:
+        encoder: The encoder, with its weights loaded.
+        dataset: The dataset, with the role that the probe requires.
+        probe: The probe, adapted to the encoder and the dataset.
+        layers: Block indices, 0-based.
+        seed: Seed of everything random.
+        device: Device of the computation.
+        dtype: Precision of the encoder's forward pass.
+        allow_overlap: Whether scored images may also be training images.
+        changed: Settings that differ from the protocol's. None if the probe alone determines them.
+    """
+
+    encoder: Encoder
+    dataset: Dataset
+    probe: Probe
+    layers: tuple[int, ...]
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+    allow_overlap: bool = False
+    changed: Mapping[str, Any] | None = None
+
+    def run(
+        self,
+        store: ResultStore,
+        *,
+        say: Callable[[str], None],
+        overwrite: bool = False,
+        features: FeatureCache | None = None,
+        later: Sequence[Probe] = (),
+    ) -> list[Record]:
+        """Compute the results that the store lacks, and save each as soon as it is known.
+
+        Args:
+            store: Where finished results are looked up and new ones are saved.
+            say: Prints a line about skipped and pending results.
+            overwrite: Compute finished results again.
+            features: Features of earlier probes. This run reads from it and adds to it.
+            later: Probes that this one serves and that run after it on the same dataset.
+
+        Returns:
+            The records of all requested results, old and new.
+
+        Raises:
+            UnreadableImage: An image cannot be read.
+        """
+        probe, dataset = self.probe, OpenedOnce(self.dataset)
+        probe.require_fitting(self.encoder)
+        images = probe.split(dataset)
+        # Hashed once and first: image files may change before the last score is known.
+        keys, plan = self._plan(probe, dataset, store, overwrite=overwrite)
+        self._log_plan(plan, keys, images, store, say)
+        if store.image_ids(images.fingerprint()) is None:
+            store.save_image_ids(images.fingerprint(), images.ids)
+        records = dict(plan.finished)
+        if plan.layers:
+            probes = [probe]
+            for other in later:
+                _, other_plan = self._plan(other, dataset, store, overwrite=overwrite)
+                if other_plan.layers == plan.layers:
+                    probes.append(other)
+            folders = [figures_folder(store, one.task, images, self.encoder) for one in probes]
+            for one, folder in zip(probes, folders, strict=True):
+                if one.pictures(plan.layers, images, self.seed):
+                    mark_as_output(folder)
+            context = ProbeContext(
+                encoder=self.encoder,
+                dataset=dataset,
+                layers=plan.layers,
+                device=self.device,
+                dtype=self.dtype,
+                seed=self.seed,
+                artifacts=folders[0],
+                progress=show_progress,
+                overwrite=overwrite,
+                # Prints a line only once: all stages of an encoder have the same to report.
+                say=cache(say),
+                known=list(plan.finished.values()),
+                features=self._select_features(features, images, keys[0]),
+                later=list(zip(probes[1:], folders[1:], strict=True)),
+            )
+            by_score = {(key.layer, key.facet, key.metric): key for key in keys}
+            start = time.monotonic()
+            for score in chain.from_iterable(map(probe.run, context.stages())):
+                key = by_score[score.layer, score.facet, score.metric]
+                if key in plan.finished:
+                    continue
+                seconds = time.monotonic() - start
+                score = _drop_unusable(score, probe.task, say)
+                records[key] = self._record(key, score, unreadable_ids(dataset), seconds)
+                store.save(records[key], score.per_image)
+        return [records[key] for key in keys if key in records]
+
+    def _plan(
+        self, probe: Probe, dataset: Dataset, store: ResultStore, *, overwrite: bool
+    ) -> tuple[list[ResultKey], "WorkPlan"]:
+        """Return the keys of all results of a probe, and the plan to compute them."""
+        images = probe.split(dataset)
+        keys = result_keys(
+            probe,
+            images,
+            self.layers,
+            identity=self.encoder.identity(),
+            settings=result_settings(probe, dataset, self.dtype, allow_overlap=self.allow_overlap),
+            seed=self.seed,
+        )
+        if overwrite:
+            return keys, WorkPlan(frozenset(keys), _distinct_layers(keys), {})
+        return keys, find_pending(probe, self.encoder, keys, images, store)
+
+    def _select_features(
+        self, features: FeatureCache | None, images: ImageSet, key: ResultKey
+    ) -> FeatureCache:
+        features = FeatureCache() if features is None else features
+        corruption = corruption_of(images)
+        fingerprint = key.settings[CORRUPTED]["fingerprint"] if corruption else images.fingerprint()
+        name = str(corruption) if corruption else None
+        features.select(self.encoder, self.probe.role, fingerprint, name)
+        return features
+
+    def _log_plan(
+        self,
+        plan: "WorkPlan",
+        keys: Sequence[ResultKey],
+        images: ImageSet,
+        store: ResultStore,
+        say: Callable[[str], None],
+    ) -> None:
+        where = f"{display_name(self.probe)} on {images.name} {images.split}, {self.encoder.name}"
+        if done := len(keys) - len(plan.pending):
+            # The developer of another version may have forgotten to raise `metric_version`.
+            versions_used = {record.version for record in plan.finished.values()}
+            others = ", ".join(sorted(versions_used - {ssl_bench.__version__}))
+            by = f", computed by version {others}" if others else ""
+            line = f"{where}: skipping {done} of {len(keys)} results that already exist{by}"
+            say(with_hint(line, hint=("--overwrite",)))
+        if outdated := store.find_older_versions(plan.pending):
+            say(f"{where}: {len(outdated)} results are outdated and will be computed again")
+        errors = {path: store.unreadable.get(path) for path in map(store.path, plan.pending)}
+        if damaged := {path: why for path, why in errors.items() if why is not None}:
+            say(f"{where}: computing damaged records again: {summarise_problems(damaged)}")
+        if plan.layers:
+            reason = "" if plan.pending else "drawing missing pictures again, "
+            say(f"{where}: {reason}layers {', '.join(map(str, plan.layers))}")
+
+    def _record(
+        self, key: ResultKey, score: Score, unreadable: dict[str, list[str]], seconds: float
+    ) -> Record:
+        epoch = self.encoder.contents.epoch
+        # The settings may only say "the encoder's own size", so the details state which one.
+        is_native = "image_size" in key.settings and key.settings["image_size"] is None
+        native = {"image_size": native_square(self.probe, self.encoder, key.layer)}
+        return key.record(
+            depth=self.encoder.depth,
+            value=score.value,
+            ci95=score.ci95,
+            num_images=score.num_images,
+            model=self.encoder.name,
+            details={
+                **score.details,
+                **(native if is_native else {}),
+                **position_details(self.probe, self.encoder, key.layer),
+                **({"left_out": counts_and_first(unreadable)} if unreadable else {}),
+                **({"epoch": epoch} if epoch is not None else {}),
+            },
+            unit=score.unit,
+            per_image_kind=score.per_image_kind,
+            changed=changed_settings(self.probe) if self.changed is None else self.changed,
+            **provenance_fields(describe_device(self.device), seconds),
+        )
+
+
+def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score:
+    """Return a score without what a record must not hold.
+
+    An interval that excludes its own value is meaningless and is dropped with a message. Plain
+    numbers keep no contributions of images.
+    """
+    if score.ci95 and not holds(score.ci95, score.value):
+        low, high = score.ci95
+        say(
+            f"{task}: block {score.layer}: {score.metric} of {score.facet} is {score.value:.6g}, "
+            f"outside its interval [{low:.6g}, {high:.6g}]; recorded without an interval"
+        )
+        reason = "of so few images it would not hold the value"
+        score = replace(score, ci95=None, details={**score.details, "no_interval": reason})
+    return score if score.unit == "%" else replace(score, per_image=None, per_image_kind=None)
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """Results still to compute.
+
+    Attributes:
+        pending: Keys of the results without a stored record.
+        layers: Layers to run for these results and for missing figures, in the requested order.
+        finished: Stored records of the other results.
+    """
+
+    pending: frozenset[ResultKey]
+    layers: tuple[int, ...]
+    finished: Mapping[ResultKey, Record]
+
+
+def find_pending(
+    probe: Probe,
+    encoder: Encoder | EncoderIdentity,
+    keys: Sequence[ResultKey],
+    images: ImageSet,
+    store: ResultStore,
+) -> WorkPlan:
+    """Look up which results have no record, and which layers have missing figures.
+
+    A figure that shows several layers is drawn by one run of all of them, so it is never partial.
+    """
+    finished = {}
+    for key in keys:
+        with_images = probe.keeps_images and key.metric not in probe.metrics_of_sets
+        record = _find_finished(key, store, with_images=with_images)
+        if record is not None:
+            finished[key] = record
+    pending = frozenset(key for key in keys if key not in finished)
+    layers = {key.layer for key in pending}
+    folder = figures_folder(store, probe.task, images, encoder)
+    figures = _list_figures(probe, keys, images)
+    for name, shown in figures.items():
+        if not (folder / name).is_file():
+            layers.update(shown)
+    for shown in figures.values():
+        if not layers.isdisjoint(shown):
+            layers.update(shown)
+    ordered = tuple(layer for layer in _distinct_layers(keys) if layer in layers)
+    return WorkPlan(pending, ordered, finished)
+
+
+def _find_finished(key: ResultKey, store: ResultStore, *, with_images: bool) -> Record | None:
+    """Return the stored record, or None if it or its per-image values are missing."""
+    record = store.load(key)
+    if with_images and record and record.unit == "%" and not store.has_per_image(key):
+        return None
+    return record
+
+
+def _list_figures(
+    probe: Probe, keys: Sequence[ResultKey], images: ImageSet
+) -> dict[str, tuple[int, ...]]:
+    """Return every figure with the layers that it shows, stage by stage."""
+    stages: dict[int | None, list[ResultKey]] = {}
+    for key in keys:
+        stages.setdefault(block_stride(key.architecture, key.layer), []).append(key)
+    figures: dict[str, tuple[int, ...]] = {}
+    for stage in stages.values():
+        layers = _distinct_layers(stage)
+        for name, shown in probe.pictures(layers, images, keys[0].seed).items():
+            figures[name] = (*figures.get(name, ()), *shown)
+    return figures
+
+
+def _distinct_layers(keys: Sequence[ResultKey]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(key.layer for key in keys))
+
+
+def figures_folder(
+    store: ResultStore, task: str, images: ImageSet, encoder: Encoder | EncoderIdentity
+) -> Path:
+    """Return the folder of a task's figures of these images and this encoder."""
+    beginning = paths.encoder_folder(encoder.name, encoder_id(encoder.identity()))
+    folder = paths.figures_folder(beginning, images.fingerprint())
+    return store.root / "pictures" / task / paths.file_name(images.name) / folder
+
+
+def result_keys(
     probe: Probe,
     images: ImageSet,
     layers: Sequence[int],
@@ -299,9 +643,15 @@ def cell_keys(
     settings: Mapping[str, Any],
     seed: int,
 ) -> list[ResultKey]:
-    """Every cell of a probe on the images that it scores, known without the encoder.
+    """Return the keys of all results of a probe. The encoder's weights are not needed.
 
-    `identity` is that of `ssl_bench.models.Encoder.identity`, `settings` of `cell_settings`.
+    Args:
+        probe: The probe.
+        images: The scored images.
+        layers: Block indices, 0-based.
+        identity: From `ssl_bench.models.Encoder.identity`.
+        settings: From `result_settings`.
+        seed: Seed of everything random.
     """
     fingerprint = images.fingerprint()
     return [
@@ -324,75 +674,74 @@ def cell_keys(
     ]
 
 
-def cell_settings(
+def result_settings(
     probe: Probe, dataset: Dataset, dtype: object, *, allow_overlap: bool = False
 ) -> dict[str, Any]:
-    """What changes the number and has no field of its own in a key.
+    """Return the settings of a result that have no field of their own in its key.
 
-    Cost: reads the training images for their fingerprint, so ask once.
+    This reads the training images for their fingerprint, so call it once.
 
     Args:
-        probe: What is asked.
-        dataset: Of which images.
-        dtype: Of torch, or its name there.
-        allow_overlap: Whether scored images may be files that something is fitted to.
+        probe: The probe.
+        dataset: The dataset.
+        dtype: Precision of the encoder, a torch dtype or its name.
+        allow_overlap: Whether scored images may also be training images.
 
     Raises:
-        DataError: An image that is scored is a file that something is fitted to.
+        DataError: A scored image is also a training image.
     """
-    gone, fitted, scored = left_out(dataset), probe.training_images(dataset), probe.split(dataset)
-    corrupted = as_settings(scored)
-    shared = shared_files(fitted, scored, allowed=allow_overlap) if fitted else 0
+    training, scored = probe.training_images(dataset), probe.split(dataset)
+    corrupted, unreadable = as_settings(scored), unreadable_ids(dataset)
+    shared = shared_files(training, scored, allowed=allow_overlap) if training else 0
     return {
         **probe.settings(),
         "dtype": str(dtype).removeprefix("torch."),
-        **({TRAINED_ON: asdict(trained_on(fitted))} if fitted else {}),
+        **({TRAINED_ON: asdict(describe_training_images(training))} if training else {}),
         **({CORRUPTED: corrupted} if corrupted else {}),
         **({"fitted_and_scored": shared} if shared else {}),
-        # Among the settings, so that no table shows it beside numbers of all images.
-        **({"left_out": summary(gone)} if gone else {}),
+        # A setting, so that no table shows the result next to those of all images.
+        **({"left_out": summary(unreadable)} if unreadable else {}),
     }
 
 
-def trained_on(images: ImageSet) -> TrainingImages:
-    """What a record says of the images that something was fitted to."""
+def describe_training_images(images: ImageSet) -> TrainingImages:
+    """Return what a record stores about training images."""
     return TrainingImages(images.split, images.fingerprint(), len(images))
 
 
-def left_out(dataset: Dataset) -> dict[str, list[str]]:
-    """Ids of images that cannot be read and are left out, by split."""
-    sieve = dataset.dataset if isinstance(dataset, OpenedOnce) else dataset
-    return sieve.left_out() if isinstance(sieve, ReadableDataset) else {}
+def unreadable_ids(dataset: Dataset) -> dict[str, list[str]]:
+    """Return the ids of images that are left out because they cannot be read, by split."""
+    original = dataset.dataset if isinstance(dataset, OpenedOnce) else dataset
+    return original.left_out() if isinstance(original, ReadableDataset) else {}
 
 
 def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
-    """A probe whose images have a size that the encoder takes.
+    """Return the probe with an image size that the encoder accepts.
 
-    Its `image_size` is the side of a square that patches must fill, unless its class says
-    `rounds_size`; one that nobody typed is rounded to the nearest multiple of the patch. An encoder
-    of one size alone gets that one; a probe that sees photographs in their own shape then has it as
-    `squash`.
+    `image_size` must be a multiple of the patch size, unless the probe rounds it by itself
+    (`rounds_size`). A default value is rounded to the nearest multiple. If the encoder accepts only
+    one size, the probe gets that size, as `squash` if its images keep their aspect ratio.
 
     Args:
-        probe: Without any such field it sees images as they are.
-        encoder: Its patch is the largest of all blocks, so that no cell hangs on what else is
-            asked.
-        typed: Fields whose values the user has chosen.
+        probe: The probe. A probe without size fields is returned unchanged.
+        encoder: The encoder. The largest patch of all its blocks counts, so that a result does not
+            depend on which other blocks are scored.
+        typed: Fields that the user set.
 
     Raises:
-        ConfigurationError: A typed size does not fit.
-        UnfitEncoder: The one size is no square.
+        ConfigurationError: A size that the user set does not fit.
+        UnfitEncoder: The encoder accepts only one size and it is not square.
     """
     if not encoder.any_size:
-        return _with_the_only_size(probe, encoder, typed)
-    probe = probe.shown_to(encoder.native_size)
+        return _with_only_size(probe, encoder, typed)
+    probe = probe.with_native_size(encoder.native_size)
     size, patch = probe.image_size, max(encoder.architecture.get("strides") or [encoder.patch_size])
     if size is None or size % patch == 0:
         return probe
     if "image_size" in typed:
         lower = max(1, size // patch) * patch
         raise ConfigurationError(
-            f"probe.image_size must be a multiple of the patch size {patch} of {encoder.name}, "
+            f"probe.image_size must be a multiple of {patch}, the patch size of {encoder.name}, "
             f"got {size}",
             hint=(f"probe.image_size={lower}", "or", f"probe.image_size={lower + patch}"),
         )
@@ -401,362 +750,50 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
     return replace(probe, image_size=max(1, round(size / patch)) * patch)
 
 
-def _with_the_only_size(
-    probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]
-) -> Any:
+def _with_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
     height, width = encoder.native_size
     if height != width:
         raise UnfitEncoder(
-            f"{probe.task} shows encoders that take one size alone squares, {encoder.name} takes "
-            f"{height} x {width}; let its forward resize its positions"
+            f"{encoder.name} only accepts images of {height} x {width} pixels, but {probe.task} "
+            "uses square images"
         )
-    sizes = {n: getattr(probe, n) for n in ("image_size", "longer_side", "squash")}
-    for name, size in sizes.items():
+    for name in ("image_size", "longer_side", "squash"):
+        size = getattr(probe, name)
         if name in typed and size not in (None, height):
             raise ConfigurationError(
-                f"{encoder.name} takes images of {height} x {width} pixels alone, got probe.{name}="
-                f"{size}; leave it out, or let its forward resize its positions"
+                f"{encoder.name} only accepts images of {height} x {width} pixels, got "
+                f"probe.{name}={size}; leave probe.{name} out"
             )
     changes: dict[str, int | None] = {}
-    shown = probe.shown_to(encoder.native_size)
-    if shown.image_size is not None:
-        # Where nobody types a size it may be none, and typing the only one is no other question.
-        usual = (
+    native = probe.with_native_size(encoder.native_size)
+    if native.image_size is not None:
+        # If the protocol's default is None, the result must be the same as with the size typed.
+        default = (
             height
-            if shown is not probe
+            if native is not probe
             else (load_protocol_values(probe) or {}).get("image_size", 0)
         )
-        changes = {"image_size": None if usual is None else height}
+        changes = {"image_size": None if default is None else height}
     if "squash" in {item.name for item in fields(probe)}:
         changes["squash"] = height
     return replace(probe, **changes) if changes else probe
 
 
-def own_size(probe: Probe, encoder: Encoder, layer: int) -> int:
-    """Side in pixels of the squares that an encoder sees where its own size is asked for."""
+def native_square(probe: Probe, encoder: Encoder, layer: int) -> int:
+    """Return the side in pixels of the square images if the encoder's native size is used."""
     side, patch = min(encoder.native_size), encoder.stride(layer)
     return max(1, round(side / patch)) * patch if probe.rounds_size else side
 
 
-def resampled_positions(probe: Probe, encoder: Encoder, layer: int) -> dict[str, str]:
-    """Return by which rule stored positions were resampled, as records keep it; empty if not.
+def position_details(probe: Probe, encoder: Encoder, layer: int) -> dict[str, str]:
+    """Return how stored position embeddings were resampled, for a record; empty if they were not.
 
-    Photographs that keep their shape count as resampled: hardly any has the stored grid.
+    Images that keep their aspect ratio count as resampled: hardly any has the stored grid.
     """
     own: Any = probe
     names = {item.name for item in fields(own)}
     if encoder.position_rule is None or names.isdisjoint({"image_size", "squash"}):
         return {}
     keeps_shape = "squash" in names
-    side = probe.squash if keeps_shape else probe.image_size or own_size(probe, encoder, layer)
+    side = probe.squash if keeps_shape else probe.image_size or native_square(probe, encoder, layer)
     return {} if (side, side) == encoder.native_size else {"positions": encoder.position_rule}
-
-
-class PassedImages:
-    """What passed one encoder for probes that look at the same images; that of others is forgotten.
-
-    So probes that follow each other take what is there, and no memory is held beyond them. Where
-    the same images come again after another corruption, what was asked for with the last one is
-    held until the next: the images that something is fitted to stay, as long as all fit to them.
-
-    Attributes:
-        begun: See `ProbeContext`.
-    """
-
-    def __init__(self) -> None:
-        self.begun: set[Path] = set()
-        self._of: tuple[str, ...] = ()
-        self._corrupted: str | None = None
-        self._found = _Kept()
-
-    def of(self, encoder: Encoder, role: str, images: str, corrupted: str | None = None) -> Passed:
-        """What probes of that role have left of these images.
-
-        Args:
-            encoder: Whose features they are.
-            role: What the dataset must support.
-            images: Fingerprint of the scored ones, before they were corrupted.
-            corrupted: What the scored images went through; the others are the same.
-        """
-        asked = (encoder_id(encoder.identity()), role, images)
-        if asked != self._of:
-            self._of, self._found = asked, _Kept()
-        elif corrupted != self._corrupted:
-            self._found.forget_unasked()
-        self._corrupted = corrupted
-        return self._found
-
-
-class _Kept(UserDict[Any, Any]):
-    """A mapping that knows what it was asked for since it forgot the last time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._asked: set[Any] = set()
-
-    def forget_unasked(self) -> None:
-        self.data = {key: value for key, value in self.data.items() if key in self._asked}
-        self._asked = set()
-
-    def __getitem__(self, key: Any) -> Any:
-        self._asked.add(key)
-        return super().__getitem__(key)
-
-    def __setitem__(self, key: Any, item: Any) -> None:
-        self._asked.add(key)
-        super().__setitem__(key, item)
-
-
-def pictures_folder(
-    store: ResultStore, task: str, images: ImageSet, encoder: Encoder | EncoderIdentity
-) -> Path:
-    """Where the pictures of these images by an encoder are."""
-    beginning = paths.encoder_folder(encoder.name, encoder_id(encoder.identity()))
-    folder = paths.pictures_folder(beginning, images.fingerprint())
-    return store.root / "pictures" / task / paths.file_name(images.name) / folder
-
-
-@dataclass(frozen=True)
-class Pending:
-    """What is to be done.
-
-    Attributes:
-        cells: Whose records are to be written.
-        layers: That are to be run for them and for pictures, in the order asked for.
-        finished: Records of the other cells.
-    """
-
-    cells: frozenset[ResultKey]
-    layers: tuple[int, ...]
-    finished: Mapping[ResultKey, Record]
-
-
-def find_pending(
-    probe: Probe,
-    encoder: Encoder | EncoderIdentity,
-    keys: Sequence[ResultKey],
-    images: ImageSet,
-    store: ResultStore,
-) -> Pending:
-    """Cells that are not finished, and the layers whose pictures are not all there.
-
-    A picture of several layers is drawn by a run of all of them, so that none ever shows a part.
-    """
-    finished = {}
-    for key in keys:
-        with_images = probe.keeps_images and key.metric not in probe.metrics_of_sets
-        record = _finished(key, store, keeps_images=with_images)
-        if record is not None:
-            finished[key] = record
-    cells = frozenset(key for key in keys if key not in finished)
-    layers = {key.layer for key in cells}
-    folder, drawn = pictures_folder(store, probe.task, images, encoder), _drawn(probe, keys, images)
-    for name, shown in drawn.items():
-        if not (folder / name).is_file():
-            layers.update(shown)
-    for shown in drawn.values():
-        if not layers.isdisjoint(shown):
-            layers.update(shown)
-    return Pending(cells, tuple(layer for layer in _layers(keys) if layer in layers), finished)
-
-
-def _finished(key: ResultKey, store: ResultStore, *, keeps_images: bool) -> Record | None:
-    """Its record, if it is there, and what each image contributed to a percentage."""
-    record = store.load(key)
-    if keeps_images and record and record.unit == "%" and not store.has_per_image(key):
-        return None
-    return record
-
-
-def _drawn(probe: Probe, keys: Sequence[ResultKey], images: ImageSet) -> dict[str, tuple[int, ...]]:
-    """Every file and what it shows, drawn stage by stage as `ProbeContext.stages` has them."""
-    stages: dict[int | None, list[ResultKey]] = {}
-    for key in keys:
-        stages.setdefault(block_stride(key.architecture, key.layer), []).append(key)
-    drawn: dict[str, tuple[int, ...]] = {}
-    for of_stage in stages.values():
-        for name, shown in probe.pictures(_layers(of_stage), images, keys[0].seed).items():
-            drawn[name] = (*drawn.get(name, ()), *shown)
-    return drawn
-
-
-def _layers(keys: Sequence[ResultKey]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(key.layer for key in keys))
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One probe on one dataset for the asked layers of one encoder.
-
-    Attributes:
-        changed: Settings that are not those of the protocol, where the probe alone cannot tell.
-    """
-
-    encoder: Encoder
-    dataset: Dataset
-    probe: Probe
-    layers: tuple[int, ...]
-    seed: int
-    device: torch.device
-    dtype: torch.dtype
-    allow_overlap: bool = False
-    changed: Mapping[str, Any] | None = None
-
-    def run(
-        self,
-        store: ResultStore,
-        *,
-        say: Callable[[str], None],
-        overwrite: bool = False,
-        passed: PassedImages | None = None,
-        later: Sequence[Probe] = (),
-    ) -> list[Record]:
-        """Compute the cells that the store lacks, each saved as soon as it is known.
-
-        Args:
-            store: Where finished cells are looked up and new ones go.
-            say: Gets one line on what was skipped and what runs.
-            overwrite: Compute finished cells again.
-            passed: Of probes before this one; it takes part and leaves its own.
-            later: Probes that this one serves and that run after it on the same dataset.
-
-        Returns:
-            The records of all asked cells, old and new.
-
-        Raises:
-            UnreadableImage: an image cannot be read.
-        """
-        passed = passed or PassedImages()
-        probe, encoder, dataset = self.probe, self.encoder, OpenedOnce(self.dataset)
-        probe.require_fitting(encoder)
-        images = probe.split(dataset)
-        # Once, before anything is computed: images may change before the last score is known.
-        keys, pending = self._pending(probe, dataset, store, overwrite=overwrite)
-        self._tell(pending, keys, images, store, say)
-        if store.image_ids(images.fingerprint()) is None:
-            store.save_image_ids(images.fingerprint(), images.ids)
-        records = dict(pending.finished)
-        if pending.layers:
-            together = [
-                (one, pictures_folder(store, one.task, images, encoder))
-                for one in (probe, *later)
-                if one is probe
-                or self._pending(one, dataset, store, overwrite=overwrite)[1].layers
-                == pending.layers
-            ]
-            for one, artifacts in together:
-                if one.pictures(pending.layers, images, self.seed):
-                    mark_as_written(artifacts)
-            settings = keys[0].settings
-            corruption = corruption_of(images)
-            context = ProbeContext(
-                encoder=encoder,
-                dataset=dataset,
-                layers=pending.layers,
-                device=self.device,
-                dtype=self.dtype,
-                seed=self.seed,
-                artifacts=together[0][1],
-                progress=show_progress,
-                overwrite=overwrite,
-                # A line the first time alone: every stage of an encoder has the same to say.
-                say=cache(say),
-                known=list(pending.finished.values()),
-                passed=passed.of(
-                    encoder,
-                    probe.role,
-                    settings[CORRUPTED]["fingerprint"] if corruption else images.fingerprint(),
-                    str(corruption) if corruption else None,
-                ),
-                later=together[1:],
-                begun=passed.begun,
-            )
-            asked, start = {(k.layer, k.facet, k.metric): k for k in keys}, time.monotonic()
-            for score in chain.from_iterable(map(probe.run, context.stages())):
-                key = asked[score.layer, score.facet, score.metric]
-                # Those of finished cells stay as they are.
-                if key not in pending.finished:
-                    seconds = time.monotonic() - start
-                    if score.ci95 and not holds(score.ci95, score.value):
-                        low, high = score.ci95
-                        say(
-                            f"{probe.task}: block {score.layer}: {score.metric} of {score.facet} "
-                            f"is {score.value:.6g}, outside of its interval [{low:.6g}, "
-                            f"{high:.6g}]; it is recorded without one"
-                        )
-                        # Of one that leaves its own value out nobody knows what it says.
-                        why = "of so few images it would not hold the value"
-                        details = {**score.details, "no_interval": why}
-                        score = replace(score, ci95=None, details=details)
-                    if score.unit != "%":
-                        score = replace(score, per_image=None, per_image_kind=None)
-                    records[key] = self._record(key, score, left_out(dataset), seconds)
-                    store.save(records[key], score.per_image)
-        return [records[key] for key in keys if key in records]
-
-    def _pending(
-        self, probe: Probe, dataset: Dataset, store: ResultStore, *, overwrite: bool
-    ) -> tuple[list[ResultKey], Pending]:
-        """Return all cells of a probe on the dataset, and those to compute."""
-        images = probe.split(dataset)
-        keys = cell_keys(
-            probe,
-            images,
-            self.layers,
-            identity=self.encoder.identity(),
-            settings=cell_settings(probe, dataset, self.dtype, allow_overlap=self.allow_overlap),
-            seed=self.seed,
-        )
-        if overwrite:
-            return keys, Pending(frozenset(keys), _layers(keys), {})
-        return keys, find_pending(probe, self.encoder, keys, images, store)
-
-    def _tell(
-        self,
-        pending: Pending,
-        keys: Sequence[ResultKey],
-        images: ImageSet,
-        store: ResultStore,
-        say: Callable[[str], None],
-    ) -> None:
-        where = f"{called(self.probe)} on {images.name} {images.split}, {self.encoder.name}"
-        if done := len(keys) - len(pending.cells):
-            # Nobody may have raised `metric_version`.
-            computed_by = {record.version for record in pending.finished.values()}
-            others = sorted(computed_by - {ssl_bench.__version__})
-            by = f", computed by version {', '.join(others)}" if others else ""
-            line = f"{where}: {done} of {len(keys)} scores finished before{by}, skipped"
-            say(with_hint(line, hint=("--overwrite",)))
-        if older := store.find_older_versions(pending.cells):
-            say(f"{where}: {len(older)} scores are outdated, this version computes others")
-        broken = {path: store.unreadable.get(path) for path in map(store.path, pending.cells)}
-        if known := {path: why for path, why in broken.items() if why is not None}:
-            say(f"{where}: computed again, because of {summarise_problems(known)}")
-        if pending.layers:
-            again = "" if pending.cells else "pictures are missing and drawn again, "
-            say(f"{where}: {again}layers {', '.join(map(str, pending.layers))}")
-
-    def _record(
-        self, key: ResultKey, score: Score, gone: dict[str, list[str]], seconds: float
-    ) -> Record:
-        epoch = self.encoder.contents.epoch
-        # Settings say what was asked for, which may be the encoder's own size, whatever that is.
-        is_own = "image_size" in key.settings and key.settings["image_size"] is None
-        return key.record(
-            depth=self.encoder.depth,
-            value=score.value,
-            ci95=score.ci95,
-            num_images=score.num_images,
-            model=self.encoder.name,
-            details={
-                **score.details,
-                **({"image_size": own_size(self.probe, self.encoder, key.layer)} if is_own else {}),
-                **resampled_positions(self.probe, self.encoder, key.layer),
-                **({"left_out": counts_and_first(gone)} if gone else {}),
-                **({"epoch": epoch} if epoch is not None else {}),
-            },
-            unit=score.unit,
-            per_image_kind=score.per_image_kind,
-            changed=changed_settings(self.probe) if self.changed is None else self.changed,
-            **provenance(self.device, seconds),
-        )

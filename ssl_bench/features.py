@@ -27,9 +27,8 @@ from ssl_bench.errors import (
 )
 from ssl_bench.layers import FACETS, INNER_FACETS, REGISTERS, Facet, submodule_of
 from ssl_bench.models import Encoder
-from ssl_bench.system.caller_state import evaluation_mode
-from ssl_bench.system.device import autocast, fetched, sent
-from ssl_bench.system.memory import is_out_of_memory
+from ssl_bench.system.device import autocast, evaluation_mode, to_device, to_host
+from ssl_bench.system.process import is_out_of_memory
 from ssl_bench.system.progress import say
 
 Features = dict[int, dict[Facet, Tensor]]
@@ -136,7 +135,7 @@ class FeatureExtractor:
             CheckpointError: Features are not finite, or the encoder does not compute them.
         """
         found, sums = self.unchecked(images)
-        self.check(fetched([sums])[0], ids)
+        self.check(to_host([sums])[0], ids)
         return found
 
     # Not inference_mode: heads trained on the features need to save them for backward.
@@ -176,7 +175,7 @@ class FeatureExtractor:
     def _of_part(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
-        images = (sent(images, self.device).to(torch.float32) - self._mean) / self._std
+        images = (to_device(images, self.device).to(torch.float32) - self._mean) / self._std
         if self.pad:
             images = pad_to_patch(images, self.patch_size)
         height, width = images.shape[-2:]

@@ -7,7 +7,7 @@ from jaxtyping import Float, Float64, Int64, Integer, UInt8
 from torch import Tensor
 
 from ssl_bench.scores import IGNORED
-from ssl_bench.system.device import in_float64
+from ssl_bench.system.device import to_float64
 
 
 def class_counts(
@@ -80,7 +80,7 @@ def scattered_counts(
     if weights is None:
         ones = torch.ones(1, dtype=torch.int64, device=values.device)
         return ones.new_zeros(size).scatter_add_(0, values.long(), ones.expand(len(values)))
-    wide = in_float64(weights)
+    wide = to_float64(weights)
     return wide.new_zeros(size).scatter_add_(0, values.long().to(wide.device), wide)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ssl_bench.composition.fields import Engine
 from ssl_bench.errors import MachineError
 from ssl_bench.metrics import LabelledFeatures, class_rank
-from ssl_bench.system.device import in_float64
+from ssl_bench.system.device import to_float64
 
 _EXPONENT_BITS = 0x7F800000
 # Similarities that are in memory at once: a quarter of a gibibyte.
@@ -65,7 +65,7 @@ def knn_ranks(
         some = unit_vectors(queries.features[start : start + _VOTING].float())
         similarities, index = nearest_vectors(some, memory, max(neighbours), engine=engine)
         # Relative to the nearest, so that no temperature overflows.
-        votes = torch.exp(in_float64(similarities - similarities[:, :1]) / temperature)
+        votes = torch.exp(to_float64(similarities - similarities[:, :1]) / temperature)
         # Nor makes a neighbour's class one without votes.
         votes = votes.clamp(min=torch.finfo(votes.dtype).tiny)
         named = bank.labels[index].to(votes.device)

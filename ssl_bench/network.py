@@ -15,7 +15,7 @@ from threading import Thread
 from typing import BinaryIO, Literal
 
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.system.files import lock_when_free, open_regular
+from ssl_bench.system.files import open_regular, wait_for_lock
 from ssl_bench.system.progress import bar_class
 
 # Long enough for a slow line, short enough that a machine without network answers within 5 s.
@@ -83,7 +83,7 @@ def download(published: Published, path: Path, check: Check | None = None) -> Pa
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
         with part.open("ab") as file:
-            lock_when_free(file.fileno())
+            wait_for_lock(file.fileno())
             # Another process may have fetched it meanwhile.
             if not path.exists():
                 _complete(published, file)

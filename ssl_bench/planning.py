@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from ssl_bench.composition.choices import choices, unknown_key_error, unknown_name_error
 from ssl_bench.composition.compose import (
@@ -18,11 +17,11 @@ from ssl_bench.composition.compose import (
     component_class,
     config_to_yaml,
     has_key,
-    keys,
+    list_keys,
+    list_protocols,
     load_protocol_file,
-    protocols,
 )
-from ssl_bench.composition.fields import shown
+from ssl_bench.composition.fields import format_value
 from ssl_bench.data.corruptions import asked_corruptions
 from ssl_bench.data.files.readable import (
     Looked,
@@ -43,7 +42,7 @@ from ssl_bench.errors import (
     escape_braces,
     join_alternatives,
 )
-from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
+from ssl_bench.evaluation import Evaluation, FeatureCache, Probe, fit_size
 from ssl_bench.layers import layers_of
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.request import BATCH_SIZES, ProbeRequest, probing_config
@@ -138,7 +137,7 @@ class PlannedProbe:
             if self.chosen_fields.isdisjoint(load_protocol_file(self.probe, name)):
                 overrides = (*self.overrides, f"{_PROTOCOL}={name}")
                 config = probing_config(*self.choice, overrides, self.root)
-                plan.append(replace(self, probe=build(config.probe), overrides=overrides))
+                plan.append(replace(self, probe=build(config, "probe"), overrides=overrides))
         return plan
 
 
@@ -226,7 +225,7 @@ def evaluate(
     overwrite: bool = False,
     skip_unfit: bool = False,
     allow_none: bool = False,
-    passed: PassedImages | None = None,
+    features: FeatureCache | None = None,
     later: Sequence[PlannedProbe] = (),
 ) -> list[Record]:
     """Compute the results of an encoder in all planned probes, and return their records.
@@ -242,16 +241,18 @@ def evaluate(
         overwrite: Compute finished results again.
         skip_unfit: Leave out probes that do not fit the encoder or the data, with a message.
         allow_none: Return no records if all probes are left out.
-        passed: Features that earlier calls computed from the same images.
+        features: Features that earlier calls computed from the same images.
         later: Plans of the same encoder and blocks that other calls will compute.
 
     Raises:
         ConfigurationError: A probe does not fit, or all are left out.
     """
-    records, left_out, passed = list[Record](), list[str](), passed or PassedImages()
+    records, left_out = list[Record](), list[str]()
+    features = FeatureCache() if features is None else features
     for number, planned in enumerate(plan, start=1):
         count = f"{number} of {len(plan)}: " if len(plan) > 1 else ""
         try:
+            indices = layers_of(planned.probe.asked_facets, layers, encoder.depth)
             probe = planned.fit_to(encoder)
             _log_adaptations(planned.probe, probe, encoder)
             changed = changed_settings(probe)
@@ -263,7 +264,7 @@ def evaluate(
                 dataset=planned.dataset,
                 probe=probe,
                 changed=changed,
-                layers=layers_of(planned.probe.asked_facets, layers, encoder.depth),
+                layers=indices,
                 seed=planned.seed,
                 device=device,
                 dtype=getattr(torch, planned.dtype),
@@ -272,7 +273,7 @@ def evaluate(
                 store,
                 say=lambda line, count=count: say(count + line),
                 overwrite=overwrite,
-                passed=passed,
+                features=features,
                 later=planned.probes_served([*plan[number:], *later], encoder),
             )
         except UnreadableImage as error:
@@ -324,7 +325,7 @@ def _distribute(
     return settings, ignored_by
 
 
-def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> DictConfig:
+def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, Any]:
     """Compose the defaults of a pair with the overrides that choose a file or protocol by name.
 
     They decide which other keys there are.
@@ -338,16 +339,16 @@ def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> DictConfig:
     return probing_config(*pair, chosen)
 
 
-def _names_for(override: str, task: str, config: DictConfig) -> list[str]:
+def _names_for(override: str, task: str, config: dict[str, Any]) -> list[str]:
     """Return the names that the key of an override can be set to: files or protocols, if any."""
     key = override.partition("=")[0]
     if key == _PROTOCOL:
-        return protocols(task, component_class(config.probe[TARGET], f"probe.{TARGET}"))
+        return list_protocols(task, component_class(config["probe"][TARGET], f"probe.{TARGET}"))
     group = choice_group(key, {"probe": task})
     return choices(group) if group else []
 
 
-def _takes(task: str, config: DictConfig, override: str) -> bool:
+def _takes(task: str, config: dict[str, Any], override: str) -> bool:
     key, _, value = override.partition("=")
     if names := _names_for(override, task, config):
         return value in names
@@ -357,18 +358,18 @@ def _takes(task: str, config: DictConfig, override: str) -> bool:
 def _is_valid(pair: _Pair, override: str) -> bool:
     """Return whether the probe can be built with an override."""
     try:
-        build(probing_config(*pair, [override]).probe)
+        build(probing_config(*pair, [override]), "probe")
     except ConfigurationError:
         return False
     return True
 
 
-def _unknown_override(override: str, configs: Mapping[_Pair, DictConfig]) -> ConfigurationError:
+def _unknown_override(override: str, configs: Mapping[_Pair, dict[str, Any]]) -> ConfigurationError:
     """Return the error on an override that no pair takes, with the nearest name or key."""
     key, _, value = override.partition("=")
     names = {n for (task, _), config in configs.items() for n in _names_for(override, task, config)}
     if names:
-        message = f"unknown {key.removeprefix('probe.')} {shown(value)}"
+        message = f"unknown {key.removeprefix('probe.')} {format_value(value)}"
         return unknown_name_error(message, value, names, hint=(f"{escape_braces(key)}={{near}}",))
     # A key of another choice, such as probe.training.c_values without probe.training=lbfgs.
     parent = key.rpartition(".")[0]
@@ -383,7 +384,7 @@ def _unknown_override(override: str, configs: Mapping[_Pair, DictConfig]) -> Con
         return ConfigurationError(
             f"{key} is not a setting of this choice", hint=join_alternatives(*ways)
         )
-    known = {name for config in configs.values() for name in keys(config)}
+    known = {name for config in configs.values() for name in list_keys(config)}
     owners = _tasks_with(key, dataset=next(iter(configs))[1])
     if not owners:
         return unknown_key_error(key, known)
@@ -424,11 +425,11 @@ def _build_pair(
     """
     root = request.data_roots.get(pair[1])
     config = probing_config(*pair, overrides, root)
-    kind = component_class(config.probe[TARGET], f"probe.{TARGET}")
+    kind = component_class(config["probe"][TARGET], f"probe.{TARGET}")
     if not issubclass(kind, Probe):
-        address = config.probe[TARGET]
+        address = config["probe"][TARGET]
         raise ConfigurationError(f"{address} must be a subclass of ssl_bench.evaluation.Probe")
-    dataset: Dataset = build(config.dataset)
+    dataset: Dataset = build(config, "dataset")
     typed = {override.partition("=")[0] for override in overrides}
     adapted = [
         f"probe.{name}={value}"
@@ -438,10 +439,12 @@ def _build_pair(
     overrides = [*overrides, *adapted]
     config = probing_config(*pair, overrides, root) if adapted else config
     values = shared_values(config)
-    listed = opened.setdefault(config_to_yaml(config.dataset), ListedOnce(dataset))
-    view = opened.setdefault(f"{config_to_yaml(config.dataset)} {values}", as_asked(listed, values))
+    listed = opened.setdefault(config_to_yaml(config["dataset"]), ListedOnce(dataset))
+    view = opened.setdefault(
+        f"{config_to_yaml(config['dataset'])} {values}", as_asked(listed, values)
+    )
     return PlannedProbe(
-        probe=build(config.probe),
+        probe=build(config, "probe"),
         dataset=as_readable(view, dataset, request.on_bad_image, looked),
         seed=values["seed"],
         dtype=values["dtype"],
@@ -502,4 +505,7 @@ def _log_adaptations(requested: Probe, adapted: Probe, encoder: Encoder) -> None
         say(f"{where}: facet {adapted.facet}, because the encoder has no {missing}")
     neighbours = getattr(adapted, "neighbours", None)
     if neighbours != getattr(requested, "neighbours", None):
-        say(f"{adapted.task}: probe.neighbours={shown(neighbours)}, the number of training images")
+        say(
+            f"{adapted.task}: probe.neighbours={format_value(neighbours)}, the number of training "
+            "images"
+        )

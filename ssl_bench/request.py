@@ -5,13 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from omegaconf import DictConfig
-
-from ssl_bench.composition.choices import choices, files, parse_names, require_choice
+from ssl_bench.composition.choices import choices, config_names, parse_names, require_choice
 from ssl_bench.composition.compose import add_data_root, compose_config, has_key
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import BrokenFile, ConfigurationError
-from ssl_bench.system.device import named_device
+from ssl_bench.system.device import parse_device
 from ssl_bench.system.progress import say
 
 BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
@@ -81,7 +79,7 @@ class ProbeRequest:
                 size.
         """
         if device is not None:
-            named_device(device)
+            parse_device(device)
         tasks = parse_names("task", task, choices("probe"))
         if task == "all":
             tasks = _without_broken_files(tasks)
@@ -145,7 +143,7 @@ def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str
 
 def probing_config(
     task: str, dataset: str, overrides: Sequence[str], root: str | None = None
-) -> DictConfig:
+) -> dict[str, Any]:
     """Compose the configuration of a task on a dataset.
 
     Args:
@@ -163,7 +161,7 @@ def probing_config(
 
 def _takes_folder(dataset: str) -> bool:
     """Return whether a dataset may be read from a folder, as all of other packages may."""
-    is_ours = dataset in files("dataset")
+    is_ours = dataset in config_names("dataset")
     return not is_ours or has_key(compose_config("data", [f"dataset={dataset}"]), "dataset.root")
 
 

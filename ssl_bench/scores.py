@@ -4,13 +4,13 @@ Counts are integers, so only the mean over classes is rounded, in an order that 
 the same on every machine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import io
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Integer, Real
-
-from ssl_bench.system.coco import index_coco, silenced
 
 IGNORED = 255
 """Label of the pixels that do not count."""
@@ -217,7 +217,7 @@ def coco_average_precision(
     judged.params.maxDets = [MOST_DETECTIONS]
     # Of boxes of any size alone, which is a quarter of the work.
     judged.params.areaRng = judged.params.areaRng[:1]
-    with silenced():
+    with silence_stdout():
         judged.evaluate()
         judged.accumulate()
     return 100.0 * float(judged.eval["precision"].mean()) if any(map(len, true)) else np.nan
@@ -267,3 +267,26 @@ def _within_rank(
     share = np.maximum(wanted - before, 0) / np.where(more_right > 0, more_right, np.inf)
     taken = np.broadcast_to(start[1], found[..., rank, :].shape)[..., None] + share * more_found
     return np.where(share > 0, wanted / np.where(taken > 0, taken, np.inf), 0.0)
+
+
+def index_coco(content: Mapping[str, Any]) -> Any:
+    """Return pycocotools' index of the content of a COCO file of instances.
+
+    Raises:
+        Exception: Whatever pycocotools raises if the content is something else.
+    """
+    # Here, because few commands need it.
+    from pycocotools.coco import COCO
+
+    index: Any = COCO()
+    index.dataset = content
+    with silence_stdout():
+        index.createIndex()
+    return index
+
+
+@contextmanager
+def silence_stdout() -> Generator[None]:
+    """Keep pycocotools from printing what it does."""
+    with redirect_stdout(io.StringIO()):
+        yield

@@ -23,12 +23,12 @@ import torch
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import MachineError, UnfitEncoder, with_hint
 from ssl_bench.evaluation import (
-    PassedImages,
+    FeatureCache,
     Probe,
-    called,
-    cell_keys,
-    cell_settings,
+    display_name,
     find_pending,
+    result_keys,
+    result_settings,
 )
 from ssl_bench.layers import layers_of
 from ssl_bench.models import EncoderIdentity, identify_encoder
@@ -38,9 +38,9 @@ from ssl_bench.planning import PlannedProbe, evaluate, open_datasets_once, plan_
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import ResultKey, ResultStore, encoder_id
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.endings import Outcome, attempted
-from ssl_bench.system.escaping import aligned
-from ssl_bench.system.memory import is_out_of_memory
+from ssl_bench.system.endings import Outcome, run_and_catch
+from ssl_bench.system.escaping import align_columns
+from ssl_bench.system.process import is_out_of_memory
 from ssl_bench.system.progress import say
 
 
@@ -116,7 +116,7 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
             layers = layers_of(probe.asked_facets, requested, encoder.depth)
             shares = _split_layers(planned, probe, layers, images, min_shares)
             for share in shares:
-                keys = cell_keys(
+                keys = result_keys(
                     probe,
                     images,
                     share,
@@ -126,7 +126,7 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
                 )
                 work = find_pending(probe, encoder, keys, images, store)
                 # A job whose figures alone are missing counts the results of their blocks.
-                pending = work.cells or [key for key in keys if key.layer in work.layers]
+                pending = work.pending or [key for key in keys if key.layer in work.layers]
                 is_share = len(shares) > 1
                 words = ",".join(map(str, share)) if is_share else str(requested)
                 jobs.append(
@@ -156,7 +156,7 @@ def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
     """
     planned.require_images()
     probe, dataset = planned.probe, planned.dataset
-    settings = cell_settings(probe, dataset, planned.dtype, allow_overlap=planned.allow_overlap)
+    settings = result_settings(probe, dataset, planned.dtype, allow_overlap=planned.allow_overlap)
     own = probe.settings()
     return probe.split(dataset), {k: value for k, value in settings.items() if k not in own}
 
@@ -182,7 +182,7 @@ def _split_layers(
         return [layers]
     figures = probe.pictures(layers, images, planned.seed) if count > 1 else {}
     if any(len(shown) > 1 for shown in figures.values()):
-        line = f"{called(probe)} is one job, because a figure shows several blocks"
+        line = f"{display_name(probe)} is one job, because a figure shows several blocks"
         # The figures of other probes, such as PCA maps, are what is scored.
         hint = ("probe.panels=0",) if probe.task == "segmentation" else ()
         say(with_hint(line, hint=hint))
@@ -220,7 +220,7 @@ def format_plan(jobs: Sequence[Job]) -> str:
             (
                 # Different encoders may have the same name.
                 name if counts[name] == 1 else f"{name} {digest[:8]}",
-                called(job.planned.probe) + job.blocks,
+                display_name(job.planned.probe) + job.blocks,
                 f"{job.dataset} {job.split}",
                 str(len(job.keys) - len(job.pending)),
                 str(len(job.pending)),
@@ -231,7 +231,7 @@ def format_plan(jobs: Sequence[Job]) -> str:
     total = f"{len(jobs)} {noun}, {scores} scores: {scores - pending} finished, {pending} pending"
     if any(job.is_share for job in jobs):
         total += "\nsome probes are split by block to have enough jobs, and each encodes the images"
-    return f"{aligned(rows)}\n{total}"
+    return f"{align_columns(rows)}\n{total}"
 
 
 def probe_command(job: Job) -> list[str]:
@@ -253,7 +253,7 @@ def run_in_this_process(
         device: Device of the computation.
         debug: Raise the first error.
     """
-    load, passed = lru_cache(maxsize=1)(announced_encoder), PassedImages()
+    load, features = lru_cache(maxsize=1)(announced_encoder), FeatureCache()
 
     def compute(job: Job, later: Sequence[Job]) -> None:
         evaluate(
@@ -262,7 +262,7 @@ def run_in_this_process(
             store,
             layers=job.layers,
             device=device,
-            passed=passed,
+            features=features,
             later=[
                 other.planned
                 for other in later
@@ -272,7 +272,7 @@ def run_in_this_process(
 
     for number, job in enumerate(jobs, 1):
         say(f"job {number} of {len(jobs)}: {job.title}")
-        yield job, attempted(partial(compute, job, jobs[number:]), "sweep", debug=debug)
+        yield job, run_and_catch(partial(compute, job, jobs[number:]), "sweep", debug=debug)
 
 
 def run_in_processes(

@@ -25,7 +25,7 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, StateSpaceConfig, StateSpaceModel, build_encoder
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
-from ssl_bench.system.device import in_float64
+from ssl_bench.system.device import to_float64
 
 # Beside the letters: `|` and `.`.
 NUM_MARKS = 2
@@ -141,7 +141,7 @@ def copied_letters(
 
 def accuracies(right: Bool[Tensor, "batch length"]) -> tuple[float, float]:
     """Percent of all letters, and of the strings of which every letter is right."""
-    letters, strings = in_float64(right).mean(), in_float64(right.all(1)).mean()
+    letters, strings = to_float64(right).mean(), to_float64(right.all(1)).mean()
     return 100 * float(letters), 100 * float(strings)
 
 

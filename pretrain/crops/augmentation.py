@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
-from ssl_bench.system.device import sent
+from ssl_bench.system.device import to_device
 
 Images = Float[Tensor, "views 3 height width"]
 Rows = Int64[Tensor, " rows"]
@@ -102,7 +102,9 @@ def _coloured_on_gpu(
     pixels: UInt8[Tensor, "views 3 height width"], looks: AugmentationParams
 ) -> Images:
     names = ("flip", "jitter", "order", "factors", "grey")
-    flip, wanted, order, factors, grey = (sent(getattr(looks, n), pixels.device) for n in names)
+    flip, wanted, order, factors, grey = (
+        to_device(getattr(looks, n), pixels.device) for n in names
+    )
     pixels = torch.where(flip[:, None, None, None], pixels.flip(-1), pixels)
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     # All in one piece: a compiled function is compiled anew for other strides.
@@ -117,7 +119,7 @@ def _coloured_on_gpu(
 
 def normalise(images: Images, colours: Colours = IMAGENET_COLOURS) -> Images:
     """From values in [0, 1] to mean 0 and deviation 1 where those are `colours`, in place."""
-    mean, std = sent(torch.tensor(colours), images.device)[..., None, None]
+    mean, std = to_device(torch.tensor(colours), images.device)[..., None, None]
     return images.sub_(mean).div_(std)
 
 
@@ -131,7 +133,7 @@ def change(
     if len(rows) == len(images):
         images.copy_(operation(images, rows))
     elif len(rows):
-        there = sent(rows, images.device)
+        there = to_device(rows, images.device)
         images.index_copy_(0, there, operation(images.index_select(0, there), rows))
 
 
@@ -169,7 +171,7 @@ def blend(
     mean = grey.mean(dim=(2, 3), keepdim=True)
     rest = 1 - factor
     weights = torch.stack([factor, rest * (kind == SATURATION), rest * (kind == CONTRAST)])
-    own, of_grey, of_mean = sent(weights, images.device)[..., None, None, None]
+    own, of_grey, of_mean = to_device(weights, images.device)[..., None, None, None]
     return (own * images + of_grey * grey + of_mean * mean).clamp_(0, 1)
 
 
@@ -188,7 +190,7 @@ def shift_hue(images: Images, shift: Float[Tensor, " views"]) -> Images:
         (green - blue) / divisor,
         torch.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
     )
-    sixth = sixth + 6 * sent(shift, images.device)[:, None, None]
+    sixth = sixth + 6 * to_device(shift, images.device)[:, None, None]
     offsets = torch.arange(5.0, 0.0, -2.0, device=images.device)
     k = (sixth[:, None] + offsets[:, None, None]) % 6
     lost = torch.minimum(k, 4 - k).clamp_(0, 1)
@@ -208,7 +210,7 @@ def blur(images: Images, sigma: Float[Tensor, " views"]) -> Images:
     a convolution with a kernel a view.
     """
     height, width = images.shape[-2:]
-    sigma = sent(sigma, images.device)
+    sigma = to_device(sigma, images.device)
     down, across = _blur_matrix(sigma, height), _blur_matrix(sigma, width)
     return down[:, None] @ images @ across[:, None].mT
 

@@ -23,12 +23,12 @@ from pretrain.crops.plain import (
 )
 from ssl_bench.composition.fields import (
     Bounds,
+    Fraction,
     FractionRange,
     ListLength,
     Pixels,
     PositiveOrZero,
     PositiveRange,
-    Share,
     check_fields,
 )
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
@@ -38,7 +38,7 @@ _LOOK_NUMBERS = 14
 _REFERENCE_SIZE = 224
 
 # For the first large crop, the second, and the small ones.
-_PerCrop = Annotated[Sequence[Share], ListLength(3, 3)]
+_PerCrop = Annotated[Sequence[Fraction], ListLength(3, 3)]
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class MultiCrop(ViewMaker):
     num_locals: Annotated[int, Bounds(0, 1000)] = 8
     local_size: Pixels = 96
     aspect_ratio: PositiveRange = (3 / 4, 4 / 3)
-    flip_probability: Share = 0.5
-    jitter_probability: Share = 0.8
+    flip_probability: Fraction = 0.5
+    jitter_probability: Fraction = 0.8
     brightness: PositiveOrZero = 0.4
     contrast: PositiveOrZero = 0.4
     saturation: PositiveOrZero = 0.2
     hue: Annotated[float, Bounds(0, 0.5)] = 0.1
-    grey_probability: Share = 0.2
+    grey_probability: Fraction = 0.2
     blur_sigma: PositiveRange = (0.1, 2.0)
     blur_probability: _PerCrop = (1.0, 0.1, 0.5)
     solarize_probability: _PerCrop = (0.0, 0.2, 0.0)

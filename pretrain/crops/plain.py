@@ -12,7 +12,7 @@ from jaxtyping import Float64, Int64, UInt8
 from torch import Tensor
 
 from pretrain.crops.augmentation import Images, normalise
-from ssl_bench.composition.fields import FractionRange, PositiveRange, Share, check_fields
+from ssl_bench.composition.fields import Fraction, FractionRange, PositiveRange, check_fields
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
@@ -68,7 +68,7 @@ class PlainCrop(ViewMaker):
 
     scale: FractionRange = (0.2, 1.0)
     aspect_ratio: PositiveRange = (3 / 4, 4 / 3)
-    flip_probability: Share = 0.5
+    flip_probability: Fraction = 0.5
 
     def __post_init__(self) -> None:
         check_fields(self, "objective.crops")

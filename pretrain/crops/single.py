@@ -21,14 +21,14 @@ from pretrain.crops.plain import Generators, PlainCrop, Samples, ViewMaker
 from ssl_bench.composition.fields import (
     Bounds,
     CountOrZero,
+    Fraction,
     FractionRange,
     PositiveOrZero,
     PositiveRange,
-    Share,
     check_fields,
 )
 from ssl_bench.models.encoder import IMAGENET_COLOURS, IMAGENET_MEAN, Colours
-from ssl_bench.system.device import sent
+from ssl_bench.system.device import to_device
 
 # Brightness, contrast and saturation: no hue.
 _NUM_JITTERS = 3
@@ -188,17 +188,17 @@ class SingleCrop(ViewMaker):
 
     scale: FractionRange = (0.08, 1.0)
     aspect_ratio: PositiveRange = (3 / 4, 4 / 3)
-    flip_probability: Share = 0.5
+    flip_probability: Fraction = 0.5
     num_ops: Annotated[int, Bounds(0, 100)] = 2
     magnitude: Annotated[int, Bounds(0, LARGEST_MAGNITUDE)] = 9
     magnitude_deviation: PositiveOrZero = 0.5
     color_jitter: PositiveOrZero = 0.0
     cutout: CountOrZero = 0
-    erasing_probability: Share = 0.0
+    erasing_probability: Fraction = 0.0
     mixup: PositiveOrZero = 0.0
     cutmix: PositiveOrZero = 0.0
-    mix_probability: Share = 1.0
-    switch_probability: Share = 0.5
+    mix_probability: Fraction = 1.0
+    switch_probability: Fraction = 0.5
 
     def __post_init__(self) -> None:
         check_fields(self, "objective.crops")
@@ -357,7 +357,7 @@ def _inside(
     images: Images, edges: Int64[Tensor, "views 4"]
 ) -> Bool[Tensor, "views 1 height width"]:
     """Which pixels lie in the rectangle of each image."""
-    top, bottom, left, right = sent(edges, images.device)[..., None].unbind(1)
+    top, bottom, left, right = to_device(edges, images.device)[..., None].unbind(1)
     rows, cols = (torch.arange(side, device=images.device) for side in images.shape[2:])
     is_row, is_col = (rows >= top) & (rows < bottom), (cols >= left) & (cols < right)
     return (is_row[:, :, None] & is_col[:, None, :])[:, None]

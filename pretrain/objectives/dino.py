@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from pretrain.crops.multi import MultiCrop
 from pretrain.objectives.objective import Learner, Objective, Views, part_seed, require_vit
 from pretrain.schedules import FREEZE, TEMPERATURE, Cosine, Linear, Timeline
-from ssl_bench.composition.fields import PositiveOrZero, Share, Temperature, Width, check_fields
+from ssl_bench.composition.fields import Fraction, PositiveOrZero, Temperature, Width, check_fields
 from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
-from ssl_bench.system.device import without_autocast
+from ssl_bench.system.device import disable_autocast
 
 # Of the largest possible entropy.
 _COLLAPSE_MARGIN = 0.005
@@ -56,8 +56,8 @@ class Dino(Objective):
     teacher_temperature_start: Temperature = 0.04
     teacher_temperature: Temperature = 0.07
     teacher_temperature_epochs: PositiveOrZero | None = None
-    momentum: Share = 0.996
-    center_momentum: Share = 0.9
+    momentum: Fraction = 0.996
+    center_momentum: Fraction = 0.9
     crops: MultiCrop = field(default_factory=MultiCrop)
 
     def __post_init__(self) -> None:
@@ -367,7 +367,7 @@ def logits_of(
     tokens, weights = tokens.to(dtype), weights.to(dtype)
     if not tokens.is_cuda or dtype.itemsize > 2:
         return (tokens @ weights.T).to(torch.promote_types(dtype, torch.float32))
-    with without_autocast(tokens.device):
+    with disable_autocast(tokens.device):
         flat = torch.mm(tokens.flatten(0, -2), weights.T, out_dtype=torch.float32)
     return flat.unflatten(0, tokens.shape[:-1])
 

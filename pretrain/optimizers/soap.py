@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ssl_bench.system.device import float64_device, in_float64
+from ssl_bench.system.device import float64_device, to_float64
 
 _ORTHONORMAL = 1e-5
 """Largest product of two columns of a new basis, and of a column with itself less 1."""
@@ -149,7 +149,7 @@ def eigenvectors(matrices: Float[Tensor, "members n n"]) -> Float[Tensor, "membe
         vectors = torch.linalg.eigh(matrices)[1]
     except torch.linalg.LinAlgError:
         # The first gradient's statistics are singular, where float32 solvers may not converge.
-        vectors = torch.linalg.eigh(in_float64(matrices))[1].to(matrices)
+        vectors = torch.linalg.eigh(to_float64(matrices))[1].to(matrices)
     return vectors.flip(-1)
 
 

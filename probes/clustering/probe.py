@@ -44,7 +44,7 @@ from ssl_bench.intervals import Interval
 from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.neighbours import unit_vectors, zero_vectors_warning
 from ssl_bench.scores import IGNORED
-from ssl_bench.system.device import sent
+from ssl_bench.system.device import to_device
 
 if TYPE_CHECKING:
     from sklearn.cluster import KMeans
@@ -88,7 +88,7 @@ class Clustering(Probe):
     num_workers: Threads = 4
 
     task = "clustering"
-    not_settings = (*Probe.not_settings, "batch_size", "memory_gib")
+    excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -250,11 +250,11 @@ class Clustering(Probe):
         shown = context.progress(pixels, "clustered images", len(indices))
         first = 0
         for batch in batches(enumerate(shown), self.batch_size):
-            together = sent(torch.stack([pixels for _, pixels in batch]), context.device)
+            together = to_device(torch.stack([pixels for _, pixels in batch]), context.device)
             features, sums = extractor.unchecked(together)
             numbers = [number for number, _ in batch]
             places = [within[number] + patches * n for n, number in enumerate(numbers)]
-            where = sent(torch.cat(places), context.device)
+            where = to_device(torch.cat(places), context.device)
             ids = [images.ids[indices[number]] for number in numbers]
             parts = [patch_directions(features, cell)[where].half() for cell in found]
             parts = checked(extractor, sums, ids, parts)
@@ -282,7 +282,7 @@ class Clustering(Probe):
         items = read_ahead(images, range(len(images)), prepared, workers=self.num_workers)
         shown = context.progress(items, "scored images", len(images))
         for batch in batches(shown, self.batch_size):
-            together = sent(torch.stack([pixels for pixels, _ in batch]), context.device)
+            together = to_device(torch.stack([pixels for pixels, _ in batch]), context.device)
             features, sums = extractor.unchecked(together)
             parts = [
                 nearest(patch_directions(features, cell), some) for cell, some in centres.items()

@@ -20,7 +20,7 @@ from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, tokens_among
 from ssl_bench.models import Encoder
 from ssl_bench.system.device import float64_device
-from ssl_bench.system.memory import pass_on_memory
+from ssl_bench.system.process import reraise_out_of_memory
 
 Tokens = Float[Tensor, "tokens dim"]
 # In float64 another order of the same operations differs by some 1e-14.
@@ -128,7 +128,7 @@ def _departure(function: Callable[[Tensor], Tensor], given: Tensor, expected: Te
     try:
         error = (function(given) - expected).abs().max()
     except Exception as failure:
-        pass_on_memory(failure)
+        reraise_out_of_memory(failure)
         reason = (str(failure).splitlines() or [""])[0]
         return f"which ends in {type(failure).__name__}: {reason}"
     largest = torch.maximum(expected.abs().max(), error.new_tensor(1e-12))

@@ -15,7 +15,7 @@ from ssl_bench.features import FeatureExtractor, Features, central_square
 from ssl_bench.layers import Facet
 from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.results import encoder_id
-from ssl_bench.system.device import sent
+from ssl_bench.system.device import to_device
 
 IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
     "cls": ("cls_normed",),
@@ -73,14 +73,14 @@ class ImagePass:
         Raises:
             CheckpointError: features are not finite.
         """
-        passed, encoder = self.context.passed, encoder_id(self.context.encoder.identity())
+        features, encoder = self.context.features, encoder_id(self.context.encoder.identity())
         seen = (images.fingerprint(), tuple(indices), self._size, self.probe.crop_share)
         key = (encoder, self.context.dtype, *seen)
-        known: ImageFeatures | None = passed.get(key)
+        known: ImageFeatures | None = features.get(key)
         if known and {*layers} <= {*known.layers} and {*self.probe.facets} <= {*known.by_facet}:
             return known
         # Before others take their room.
-        passed.pop(key, None)
+        features.pop(key, None)
         extractor = self._extractor(layers)
         found = {
             facet: torch.empty(len(layers), len(indices), vector_width(extractor, facet))
@@ -96,7 +96,7 @@ class ImagePass:
         squares = read_ahead(images, indices, prepared, workers=self.probe.num_workers)
         shown = self.context.progress(squares, f"{images.split} images", len(indices))
         for batch in batches(shown, at_once(self.batch_size, size, self.context.device)):
-            pixels = sent(torch.stack([pixels for pixels, _ in batch]), self.context.device)
+            pixels = to_device(torch.stack([pixels for pixels, _ in batch]), self.context.device)
             rows = slice(first, first + len(batch))
             ids = [images.ids[index] for index in indices[rows]]
             by_layer, sums = extractor.unchecked(pixels.float() / 255)
@@ -106,8 +106,8 @@ class ImagePass:
                 values[:, rows] = part
             labels[rows] = torch.tensor([label for _, label in batch])
             first = rows.stop
-        passed[key] = ImageFeatures(tuple(layers), found, labels)
-        return passed[key]
+        features[key] = ImageFeatures(tuple(layers), found, labels)
+        return features[key]
 
     def _extractor(self, layers: Sequence[int]) -> FeatureExtractor:
         parts = dict.fromkeys(part for facet in self.probe.facets for part in parts_of(facet))

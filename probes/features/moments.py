@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ssl_bench.system.device import in_float64
+from ssl_bench.system.device import to_float64
 
 
 class Moments:
@@ -17,7 +17,7 @@ class Moments:
         self._products: Float64[Tensor, "dim dim"] = torch.empty(0)
 
     def add(self, vectors: Float[Tensor, "vectors dim"]) -> "Moments":
-        vectors = in_float64(vectors)
+        vectors = to_float64(vectors)
         if not self.count:
             # Close to the mean, so that little is lost when its square is subtracted.
             self._shift = vectors.mean(0)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.system.device import fetched
-from ssl_bench.system.files import open_own, write_atomically
-from ssl_bench.system.memory import pass_on_memory
+from ssl_bench.system.device import to_host
+from ssl_bench.system.files import open_trusted, write_atomically
+from ssl_bench.system.process import reraise_out_of_memory
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def checked(
     Raises:
         CheckpointError: the features are not finite.
     """
-    sums, *found = fetched([sums, *tensors])
+    sums, *found = to_host([sums, *tensors])
     extractor.check(sums, ids)
     return found
 
@@ -116,7 +116,7 @@ class KeptState:
     def found(self) -> Mapping[str, Any]:
         """What an earlier process wrote last, on the CPU; nothing if there is no such file."""
         try:
-            with open_own(self.path) as file:
+            with open_trusted(self.path) as file:
                 state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
@@ -125,7 +125,7 @@ class KeptState:
             return {}
         # Whatever the bytes are, torch or zipfile says so with an error of its own.
         except Exception as error:
-            pass_on_memory(error)
+            reraise_out_of_memory(error)
             self.say(f"{self.path} is damaged; starting from the beginning")
             return {}
         self.say(f"going on from {self.path}")

@@ -34,9 +34,9 @@ from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.neighbours import power_of_two
-from ssl_bench.system.device import free_memory, sent
-from ssl_bench.system.files import open_own, remove_orphans, unfinished
-from ssl_bench.system.memory import free_host_memory
+from ssl_bench.system.device import free_gpu_memory, to_device
+from ssl_bench.system.files import atomic_file, open_trusted, remove_orphans
+from ssl_bench.system.process import free_host_memory
 
 Tier = Literal["memory", "disk", "stream"]
 AskedTier = Literal["auto", "memory", "disk", "stream"]
@@ -141,7 +141,7 @@ class FeatureFile:
         """
         expected = len(self._tail(np.zeros(self.shape[:2], _ENTRY)))
         try:
-            file = open_own(self.path)
+            file = open_trusted(self.path)
             file.seek(self._data_bytes())
             tail = file.read(expected + 1)
         except (FileNotFoundError, NotADirectoryError):
@@ -163,7 +163,7 @@ class FeatureFile:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_orphans(self.folder)
-            with unfinished(self.path) as file:
+            with atomic_file(self.path) as file:
                 writer = OpenFeatures(self, file, np.zeros(self.shape[:2], _ENTRY))
                 _allocate(file, self._data_bytes() + len(self._tail(writer.entries)))
                 yield writer
@@ -334,7 +334,7 @@ def widened(
     """
     if bool((scales == 1).all()):
         return halves
-    return halves.float() * sent(scales, halves.device)[:, :, None, None, None]
+    return halves.float() * to_device(scales, halves.device)[:, :, None, None, None]
 
 
 @dataclass(frozen=True)
@@ -370,15 +370,15 @@ class FeaturesInMemory:
             blocks = self.blocks[indices[0] : indices[-1] + 1]
         else:
             blocks = torch.stack([self.blocks[index] for index in indices])
-        if device.type == "cuda" and 2 * blocks.nbytes <= free_memory(device):
+        if device.type == "cuda" and 2 * blocks.nbytes <= free_gpu_memory(device):
             blocks = blocks.to(device)
         scales = torch.ones(blocks.shape[:2]) if self.scales is None else self.scales[indices]
 
         def read(chosen: Chosen) -> Iterator[FeatureBatch]:
             for some in chosen:
-                halves = sent(blocks.index_select(1, sent(some, blocks.device)), device)
+                halves = to_device(blocks.index_select(1, to_device(some, blocks.device)), device)
                 features = widened(halves, scales[:, some])
-                yield FeatureBatch(features, sent(self.labels[some], device))
+                yield FeatureBatch(features, to_device(self.labels[some], device))
 
         return read
 
@@ -420,9 +420,9 @@ class FeaturesOnDisk:
                         most=_AHEAD,
                     )
                     for halves, scales in found:
-                        labels = sent(self.labels[chosen[done]], device)
+                        labels = to_device(self.labels[chosen[done]], device)
                         done += 1
-                        yield FeatureBatch(widened(sent(halves, device), scales), labels)
+                        yield FeatureBatch(widened(to_device(halves, device), scales), labels)
                 except DamagedFeatures as error:
                     self._compute_again(error, indices, chosen[done])
 
@@ -620,10 +620,10 @@ class TrainingPass:
         for some in chosen:
             ids, images, labels = _stacked(one for (one,) in islice(found, len(some)))
             halves, scales = half_features(self.extractor, images, ids)
-            features = sent(torch.stack([halves[index] for index in indices]), device)
+            features = to_device(torch.stack([halves[index] for index in indices]), device)
             if not directions:
                 features = widened(features, scales[indices])
-            yield FeatureBatch(features, sent(labels, device))
+            yield FeatureBatch(features, to_device(labels, device))
 
     def fill(
         self,

@@ -19,7 +19,7 @@ from probes.heads.sgd import LARS, Schedule, State, seeded_batches
 from ssl_bench.composition.fields import Count, Rate, check_fields, require_nonempty
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Progress
-from ssl_bench.system.device import sent
+from ssl_bench.system.device import to_device
 
 _EPSILON = 1e-6
 _MOMENTUM = 0.1
@@ -224,7 +224,7 @@ class AttentivePooling:
                     seed=seed,
                     device=device,
                 )
-            true = sent(labels[some], device)
+            true = to_device(labels[some], device)
             # Of all sources, one after the other, because of what a batch of one takes.
             found = [
                 bank.loss_and_gradients(source, tokens.float(), true)[1]

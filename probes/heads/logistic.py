@@ -23,7 +23,7 @@ from probes.heads.sgd import (
 )
 from ssl_bench.composition.fields import Count, Positive
 from ssl_bench.evaluation import Progress
-from ssl_bench.system.device import in_float64
+from ssl_bench.system.device import to_float64
 
 _Values = Float64[Tensor, "problems parameters"]
 _Each = Float64[Tensor, " problems"]
@@ -84,7 +84,7 @@ class LogisticRegression(Training):
             found.add(batch.features)
             counted.append(heads.targets(batch).counted.sum())
         statistics = found.standardization(len(sources), heads.device)
-        numbers = in_float64(torch.stack(counted))
+        numbers = to_float64(torch.stack(counted))
         total = numbers.sum().clamp(min=1)
         shares = (numbers / total).tolist()
         c_values = torch.tensor(self.values, dtype=torch.float64, device=numbers.device)
@@ -98,7 +98,7 @@ class LogisticRegression(Training):
         bank = LinearHeads(scale, weight, weight[..., 0].clone())
 
         def by_head(weight: Tensor, bias: Tensor) -> Float64[Tensor, "heads parameters"]:
-            return in_float64(torch.cat([weight.flatten(2), bias], 2).flatten(0, 1))
+            return to_float64(torch.cat([weight.flatten(2), bias], 2).flatten(0, 1))
 
         def place(values: Float64[Tensor, "heads parameters"]) -> None:
             parts = values.to(bank.weight).view(*shape[:2], -1)
@@ -114,7 +114,7 @@ class LogisticRegression(Training):
             for batch, share in zip(read(batches), shares, strict=True):
                 x = joined(batch.features, len(sources))
                 losses, parts = bank.loss_and_gradients(x, heads.loss, heads.targets(batch))
-                loss += share * in_float64(losses.flatten())
+                loss += share * to_float64(losses.flatten())
                 gradient += share * by_head(*parts)
             weights = values[:, : -heads.classes]
             gradient[:, : -heads.classes] += penalty[:, None] * weights

@@ -22,7 +22,7 @@ from probes.features.tiers import FeatureBatch, TrainingFeatures
 from probes.heads.losses import PIECE_BYTES, PixelLoss, PixelTargets
 from ssl_bench.composition.fields import Count, Rate, check_fields, require_nonempty
 from ssl_bench.evaluation import Progress
-from ssl_bench.system.device import float64_device, in_float64
+from ssl_bench.system.device import float64_device, to_float64
 
 _AT_ONCE = 16
 _DROP_AT, _DROP_TO = 0.8, 0.1
@@ -184,9 +184,9 @@ class RunningStatistics:
     def add(self, features: Float[Tensor, "layers some rows cols dim"]) -> None:
         for part in features.split(_AT_ONCE, 1):
             # What is not float16 may have squares beyond float32.
-            values = part.float() if part.dtype == torch.float16 else in_float64(part)
+            values = part.float() if part.dtype == torch.float16 else to_float64(part)
             found = torch.var_mean(values.flatten(2, 3), 2, correction=0)
-            variances, means = map(in_float64, found)  # layers some dim
+            variances, means = map(to_float64, found)  # layers some dim
             some, mean = means.shape[1], means.mean(1)
             total, distance = self.images + some, mean - self.mean
             around = (means - mean[:, None]).square().sum(1)

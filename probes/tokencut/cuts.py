@@ -22,7 +22,7 @@ from ssl_bench.neighbours import unit_vectors
 
 TIE = 1e-6
 _OTSU_BINS = 256
-Tau = Annotated[float, Bounds(-1, 1, below=True)] | Literal["otsu"]
+Tau = Annotated[float, Bounds(-1, 1, allow_high=False)] | Literal["otsu"]
 Side = Bool[np.ndarray, "rows cols"]
 Bipartition = tuple[Side, tuple[int, int], Side]
 """The side of a cut that holds the seed, the seed's row and column, and the entries whose magnitude

@@ -14,7 +14,7 @@ from jaxtyping import Bool
 
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import MachineError
-from ssl_bench.system.checked_lines import checked_line, read_checked_lines
+from ssl_bench.system.files import format_checked_line, parse_checked_lines
 
 Cell = dict[str, Any]
 # Raised when lines of older files no longer say everything, or say what a method finds no more.
@@ -163,7 +163,7 @@ class DiscoveryLog:
 
     def _keep(self, line: dict[str, Any]) -> None:
         try:
-            self._append(checked_line(line))
+            self._append(format_checked_line(line))
         except OSError as error:
             raise self._cannot_write(error) from error
         self._merge(line)
@@ -180,7 +180,7 @@ class DiscoveryLog:
     @staticmethod
     def _lines(path: Path) -> list[dict[str, Any]]:
         """Return the lines that are whole and of this version."""
-        _, lines = read_checked_lines(path.read_bytes(), path)
+        _, lines = parse_checked_lines(path.read_bytes(), path)
         return [line for line in lines if _ALWAYS <= line.keys() <= _KNOWN]
 
     def _append(self, *lines: str) -> None:

@@ -16,7 +16,7 @@ from probes.tokencut.log import ImageResult, unpack_mask
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.data.splits import sampled
 from ssl_bench.errors import DataError
-from ssl_bench.system.paths import image_name
+from ssl_bench.system.paths import figure_file_name
 
 FOUND = (255, 0, 255)
 FURTHER = (255, 160, 0)
@@ -33,13 +33,13 @@ def sheet_path(folder: Path, cell: str) -> Path:
 
 
 def panel_path(folder: Path, cell: str, image_id: str) -> Path:
-    return folder / _block_name(cell) / image_name(image_id)
+    return folder / _block_name(cell) / figure_file_name(image_id)
 
 
 def mask_path(folder: Path, cell: str, image_id: str) -> Path:
     """Of an image without ground truth."""
     *below, last = PurePosixPath(image_id).parts
-    return folder.joinpath("masks", _block_name(cell), *below, image_name(last))
+    return folder.joinpath("masks", _block_name(cell), *below, figure_file_name(last))
 
 
 def _block_name(cell: str) -> str:

@@ -49,7 +49,7 @@ from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.results import Baseline, PerImageKind, encoder_id, is_degenerate
 from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
-from ssl_bench.system.escaping import printable
+from ssl_bench.system.escaping import escape_unprintable
 from ssl_bench.system.files import write_atomically
 
 TOKENS_A_BATCH = 8192
@@ -109,7 +109,7 @@ class TokenCut(Cut, Probe):
     further_protocols = ("adaptive",)
     keeps_images = True
     # The truth is another one where the metric is.
-    not_settings = ("protocol", "facet", "panels", "truth")
+    excluded_from_identity = ("protocol", "facet", "panels", "truth")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -267,7 +267,9 @@ class TokenCut(Cut, Probe):
             "version": __version__,
         }
         entries = dict(zip(images.ids, entries_of(images), strict=True))
-        log = DiscoveryLog(folder, key, entries, forget=context.overwrite, kept=context.begun)
+        log = DiscoveryLog(
+            folder, key, entries, forget=context.overwrite, kept=context.features.started_files
+        )
         # Pictures of results lie in folders of task, set and encoder.
         sets = folder.parents[2] if len(folder.parents) > 2 else folder
         is_stored = folder.parent == context.artifacts and sets.name == self.task
@@ -366,7 +368,7 @@ class TokenCut(Cut, Probe):
             )
         ]
         if padding:
-            first = ", ".join(printable(image_id) for image_id in padding[:3])
+            first = ", ".join(escape_unprintable(image_id) for image_id in padding[:3])
             more = f" and {len(padding) - 3:,} more" if len(padding) > 3 else ""
             context.say(
                 f"{self.task}: the object of {first}{more} lies in what fills the image up to "

@@ -5,35 +5,35 @@ from collections.abc import Sequence
 
 from ssl_bench.cli.parser import run
 from ssl_bench.system.endings import (
-    STOPPING,
-    handled,
-    open_streams,
-    reported,
-    said_stopped,
-    stop,
+    STOP_SIGNALS,
+    handle_signals,
+    raise_stop_signal,
+    repair_standard_streams,
+    report_error,
+    report_interruption,
 )
-from ssl_bench.system.launch import let_threads_sleep
+from ssl_bench.system.process import use_passive_openmp_waiting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit codes are those of `ssl_bench.errors`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    open_streams()
-    let_threads_sleep()
+    repair_standard_streams()
+    use_passive_openmp_waiting()
     try:
-        with handled(STOPPING, stop):
+        with handle_signals(STOP_SIGNALS, raise_stop_signal):
             code = run(arguments)
         # Here a full disk can still be said; Python itself would only complain while it ends.
         print(end="", flush=True)
         return code
     except KeyboardInterrupt as reason:
-        return said_stopped(reason, arguments)
+        return report_interruption(reason, arguments)
     except BrokenPipeError:
         # The reader (such as `head`) has seen enough; Python would complain while closing stdout.
         sys.stdout = None
         return 0
     except Exception as error:
-        code = None if "--debug" in arguments else reported(error, arguments)
+        code = None if "--debug" in arguments else report_error(error, arguments)
         if code is None:
             raise
         return code

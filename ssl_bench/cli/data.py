@@ -31,15 +31,10 @@ from ssl_bench.errors import (
     join_alternatives,
 )
 from ssl_bench.network import download, part_of
-from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
-from ssl_bench.system.files import (
-    lock_when_free,
-    read_regular,
-    sha256_of,
-    write_text_atomically,
-)
-from ssl_bench.system.paths import expanded, real
-from ssl_bench.system.progress import say, show_progress, size_in_words
+from ssl_bench.system.escaping import dump_json, escape_lines, escape_unprintable, to_one_line
+from ssl_bench.system.files import file_sha256, read_regular, wait_for_lock, write_text_atomically
+from ssl_bench.system.paths import expand_path, resolve_links
+from ssl_bench.system.progress import format_size, say, show_progress
 
 MANIFEST = "SHA256SUMS"
 # As `sha256sum` writes it: between them `*` marks what was read as binary; `find` puts `./` before
@@ -75,13 +70,13 @@ def _list(options: argparse.Namespace) -> int:
     if options.target is not None:
         source = _source(options.action, options.target)
         row = _as_json(source)
-        print(json_text(row) if options.json else "\n".join(_about(row, source)))
+        print(dump_json(row) if options.json else "\n".join(_about(row, source)))
         return 0
     if options.json:
-        print(json_text([_as_json(source) for source in SOURCES.values()]))
+        print(dump_json([_as_json(source) for source in SOURCES.values()]))
         return 0
     for source in SOURCES.values():
-        size = size_in_words(source.size) if source.downloads else "-"
+        size = format_size(source.size) if source.downloads else "-"
         way = f"download {source.name}" if source.downloads else "by hand"
         way = "made at first use" if source.is_generated else way
         print(f"{source.name:<15} {size:>8}  {way:<20} {source.title}; {source.licence}")
@@ -111,7 +106,7 @@ def _about(told: dict[str, Any], source: Source) -> list[str]:
     for one in source.downloads:
         published = one.published
         digest = f"{published.algorithm} {published.digest}" if published.digest else "no digest"
-        files.append(f"{published.url} ({size_in_words(one.size)}, {digest}) into DIR/{one.into}")
+        files.append(f"{published.url} ({format_size(one.size)}, {digest}) into DIR/{one.into}")
     rows = [
         ("title", source.title),
         ("homepage", source.homepage),
@@ -140,7 +135,7 @@ def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> tuple[
     from ssl_bench.composition.compose import add_data_root, build, compose_config
 
     config = compose_config("data", add_data_root([f"dataset={name}", *overrides], root))
-    return build(config.dataset), ReadOptions(bits=shared_values(config)["data.bits"])
+    return build(config, "dataset"), ReadOptions(bits=shared_values(config)["data.bits"])
 
 
 def _download(options: argparse.Namespace) -> int:
@@ -161,7 +156,7 @@ def _download(options: argparse.Namespace) -> int:
         _fetch(one, root)
     state = {"dataset": source.name, "root": str(root), "fetched": [one.name for one in pending]}
     if options.json:
-        print(json_text(state, indent=None))
+        print(dump_json(state, indent=None))
     say(
         f"{source.name} is complete in {root}; `ssl-bench data check {source.name} --data-root "
         f"{root}` reads it; the archives in {root} may be deleted"
@@ -174,7 +169,7 @@ def _target(one: Download, root: Path) -> Path:
 
 
 def _fetch(one: Download, root: Path) -> None:
-    say(f"{one.published.url}, {size_in_words(one.size)}")
+    say(f"{one.published.url}, {format_size(one.size)}")
     target = _target(one, root)
 
     def require_archive(found: Path) -> None:
@@ -184,7 +179,7 @@ def _fetch(one: Download, root: Path) -> None:
     check = require_archive if one.is_archive else None
     with download(one.published, target, check).open("rb") as file:
         # Another process may unpack it.
-        lock_when_free(file.fileno())
+        wait_for_lock(file.fileno())
         if _is_done(one, root):
             return
         if one.is_archive:
@@ -253,7 +248,7 @@ def _root(options: argparse.Namespace) -> Path:
             f"data {options.action} expects a folder",
             hint=("--data-root", "{folder}"),
         )
-    return expanded(options.data_root)
+    return expand_path(options.data_root)
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -278,38 +273,38 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         gone = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]
         if options.json:
             taken = len(images) - len(gone)
-            print(json_text({"dataset": source.name, "images": taken, "left_out": gone}))
+            print(dump_json({"dataset": source.name, "images": taken, "left_out": gone}))
         else:
-            problems = [f"  {one_line(str(fault))}" for fault in faults if fault is not None]
+            problems = [f"  {to_one_line(str(fault))}" for fault in faults if fault is not None]
             verdict = f"{len(gone)} cannot be read" if gone else "ok"
-            print(printable_lines([f"{len(images)} files of images: {verdict}", *problems]))
+            print(escape_lines([f"{len(images)} files of images: {verdict}", *problems]))
         require_readable(images, faults)
         return 0
     counts = {} if options.subset else source.counts
     roles = [role for role, kinds in _CHECKED.items() if dataset.supports.intersection(kinds)]
     states = [_checked(dataset, role, counts.get(role)) for role in roles or ["images"]]
     if options.json:
-        print(json_text({"dataset": source.name, "splits": states}))
+        print(dump_json({"dataset": source.name, "splits": states}))
     else:
         for state in states:
             counted = state["published"]
             expected = f" of {counted:,} published" if counted is not None else ""
-            problems = [f"  {one_line(problem)}" for problem in state["problems"]]
+            problems = [f"  {to_one_line(problem)}" for problem in state["problems"]]
             verdict = f"{len(problems)} problem(s)" if problems else "ok"
             first = (
                 f"{state['role']:<10} {state['images']:,} images{expected}, {state['read']} read "
                 f"as a sample: {verdict}"
             )
-            print(printable_lines([first, *problems]))
+            print(escape_lines([first, *problems]))
         names = _class_names(source, plain)
         if source.name == "ade20k" and root is not None:
             inside = Path(root) / "ADEChallengeData2016"
             names = ade20k_class_names(inside if inside.is_dir() else Path(root))
         if names:
-            print(printable(f"classes    {len(names)}: {', '.join(names)}"))
+            print(escape_unprintable(f"classes    {len(names)}: {', '.join(names)}"))
         elif "classification" in dataset.supports and not any(s["problems"] for s in states):
             found = dataset.train().class_names
-            print(printable(f"classes    {len(found)}: {first_of(found)}"))
+            print(escape_unprintable(f"classes    {len(found)}: {first_of(found)}"))
     broken = [state for state in states if state["problems"]]
     if broken:
         count = sum(len(state["problems"]) for state in broken)
@@ -373,13 +368,13 @@ def _verify(options: argparse.Namespace) -> int:
     """Compare the files below a folder with the list of their sha256, or write that list."""
     if options.target is None:
         raise ConfigurationError("data verify needs the folder of a dataset")
-    root = expanded(options.target)
-    manifest = expanded(options.manifest) if options.manifest else root / MANIFEST
+    root = expand_path(options.target)
+    manifest = expand_path(options.manifest) if options.manifest else root / MANIFEST
     if options.update or not manifest.exists():
         count = write_manifest(root, manifest)
         say(f"{count} files listed in {manifest}; `ssl-bench data verify {root}` compares them")
         if options.json:
-            print(json_text({"manifest": str(manifest), "listed": count}, indent=None))
+            print(dump_json({"manifest": str(manifest), "listed": count}, indent=None))
         return 0
     expected, names = read_manifest(manifest), _files(root, manifest)
     digests = _digests(root, [name for name in names if name in expected])
@@ -388,7 +383,7 @@ def _verify(options: argparse.Namespace) -> int:
     added = [name for name in names if name not in expected]
     if options.json:
         told = {"changed": changed, "missing": missing, "added": added}
-        print(json_text({"manifest": str(manifest), **told}))
+        print(dump_json({"manifest": str(manifest), **told}))
     for what, some in (("new, not in the list", added), ("missing", missing)):
         if some:
             say(f"{len(some)} {what}: {first_of(some)}")
@@ -443,19 +438,19 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
 def _files(root: Path, manifest: Path) -> list[str]:
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; name the folder of a dataset")
-    own = real(manifest)
+    own = resolve_links(manifest)
     found = []
     for folder, children, names in os.walk(root):
         children[:] = [child for child in children if child[0] != "."]
         paths = (Path(folder) / name for name in names if name[0] != ".")
-        found += [p.relative_to(root).as_posix() for p in paths if real(p) != own]
+        found += [p.relative_to(root).as_posix() for p in paths if resolve_links(p) != own]
     return sorted(found)
 
 
 def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
     def digest(name: str) -> str:
         try:
-            return sha256_of(root / name)
+            return file_sha256(root / name)
         except OSError as error:
             raise DataError(f"{root / name} cannot be read ({error.strerror})") from error
 

@@ -21,10 +21,10 @@ from ssl_bench.composition.compose import add_data_root, build, compose_config
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
 from ssl_bench.network import OFFLINE_VARIABLES, offline_variable
-from ssl_bench.system.commit import source_commit
-from ssl_bench.system.escaping import json_text, one_line, printable_lines
-from ssl_bench.system.launch import usable_cores
-from ssl_bench.system.paths import real
+from ssl_bench.system.escaping import dump_json, escape_lines, to_one_line
+from ssl_bench.system.paths import resolve_links
+from ssl_bench.system.process import count_usable_cores
+from ssl_bench.system.provenance import source_commit
 
 PACKAGES = (
     ("torch", "torch"),
@@ -74,9 +74,9 @@ def command(options: argparse.Namespace) -> int:
     broken = any(finding.broken for finding in findings)
     if options.json:
         rows = [asdict(finding) for finding in findings]
-        print(json_text({"broken": broken, "findings": rows}))
+        print(dump_json({"broken": broken, "findings": rows}))
     else:
-        print(printable_lines(finding.line() for finding in findings))
+        print(escape_lines(finding.line() for finding in findings))
     return 5 if broken else 0
 
 
@@ -109,7 +109,7 @@ def _package(module: str, distribution: str) -> Finding:
     try:
         found = importlib.import_module(module)
     except Exception as error:
-        reason = one_line(error)
+        reason = to_one_line(error)
         text = f"{module} does not import ({reason}); install {distribution} again"
         return Finding(module, text, broken=True)
     version = getattr(found, "__version__", None) or metadata.version(distribution)
@@ -151,7 +151,7 @@ def _unmet_requirements() -> Iterator[Finding]:
 
 
 def _processors() -> Iterator[Finding]:
-    cores, threads = usable_cores(), torch.get_num_threads()
+    cores, threads = count_usable_cores(), torch.get_num_threads()
     advice = f"; more threads than cores: set OMP_NUM_THREADS={cores}" if threads > cores else ""
     yield Finding("cpu", f"{cores} cores, torch uses {threads} threads{advice}")
     yield Finding("threads", _set(THREADS) or f"no limit by {', '.join(THREADS[:3])}")
@@ -182,7 +182,9 @@ def _disks() -> Iterator[Finding]:
         "hub cache": Path(hub.HF_HUB_CACHE),
     }
     for name, folder in places.items():
-        existing = next(p for p in (real(folder), *real(folder).parents) if p.is_dir())
+        existing = next(
+            p for p in (resolve_links(folder), *resolve_links(folder).parents) if p.is_dir()
+        )
         free = shutil.disk_usage(existing).free / 2**30
         advice = "" if os.access(existing, os.W_OK) else f"; {existing} cannot be written"
         yield Finding(name, f"{free:.0f} GiB free in {folder}{advice}")
@@ -203,7 +205,7 @@ def _data(text: str | None) -> Iterator[Finding]:
 def _roles(name: str, root: str) -> str | None:
     """What a dataset can be used for, None where it is not there or not asked for its files."""
     config = compose_config("data", add_data_root([f"dataset={name}"], root))
-    dataset: Dataset = build(config.dataset)
+    dataset: Dataset = build(config, "dataset")
     if not hasattr(dataset, "root"):
         return None
     opened = {

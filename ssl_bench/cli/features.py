@@ -24,7 +24,7 @@ from ssl_bench.data.files.readable import (
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import as_asked, shared_values
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImage
-from ssl_bench.evaluation import left_out
+from ssl_bench.evaluation import unreadable_ids
 from ssl_bench.features import FeatureExtractor, squashed
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models.loading.asked import announced_encoder, newest_checkpoint, require_layers
@@ -36,9 +36,8 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
-from ssl_bench.system.launch import require_single_process
-from ssl_bench.system.memory import pass_on_memory
-from ssl_bench.system.progress import say, show_progress, size_in_words
+from ssl_bench.system.process import require_single_process, reraise_out_of_memory
+from ssl_bench.system.progress import format_size, say, show_progress
 
 FORMATS = ("safetensors", "npz")
 DTYPES = ("float32", "float16")
@@ -87,7 +86,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         "dataset": {
             "name": dataset.name,
             "splits": {name: images.fingerprint() for name, images in splits.items()},
-            "left_out": counts_and_first(left_out(dataset)),
+            "left_out": counts_and_first(unreadable_ids(dataset)),
             "bits": bits,
         },
         "layers": list(extractor.layers),
@@ -99,7 +98,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     _start_or_continue(out / _ABOUT, json.loads(json.dumps(about)))
     num_bytes = _bytes_per_image(extractor, size, options.dtype) * sum(map(len, splits.values()))
     say(f"images are resized to {size[0]} x {size[1]} pixels")
-    say(f"writing {size_in_words(num_bytes)} of features to {out}")
+    say(f"writing {format_size(num_bytes)} of features to {out}")
     rows: list[dict[str, Any]] = []
     for images in splits.values():
         rows += _write_split(images, extractor, size, out, options)
@@ -117,7 +116,7 @@ def _open_dataset(
     words = [f"dataset={name}", *add_data_root(overrides, options.data_root)]
     config = compose_config("data", words)
     values = shared_values(config)
-    dataset: Dataset = build(config.dataset)
+    dataset: Dataset = build(config, "dataset")
     view = as_asked(dataset, values)
     return as_readable(view, dataset, on_bad_image, Looked()), values["data.bits"]
 
@@ -273,5 +272,5 @@ def _read_ids_and_labels(path: Path) -> tuple[list[str], list[int]] | None:
         return json.loads(metadata["image_id"]), json.loads(metadata["label"])
     # The readers of both formats raise errors of many types on a damaged file.
     except Exception as error:
-        pass_on_memory(error)
+        reraise_out_of_memory(error)
         return None

@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from ssl_bench.composition.choices import (
-    LONG,
+    MAX_NAME_LENGTH,
     choices,
     config_folder,
-    files,
+    config_names,
     require_choice,
     unknown_name_error,
 )
@@ -27,9 +25,9 @@ from ssl_bench.composition.compose import (
     describe_keys,
     fill_defaults,
     flatten_config,
+    list_keys,
     read_file,
 )
-from ssl_bench.composition.compose import keys as keys_of
 from ssl_bench.composition.fields import describe_type
 from ssl_bench.data.splits import SHARED
 from ssl_bench.errors import ConfigurationError, join_alternatives
@@ -175,7 +173,7 @@ def _lines(target: str, overrides: Sequence[str]) -> list[str]:
     return _within(config, () if target == "pretrain" else (target,))
 
 
-def _within(config: DictConfig, within: Sequence[str]) -> list[str]:
+def _within(config: dict[str, Any], within: Sequence[str]) -> list[str]:
     lines = _key_lines(config, within)
     if not lines:
         named = [f"{one}.{within[0]}" for one in sorted(_GROUPS) if within[0] in choices(one)]
@@ -184,25 +182,24 @@ def _within(config: DictConfig, within: Sequence[str]) -> list[str]:
             raise ConfigurationError(
                 f"no key is called {within[0]!r}", hint=join_alternatives(*ways)
             )
-        known = {key.rsplit(".", depth)[0] for key in keys_of(config) for depth in (0, 1)}
+        known = {key.rsplit(".", depth)[0] for key in list_keys(config) for depth in (0, 1)}
         known |= {"pretrain", "probe", "dataset", *_RUN}
         message, hint = f"no key is called {within[0]!r}", ("ssl-bench", "keys", "{near}")
         raise unknown_name_error(message, within[0], known, hint=hint)
     return lines
 
 
-def _key_lines(config: DictConfig, within: Sequence[str]) -> list[str]:
+def _key_lines(config: dict[str, Any], within: Sequence[str]) -> list[str]:
     """Lines such as "train.seed=0  a whole number in [0, 4294967295]: whence numbers are drawn".
 
     Of the keys that `within` names, and those below them; of all without any.
     """
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    said, shown = describe_keys(plain), {}
+    said, shown = describe_keys(config), {}
     legal = {key: takes for key, (takes, _) in said.items()}
     legal |= {key: describe_type(kind) for key, kind in SHARED.items()}
     for key, value in flatten_config(config).items():
         owner, _, last = key.rpartition(".")
-        group, name = _named(plain, owner if last == TARGET else key, value)
+        group, name = _named(config, owner if last == TARGET else key, value)
         if group:
             named = owner if last == TARGET else key
             shown[named], legal[named] = name, " or ".join(choices(group))
@@ -213,7 +210,7 @@ def _key_lines(config: DictConfig, within: Sequence[str]) -> list[str]:
         for key, value in shown.items()
         if not within or any(f"{key}.".startswith(f"{one}.") for one in within)
     }
-    width = min(max(map(len, texts.values()), default=0), LONG)
+    width = min(max(map(len, texts.values()), default=0), MAX_NAME_LENGTH)
     lines = []
     for key, text in texts.items():
         meaning = said.get(key, ("", ""))[1] or _meaning(key)
@@ -247,7 +244,9 @@ def _named(plain: Mapping[str, Any], key: str, value: Any) -> tuple[str | None, 
 
 def _name_in(group: str, call: Mapping[str, Any]) -> str:
     """The file that makes a component, or the first of its class where values differ."""
-    known = {name: read_file(config_folder() / group / f"{name}.yaml") for name in files(group)}
+    known = {
+        name: read_file(config_folder() / group / f"{name}.yaml") for name in config_names(group)
+    }
     equal = sorted(name for name, said in known.items() if fill_defaults(said, "") == call)
     alike = sorted(name for name, said in known.items() if said[TARGET] == call[TARGET])
     return [*equal, *alike][0]

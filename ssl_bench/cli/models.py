@@ -10,7 +10,7 @@ from ssl_bench.errors import CheckpointError, SslBenchError
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.hub import HUB_WEIGHTS
 from ssl_bench.models.loading.layouts import LAYOUTS
-from ssl_bench.system.escaping import json_text, one_line, printable_lines
+from ssl_bench.system.escaping import dump_json, escape_lines, to_one_line
 from ssl_bench.system.files import open_regular
 
 _SHOWN = 3
@@ -67,7 +67,7 @@ def command(options: argparse.Namespace) -> int:
     Files that cannot be loaded are told in a line each, and the exit code is that of the first.
     """
     if not options.uris:
-        print(json_text(_listing(), indent=2) if options.json else "\n".join(_listing_lines()))
+        print(dump_json(_listing(), indent=2) if options.json else "\n".join(_listing_lines()))
         return 0
     code, found = 0, []
     for uri in options.uris:
@@ -75,14 +75,14 @@ def command(options: argparse.Namespace) -> int:
             report = file_report(load_encoder(uri))
         except SslBenchError as error:
             code = code or error.exit_code
-            found.append({"uri": uri, "error": one_line(error)})
+            found.append({"uri": uri, "error": to_one_line(error)})
             print(f"ssl-bench: {found[-1]['error']}", file=sys.stderr)
             continue
         found.append(report)
         if not options.json:
-            print(printable_lines([*([""] if len(found) > 1 else []), *_lines(report)]))
+            print(escape_lines([*([""] if len(found) > 1 else []), *_lines(report)]))
     if options.json:
-        print(json_text(found, indent=2))
+        print(dump_json(found, indent=2))
     return code
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError, escape_braces, join_alternatives
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import expand_path
 
 if TYPE_CHECKING:
     from ssl_bench.request import ProbeRequest
@@ -117,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(words)
     for name in _PATHS:
         if (text := getattr(options, name, None)) is not None:
-            setattr(options, name, str(expanded(text)))
+            setattr(options, name, str(expand_path(text)))
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in overrides]
     if unknown:
@@ -188,13 +188,13 @@ def _keys_called(name: str, command: str) -> list[str]:
     if command not in _EXAMPLES:
         return []
     from ssl_bench.composition.choices import choices
-    from ssl_bench.composition.compose import compose_config, keys
+    from ssl_bench.composition.compose import compose_config, list_keys
     from ssl_bench.request import probing_config
 
     configs = [compose_config("pretraining", [])]
     if command != "pretrain":
         configs = [probing_config(task, "toy", []) for task in choices("probe")]
-    found = (key for config in configs for key in keys(config))
+    found = (key for config in configs for key in list_keys(config))
     return list(dict.fromkeys(key for key in found if key.rpartition(".")[2] == name))
 
 

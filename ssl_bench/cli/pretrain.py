@@ -10,13 +10,12 @@ from ssl_bench.composition.compose import (
     add_data_root,
     build,
     compose_config,
-    config_to_dict,
     config_to_yaml,
 )
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers import in_full
-from ssl_bench.system.endings import is_heard
-from ssl_bench.system.escaping import printable_lines
+from ssl_bench.system.escaping import escape_lines
+from ssl_bench.system.process import is_main_process
 from ssl_bench.system.progress import say
 
 
@@ -25,9 +24,10 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     overrides = add_data_root(overrides, options.data_root)
     config = compose_config("pretraining", overrides)
     full = deepcopy(config)
-    if "init_options" in full.model:
+    model = full["model"]
+    if "init_options" in model:
         # Options that the user left out are written too, because a default may change.
-        full.model.init_options = in_full(full.model.init, config_to_dict(full.model.init_options))
+        model["init_options"] = in_full(model["init"], model["init_options"])
     if options.print_config:
         print(config_to_yaml(full), end="")
         return 0
@@ -40,7 +40,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.dry_run:
         may_exist = continues or options.overwrite
         lines = build(config).outline(out, goes_on=may_exist, device=options.device)
-        print(printable_lines(lines))
+        print(escape_lines(lines))
         return 0
     plan = build(config)
     plan.run(
@@ -50,9 +50,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         extend=options.extend,
         overwrite=options.overwrite,
         device=options.device,
-        config=config_to_dict(full),
+        config=full,
     )
-    if is_heard():
+    if is_main_process():
         say(plan.what_next(out))
     return 0
 

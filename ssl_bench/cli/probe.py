@@ -8,7 +8,7 @@ from ssl_bench.cli.parser import probe_request
 from ssl_bench.cli.records import print_main_tables
 from ssl_bench.composition.compose import config_to_yaml
 from ssl_bench.errors import UnfitEncoder, escape_braces, with_hint
-from ssl_bench.evaluation import PassedImages
+from ssl_bench.evaluation import FeatureCache
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand, is_baseline, layers_of_encoder
@@ -17,9 +17,9 @@ from ssl_bench.planning import PlannedProbe, evaluate, plan_request, require_ima
 from ssl_bench.request import ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.device import choose_device
-from ssl_bench.system.escaping import json_text
+from ssl_bench.system.escaping import dump_json
 from ssl_bench.system.files import require_writable
-from ssl_bench.system.launch import require_single_process
+from ssl_bench.system.process import require_single_process
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables
 
@@ -39,7 +39,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     store = ResultStore(request.out)
     records = _probe(request, store)
     if options.json:
-        print(json_text([record.as_json() for record in records]))
+        print(dump_json([record.as_json() for record in records]))
     elif records:
         print_main_tables(depth_tables(records), store)
     report = ("ssl-bench", "report", "--out", escape_braces(str(store.root)))
@@ -68,7 +68,7 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
         _require_fitting_sizes(plan, encoder)
     named = expand(request.checkpoints)
     skip_unfit = request.all_tasks and len(plan) > 1
-    records, passed = list[Record](), PassedImages()
+    records, features = list[Record](), FeatureCache()
     for uri in uris:
         encoder = announced_encoder(uri)
         _require_fitting_sizes(plan, encoder)
@@ -84,7 +84,7 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
             overwrite=request.overwrite,
             skip_unfit=skip_unfit or is_added_baseline,
             allow_none=is_added_baseline,
-            passed=passed,
+            features=features,
         )
     return records
 

@@ -15,8 +15,8 @@ from ssl_bench.report.model import (
     select_headline_panels,
 )
 from ssl_bench.results import ResultStore
-from ssl_bench.system.escaping import aligned, shell_words
-from ssl_bench.system.progress import in_words, say
+from ssl_bench.system.escaping import align_columns, quote_command
+from ssl_bench.system.progress import format_duration, say
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves
 
@@ -78,7 +78,7 @@ def command(options: argparse.Namespace) -> int:
         f"{MODEL} took a few steps and knows next to nothing; {' and '.join(DEMOS)} trained for an "
         "hour or two each"
     )
-    say(f"it took {in_words(time.monotonic() - start)}; to look at:")
+    say(f"it took {format_duration(time.monotonic() - start)}; to look at:")
     say(f"  {results / 'report' / 'index.html'}")
     say("the same for a model and photographs of your own:")
     own_model = "timm:vit_small_patch16_224.dino --dataset folder --data-root my_photos"
@@ -101,10 +101,10 @@ def headline_table(panels: Sequence[Panel]) -> str:
         for panel in panels
         for line in panel.lines
     ]
-    return aligned(rows)
+    return align_columns(rows)
 
 
 def _run(*words: str) -> None:
     say("")
-    say(f"$ ssl-bench {shell_words(words)}")
+    say(f"$ ssl-bench {quote_command(words)}")
     run(words)

@@ -14,7 +14,7 @@ from ssl_bench.layers import numbered_layers
 from ssl_bench.results import SUPERVISED, Record, RecordedEncoder, ResultStore, encoder_id
 from ssl_bench.results.record import MAX_FILE_BYTES
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.files import read_digests, read_within
+from ssl_bench.system.files import read_digests, read_untrusted
 from ssl_bench.system.paths import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import Pivot
@@ -172,7 +172,7 @@ def _may_contain(store: ResultStore, path: Path, value: str) -> bool:
     if path.parent.name == file_name(value) or f"-{value}-" in path.name:
         return True
     try:
-        return f'"{value}"'.encode() in read_within(store.root, path, MAX_FILE_BYTES)
+        return f'"{value}"'.encode() in read_untrusted(store.root, path, MAX_FILE_BYTES)
     except OSError:
         return False
 

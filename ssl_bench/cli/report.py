@@ -12,15 +12,15 @@ from ssl_bench.report.comparing import MAX_PAIRED
 from ssl_bench.report.pages import build_report
 from ssl_bench.report.writing import require_replaceable, write_report
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.memory import without_collections
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import expand_path
+from ssl_bench.system.process import pause_garbage_collection
 from ssl_bench.system.progress import say
 
 
 def command(options: argparse.Namespace) -> int:
     """Write a folder of pages about the records of a folder of results."""
     with open_store(options.out) as store:
-        folder = expanded(options.into) if options.into else store.root / "report"
+        folder = expand_path(options.into) if options.into else store.root / "report"
         require_replaceable(folder)
         records = load_selected_records(options, store)
         pairs = [
@@ -30,7 +30,7 @@ def command(options: argparse.Namespace) -> int:
             )
             for first, second in options.pair or []
         ]
-        with without_collections():
+        with pause_garbage_collection():
             report = build_report(store, records, pairs, layers=requested_layers(options.layer))
             if not report.pairs and len(report.checkpoints) > MAX_PAIRED:
                 say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")

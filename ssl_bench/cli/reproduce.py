@@ -34,11 +34,11 @@ from ssl_bench.errors import (
 )
 from ssl_bench.results.record import SUPERVISED, Record, encoder_id
 from ssl_bench.results.store import ResultStore
-from ssl_bench.system.endings import Outcome, attempted
-from ssl_bench.system.escaping import aligned, printable_lines, shell_words
+from ssl_bench.system.endings import Outcome, run_and_catch
+from ssl_bench.system.escaping import align_columns, escape_lines, quote_command
 from ssl_bench.system.files import read_digests
-from ssl_bench.system.launch import place_of_process
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import expand_path
+from ssl_bench.system.process import get_process_info
 from ssl_bench.system.progress import say
 from ssl_bench.tables.paper import PaperTable, paper_table
 from ssl_bench.tables.published import (
@@ -98,7 +98,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print("\n".join(printed_lines(plan)))
         return 0
     if not (options.run or options.table):
-        print(printable_lines(shown_plan(plan).splitlines()))
+        print(escape_lines(shown_plan(plan).splitlines()))
         return 0
     outcomes: list[Outcome] = []
     if options.run:
@@ -121,7 +121,7 @@ def _require_one_process(options: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: torchrun started others beside this one.
     """
-    count = place_of_process().count
+    count = get_process_info().count
     if count > 1:
         table = escape_braces(options.name) if options.name else "{table}"
         hint = ("ssl-bench", "reproduce", table, "--print", f"--gpus={count}")
@@ -167,7 +167,7 @@ def _roots(text: str | None) -> dict[str, str]:
         )
     hint = ("--data-root", "{near}={folder}")
     return {
-        require_choice("images", name.strip(), known, hint=hint): str(expanded(root))
+        require_choice("images", name.strip(), known, hint=hint): str(expand_path(root))
         for name, _, root in pairs
     }
 
@@ -496,7 +496,7 @@ def printed_lines(plan: Plan) -> Iterator[str]:
             words = ["torchrun", f"--nproc-per-node={gpus}", "-m", "ssl_bench", *step.words]
         elif gpus:
             words += ["--device", f"cuda:{next(probes) % gpus}"]
-        yield shell_words(words)
+        yield quote_command(words)
 
 
 def _recorded(out: Path) -> list[Record]:
@@ -517,11 +517,11 @@ def shown_plan(plan: Plan) -> str:
     states = {run.name: read_run_state(plan.asked.runs / run.name) for run in plan.runs}
     if states:
         rows = [(name, str(state or "-")) for name, state in states.items()]
-        blocks.append(aligned([("run", "there"), *rows]))
+        blocks.append(align_columns([("run", "there"), *rows]))
     if probes := [step for step in plan.steps if not step.is_run]:
         records = _recorded(plan.asked.out)
         rows = [_probe_row(step, records) for step in probes]
-        blocks.append(aligned([("probe", "checkpoint", "scores recorded"), *rows]))
+        blocks.append(align_columns([("probe", "checkpoint", "scores recorded"), *rows]))
     return "\n\n".join([*blocks, "\n".join(_notes(plan, states))])
 
 
@@ -588,8 +588,10 @@ def carry_out(
         if step.needs in failed:
             outcome = Outcome(0.0, 1, f"{step.needs}, which it needs, is not finished")
         else:
-            say(f"$ ssl-bench {shell_words(step.words)}")
-            outcome = attempted(lambda words=step.words: execute(words), step.words[0], debug=debug)
+            say(f"$ ssl-bench {quote_command(step.words)}")
+            outcome = run_and_catch(
+                lambda words=step.words: execute(words), step.words[0], debug=debug
+            )
         if step.is_run and step.run:
             state = None if outcome.exit_code else read_run_state(plan.asked.runs / step.run)
             if not outcome.exit_code and (state is None or not state.is_finished):

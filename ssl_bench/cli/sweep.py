@@ -21,8 +21,8 @@ from ssl_bench.sweep import (
 )
 from ssl_bench.system.device import choose_device, visible_devices
 from ssl_bench.system.endings import Outcome
-from ssl_bench.system.escaping import json_text, shell_words
-from ssl_bench.system.launch import require_single_process
+from ssl_bench.system.escaping import dump_json, quote_command
+from ssl_bench.system.process import require_single_process
 from ssl_bench.system.progress import say
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
@@ -56,7 +56,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _submit(pending, options)
     elif options.print and not options.json:
         for job in pending:
-            print(shell_words(["ssl-bench", *job.arguments]))
+            print(quote_command(["ssl-bench", *job.arguments]))
     elif not (options.dry_run or options.print or options.slurm):
         outcomes = _run(pending, options)
         _log_summary(jobs, outcomes, options.out)
@@ -66,7 +66,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             "pending": sum(len(job.pending) for job in jobs),
             "jobs": [_job_as_json(job, outcomes.get(job.arguments)) for job in jobs],
         }
-        print(json_text(summary))
+        print(dump_json(summary))
     return next((one.exit_code for one in outcomes.values() if one.exit_code), 0)
 
 
@@ -89,7 +89,7 @@ def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
 
 def _log_summary(jobs: Sequence[Job], outcomes: Outcomes, out: str) -> None:
     counts = Counter(outcome.state for outcome in outcomes.values())
-    table = shell_words(["ssl-bench", "table", "--out", out])
+    table = quote_command(["ssl-bench", "table", "--out", out])
     say(
         f"{counts['finished']} jobs finished, {counts['failed']} failed, "
         f"{len(jobs) - len(outcomes)} skipped because nothing was pending"
@@ -136,7 +136,7 @@ def _job_as_json(job: Job, outcome: Outcome | None) -> dict[str, Any]:
         "layers": list(job.layers),
         "cells": len(job.keys),
         "pending": len(job.pending),
-        "command": shell_words(["ssl-bench", *job.arguments]),
+        "command": quote_command(["ssl-bench", *job.arguments]),
         "state": state,
         "exit_code": outcome.exit_code if outcome else 0,
         "error": outcome.error if outcome else "",

@@ -1,6 +1,6 @@
-"""What can be chosen by name: files of `configs/`, what other packages add to them, papers' runs.
+"""Names to choose from: the files of `configs/`, entry points of other packages, runs of papers.
 
-`configs/papers` has the published tables, and the runs that stand for their rows.
+This module imports neither Hydra nor PyTorch, so that `--help` and shell completion stay fast.
 """
 
 import difflib
@@ -15,29 +15,30 @@ from typing import Any
 
 import yaml
 
-from ssl_bench.composition.fields import shown
+from ssl_bench.composition.fields import format_value
 from ssl_bench.errors import ConfigurationError, escape_braces, join_alternatives
 from ssl_bench.system.paths import PACKAGE
 
-LONG = 200
+MAX_NAME_LENGTH = 200
 EXTENSIBLE_GROUPS = ("probe", "dataset", "objective", "optimizer")
-"""Groups that installed packages add to, by entry points of `ssl_bench.probe` and so on."""
-_SHOWN = 24
-_GROUPS = ("model", "objective", "optimizer")
-_OF_A_RUN = ("recipe", "images", "after", "set", "arms")
-_NAME = re.compile(r"[a-z0-9_]+")
+"""Groups to which installed packages add by entry points of `ssl_bench.probe` and so on."""
+_MAX_LISTED = 24
+_FILE_GROUPS = ("model", "objective", "optimizer")
+_RUN_KEYS = ("recipe", "images", "after", "set", "arms")
+_RUN_NAME = re.compile(r"[a-z0-9_]+")
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A run that `experiment=NAME` composes: a recipe and what is different from it.
+    """A pretraining run of a paper, which `experiment=NAME` composes.
 
     Attributes:
-        name: Unique among all papers and all files of `configs/experiment`.
-        recipe: Name of a file of `configs/experiment`.
-        changes: Values by full key, such as "model.depth"; of "model" or "optimizer" a file's name.
-        images: Name of the images that it trains on, such as "imagenet1k".
-        after: Name of the run whose weights it begins with.
+        name: Unique among the runs of all papers and the files of `configs/experiment`.
+        recipe: File of `configs/experiment` that the run starts from.
+        changes: Values that differ from the recipe by full key, such as "model.depth". The keys
+            "model", "objective" and "optimizer" choose a file.
+        images: Name of the training images, such as "imagenet1k".
+        after: Name of the run whose weights this run starts from, or None.
     """
 
     name: str
@@ -46,28 +47,32 @@ class Experiment:
     images: str
     after: str | None = None
 
-    def node(self) -> dict[str, Any]:
-        """What a file of `configs/experiment` of this name would hold."""
-        chosen = {key: value for key, value in self.changes.items() if key in _GROUPS}
-        defaults = [self.recipe, *({f"override /{key}": chosen[key]} for key in chosen)]
-        values: dict[str, Any] = {}
+    def to_config(self) -> dict[str, Any]:
+        """Return the content of an equivalent file of `configs/experiment`."""
+        files = {key: value for key, value in self.changes.items() if key in _FILE_GROUPS}
+        config: dict[str, Any] = {
+            "defaults": [self.recipe, *({f"override /{key}": files[key]} for key in files)]
+        }
         for key, value in self.changes.items():
-            if key not in chosen:
-                *path, last = key.split(".")
-                inner = values
-                for name in path:
-                    inner = inner.setdefault(name, {})
-                inner[last] = value
-        return {"defaults": defaults, **values}
+            if key not in files:
+                *parents, name = key.split(".")
+                owner = config
+                for parent in parents:
+                    owner = owner.setdefault(parent, {})
+                owner[name] = value
+        return config
 
 
 @dataclass(frozen=True)
 class Paper:
-    """What a file of `configs/papers` says; `published` and `reproduce` read its tables.
+    """Content of a file of `configs/papers`.
 
     Attributes:
-        name: Of the file, such as "cutting_the_skip".
-        tables: As they stand there.
+        name: Stem of the file, such as "cutting_the_skip".
+        title: Title of the paper.
+        reference: Authors, venue and year.
+        tables: Published tables as the file holds them. `tables/published.py` reads them.
+        experiments: Pretraining runs of the paper by name.
     """
 
     name: str
@@ -78,165 +83,168 @@ class Paper:
 
 
 def config_folder() -> Path:
-    """The YAML files: beside the packages in a checkout, inside `ssl_bench` in a wheel."""
+    """Return the folder of YAML files: `configs` of a checkout, `ssl_bench/configs` of a wheel."""
     inside = PACKAGE / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
 def choices(group: str) -> list[str]:
-    """Names of the files of a group, such as "probe", and of what is added to it elsewhere.
-
-    Other packages add probes, the papers' runs are experiments.
-    """
+    """Return all names of a group, such as "probe": files, entry points and runs of papers."""
     runs = experiments() if group == "experiment" else ()
-    return sorted({*files(group), *entry_points(group), *runs})
+    return sorted({*config_names(group), *entry_points(group), *runs})
+
+
+def config_names(group: str) -> list[str]:
+    """Return the stems of the files of a group of `configs/`."""
+    return [path.stem for path in (config_folder() / group).glob("*.yaml")]
+
+
+def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
+    """Return what installed packages add to a group, by name."""
+    return _entry_points(tuple(sys.path)).get(group, {}) if group in EXTENSIBLE_GROUPS else {}
+
+
+@cache
+def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPoint]]:
+    """Return the entry points of all groups. Cached, because it reads every installed package."""
+    del path
+    points = metadata.entry_points()
+    return {
+        group: {point.name: point for point in points.select(group=f"ssl_bench.{group}")}
+        for group in EXTENSIBLE_GROUPS
+    }
 
 
 def unknown_key_error(key: str, valid: Iterable[str]) -> ConfigurationError:
-    """Return the error on a key that does not exist, with the keys like it."""
-    return unknown_name_error(f"unknown key {shown(key)}", key, valid, hint=("{near}={value}",))
+    """Return the error for a key that does not exist. Its hint has the nearest keys."""
+    message = f"unknown key {format_value(key)}"
+    return unknown_name_error(message, key, valid, hint=("{near}={value}",))
 
 
 def unknown_name_error(
     message: str, name: str, valid: Iterable[str], *, hint: Sequence[str]
 ) -> ConfigurationError:
-    """Return the error on a name that does not exist, with the names like it, else all of them.
+    """Return the error for a name that does not exist.
 
-    The hint is what to type, with "{near}" in place of a name that exists.
+    Args:
+        message: What is wrong. If no valid name is similar, the valid names are appended.
+        name: The unknown name.
+        valid: All valid names.
+        hint: Words to type, with "{near}" in place of a similar name.
     """
-    close, names = _close(name, sorted(valid))
-    if close:
-        ways = [[word.replace("{near}", escape_braces(near)) for word in hint] for near in close]
+    names = sorted(valid)
+    if nearest := _nearest_names(name, names):
+        ways = [[word.replace("{near}", escape_braces(near)) for word in hint] for near in nearest]
         return ConfigurationError(message, hint=join_alternatives(*ways))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ConfigurationError(f"{message}; valid: {', '.join(names[:_SHOWN])}{more}")
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ConfigurationError(f"{message} (valid: {', '.join(names[:_MAX_LISTED])}{more})")
 
 
-def _close(name: str, names: list[str]) -> tuple[list[str], list[str]]:
-    """Return up to three names like the one that came, and those worth a look if there are none."""
-    # Nothing is like a text of thousands of characters, and finding that out takes long.
-    asked = name[:LONG].lower()
-    # A name that was cut short, such as VOC, or a key under another part, such as probe.limit.
-    last = asked.rpartition(".")[2]
-    keys = [one for one in names if "." in asked and one.rpartition(".")[2] == last]
-    close = difflib.get_close_matches(name[:LONG], keys or names, n=3, cutoff=0.0 if keys else 0.5)
-    if not close and len(asked) > 2:
-        names = [one for one in names if asked in one.lower()] or names
-    return close, names
+def _nearest_names(name: str, names: Sequence[str]) -> list[str]:
+    """Return up to three similar names, the most similar first."""
+    # The time of difflib grows with the square of the length.
+    name = name[:MAX_NAME_LENGTH].lower()
+    _, is_key, last = name.rpartition(".")
+    # A key below another owner, such as probe.limit for data.limit.
+    same_last = [known for known in names if is_key and known.rpartition(".")[2] == last]
+    if same_last:
+        return difflib.get_close_matches(name, same_last, cutoff=0.0)
+    return difflib.get_close_matches(name, names, cutoff=0.5)
 
 
 def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence[str] = ()) -> str:
-    """Return a name that is one of the valid ones.
+    """Return a name if it is valid.
 
-    The hint is as `unknown_name_error` takes it. Without one, the flag named like the kind of name
-    is recommended.
+    Args:
+        kind: What is named, such as "dataset" or "--on-bad-image", for the message.
+        name: The name to check.
+        valid: All valid names.
+        hint: As in `unknown_name_error`. By default it is the flag named like the kind.
 
     Raises:
-        ConfigurationError: It is not; the hint names the nearest.
+        ConfigurationError: The name is not valid.
     """
-    if kind == "dataset" and name not in valid and Path(name).is_dir():
+    if name in valid:
+        return name
+    if kind == "dataset" and Path(name).is_dir():
         raise ConfigurationError(
-            f"expected the name of a dataset, got the folder {shown(name)}",
+            f"expected the name of a dataset, got the folder {format_value(name)}",
             hint=("--dataset", "folder", "--data-root", escape_braces(name)),
         )
-    dataset, equals, folder = name.partition("=")
-    if kind == "dataset" and equals and dataset in valid:
-        raise ConfigurationError(
-            f"expected the name of a dataset, got {shown(name)}",
-            hint=("--dataset", escape_braces(dataset), "--data-root", escape_braces(folder)),
-        )
-    if name not in valid:
-        typed = hint or (f"--{kind.lstrip('-')}", "{near}")
-        raise unknown_name_error(f"unknown {kind} {shown(name)}", name, valid, hint=typed)
-    return name
+    typed = hint or (f"--{kind.lstrip('-')}", "{near}")
+    raise unknown_name_error(f"unknown {kind} {format_value(name)}", name, valid, hint=typed)
 
 
 def parse_names(kind: str, text: str, valid: list[str]) -> list[str]:
-    """The names of a list with commas, or all of them.
+    """Return the names in a comma-separated list. "all" stands for all valid names.
 
     Raises:
-        ConfigurationError: an unknown name.
+        ConfigurationError: A name is not valid.
     """
     if text == "all":
         return valid
     return [require_choice(kind, name.strip(), [*valid, "all"]) for name in text.split(",")]
 
 
-def files(group: str) -> list[str]:
-    return [path.stem for path in (config_folder() / group).glob("*.yaml")]
-
-
-def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
-    """What installed packages add to a group of `configs/`, by name."""
-    return _entry_points(tuple(sys.path)).get(group, {}) if group in EXTENSIBLE_GROUPS else {}
-
-
-@cache
-def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPoint]]:
-    """Those of all groups; kept, because every installed package is asked."""
-    del path
-    found = metadata.entry_points()
-    return {
-        group: {point.name: point for point in found.select(group=f"ssl_bench.{group}")}
-        for group in EXTENSIBLE_GROUPS
-    }
-
-
 def papers(folder: Path | None = None) -> tuple[Paper, ...]:
-    """All papers of a folder of configurations, by name, read once.
+    """Return the papers of a folder of configurations, sorted by name.
 
     Raises:
-        ConfigurationError: two runs share a name, or a file says what is not understood.
+        ConfigurationError: A file has unknown keys, or two runs share a name.
     """
     return _papers(folder or config_folder())
 
 
 @cache
 def _papers(folder: Path) -> tuple[Paper, ...]:
-    found = tuple(map(_read, sorted((folder / "papers").glob("*.yaml"))))
+    found = tuple(map(_read_paper, sorted((folder / "papers").glob("*.yaml"))))
     names = [name for paper in found for name in paper.experiments]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigurationError(f"expected every run to have its own name, got {twice[0]} twice")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigurationError(f"two runs of {folder / 'papers'} have the name {repeated[0]}")
     return found
 
 
 def experiments(folder: Path | None = None) -> dict[str, Experiment]:
-    """The runs of all papers by name, those that are recipes themselves among them."""
+    """Return the runs of all papers by name."""
     return {name: run for paper in papers(folder) for name, run in paper.experiments.items()}
 
 
-def _read(file: Path) -> Paper:
-    said = yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
+def _read_paper(file: Path) -> Paper:
+    content = yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
     known = {"title", "reference", "runs", "tables"}
-    if not isinstance(said, dict) or set(said) - known:
+    if not isinstance(content, dict) or set(content) - known:
         raise ConfigurationError(f"{file} expects the keys {', '.join(sorted(known))}")
-    runs = [run for stem, one in (said.get("runs") or {}).items() for run in _runs(file, stem, one)]
+    runs = [
+        run
+        for stem, values in (content.get("runs") or {}).items()
+        for run in _read_runs(file, stem, values)
+    ]
     return Paper(
         name=file.stem,
-        title=said["title"],
-        reference=said["reference"],
-        tables=tuple(said.get("tables") or ()),
+        title=content["title"],
+        reference=content["reference"],
+        tables=tuple(content.get("tables") or ()),
         experiments={run.name: run for run in runs},
     )
 
 
-def _runs(file: Path, stem: str, said: Mapping[str, Any]) -> Iterator[Experiment]:
-    """What arms have in common, under the name of the stem, and each arm, under its own."""
-    strange = [key for key in said if key not in _OF_A_RUN]
-    if strange or not _NAME.fullmatch(stem):
+def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Experiment]:
+    """Yield a run, and one run for each of its arms, which differ from it in a few values."""
+    unknown = [key for key in values if key not in _RUN_KEYS]
+    if unknown or not _RUN_NAME.fullmatch(stem):
         raise ConfigurationError(
-            f"{file}: run {stem} expects the keys {', '.join(_OF_A_RUN)}, got {strange}"
+            f"{file}: run {stem} expects the keys {', '.join(_RUN_KEYS)}, got {unknown}"
         )
-    arms: dict[str, Any] = {"": {}, **(said.get("arms") or {})}
-    for arm, own in arms.items():
+    arms: dict[str, Any] = {"": {}, **(values.get("arms") or {})}
+    for arm, changes in arms.items():
         yield Experiment(
             name=f"{stem}_{arm}" if arm else stem,
-            recipe=said.get("recipe", stem),
+            recipe=values.get("recipe", stem),
             changes={
-                **said.get("set", {}),
-                **{key: value for key, value in own.items() if key != "after"},
+                **values.get("set", {}),
+                **{key: value for key, value in changes.items() if key != "after"},
             },
-            images=said["images"],
-            after=own.get("after", said.get("after")),
+            images=values["images"],
+            after=changes.get("after", values.get("after")),
         )

@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from ssl_bench.composition.choices import unknown_name_error
-from ssl_bench.composition.fields import shown
+from ssl_bench.composition.fields import format_value
 from ssl_bench.data.files.fingerprints import extended
 from ssl_bench.data.files.readable import RemainingImages
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
@@ -55,12 +55,12 @@ class Corruption:
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
-            message, known = f"unknown corruption {shown(self.name)}", [*NAMES, _ALL]
+            message, known = f"unknown corruption {format_value(self.name)}", [*NAMES, _ALL]
             raise unknown_name_error(message, self.name, known, hint=("corrupt={near}:3",))
         if self.severity not in SEVERITIES:
             raise ConfigurationError(
-                f"corrupt={self.name} expects a severity in 1 to 5, got {shown(self.severity)}; "
-                "clean has none",
+                f"corrupt={self.name} expects a severity in 1 to 5, got "
+                f"{format_value(self.severity)}; clean has none",
                 hint=(f"corrupt={self.name}:3", "or", "corrupt=clean"),
             )
 
@@ -72,7 +72,9 @@ class Corruption:
         """The one that a text like "snow:3" names, which must not name several."""
         found = _of_part(text)
         if len(found) != 1:
-            raise ConfigurationError(f"expected one corruption such as snow:3, got {shown(text)}")
+            raise ConfigurationError(
+                f"expected one corruption such as snow:3, got {format_value(text)}"
+            )
         return found[0]
 
 
@@ -135,13 +137,14 @@ def _of_part(text: str) -> list[Corruption]:
     if not colon:
         raise ConfigurationError(
             f"corrupt expects NAME:SEVERITY such as snow:3 or snow:1-5, several with commas, or "
-            f"clean; got {shown(text)}"
+            f"clean; got {format_value(text)}"
         )
     ends = []
     for number in numbers.split("-", 1):
         if not (number.isascii() and number.isdigit() and len(number) < 4):
             raise ConfigurationError(
-                f"corrupt={shown(name)} expects a severity in 1 to 5, got {shown(number)}",
+                f"corrupt={format_value(name)} expects a severity in 1 to 5, got "
+                f"{format_value(number)}",
                 hint=("corrupt={corruption}:3",),
             )
         ends.append(int(number))
@@ -150,7 +153,9 @@ def _of_part(text: str) -> list[Corruption]:
     for end in ends:
         Corruption(names[0], end)
     if ends[0] > ends[-1]:
-        raise ConfigurationError(f"corrupt expects the lower severity first, got {shown(text)}")
+        raise ConfigurationError(
+            f"corrupt expects the lower severity first, got {format_value(text)}"
+        )
     return [Corruption(one, n) for one in names for n in range(ends[0], ends[-1] + 1)]
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ssl_bench.composition.choices import files
+from ssl_bench.composition.choices import config_names
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import expand_path
 
 OFFERED = {
     "segmentation": "masks",
@@ -78,11 +78,11 @@ def datasets_with(role: str) -> list[str]:
     from ssl_bench.composition.compose import build, compose_config
 
     found = []
-    for name in files("dataset"):
+    for name in config_names("dataset"):
         # One that cannot be built is no answer.
         with suppress(Exception):
             # What it offers may hang on what its file says.
-            dataset = build(compose_config("data", [f"dataset={name}"]).dataset)
+            dataset = build(compose_config("data", [f"dataset={name}"]), "dataset")
             found += [name] if role in dataset.supports else []
     return sorted(found)
 
@@ -143,7 +143,7 @@ def find_root(
 
 def given_folder(root: str | Path) -> Path:
     """The path of a dataset as it was typed, unless it is that of an archive."""
-    path = expanded(root)
+    path = expand_path(root)
     if path.name.lower().endswith(_ARCHIVES) and not path.is_dir():
         command = "unzip" if path.suffix.lower() == ".zip" else "tar -xf"
         raise DataError(f"expected a folder, got the archive {path}; unpack it: {command} {path}")

@@ -142,12 +142,11 @@ def absent_split(
 
 def shared_values(config: Any) -> dict[str, Any]:
     """What the keys of `SHARED` hold in a composed configuration; for data alone it has fewer."""
-    # Here, because Hydra takes longer than all that `data list` says.
-    from ssl_bench.composition.compose import get_value
-
-    values = {key: get_value(config, key) for key in SHARED if key.split(".")[0] in config}
-    for key, value in values.items():
-        require_type(key, SHARED[key], value)
+    values = {}
+    for key, kind in SHARED.items():
+        group, _, name = key.partition(".")
+        if group in config:
+            values[key] = require_type(key, kind, config[group][name] if name else config[group])
     return values
 
 

@@ -121,7 +121,7 @@ class ViTConfig(EncoderConfig):
     dim: Width = 384
     depth: Depth = 12
     num_heads: Width = 6
-    mlp_ratio: Annotated[float, Bounds(0, 1000, above=True)] = 4.0
+    mlp_ratio: Annotated[float, Bounds(0, 1000, allow_low=False)] = 4.0
     attention: AttentionKind = "softmax"
     graying: GrayingKind = "none"
     graying_exponent: PositiveFraction = 0.95
@@ -134,7 +134,7 @@ class ViTConfig(EncoderConfig):
     num_registers: Annotated[int, Bounds(0, 1000)] = 0
     position_embedding: PositionEmbedding = "learned"
     truncated_tokens: bool = False
-    position_scale: Annotated[float, Bounds(0, 1000, above=True)] = 1.0
+    position_scale: Annotated[float, Bounds(0, 1000, allow_low=False)] = 1.0
     mlp_mean: Annotated[float, Bounds(-1000, 1000)] = 0.0
     mlp_input_std: RateOrZero = 0.0
     init: str = "default"

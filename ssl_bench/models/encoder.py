@@ -17,7 +17,7 @@ from ssl_bench.errors import CheckpointError, UnfitEncoder
 from ssl_bench.models.config import KINDS, EncoderConfig, of_kind
 from ssl_bench.models.own_code import code_sha256
 from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
-from ssl_bench.system.caller_state import evaluation_mode, undisturbed
+from ssl_bench.system.device import evaluation_mode, preserve_process_state
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -233,7 +233,7 @@ class Encoder(_Identified):
         patch = patch_size or _patch_kernel(module, called)
         norm = _final_norm(parts, norm, blocks, called)
         own = OwnModule(module, blocks, _NoNorm() if norm is None else parts[norm])
-        with undisturbed(), evaluation_mode(own):
+        with preserve_process_state(), evaluation_mode(own):
             size, outputs = _first_pass(own, _sizes(module, image_size, patch), called)
             try:
                 _heard(own, (size[0] + patch, size[1] + 2 * patch))

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.models.config import GrayingKind
-from ssl_bench.system.device import without_autocast
+from ssl_bench.system.device import disable_autocast
 
 Tokens = Float[Tensor, "batch tokens dim"]
 Rows = Float[Tensor, "batch rows size"]
@@ -53,7 +53,7 @@ class TokenGraying(nn.Module):
         gray = gray_by_dct if self.kind == "dct" else by_svd
         # No decomposition takes bfloat16, and its cosines are not orthogonal.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        with without_autocast(x.device):
+        with disable_autocast(x.device):
             return gray(wide, self.exponent).to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -219,7 +219,7 @@ class _Raised(torch.autograd.Function):
     def forward(ctx: Any, given: Tensor, exponent: float) -> Tensor:
         ctx.save_for_backward(given)
         ctx.exponent = exponent
-        with without_autocast(given.device):
+        with disable_autocast(given.device):
             x = given.double()
             gram, _, _ = _scaled(x)
             identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)
@@ -235,7 +235,7 @@ class _Raised(torch.autograd.Function):
         The largest eigenvalue moves along its eigenvectors.
         """
         (given,), exponent = ctx.saved_tensors, ctx.exponent
-        with without_autocast(given.device):
+        with disable_autocast(given.device):
             x, gradient = given.double(), gradients[0].double()
             gram, largest, projector = _scaled(x)
             identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)

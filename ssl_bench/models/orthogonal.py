@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.system.device import float64_device, without_autocast
+from ssl_bench.system.device import disable_autocast, float64_device
 
 Basis = Literal["qr", "newton_schulz"]
 Tokens = Float[Tensor, "batch tokens dim"]
@@ -84,7 +84,7 @@ class OrthogonalAttention(nn.Module):
         self, m: Float[Tensor, "batch heads tokens twice_width"], v: HeadTokens
     ) -> HeadTokens:
         """A V without A."""
-        with without_autocast(m.device):
+        with disable_autocast(m.device):
             scale = (self.alpha / math.sqrt(m.shape[-1] // 2))[:, None, None]
             if self.basis == "qr":
                 return _rotated_in_span(m, v, scale)
@@ -232,7 +232,7 @@ class _Phi(torch.autograd.Function):
         identity = _identity(skew).expand_as(skew)
         one = torch.stack([identity, torch.zeros_like(identity)])
         both = torch.stack([skew, gradient]) * within * torch.exp2(-doublings.to(skew.dtype))
-        with without_autocast(skew.device):
+        with disable_autocast(skew.device):
             count = most_doublings(skew.dtype)
             return within * _doubled(both, doublings, count, _product_rule, one)[1]
 

@@ -45,7 +45,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import EncoderConfig, check_layers
 from ssl_bench.models.initialisers import draw_uniform
 from ssl_bench.models.vit import EncoderModule
-from ssl_bench.system.device import without_autocast
+from ssl_bench.system.device import disable_autocast
 
 Version = Literal["mamba1", "mamba2"]
 Piece = Literal["decay", "step", "correlation", "convolution"]
@@ -180,7 +180,7 @@ class Mamba1Mixer(nn.Module):
     def _scan(self, values: Tokens, low: Tensor, keys: Tensor, queries: Tensor) -> Tokens:
         steps = F.softplus(self.step(low).float())
         # Sums over hundreds of tokens want more than bfloat16.
-        with without_autocast(values.device):
+        with disable_autocast(values.device):
             values = values.float()
             decay = -self.log_decay.view(-1, self.states).exp()
             mixed = scan_channels(values, steps, decay, keys.float(), queries.float(), chunk=_CHUNK)
@@ -232,7 +232,7 @@ class Mamba2Mixer(nn.Module):
         return self.out_proj(self.norm(mixed * F.silu(gate)))
 
     def _scan(self, values: Tokens, steps: Tensor, keys: Tensor, queries: Tensor) -> Tokens:
-        with without_autocast(values.device):
+        with disable_autocast(values.device):
             steps = F.softplus(steps.float() + self.step_bias)
             heads = values.float().unflatten(-1, (self.heads, -1))
             decay = -self.log_decay.exp()

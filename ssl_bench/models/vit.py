@@ -19,7 +19,7 @@ from ssl_bench.models.initialisers import (
     make_initialiser,
     set_block,
 )
-from ssl_bench.system.device import float64_device, without_autocast
+from ssl_bench.system.device import disable_autocast, float64_device
 
 _TOKEN_STD = 0.02
 # Source: Zhang and Martens, "Orthogonal Self-Attention", appendix D.
@@ -94,7 +94,7 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v)
         # torch's gradients of it in bfloat16 take two to eight times as long on a CPU at up to 150
         # tokens, and as long at 257.
-        with without_autocast(q.device):
+        with disable_autocast(q.device):
             wide = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
         return wide.to(q.dtype)
 

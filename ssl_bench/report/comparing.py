@@ -15,9 +15,8 @@ from ssl_bench.report.model import Checkpoint, Line, Panel
 from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.results.per_image import CurveEstimates, ImageCurve, load_curve
 from ssl_bench.scores import mean_iou
-from ssl_bench.system.checked_lines import read_checked_lines
-from ssl_bench.system.files import read_within
-from ssl_bench.system.paths import file_name, pictures_folder
+from ssl_bench.system.files import parse_checked_lines, read_untrusted
+from ssl_bench.system.paths import figures_folder, file_name
 from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.comparison import Difference, compare_best_blocks, compare_block_by_block
 from ssl_bench.tables.entries import Entry
@@ -258,10 +257,10 @@ def _logged(root: Path, record: Record, checkpoint: Checkpoint) -> dict[str, dic
     """Cells by image id from the log with the settings of a record; of scored images alone."""
     place = root / "pictures" / record.task / file_name(record.dataset)
     fingerprint = record.dataset_fingerprint
-    folders = [place / pictures_folder(folder, fingerprint) for folder in checkpoint.folders]
+    folders = [place / figures_folder(folder, fingerprint) for folder in checkpoint.folders]
     for path in sorted(path for folder in folders for path in folder.rglob("images_*.jsonl")):
         try:
-            header, lines = read_checked_lines(read_within(root, path, _MOST_BYTES), path)
+            header, lines = parse_checked_lines(read_untrusted(root, path, _MOST_BYTES), path)
         except OSError:
             continue
         if not _is_of(header.get("key"), record):

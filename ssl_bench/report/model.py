@@ -15,8 +15,8 @@ from typing import Any
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.report.drawing import Spot
 from ssl_bench.results import Record
-from ssl_bench.system.escaping import in_file_names
-from ssl_bench.system.paths import encoder_folder, in_order
+from ssl_bench.system.escaping import safe_file_name
+from ssl_bench.system.paths import encoder_folder, natural_sort_key
 from ssl_bench.tables.entries import (
     Entry,
     baselines,
@@ -84,7 +84,7 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
     for encoder, model in {(record.encoder_id, record.model) for record in records}:
         folders[encoder].add(encoder_folder(model, encoder))
     latest = {record.encoder_id: record for record in records}
-    known = sorted(model_names(records).items(), key=lambda one: in_order(one[1]))
+    known = sorted(model_names(records).items(), key=lambda one: natural_sort_key(one[1]))
     return tuple(
         Checkpoint(
             number=number,
@@ -98,7 +98,7 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
             facts=_encoder_facts(record),
             skipless=any(record.architecture.get(skip) is False for skip in _SKIPS)
             or bool(_NO_SKIP.search(name)),
-            page=f"checkpoint-{in_file_names(name)}-{encoder[:8]}.html",
+            page=f"checkpoint-{safe_file_name(name)}-{encoder[:8]}.html",
             folders=tuple(sorted(folders[encoder])),
         )
         for number, (encoder, name) in enumerate(known)

@@ -54,8 +54,8 @@ from ssl_bench.report.pictures import (
     told_apart,
 )
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.escaping import in_file_names
-from ssl_bench.system.paths import image_digits, image_name
+from ssl_bench.system.escaping import safe_file_name
+from ssl_bench.system.paths import figure_file_name, short_fingerprint
 from ssl_bench.tables.comparison import difference_footnotes
 from ssl_bench.tables.entries import dagger_meaning, footnote, image_size_note
 from ssl_bench.tables.published import PublishedValue, find_published_values
@@ -173,7 +173,7 @@ def index_page(report: Report) -> Page:
         "sections": [
             {
                 "task": task,
-                "anchor": f"task-{in_file_names(task)}",
+                "anchor": f"task-{safe_file_name(task)}",
                 "meaning": MEANINGS.get(task, ""),
                 "groups": _groups([views[panel.number] for panel in those]),
             }
@@ -288,7 +288,7 @@ def checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
 
 def _shown(extremes: Extremes, galleries: Sequence[Gallery]) -> dict[str, Any]:
     """Extremes with the addresses of those images that are drawn."""
-    panel, digits = extremes.panel, image_digits(extremes.panel.record.dataset_fingerprint)
+    panel, digits = extremes.panel, short_fingerprint(extremes.panel.record.dataset_fingerprint)
     shown = (panel.task, panel.dataset, digits, f"{panel.protocol} {panel.facet}")
     found = {
         PurePosixPath(gallery.files[image]).name: gallery.address_of(image)
@@ -299,7 +299,7 @@ def _shown(extremes: Extremes, galleries: Sequence[Gallery]) -> dict[str, Any]:
     starts = ("", f"{panel.protocol}-{panel.facet}-")
 
     def address(image: str) -> str:
-        names = (image_name(image, before=start) for start in starts)
+        names = (figure_file_name(image, before=start) for start in starts)
         return next((found[name] for name in names if name in found), "")
 
     sides = (("worst", extremes.worst), ("best", extremes.best))

@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 from ssl_bench.report.model import Checkpoint
 from ssl_bench.results import Record
-from ssl_bench.system.escaping import in_file_names
-from ssl_bench.system.files import open_within, read_within
-from ssl_bench.system.paths import file_name, image_digits, image_title
+from ssl_bench.system.escaping import safe_file_name
+from ssl_bench.system.files import open_untrusted, read_untrusted
+from ssl_bench.system.paths import figure_title, file_name, short_fingerprint
 
 MOST_SHOWN = 6
 """Pictures of a checkpoint on the first page."""
@@ -73,7 +73,7 @@ class PictureFiles:
 
     def copy(self, name: str, target: Path) -> None:
         """Copy a picture that was shown to be one, folders included."""
-        content = read_within(self.root, self.root / name, _MOST_BYTES)
+        content = read_untrusted(self.root, self.root / name, _MOST_BYTES)
         place = target / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content)
@@ -89,7 +89,7 @@ class PictureFiles:
 
     def _is_picture(self, path: Path) -> bool:
         try:
-            with open_within(self.root, path, _MOST_BYTES) as file:
+            with open_untrusted(self.root, path, _MOST_BYTES) as file:
                 is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
         except OSError as error:
             self.refused[path] = error.strerror or str(error)
@@ -106,7 +106,7 @@ class Gallery:
     The picture of an image at a block is `prefixes[block] + files[image]`, for all of both.
 
     Attributes:
-        images: The `image_digits` of all images of the split.
+        images: The `short_fingerprint` of all images of the split.
         variant: Protocol and facet, as in the names of the folders.
         prefixes: Beginnings of paths by block, or one under None for pictures of all blocks.
         files: Ends of paths by image; "" is the name where a picture shows several images.
@@ -178,7 +178,7 @@ def galleries_of(
     for record in records:
         if record.encoder_id == checkpoint.encoder_id:
             for folder in checkpoint.folders:
-                images = image_digits(record.dataset_fingerprint)
+                images = short_fingerprint(record.dataset_fingerprint)
                 place = (record.task, file_name(record.dataset), folder, images)
                 variants[place].add((record.protocol, record.facet))
                 datasets[place] = record.dataset
@@ -269,7 +269,7 @@ def told_apart(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, list[Gal
 
 def _titled(files: Mapping[str, str]) -> dict[str, str]:
     """By what readers may call the images, where that tells them apart."""
-    titles = {image_title(name): file for name, file in files.items()}
+    titles = {figure_title(name): file for name, file in files.items()}
     return titles if len(titles) == len(files) else dict(files)
 
 
@@ -330,7 +330,7 @@ def strips_of(
     """
     of_scores: dict[tuple[str, str], set[str]] = defaultdict(set)
     for record in scored:
-        images = image_digits(record.dataset_fingerprint)
+        images = short_fingerprint(record.dataset_fingerprint)
         of_scores[record.task, record.dataset].add(images)
     shown = {
         one.encoder_id: [
@@ -395,7 +395,7 @@ def sections_of(shown: Sequence[Sequence[tuple[str, Gallery]]]) -> list[dict[str
     return [
         {
             "title": task,
-            "anchor": f"pictures-{in_file_names(task)}",
+            "anchor": f"pictures-{safe_file_name(task)}",
             "caption": _CAPTIONS.get(task, ""),
             "viewers": viewers,
         }

@@ -19,9 +19,14 @@ from ssl_bench.report.comparing import scored_by_panel
 from ssl_bench.report.pages import Page, Report, checkpoint_page, epochs_page, index_page, pair_page
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.record import INFINITY_AS_JSON
-from ssl_bench.system.escaping import in_page, json_text, plain_json, printable
-from ssl_bench.system.files import REPORT
-from ssl_bench.system.paths import real
+from ssl_bench.system.escaping import (
+    dump_json,
+    escape_in_template,
+    escape_unprintable,
+    to_plain_json,
+)
+from ssl_bench.system.files import REPORT_MARK
+from ssl_bench.system.paths import resolve_links
 from ssl_bench.system.progress import show_progress
 
 STATIC = ("style.css", "report.js")
@@ -65,7 +70,7 @@ def write_report(report: Report, folder: Path) -> None:
         loader=PackageLoader("ssl_bench.report"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=in_page,
+        finalize=escape_in_template,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -76,7 +81,11 @@ def write_report(report: Report, folder: Path) -> None:
 
     environment.filters["numbers"] = numbers_of
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    site = {"source": real(report.store.root).name, "version": __version__, "written": written}
+    site = {
+        "source": resolve_links(report.store.root).name,
+        "version": __version__,
+        "written": written,
+    }
     with replacing(folder) as new:
 
         def write(name: str, text: str) -> None:
@@ -114,7 +123,7 @@ def require_replaceable(folder: Path) -> None:
         raise ConfigurationError(
             f"{folder} is no folder; name another one for the report", hint=("--into", "{folder}")
         )
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT).is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT_MARK).is_file():
         raise ConfigurationError(
             f"{folder} holds files and is no report of ssl-bench; name a new or empty folder",
             hint=("--into", "{folder}"),
@@ -131,13 +140,13 @@ def replacing(folder: Path) -> Generator[Path]:
     """
     require_replaceable(folder)
     # So that "." has a name.
-    folder = real(folder)
+    folder = resolve_links(folder)
     mark = uuid.uuid4().hex
     new, old = (folder.with_name(f".{mark}.{word}") for word in ("new", "old"))
     try:
         new.mkdir(parents=True)
         yield new
-        (new / REPORT).write_text(json.dumps({"report": 1}) + "\n")
+        (new / REPORT_MARK).write_text(json.dumps({"report": 1}) + "\n")
         # Again, because somebody may have put files there in the meantime.
         require_replaceable(folder)
         if folder.exists():
@@ -166,7 +175,9 @@ def as_script(store: ResultStore, records: Sequence[Record]) -> str:
     words, mappings = dict[str, int](), dict[int, int]()
 
     def new(value: Any) -> int:
-        word = json.dumps(plain_json(value, infinity=INFINITY_AS_JSON), sort_keys=True, default=str)
+        word = json.dumps(
+            to_plain_json(value, infinity=INFINITY_AS_JSON), sort_keys=True, default=str
+        )
         return words.setdefault(word, len(words))
 
     def place(value: Any) -> int:
@@ -191,7 +202,7 @@ def as_script(store: ResultStore, records: Sequence[Record]) -> str:
         rows.append([*map(place, [*fields, store.place(record), record.settings]), new(small)])
     names = [*_SHOWN.values(), "record", "settings", "details"]
     content = {"names": names, "words": [json.loads(word) for word in words], "rows": rows}
-    text = json_text(content, indent=None, text=printable)
+    text = dump_json(content, indent=None, text=escape_unprintable)
     # Parsed, because in a literal of the language the name __proto__ means something.
     return f"const RECORDS = JSON.parse({json.dumps(text)});\n"
 

@@ -17,8 +17,8 @@ from jaxtyping import Shaped
 
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import holds
-from ssl_bench.system.escaping import is_file_name, plain_json
-from ssl_bench.system.files import read_within
+from ssl_bench.system.escaping import is_file_name, to_plain_json
+from ssl_bench.system.files import read_untrusted
 from ssl_bench.system.paths import file_name
 
 PerImage = Shaped[np.ndarray, "images *values"]
@@ -344,7 +344,7 @@ class Record(ResultKey):
         The digests of the files are left out.
         """
         values = {name: value for name, value in asdict(self).items() if name not in _FILE_DIGESTS}
-        return plain_json(values, infinity=INFINITY_AS_JSON)
+        return to_plain_json(values, infinity=INFINITY_AS_JSON)
 
     def with_digest(self, digest: str) -> "Record":
         """Set the digest, which is part of the file name, instead of computing it, and return self.
@@ -494,7 +494,7 @@ class RecordReader:
             OSError: The file cannot be read.
             ValueError, TypeError, KeyError, OverflowError, RecursionError: As `parse` raises.
         """
-        content = read_within(self._root, path, MAX_FILE_BYTES, known=self._checked_folders)
+        content = read_untrusted(self._root, path, MAX_FILE_BYTES, known=self._checked_folders)
         return self.parse(content, path)
 
     def parse(self, content: bytes, path: Path) -> Record:

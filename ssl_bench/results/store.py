@@ -42,20 +42,20 @@ from ssl_bench.results.record import (
     numeric_digest,
     text_with_digest,
 )
-from ssl_bench.system.escaping import plain_json
+from ssl_bench.system.escaping import to_plain_json
 from ssl_bench.system.files import (
     NAMES,
     RECORDS,
-    lock_when_free,
     read_folder_within,
-    read_within,
+    read_untrusted,
     remove_orphans,
     remove_orphans_below,
     require_writable,
+    wait_for_lock,
     write_atomically,
     write_text_atomically,
 )
-from ssl_bench.system.memory import pass_on_memory, without_collections
+from ssl_bench.system.process import pause_garbage_collection, reraise_out_of_memory
 from ssl_bench.system.progress import say
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class ResultStore:
         row = self._packed().get(path.with_suffix(".json"))
         try:
             if row is None or path.with_suffix(".json").is_file():
-                content = read_within(self.root, path, most)
+                content = read_untrusted(self.root, path, most)
             elif row.images is None:
                 return None
             else:
@@ -244,7 +244,7 @@ class ResultStore:
             return None
         # The decoders of zip and npy raise exceptions of any class for damaged files.
         except Exception as error:
-            pass_on_memory(error)
+            reraise_out_of_memory(error)
         self.damaged.append(path)
         return None
 
@@ -278,7 +278,7 @@ class ResultStore:
         self.outdated = []
         to_read = self._list_paths() if paths is None else set(map(Path, paths))
         reader = RecordReader(self.root)
-        with without_collections():
+        with pause_garbage_collection():
             ordered = sorted(to_read, key=lambda path: path.parts)
             read = (self._read(path, reader) for path in ordered)
             records = [record for record in read if record is not None]
@@ -302,7 +302,7 @@ class ResultStore:
         encoders: dict[RecordedEncoder, list[str]] = {}
         by_fields: dict[tuple[bytes, ...], RecordedEncoder] = {}
         to_parse = []
-        with without_collections():
+        with pause_garbage_collection():
             for path, content in self._scan():
                 self.num_files += 1
                 encoder = find_encoder(content, by_fields)
@@ -324,14 +324,10 @@ class ResultStore:
 
     def _scan(self) -> Iterator[tuple[str, bytes]]:
         """Yield the path and the content of each record, which is b"" if it cannot be read."""
-        seen = set()
         for folder in sorted(self.root.glob(RECORDS.rpartition("/")[0])):
-            for name, content in read_folder_within(self.root, folder, ".json", MAX_FILE_BYTES):
-                path = f"{folder}{os.sep}{name}"
-                seen.add(path)
-                yield path, content or b""
+            yield from read_folder_within(self.root, folder, ".json", MAX_FILE_BYTES)
         for path, row in self._packed().items():
-            if self._is_record(path) and str(path) not in seen:
+            if self._is_record(path) and not path.exists():
                 yield str(path), row.content
 
     def _list_paths(self) -> set[Path]:
@@ -431,7 +427,7 @@ class ResultStore:
         folder = os.open(self.root, os.O_RDONLY)
         try:
             # Processes pack one after another, and each one keeps the rows of those before.
-            lock_when_free(folder)
+            wait_for_lock(folder)
             rows = {**self._damaged_rows(), **self._packed()}
             moved = list[tuple[Path, os.stat_result]]()
             reader = RecordReader(self.root)
@@ -440,9 +436,9 @@ class ResultStore:
                 files = (path, npz) if self._is_record(path) else (path,)
                 try:
                     states = [(file, file.lstat()) for file in files if file.exists()]
-                    content = read_within(self.root, path, MAX_FILE_BYTES)
+                    content = read_untrusted(self.root, path, MAX_FILE_BYTES)
                     has_npz = len(states) > 1
-                    images = read_within(self.root, npz, _MAX_NPZ_BYTES) if has_npz else None
+                    images = read_untrusted(self.root, npz, _MAX_NPZ_BYTES) if has_npz else None
                     if self._is_record(path):
                         reader.parse(content, path)
                     else:
@@ -507,7 +503,7 @@ class ResultStore:
         """
         row = self._packed().get(path)
         if row is None or path.exists():
-            return read_within(self.root, path, MAX_FILE_BYTES)
+            return read_untrusted(self.root, path, MAX_FILE_BYTES)
         return row.content
 
     def _packed(self) -> Mapping[Path, _Row]:
@@ -568,7 +564,7 @@ def _read_rows(root: Path, path: Path) -> tuple[dict[Path, _Row], dict[Path, _Ro
     import pyarrow.parquet
 
     try:
-        content = pyarrow.BufferReader(read_within(root, path, _MAX_PACKED_BYTES))
+        content = pyarrow.BufferReader(read_untrusted(root, path, _MAX_PACKED_BYTES))
         # Not `read_table`, which imports pandas.
         table = pyarrow.parquet.ParquetFile(content).read()
         columns = [table.column(name).to_pylist() for name in _COLUMNS]
@@ -586,7 +582,7 @@ def _read_rows(root: Path, path: Path) -> tuple[dict[Path, _Row], dict[Path, _Ro
     # so that `ArrowMemoryError` does not mean that memory is short.
     except Exception as error:
         if not isinstance(error, pyarrow.ArrowMemoryError):
-            pass_on_memory(error)
+            reraise_out_of_memory(error)
         raise DataError(f"cannot read {path} ({error}). Restore or remove it") from error
     return valid, damaged
 
@@ -663,7 +659,7 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
             elif name in ("mean", "std"):
                 row |= {f"{name}_{channel}": v for channel, v in zip("rgb", value, strict=True)}
             elif isinstance(value, Mapping):
-                plain = plain_json(value, infinity=INFINITY_AS_JSON)
+                plain = to_plain_json(value, infinity=INFINITY_AS_JSON)
                 row[name] = json.dumps(plain, sort_keys=True, default=list)
             else:
                 row[name] = value

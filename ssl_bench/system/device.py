@@ -2,21 +2,20 @@
 
 import os
 import platform
+import random
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import UTC, datetime
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.system.commit import source_commit
-from ssl_bench.system.launch import place_of_process
+from ssl_bench.system.process import get_process_info
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -26,11 +25,11 @@ def choose_device(name: str | None) -> torch.device:
     which some containers switch on for products (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
 
     Raises:
-        ConfigurationError: torch does not know the name, or `place_of_process` this process.
+        ConfigurationError: torch does not know the name, or `get_process_info` this process.
         MachineError: the device is not there.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    place = place_of_process()
+    place = get_process_info()
     if name.split(":")[0] == "cuda" and place.count > 1:
         # Without a number of its own every process would take memory of the first device.
         if place.local_rank is None:
@@ -49,7 +48,7 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def named_device(name: str) -> torch.device:
+def parse_device(name: str) -> torch.device:
     """The device of a name, whether it is there or not.
 
     Raises:
@@ -64,7 +63,7 @@ def named_device(name: str) -> torch.device:
 
 
 def _usable(name: str) -> torch.device:
-    device = named_device(name)
+    device = parse_device(name)
     try:
         # The device "meta" makes tensors, but none that holds a number.
         float(torch.zeros(1, device=device))
@@ -78,7 +77,7 @@ def float64_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def in_float64(tensor: Tensor) -> Tensor:
+def to_float64(tensor: Tensor) -> Tensor:
     """A tensor in float64, where `float64_device` says."""
     return tensor.to(float64_device(tensor.device)).double()
 
@@ -93,13 +92,13 @@ def visible_devices() -> list[str]:
     return [name.strip() for name in names][:count]
 
 
-def free_memory(device: torch.device) -> int:
+def free_gpu_memory(device: torch.device) -> int:
     """Bytes that tensors may still take on a GPU, those among them that torch keeps for reuse."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device, without a wait for what the device was given before.
 
     What comes from memory that is not pinned would wait; a pinned copy costs the host less.
@@ -109,7 +108,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors in host memory, with one wait for all of them; those that are there stay."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     found = []
@@ -135,7 +134,7 @@ _PRODUCTS = frozenset(
 _WITHOUT = ("DEFAULT", "NO AVX", "AVX2")
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Products keep the precision of their factors meanwhile."""
     # Tensors without values, on which FLOPs are counted, have none.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
@@ -149,7 +148,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
     result is rounded, which spares torch's slow products there. The two differ in the order of
     sums alone.
     """
-    rounded = computed_in(device, dtype) != dtype
+    rounded = autocast_dtype(device, dtype) != dtype
     with (
         torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
         RoundedProducts() if rounded else nullcontext(),
@@ -157,7 +156,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
         yield
 
 
-def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """In what `autocast` multiplies: float32 where a processor has no bfloat16."""
     without = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in _WITHOUT
     return torch.float32 if without and dtype == torch.bfloat16 else dtype
@@ -193,21 +192,102 @@ def _rounded(factor: Tensor) -> Tensor:
     return factor.to(torch.bfloat16).float()
 
 
-def provenance(device: torch.device, seconds: float) -> dict[str, Any]:
-    """The fields of a `Record` that say where it was made; `seconds` is how long it took."""
-    return {
-        "version": __version__,
-        "git_commit": source_commit(),
-        "torch": torch.__version__,
-        "device": device_name(device),
-        "seconds": round(seconds, 3),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def device_name(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """The hardware and how it computes: "cuda: NVIDIA H200, TF32 off", "cpu: x86_64, 2 threads"."""
     if device.type == "cuda":
         tf32 = "on" if torch.backends.cudnn.allow_tf32 else "off"
         return f"cuda: {torch.cuda.get_device_name(device)}, TF32 {tf32}"
     return f"{device.type}: {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Generator[None]:
+    """Switch a module to evaluation mode, and give each submodule its own mode back afterwards.
+
+    Only the attribute `training` changes. A `train` of the module's own may do more, such as merge
+    weights, and a second call need not undo that exactly.
+    """
+    training = [part for part in module.modules() if part.training]
+    try:
+        for part in training:
+            part.training = False
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextmanager
+def restore_tensor_storage(module: nn.Module) -> Generator[None]:
+    """Give the tensors of a module that is moved to another device their memory back afterwards.
+
+    The optimizer of a training and modules that share weights may hold the same tensors.
+    """
+    tensors = [one for p in module.parameters() for one in (p, p.grad) if one is not None]
+    memory = [(one, one.data) for one in tensors]
+    buffers = [(part, dict(part._buffers)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for tensor, before in memory:
+            if tensor.device != before.device:
+                tensor.data = before
+        for part, own in buffers:
+            for name, buffer in own.items():
+                now = part._buffers.get(name)
+                if now is not None and buffer is not None and now.device != buffer.device:
+                    part._buffers[name] = buffer
+
+
+@contextmanager
+def preserve_process_state() -> Generator[None]:
+    """Compute as in a new process, and leave the caller's process as it was.
+
+    Inside, torch records gradients and has its own defaults: no autocast, float32, the CPU.
+    Afterwards these are the caller's again, as are the current GPU, TF32 and the states of all
+    random number generators, so that a training goes on as if nothing had happened.
+    """
+    numbers = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    on_gpu = torch.cuda.is_initialized()
+    of_gpus = torch.cuda.get_rng_state_all() if on_gpu else []
+    current = torch.cuda.current_device() if on_gpu else 0
+    precision = _precision()
+    dtype = torch.get_default_dtype()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            # Without its cache, which torch empties at the end of the outermost autocast alone.
+            for kind in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
+            # Not always, because each call of torch takes longer inside.
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            torch.set_default_dtype(torch.float32)
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        for backend, name, value in precision:
+            setattr(backend, name, value)
+        if torch.cuda.is_initialized():
+            torch.cuda.set_device(current)
+            torch.cuda.set_rng_state_all(of_gpus)
+        random.setstate(numbers[0])
+        np.random.set_state(numbers[1])
+        torch.set_rng_state(numbers[2])
+
+
+def _precision() -> list[tuple[Any, str, Any]]:
+    """Return what decides on TF32 as (owner, attribute, value), in torch's old or new names.
+
+    torch refuses to read the old names once one of the new ones was set.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    found: list[tuple[Any, str, Any]] = []
+    for backend, new in ((matmul, [matmul]), (cudnn, [cudnn, cudnn.conv, cudnn.rnn])):
+        try:
+            found.append((backend, "allow_tf32", backend.allow_tf32))
+        except RuntimeError:
+            found += [(one, "fp32_precision", one.fp32_precision) for one in new]
+    return found

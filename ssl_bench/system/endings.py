@@ -14,24 +14,24 @@ from types import FrameType
 from typing import Literal
 
 from ssl_bench.errors import INTERRUPTED, MachineError, Preempted, SslBenchError, broken_file_error
-from ssl_bench.system.escaping import one_line
-from ssl_bench.system.memory import is_out_of_memory, memory_error
-from ssl_bench.system.progress import in_words, is_heard
+from ssl_bench.system.escaping import to_one_line
+from ssl_bench.system.process import is_main_process, is_out_of_memory, out_of_memory_error
+from ssl_bench.system.progress import format_duration
 
 _LONGEST = 1000
 # What schedulers, shutdowns and terminals that are closed send.
-STOPPING = ("SIGTERM", "SIGHUP", "SIGUSR1")
+STOP_SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1")
 
 
-class Stopped(KeyboardInterrupt):
-    """One of `STOPPING` came. It ends what Ctrl-C ends, in the same way."""
+class StopSignal(KeyboardInterrupt):
+    """One of `STOP_SIGNALS` came. It ends what Ctrl-C ends, in the same way."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
 
 
 @contextmanager
-def handled(
+def handle_signals(
     names: Sequence[str], handler: Callable[[int, FrameType | None], None]
 ) -> Generator[None]:
     """Let the main thread handle signals, but for a SIGHUP that is ignored, as under nohup."""
@@ -58,16 +58,16 @@ def handled(
             signal.signal(number, old)
 
 
-def stop(number: int, frame: FrameType | None) -> None:
+def raise_stop_signal(number: int, frame: FrameType | None) -> None:
     """The handler of a command that has nothing to save first."""
     del frame
-    raise Stopped(number)
+    raise StopSignal(number)
 
 
-def said_stopped(reason: KeyboardInterrupt, arguments: Sequence[str]) -> int:
+def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> int:
     """Say in a line that somebody ended the command; its exit code."""
-    name = next(iter(reason.args), "") if isinstance(reason, Stopped) else ""
-    if is_heard():
+    name = next(iter(reason.args), "") if isinstance(reason, StopSignal) else ""
+    if is_main_process():
         what = f"asked to stop ({name})" if name else "interrupted"
         # A folder that holds a run takes no other one.
         resume = " with --resume" if "pretrain" in arguments[:1] else ""
@@ -95,7 +95,7 @@ def _leave_terminal() -> None:
             os.close(nothing)
 
 
-def open_streams() -> None:
+def repair_standard_streams() -> None:
     """Make standard streams usable, whichever of them the caller closed."""
     # Otherwise the next file to be opened would get the number of the output or of errors.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -108,7 +108,7 @@ def open_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def reported(error: Exception, arguments: Sequence[str]) -> int | None:
+def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
     """Say an error in one line; its exit code, or None for a fault of this program.
 
     Not in `main`, whose frame the error's traceback holds: the two would keep each other, and with
@@ -120,9 +120,9 @@ def reported(error: Exception, arguments: Sequence[str]) -> int | None:
     if known is not error:
         # What is still to be written there would only fail again.
         sys.stdout = None
-    if known.is_raised_on_all_ranks and not is_heard():
+    if known.is_raised_on_all_ranks and not is_main_process():
         return known.exit_code
-    line = one_line(known)
+    line = to_one_line(known)
     # Somebody's text may be of any length.
     line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
     print(f"ssl-bench: {line}", file=sys.stderr)
@@ -134,7 +134,7 @@ def _known(error: Exception, command: str) -> SslBenchError | None:
     if isinstance(error, SslBenchError):
         return error
     if is_out_of_memory(error):
-        return memory_error(error, command)
+        return out_of_memory_error(error, command)
     if isinstance(error, ImportError | SyntaxError):
         return broken_file_error(error)
     if isinstance(error, OSError):
@@ -164,10 +164,10 @@ class Outcome:
     def line(self, count: str, title: str) -> str:
         """Such as "finished 2 of 9 in 40 s, pca on toy val, skip"."""
         said = f": {self.error}" if self.error else ""
-        return f"{self.state} {count} in {in_words(self.seconds)}, {title}{said}"
+        return f"{self.state} {count} in {format_duration(self.seconds)}, {title}{said}"
 
 
-def attempted(work: Callable[[], int | None], command: str, *, debug: bool) -> Outcome:
+def run_and_catch(work: Callable[[], int | None], command: str, *, debug: bool) -> Outcome:
     """Do a part of a command, whose errors end that part alone; `debug` raises them.
 
     Raises:
@@ -185,5 +185,5 @@ def attempted(work: Callable[[], int | None], command: str, *, debug: bool) -> O
             raise
         known = _known(error, command)
         code = 1 if known is None else known.exit_code
-        text = one_line(known or f"{type(error).__name__}: {error}")
+        text = to_one_line(known or f"{type(error).__name__}: {error}")
     return Outcome(time.monotonic() - start, code, text)

@@ -39,7 +39,7 @@ _FORMULA = re.compile(r"(^|;)(\s*)(?=[=+\-@\uff1d\uff0b\uff0d\uff20])")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     r"""The text in one line that is only seen: an escape sequence begins with `\x1b` written out.
 
     So are line ends, marks that turn the direction of writing, and bytes that are no text.
@@ -49,47 +49,49 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def one_line(message: object) -> str:
+def to_one_line(message: object) -> str:
     """A message for a terminal; its lines become one."""
-    return printable(" ".join(str(message).split()))
+    return escape_unprintable(" ".join(str(message).split()))
 
 
-def printable_lines(lines: Iterable[str]) -> str:
+def escape_lines(lines: Iterable[str]) -> str:
     """Lines of our own, one below the other, with whatever in them."""
-    return "\n".join(map(printable, lines))
+    return "\n".join(map(escape_unprintable, lines))
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of as many cells each, the cells of a column below each other."""
-    cells = [[printable(cell) for cell in row] for row in rows]
+    cells = [[escape_unprintable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
-def latex(text: str) -> str:
+def escape_latex(text: str) -> str:
     """A cell of a LaTeX table."""
-    escaped = "".join(_LATEX.get(character, character) for character in printable(text))
+    escaped = "".join(_LATEX.get(character, character) for character in escape_unprintable(text))
     # After the \\ of the line above they would be read as its argument or its star.
     return f"{{{escaped[0]}}}{escaped[1:]}" if escaped.startswith(("[", "*")) else escaped
 
 
-def markdown(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """A line or cell of Markdown, as GitHub and the pages of the project read it."""
     named = {"|": "\\|", "&": "&amp;", "<": "&lt;", ">": "&gt;"}
-    return _MARKDOWN.sub(lambda sign: named.get(sign[0], f"&#{ord(sign[0])};"), printable(text))
+    return _MARKDOWN.sub(
+        lambda sign: named.get(sign[0], f"&#{ord(sign[0])};"), escape_unprintable(text)
+    )
 
 
-def csv_field(value: Any) -> Any:
+def escape_csv(value: Any) -> Any:
     """A field of CSV: a text that a spreadsheet would compute begins with an apostrophe.
 
     Numbers, also as text and with a sign, stay as they are.
     """
     if not isinstance(value, str) or _NUMBER.fullmatch(value):
         return value
-    return _FORMULA.sub(r"\1\2'", printable(value))
+    return _FORMULA.sub(r"\1\2'", escape_unprintable(value))
 
 
-def json_text(
+def dump_json(
     value: Any, *, indent: int | None = 1, text: Callable[[str], str] | None = None
 ) -> str:
     """JSON in ASCII that every reader takes: null for what is no number, no half characters.
@@ -101,11 +103,13 @@ def json_text(
     """
     separators = (",", ":") if indent is None else None
     whole = text or (lambda one: one.encode(errors="backslashreplace").decode())
-    plain = plain_json(value, text=whole)
+    plain = to_plain_json(value, text=whole)
     return json.dumps(plain, indent=indent, separators=separators, default=list)
 
 
-def plain_json(value: Any, *, infinity: str | None = None, text: Callable[[str], str] = str) -> Any:
+def to_plain_json(
+    value: Any, *, infinity: str | None = None, text: Callable[[str], str] = str
+) -> Any:
     """Values of which JSON has all: null for what is no number, `infinity` for infinity."""
     if value is None or type(value) in (int, bool):
         # Asked first, because whether something is a mapping takes long to know.
@@ -118,25 +122,25 @@ def plain_json(value: Any, *, infinity: str | None = None, text: Callable[[str],
         return value
     if isinstance(value, Mapping):
         return {
-            text(str(name)): plain_json(item, infinity=infinity, text=text)
+            text(str(name)): to_plain_json(item, infinity=infinity, text=text)
             for name, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [plain_json(item, infinity=infinity, text=text) for item in value]
+        return [to_plain_json(item, infinity=infinity, text=text) for item in value]
     return value
 
 
-def in_page(value: Any) -> Any:
+def escape_in_template(value: Any) -> Any:
     """What a template prints; markup of the templates themselves is no plain `str`."""
-    return printable(value) if type(value) is str else value
+    return escape_unprintable(value) if type(value) is str else value
 
 
-def in_figure(text: str) -> str:
+def escape_matplotlib(text: str) -> str:
     """A text in a drawing of matplotlib, which reads mathematics between dollars."""
-    return printable(text).replace("$", r"\$")
+    return escape_unprintable(text).replace("$", r"\$")
 
 
-def in_file_names(name: str) -> str:
+def safe_file_name(name: str) -> str:
     """A name that any file system and address can hold."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:80]
 
@@ -153,7 +157,7 @@ def is_file_name(name: str) -> bool:
     return name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
 
 
-def shell_words(words: Sequence[str]) -> str:
+def quote_command(words: Sequence[str]) -> str:
     """A command that can be shown and typed; bash and zsh read `$'...'` as it was."""
     plain = {*range(32, 127)} - {*b"\\'"}
     typed = []

@@ -2,18 +2,20 @@
 
 import errno
 import hashlib
+import json
 import os
 import re
 import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from itertools import takewhile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ssl_bench.errors import MachineError
 from ssl_bench.system.progress import say_once
@@ -31,7 +33,7 @@ _LEAVE_TERMINAL = getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _NO_LINK_NO_WAIT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
-def open_within(
+def open_untrusted(
     root: Path, path: Path, most_bytes: int, *, known: set[Path] | None = None
 ) -> BufferedReader:
     """Open a plain file below a folder that may be somebody else's; no link leads out of it.
@@ -78,43 +80,43 @@ def _is_link(place: Path, path: Path) -> OSError:
     return OSError(errno.ELOOP, f"{what}, and links are not followed", str(path))
 
 
-def read_within(
+def read_untrusted(
     root: Path, path: Path, most_bytes: int, *, known: set[Path] | None = None
 ) -> bytes:
-    """The bytes of a file that `open_within` opens."""
-    with open_within(root, path, most_bytes, known=known) as file:
+    """The bytes of a file that `open_untrusted` opens."""
+    with open_untrusted(root, path, most_bytes, known=known) as file:
         return file.read()
 
 
 def read_folder_within(
     root: Path, folder: Path, suffix: str, most_bytes: int
-) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the name and content of the files of a folder, for thousands of small files.
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the path and the content of each file of a folder, for thousands of small files.
 
-    The content is None where `read_within` would raise an error. Hidden files are included.
+    The content is b"" for a file that `read_within` would refuse.
     """
-    try:
-        with os.scandir(folder) as entries:
-            names = sorted(entry.name for entry in entries if entry.name.endswith(suffix))
-    except OSError:
-        return
     below_root = takewhile(lambda place: place != root, (folder, *folder.parents))
     is_linked = any(place.is_symlink() for place in below_root)
-    for name in names:
+    try:
+        with os.scandir(folder) as entries:
+            paths = [entry.path for entry in entries if entry.name.endswith(suffix)]
+    except OSError:
+        return
+    for path in paths:
         try:
-            if is_linked:
-                raise OSError
-            descriptor = os.open(f"{folder}{os.sep}{name}", os.O_RDONLY | _NO_LINK_NO_WAIT)
+            descriptor = os.open(path, os.O_RDONLY | _NO_LINK_NO_WAIT)
         except OSError:
-            yield name, None
+            yield path, b""
             continue
         try:
             status = os.fstat(descriptor)
-            is_allowed = stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes
-            content = os.read(descriptor, status.st_size) if is_allowed else None
+            is_allowed = not is_linked and stat.S_ISREG(status.st_mode)
+            if is_allowed and status.st_size <= most_bytes:
+                yield path, os.read(descriptor, status.st_size)
+            else:
+                yield path, b""
         finally:
             os.close(descriptor)
-        yield name, content
 
 
 _UNFINISHED = re.compile(r"\.ssl-bench-[0-9a-f]{32}\.tmp")
@@ -130,7 +132,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         MachineError: the folder cannot be written or the disk is full; an older file stays intact.
     """
     try:
-        with unfinished(path) as file:
+        with atomic_file(path) as file:
             write(file)
     except OSError as error:
         raise MachineError(
@@ -139,7 +141,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 @contextmanager
-def unfinished(path: Path) -> Generator[BinaryIO]:
+def atomic_file(path: Path) -> Generator[BinaryIO]:
     """A new file that gets the name `path` when the block ends without an error.
 
     Until then it is locked and has a name that no other process, host or container gives.
@@ -151,13 +153,13 @@ def unfinished(path: Path) -> Generator[BinaryIO]:
     # Not the name of the file within it, which may be as long as names can be.
     temporary = path.with_name(f".ssl-bench-{uuid.uuid4().hex}.tmp")
     # Not tempfile.mkstemp, whose files only their owner may read, whatever the umask says.
-    # Nor one that everybody may write, which `open_own` would refuse.
+    # Nor one that everybody may write, which `open_trusted` would refuse.
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o664)
     try:
         with os.fdopen(descriptor, "w+b") as file:
             # Whoever looks for orphans may hold it for a moment.
             with suppress(BlockingIOError):
-                lock_or_refuse(descriptor)
+                try_lock(descriptor)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -204,7 +206,7 @@ def _remove_orphan(path: Path, idle_seconds: float) -> None:
         descriptor = os.open(path, os.O_RDWR | _NO_LINK_NO_WAIT)
         try:
             status = os.fstat(descriptor)
-            if not lock_or_refuse(descriptor):
+            if not try_lock(descriptor):
                 idle_seconds = max(idle_seconds, _UNLOCKED_ORPHAN_SECONDS)
             if stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime >= idle_seconds:
                 path.unlink()
@@ -212,7 +214,7 @@ def _remove_orphan(path: Path, idle_seconds: float) -> None:
             os.close(descriptor)
 
 
-def lock_or_refuse(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
     """Lock a file until it is closed; False on a system or file system without locks.
 
     Raises:
@@ -229,7 +231,7 @@ def lock_or_refuse(descriptor: int) -> bool:
     return True
 
 
-def lock_when_free(descriptor: int) -> None:
+def wait_for_lock(descriptor: int) -> None:
     """Wait until no other process holds a file, and lock it until it is closed.
 
     On a system without locks nothing waits: there, of processes that fetch the same file at the
@@ -257,7 +259,7 @@ def open_regular(path: Path) -> BufferedReader:
     raise OSError(errno.EINVAL, "It is no regular file", str(path))
 
 
-def open_own(path: Path) -> BufferedReader:
+def open_trusted(path: Path) -> BufferedReader:
     """Open a file of a cache for reading: a regular one that nobody else could have written.
 
     Numbers are computed from such files, so that those of other users (but for root) and those that
@@ -287,7 +289,7 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def sha256_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Hexadecimal sha256 of a file's bytes; errors are those of `open_regular`."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -306,14 +308,14 @@ def read_digests(sidecar: Path) -> list[tuple[str, str]]:
     return [(match[1].lower(), match[2] or "") for match in found if match]
 
 
-REPORT = ".ssl-bench-report"
+REPORT_MARK = ".ssl-bench-report"
 _MARK = ".ssl-bench-written"
 RECORDS, NAMES = "records/*/*/*.json", f"images/{'[0-9a-f]' * 16}.json"
 """Patterns of the files of a folder of results: records, and names of a split's images."""
 _STORED = ("records.parquet", RECORDS, NAMES)
 
 
-def mark_as_written(folder: Path) -> None:
+def mark_as_output(folder: Path) -> None:
     """Leave word in a folder, made if need be, that its pictures are no data.
 
     Raises:
@@ -323,9 +325,9 @@ def mark_as_written(folder: Path) -> None:
         write_text_atomically(folder / _MARK, "ssl-bench wrote this and reads no data from it\n")
 
 
-def is_written(folder: Path) -> bool:
+def is_output(folder: Path) -> bool:
     """Whether this program wrote the pictures in a folder."""
-    if any((folder / mark).is_file() for mark in (_MARK, REPORT)):
+    if any((folder / mark).is_file() for mark in (_MARK, REPORT_MARK)):
         return True
     # Of versions that left no mark.
     return folder.name == "pictures" and any(
@@ -333,7 +335,7 @@ def is_written(folder: Path) -> bool:
     )
 
 
-def files_below(root: Path) -> Iterator[str]:
+def list_files(root: Path) -> Iterator[str]:
     """Paths of all files below a folder, those of each folder before those of the folders in it.
 
     Hidden ones are passed over, and what this program wrote there: pictures beside records,
@@ -347,7 +349,7 @@ def files_below(root: Path) -> Iterator[str]:
         # A link to a folder further up would never end.
         if real in seen:
             children.clear()
-        elif folder != root and is_written(folder):
+        elif folder != root and is_output(folder):
             written.append(folder)
             children.clear()
         else:
@@ -375,3 +377,43 @@ def require_writable(folder: Path) -> None:
             f"cannot write to {folder}: {error.strerror}",
             hint=("--out", "{folder}"),
         ) from error
+
+
+_CHECKSUM = "crc32"
+
+
+def format_checked_line(content: Mapping[str, Any]) -> str:
+    """Return the line of an object, without its end."""
+    return json.dumps({**content, _CHECKSUM: _checksum(content)})
+
+
+def parse_checked_lines(content: bytes, path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the header of a log and the content of its lines; a message counts damaged lines.
+
+    A last line without an end is passed over: somebody is writing it, or was killed meanwhile.
+    """
+    header, *lines = content.decode(errors="replace").split("\n")[:-1] or ["{}"]
+    read = [_verified(line) for line in lines]
+    found = [one for one in read if one is not None]
+    if damaged := len(read) - len(found):
+        say_once(f"{path}: {damaged} of {len(read)} lines are damaged and left out")
+    return _parsed(header) or {}, found
+
+
+def _verified(line: str) -> dict[str, Any] | None:
+    content = _parsed(line)
+    if content is None or content.pop(_CHECKSUM, None) != _checksum(content):
+        return None
+    return content
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())

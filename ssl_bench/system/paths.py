@@ -1,6 +1,6 @@
 """Paths that users write, and names of our files for what is named outside.
 
-`expanded` is the one door for the first: `~` is expanded, and what can be no path is refused.
+`expand_path` is the one door for the first: `~` is expanded, and what can be no path is refused.
 """
 
 import os
@@ -23,18 +23,18 @@ PACKAGE = Path(__file__).parents[1]
 """Where `ssl_bench` is installed; beside it lies the rest of a checkout."""
 
 
-def expanded(text: str | Path) -> Path:
+def expand_path(text: str | Path) -> Path:
     """A path with the home folder in place of `~`.
 
     Raises:
         ConfigurationError: no such user, or nothing that the system takes for a path.
     """
-    if not is_path(text):
+    if not is_valid_path(text):
         raise ConfigurationError(f"expected {_LEGAL_NAMES}, got {str(text)[:100]!r}")
     return Path(text).expanduser()
 
 
-def is_path(text: str | Path) -> bool:
+def is_valid_path(text: str | Path) -> bool:
     """Whether the system can be asked for it; an empty text is often an unset variable."""
     try:
         path = os.fsencode(Path(text).expanduser())
@@ -46,7 +46,7 @@ def is_path(text: str | Path) -> bool:
     return bool(str(text)) and b"\0" not in path and is_short
 
 
-def real(path: Path) -> Path:
+def resolve_links(path: Path) -> Path:
     """A path without links; unlike `Path.resolve`, also of a link that leads to itself."""
     return Path(os.path.realpath(path))
 
@@ -58,7 +58,7 @@ def cache_folder(configured: str | Path | None) -> Path:
         MachineError: neither the environment nor the system names one.
     """
     if configured is not None:
-        return expanded(configured)
+        return expand_path(configured)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         return (base if base.is_absolute() else Path.home() / ".cache") / "ssl-bench"
@@ -94,7 +94,7 @@ def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
     return f"{os.fsdecode(plain[:count])}~{digest}"
 
 
-def in_order(name: str) -> tuple[list[tuple[int, str]], str]:
+def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
     """Key that sorts names as people count: `run@10` before `run@100`, and that after `run@50`."""
     parts = re.split(r"([0-9]+)", name)
     # Texts and numbers by turns. A number is known by its length first, for it may be any.
@@ -104,28 +104,28 @@ def in_order(name: str) -> tuple[list[tuple[int, str]], str]:
     return keys, name
 
 
-def image_name(image_id: str, *, before: str = "") -> str:
+def figure_file_name(image_id: str, *, before: str = "") -> str:
     """File name of the picture of an image: no two ids, which may hold folders, share one."""
     added = len(before) + len(".png")
     return f"{before}{file_name(image_id, added=added, distinct=True)}.png"
 
 
-def image_title(name: str) -> str:
-    """For readers, what `image_name` gave without its ending; two images may share it."""
+def figure_title(name: str) -> str:
+    """For readers, what `figure_file_name` gave without its ending; two images may share it."""
     return name[: -1 - _DIGITS] if _ENDS_LIKE_OURS.fullmatch(name) else name
 
 
-def encoder_name(model: str) -> str:
+def encoder_folder_prefix(model: str) -> str:
     """The first part of `encoder_folder`."""
     return file_name(model, added=2 * (1 + _SHA_DIGITS))
 
 
 def encoder_folder(model: str, encoder_id: str) -> str:
     """How the folders for the pictures of an encoder begin."""
-    return f"{encoder_name(model)}-{encoder_id[:_SHA_DIGITS]}"
+    return f"{encoder_folder_prefix(model)}-{encoder_id[:_SHA_DIGITS]}"
 
 
-def pictures_folder(encoder: str, fingerprint: str) -> str:
+def figures_folder(encoder: str, fingerprint: str) -> str:
     """Name of the folder for the pictures of an encoder and of the images with a fingerprint.
 
     Of other images, or of the same after one was replaced, the pictures are elsewhere.
@@ -134,9 +134,9 @@ def pictures_folder(encoder: str, fingerprint: str) -> str:
         encoder: Its `encoder_folder`.
         fingerprint: Of the images, with or without a mark.
     """
-    return f"{encoder}-{image_digits(fingerprint)}"
+    return f"{encoder}-{short_fingerprint(fingerprint)}"
 
 
-def image_digits(fingerprint: str) -> str:
+def short_fingerprint(fingerprint: str) -> str:
     """What names of folders hold of a fingerprint."""
     return fingerprint.rpartition("-")[2][:_SHA_DIGITS]

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, MutableMapping, Sequence, Sized
 from functools import cache
 from typing import Any, TypeVar
 
-from ssl_bench.system.escaping import printable
-from ssl_bench.system.launch import is_heard
+from ssl_bench.system.escaping import escape_unprintable
+from ssl_bench.system.process import is_main_process
 
 T = TypeVar("T")
 _FIRST_SECONDS, _LATEST_SECONDS = 20.0, 600.0
@@ -24,7 +24,7 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
     the time has doubled, and every ten minutes at the latest. Of several processes the first alone
     shows its own.
     """
-    if not is_heard():
+    if not is_main_process():
         return items
     if total is None and isinstance(items, Sized):
         total = len(items)
@@ -33,7 +33,7 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
     durations = deque[float](maxlen=_REMEMBERED)
     bar = bar_class()(
         _timed(items, durations),
-        desc=printable(description),
+        desc=escape_unprintable(description),
         total=total,
         disable=None,
         dynamic_ncols=True,
@@ -60,7 +60,7 @@ def bar_class() -> Any:
         @property
         def format_dict(self) -> MutableMapping[str, Any]:
             shown = super().format_dict
-            if len(self.durations) > 1 and (usual := usual_duration(self.durations)) > 0:
+            if len(self.durations) > 1 and (usual := typical_duration(self.durations)) > 0:
                 shown["rate"] = 1 / usual
             return shown
 
@@ -95,16 +95,16 @@ def _line(
     description: str, done: int, total: int | None, seconds: float, durations: Sequence[float]
 ) -> str:
     if not total:
-        return f"{description}: {done} in {in_words(seconds)}"
+        return f"{description}: {done} in {format_duration(seconds)}"
     if done == 1 < total:
         # It waited for what is loaded once.
-        return f"{description}: {done} of {total} in {in_words(seconds)}"
-    left = usual_duration(durations) * (total - done)
-    about = f"about {in_words(left)}" if left >= 1 else "less than a second"
+        return f"{description}: {done} of {total} in {format_duration(seconds)}"
+    left = typical_duration(durations) * (total - done)
+    about = f"about {format_duration(left)}" if left >= 1 else "less than a second"
     return f"{description}: {done} of {total}, {about} left"
 
 
-def usual_duration(durations: Sequence[float]) -> float:
+def typical_duration(durations: Sequence[float]) -> float:
     """Seconds of the median item, whose batch came as a whole if others followed it at once.
 
     Of the first batch, whose images come at once before all of them are waited for, the mean.
@@ -123,7 +123,7 @@ def usual_duration(durations: Sequence[float]) -> float:
     return each[(len(each) - 1) // 2]
 
 
-def in_words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Such as "40 s", "12 min" or "3 h 05 min"."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 1 else "< 1 s"
@@ -131,17 +131,17 @@ def in_words(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def size_in_words(size: int) -> str:
+def format_size(size: int) -> str:
     """Such as "12.3 MB", of bytes."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{max(size / 1e6, 0.1):.1f} MB"
 
 
 def say(line: str) -> None:
     """Tell the user on stderr, beside bars; stdout is for tables. The first process alone does."""
-    if not is_heard():
+    if not is_main_process():
         return
     with bar_class().external_write_mode(file=sys.stderr):
-        print(printable(line), file=sys.stderr, flush=True)
+        print(escape_unprintable(line), file=sys.stderr, flush=True)
 
 
 @cache

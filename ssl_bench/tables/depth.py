@@ -8,7 +8,7 @@ from typing import Any
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record
-from ssl_bench.system.paths import in_order
+from ssl_bench.system.paths import natural_sort_key
 from ssl_bench.tables.entries import (
     Entry,
     comparable_groups,
@@ -236,7 +236,7 @@ def _pivot(
         title=title,
         row_name=row_name,
         rows=tuple(sorted({row for row, _ in entries})),
-        columns=tuple(sorted({column for _, column in entries}, key=in_order)),
+        columns=tuple(sorted({column for _, column in entries}, key=natural_sort_key)),
         entries=entries,
         notes=tuple(table_notes(records)),
     )

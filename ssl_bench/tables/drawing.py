@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import MAX_DEGENERATE_PERCENT
-from ssl_bench.system.escaping import in_figure, printable
+from ssl_bench.system.escaping import escape_matplotlib, escape_unprintable
 from ssl_bench.system.files import write_atomically
 from ssl_bench.tables.depth import Pivot
 from ssl_bench.tables.entries import baselines
@@ -86,8 +86,10 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
 
 def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
     """Break a text into lines of a width, and after its first comma."""
-    parts = printable(text).split(", ", 1)
-    return "\n".join(in_figure(line) for part in parts for line in textwrap.wrap(part, letters))
+    parts = escape_unprintable(text).split(", ", 1)
+    return "\n".join(
+        escape_matplotlib(line) for part in parts for line in textwrap.wrap(part, letters)
+    )
 
 
 def _count_legend_columns(labels: Sequence[str], num_columns: int) -> int:
@@ -124,7 +126,7 @@ def _draw_panel(axis: Any, table: Pivot, colours: Mapping[str, Any]) -> None:
     for answer, value in lowest_baselines.items():
         axis.axhline(value, color="0.4", linestyle=":", linewidth=1)
         axis.annotate(
-            in_figure(printable(answer)),
+            escape_matplotlib(answer),
             (0, value),
             fontsize=6,
             va="bottom",

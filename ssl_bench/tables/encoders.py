@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.paths import in_order
+from ssl_bench.system.paths import natural_sort_key
 from ssl_bench.tables.depth import Pivot
 from ssl_bench.tables.entries import (
     Entry,
@@ -114,7 +114,7 @@ def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) ->
     return EncoderTable(
         title=_title(list(series.values()), list(entries.values()), choice),
         row_name="encoder",
-        rows=tuple(sorted(models.values(), key=in_order)),
+        rows=tuple(sorted(models.values(), key=natural_sort_key)),
         columns=tuple(columns),
         entries=entries,
         notes=tuple(_notes(entries, series, choice, len(models))),

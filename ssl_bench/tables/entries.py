@@ -23,7 +23,7 @@ from ssl_bench.results import (
     RecordedEncoder,
     is_degenerate,
 )
-from ssl_bench.system.escaping import printable
+from ssl_bench.system.escaping import escape_unprintable
 from ssl_bench.tables.sheets import NO_VALUE
 
 K = TypeVar("K", bound=Hashable)
@@ -441,14 +441,14 @@ def table_notes(records: Sequence[Record]) -> list[str]:
     for record in records:
         warnings = record.details.get("warnings")
         for warning in warnings if isinstance(warnings, list) else ():
-            warned[printable(str(warning))].add(record.layer)
+            warned[escape_unprintable(str(warning))].add(record.layer)
         if undefined := record.details.get("undefined"):
-            no_value[printable(str(undefined))].add(record.layer)
+            no_value[escape_unprintable(str(undefined))].add(record.layer)
             continue
         default = "not defined for these images" if with_interval else ""
         reason = record.details.get("no_interval", default)
         if reason and record.layer not in with_interval:
-            no_interval[printable(str(reason))].add(record.layer)
+            no_interval[escape_unprintable(str(reason))].add(record.layer)
     for reason, layers in no_interval.items():
         blocks = f" for {_block_list(layers)}" if with_interval else ""
         notes.append(f"no interval{blocks}: {reason}")
@@ -513,7 +513,7 @@ def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> s
             native = record.details.get("image_size", record.architecture.get("image_size"))
             sizes["image_size"] = settings["image_size"] or native
         text = "".join(f", {name}={size}" for name, size in sizes.items() if size)
-        users[text].add(f"{record.task} of {printable(record.model)}")
+        users[text].add(f"{record.task} of {escape_unprintable(record.model)}")
     if len(users) == 1:
         return next(iter(users))
     return "".join(f"{text} ({', '.join(sorted(of))})" for text, of in users.items() if text)
@@ -530,7 +530,7 @@ def _unreadable_note(records: Sequence[Record]) -> str:
     if not counts:
         return ""
     left_out = [split for r in records for split in r.details.get("left_out", {}).values()]
-    names = dict.fromkeys(printable(name) for split in left_out for name in split["first"])
+    names = dict.fromkeys(escape_unprintable(name) for split in left_out for name in split["first"])
     return f", without {', '.join(sorted(counts))} that cannot be read: {', '.join(names)}"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
-from ssl_bench.system.paths import in_order
+from ssl_bench.system.paths import natural_sort_key
 from ssl_bench.tables.depth import Pivot
 from ssl_bench.tables.entries import Entry, baseline_note, comparable_groups, provenance
 from ssl_bench.tables.layer_selection import (
@@ -319,7 +319,7 @@ def _missing_notes(
     filled_rows = {*encoders, *(row for row, _ in derived)}
     empty_rows = [row for row in published.rows if row not in filled_rows]
     if empty_rows and any(column.task not in ("", RUN) for column in published.columns):
-        models = sorted({record.model for record in records}, key=in_order)
+        models = sorted({record.model for record in records}, key=natural_sort_key)
         notes.append(
             f"no encoder for {', '.join(map(repr, empty_rows))}. Add one with "
             f"`--as 'ROW'=CHECKPOINT`. Recorded encoders: {', '.join(models) or 'none'}"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import safetensors
 import yaml
 
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import expand_path
 
 _SECONDS_PER_DAY = 86_400.0
 
@@ -86,7 +86,7 @@ def read_run_measure(metric: str, folder: Path) -> float | None:
     Returns:
         None if the folder has no finished run, or if its log lacks the number.
     """
-    folder = expanded(folder)
+    folder = expand_path(folder)
     state = read_run_state(folder)
     if state is None or not state.is_finished:
         return None

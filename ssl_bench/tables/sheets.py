@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.system.escaping import csv_field, json_text, latex, markdown, printable
+from ssl_bench.system.escaping import (
+    dump_json,
+    escape_csv,
+    escape_latex,
+    escape_markdown,
+    escape_unprintable,
+)
 
 STYLES = ("text", "terminal", "markdown", "latex")
 FORMATS = (*STYLES, "csv", "json", "parquet")
@@ -85,7 +91,7 @@ def render_tables(tables: Sequence[Table], style: str) -> str:
     if style == "csv":
         return _format_csv([row for table in tables for row in table.csv_rows()])
     if style == "json":
-        return json_text([table.as_json() for table in tables]) + "\n"
+        return dump_json([table.as_json() for table in tables]) + "\n"
     if style not in STYLES:
         raise ConfigurationError(
             f"expected one of {', '.join(FORMATS)}, got the format {style!r}",
@@ -122,7 +128,7 @@ def _format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     header = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(buffer, header, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: csv_field(value) for name, value in row.items()} for row in rows)
+    writer.writerows({name: escape_csv(value) for name, value in row.items()} for row in rows)
     return buffer.getvalue()
 
 
@@ -136,10 +142,16 @@ def format_sheet(sheet: Sheet, style: str) -> str:
 
 
 def _format_markdown(sheet: Sheet) -> str:
-    lines = [f"**{markdown(sheet.title)}**", "", _markdown_row(map(markdown, sheet.head))]
+    lines = [
+        f"**{escape_markdown(sheet.title)}**",
+        "",
+        _markdown_row(map(escape_markdown, sheet.head)),
+    ]
     lines.append("|---|" + "---:|" * (len(sheet.head) - 1))
-    lines += [_markdown_row(_emphasise(cell, "**{}**", markdown) for cell in r) for r in sheet.rows]
-    notes = "<br>".join(map(markdown, (*sheet.notes, *sheet.marks)))
+    lines += [
+        _markdown_row(_emphasise(cell, "**{}**", escape_markdown) for cell in r) for r in sheet.rows
+    ]
+    notes = "<br>".join(map(escape_markdown, (*sheet.notes, *sheet.marks)))
     return "\n".join([*lines, "", f"<sub>{notes}</sub>"]) + "\n"
 
 
@@ -148,8 +160,8 @@ def _markdown_row(texts: Iterable[str]) -> str:
 
 
 def _format_text(sheet: Sheet, bold: str) -> str:
-    cells = [[_emphasise(cell, bold, printable) for cell in row] for row in sheet.rows]
-    rows = [list(map(printable, sheet.head)), *cells]
+    cells = [[_emphasise(cell, bold, escape_unprintable) for cell in row] for row in sheet.rows]
+    rows = [list(map(escape_unprintable, sheet.head)), *cells]
     widths = [max(_printed_width(row[i]) for row in rows) for i in range(len(sheet.head))]
     # Names of rows are aligned left, block numbers right.
     has_names = not all(row[0].text.lstrip("-").isdigit() for row in sheet.rows)
@@ -162,10 +174,10 @@ def _format_text(sheet: Sheet, bold: str) -> str:
             lines.append("  ".join([first, *(gaps[i] + row[i] for i in columns)]).rstrip())
         blocks.append(lines)
     rule = "-" * max(_printed_width(line) for lines in blocks for line in lines)
-    parts = [printable(sheet.title), rule]
+    parts = [escape_unprintable(sheet.title), rule]
     for head, *body in blocks:
         parts += [head, rule, *body, rule]
-    return "\n".join([*parts, *map(printable, (*sheet.notes, *sheet.marks))]) + "\n"
+    return "\n".join([*parts, *map(escape_unprintable, (*sheet.notes, *sheet.marks))]) + "\n"
 
 
 def _split_columns(widths: Sequence[int]) -> list[list[int]]:
@@ -185,19 +197,21 @@ def _printed_width(text: str) -> int:
 
 def _format_latex(sheet: Sheet) -> str:
     body = [
-        " & ".join(_emphasise(cell, r"\textbf{{{}}}", latex, r"\underline{{{}}}") for cell in row)
+        " & ".join(
+            _emphasise(cell, r"\textbf{{{}}}", escape_latex, r"\underline{{{}}}") for cell in row
+        )
         for row in sheet.rows
     ]
     lines = [
-        *(f"% {printable(line)}" for line in (sheet.title, *sheet.notes)),
+        *(f"% {escape_unprintable(line)}" for line in (sheet.title, *sheet.notes)),
         r"\begin{tabular}{l" + "r" * (len(sheet.head) - 1) + "}",
         r"\toprule",
-        " & ".join(map(latex, sheet.head)) + r" \\",
+        " & ".join(map(escape_latex, sheet.head)) + r" \\",
         r"\midrule",
         *(row + r" \\" for row in body),
         r"\bottomrule",
         r"\end{tabular}",
-        *(rf"\par{{\footnotesize {latex(mark)}.\par}}" for mark in sheet.marks),
+        *(rf"\par{{\footnotesize {escape_latex(mark)}.\par}}" for mark in sheet.marks),
     ]
     return "\n".join(lines) + "\n"
 

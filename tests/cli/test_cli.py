@@ -13,7 +13,7 @@ from PIL import Image
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig
 from ssl_bench.results import ResultStore
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 from tests.support.faults import encoder_file, picture
 from tests.support.without_torch import REPOSITORY, said_without_torch
 
@@ -110,7 +110,7 @@ def test_finished_cells_are_skipped_until_overwrite(workplace, capsys):
 
     assert main([*PROBE, *SMALL, "--layer", "0,1"]) == 0
     said = capsys.readouterr().err
-    assert "1 of 2 scores finished before, skipped" in said
+    assert "skipping 1 of 2 results" in said
     # Both, for the overview that shows both.
     assert said.count("layers 0, 1\n") == 1
     again = ResultStore(workplace / "results").records()
@@ -181,7 +181,7 @@ def test_differences_of_data_are_json_too(workplace, capsys):
     verify = ["data", "verify", "photos", "--manifest", "list", "--json"]
     assert main(verify) == 0
     assert json.loads(capsys.readouterr().out) == {"manifest": "list", "listed": 3}
-    assert Path("list").read_text().startswith(f"{sha256_of(Path('photos/0.png'))}  0.png\n")
+    assert Path("list").read_text().startswith(f"{file_sha256(Path('photos/0.png'))}  0.png\n")
     (workplace / "photos" / "0.png").write_bytes(b"other")
     (workplace / "photos" / "1.png").rename(workplace / "photos" / "new.png")
 

@@ -26,7 +26,7 @@ def probed(task: str, *more: str, data: list[str] = PHOTOS) -> list[str]:
 def test_images_that_are_left_out_are_counted(capsys):
     words = probed("pca", "--layer", "0", "probe.image_size=32")
     assert main([*words, "probe.panels=3"]) == 0
-    assert "pca: 3 of 4 images; --pictures 4 takes all" in capsys.readouterr().err
+    assert "3 of 4 images are projected; use `--pictures 4`" in capsys.readouterr().err
     assert main([*words, "probe.panels=4", "--overwrite"]) == 0
     assert "of 4 images" not in capsys.readouterr().err
 

@@ -28,7 +28,7 @@ from ssl_bench.composition.compose import (
     component_class,
     compose_config,
     flatten_config,
-    protocols,
+    list_protocols,
 )
 from ssl_bench.data.corruptions import asked_corruptions
 from ssl_bench.errors import (
@@ -136,7 +136,9 @@ OWN: Mapping[str, str] = {
     "std": "[0.5,0.5,0.5]",
     "table": "table2",
     "target": "model.vit_tiny_skip",
+    "text_key": "probe.facet",
     "timm_name": "vit_small_patch16_224",
+    "value": "token",
     "widths": "[24,48,96,192]",
     "words": "probe.training=lbfgs",
 }
@@ -369,11 +371,11 @@ def inner_choices(base: Sequence[str]) -> list[str]:
     task = dict(one.split("=") for one in base).get("probe")
     if task is None:
         return []
-    probe = compose_config("probing", [f"probe={task}"]).probe
+    probe = compose_config("probing", [f"probe={task}"])["probe"]
     groups = {f"probe.{name}": choices(choice_group(f"probe.{name}", {"probe": task}) or "")
               for name in probe if choice_group(f"probe.{name}", {"probe": task})}  # fmt: skip
     kind = component_class(probe[TARGET], "probe")
-    groups["probe.protocol"] = protocols(task, kind)
+    groups["probe.protocol"] = list_protocols(task, kind)
     return [f"{key}={name}" for key, names in groups.items() for name in names]
 
 
@@ -392,7 +394,7 @@ def is_built(root: str, overrides: Sequence[str], keys: Sequence[str]) -> bool:
     try:
         config = compose_config(root, overrides)
         for part in {key.partition(".")[0] for key in keys} & {*GROUPS, "train", "monitor"}:
-            build(config[part])
+            build(config, part)
     except SslBenchError:
         return False
     return True
@@ -556,11 +558,13 @@ def test_a_wrong_name_gets_the_nearest_in_its_hint(line, hint):
     assert can_be_typed(filled(words))
 
 
-def test_a_text_of_the_user_holds_no_placeholder():
+def test_a_text_of_the_user_holds_no_placeholder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "{x}-{{y}").mkdir()
     with pytest.raises(ConfigurationError) as refused:
-        run_line(["probe", "--task", "pca", "--dataset", "voc2012={x}/{{y}"])
+        run_line(["probe", "--task", "pca", "--dataset", "{x}-{{y}"])
 
-    assert "`--dataset voc2012 --data-root '{x}/{{y}'`" in str(refused.value)
+    assert "`--dataset folder --data-root '{x}-{{y}'`" in str(refused.value)
     hint = ("--out", escape_braces("{x}"), "{folder}")
     assert str(DataError("no", hint=hint)) == "no; use `--out '{x}' FOLDER`"
     assert [word.format(folder="y") for word in hint] == ["--out", "{x}", "y"]

@@ -7,7 +7,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices, config_folder
-from ssl_bench.composition.compose import compose_config, keys
+from ssl_bench.composition.compose import compose_config, list_keys
 
 
 def listed(capsys, *words: str) -> dict[str, str]:
@@ -19,7 +19,7 @@ def listed(capsys, *words: str) -> dict[str, str]:
 def test_every_key_of_a_run_is_listed_with_what_it_takes(place, capsys):
     found = listed(capsys, "pretrain", "objective=supervised", "train.max_grad_norm=2")
 
-    assert set(found) == set(keys(compose_config("pretraining", ["objective=supervised"])))
+    assert set(found) == set(list_keys(compose_config("pretraining", ["objective=supervised"])))
     line = r"train\.max_grad_norm=2 +a number in \(0, 1000000000\] or null: .+"
     assert re.fullmatch(line, found["train.max_grad_norm"])
     assert "a number in [0, 1)" in found["objective.label_smoothing"]
@@ -89,7 +89,7 @@ def test_every_key_says_what_it_means_in_a_sentence(capsys, target):
         assert " a path or null: " in found["data.root"]
     if target.startswith("probe."):
         # Those of the probe and those of all.
-        composed = set(keys(compose_config("probing", [target.replace(".", "=", 1)])))
+        composed = set(list_keys(compose_config("probing", [target.replace(".", "=", 1)])))
         files = (config_folder() / "probe").glob(f"{target.removeprefix('probe.')}/*")
         named = {f"probe.{part.name}" for part in files}
         assert set(found) == {one for one in composed | named if not one.startswith("dataset.")}

@@ -103,7 +103,6 @@ MISTAKES = [
     ("reproduce --run", "expected one PAPER/TABLE, got none"),
     ("reproduce table2 --row 'skp, adamw'", "`--row 'skip, adamw'`"),
     ("reproduce table2 --dataset voc", "unknown dataset 'voc'"),
-    ("probe --task pca --dataset voc2012=x", "`--dataset voc2012 --data-root x`"),
     ("probe --task pca --dataset .", "`--dataset folder --data-root .`"),
     ("data check .", "--data-root .`"),
     ("reproduce table2 --data-root /data", "`--data-root DATASET=FOLDER`"),

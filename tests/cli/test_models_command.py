@@ -11,7 +11,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.models import ADDRESSES, TIMM_PATTERNS
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
 from ssl_bench.models.loading.hub import HUB_WEIGHTS
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2, num_registers=3)
 
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_ours_is_described(ours, capsys):
     for part in (
         f"safetensors, {size:.1f} MB", "ssl-bench", "2 blocks, width 128, 2 heads",
         "patches of 8 pixels, 1 [CLS], 3 registers", "32 x 32", "31 of 31 used",
-        sha256_of(ours / "last.safetensors"),
+        file_sha256(ours / "last.safetensors"),
     ):  # fmt: skip
         assert part in said
     # By hand: 12 D^2 weights and 13 D others a block, the patches, positions, tokens and norm.
@@ -81,7 +81,7 @@ def test_json_has_the_facts_of_each_file(ours, dinov2, capsys):
     assert (second["used"], second["total"]) == (31, 32)
     assert second["ignored"].keys() == {"mask_token"}
     assert second["parameters"] == first["parameters"]
-    assert second["sha256"] == sha256_of(dinov2)
+    assert second["sha256"] == file_sha256(dinov2)
 
 
 def test_bad_files_take_a_line_each_and_the_others_are_still_described(ours, tmp_path, capsys):

@@ -9,10 +9,8 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
-from omegaconf import OmegaConf
 from PIL import Image
 from torch.distributed.run import get_args_parser
 
@@ -33,7 +31,7 @@ from ssl_bench.cli.reproduce import (
     tables_of,
 )
 from ssl_bench.composition.choices import experiments
-from ssl_bench.composition.compose import compose_config, get_value
+from ssl_bench.composition.compose import compose_config, flatten_config
 from ssl_bench.errors import ConfigurationError, DataError, Preempted
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.published import PublishedTable, load_published_tables
@@ -131,8 +129,8 @@ def test_whatever_recipes_count_in_epochs_fits_a_short_run(asked):
             compose_config("pretraining", [f"experiment={run.name}", *words]) for words in ([], own)
         )
 
-        warmup_steps(cast(Any, OmegaConf.to_container(short)), timeline)
-        long = {key for key in LENGTHS if (get_value(whole, key) or 0) > 0}
+        warmup_steps(short, timeline)
+        long = {key for key in LENGTHS if (flatten_config(whole).get(key) or 0) > 0}
         if "train.max_steps" in asked:
             assert {word.partition("=")[0] for word in own} == long, name
         lengths |= long

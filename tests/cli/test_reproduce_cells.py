@@ -48,7 +48,7 @@ def composed(
     """The real probe and dataset of a command."""
     config = probing_config(task, dataset, overrides, "/nowhere")
     values = shared_values(config)
-    return build(config.probe), as_asked(build(config.dataset), values), values
+    return build(config, "probe"), as_asked(build(config, "dataset"), values), values
 
 
 class StandIn:

@@ -50,14 +50,14 @@ def values(out: str = "results") -> dict[str, float]:
 
 
 @pytest.mark.parametrize("task", choices("probe"))
-def test_how_many_images_the_encoder_takes_at_once_is_in_no_cell(task):
+def test_batch_size_is_not_part_of_the_key(task):
     usual = compose_config("probing", [f"probe={task}"])
     sizes = [f"{key}=3" for key in BATCH_SIZES if has_key(usual, key)]
     other = compose_config("probing", [f"probe={task}", *sizes])
-    assert build(other.probe).settings() == build(usual.probe).settings()
+    assert build(other, "probe").settings() == build(usual, "probe").settings()
 
 
-def test_fault_52_training_classes_that_change_places_are_other_training_images(place):
+def test_fault_52_swapped_training_classes_are_other_training_images(place):
     probe = probing("knn", "class_folders", place / "classes")
     assert main(probe) == 0
     before = records()
@@ -72,7 +72,7 @@ def test_fault_52_training_classes_that_change_places_are_other_training_images(
     assert {r.trained_on for r in before}.isdisjoint({r.trained_on for r in after})
 
 
-def test_fault_52_cells_of_other_training_images_are_not_compared(place, capsys):
+def test_fault_52_results_of_different_training_images_are_not_compared(place, capsys):
     encoder_file(Path("other.safetensors"), seed=1)
     probe = probing("knn", "class_folders", place / "classes")
     other = [word.replace("encoder.", "other.") for word in probe]
@@ -113,13 +113,13 @@ class Watched:
 
 
 @pytest.mark.parametrize("task", sorted(SMALL))
-def test_fault_52_whoever_reads_training_images_says_so(place, task):
+def test_fault_52_probes_that_read_training_images_record_them(place, task):
     kinds = dict.fromkeys(("knn", "classification", "clustering"), "class_folders")
     kind = kinds.get(task, "voc2012")
     overrides = [f"probe={task}", f"dataset={kind}", *SMALL[task]]
     root = place / ("voc" if kind == "voc2012" else "classes")
     config = compose_config("probing", [*overrides, f"data.root={root}"])
-    probe, dataset = build(config.probe), cast(Any, Watched(build(config.dataset), []))
+    probe, dataset = build(config, "probe"), cast(Any, Watched(build(config, "dataset"), []))
     encoder = encoder_from_model(build_vit(TINY, seed=0), name="tiny")
     cpu = torch.device("cpu")
     evaluation = Evaluation(encoder, dataset, probe, (1,), 0, cpu, torch.float32)
@@ -131,7 +131,7 @@ def test_fault_52_whoever_reads_training_images_says_so(place, task):
     assert set(choices("probe")) == {*SMALL, "conditioning"}
 
 
-def test_fault_52_training_images_that_change_during_a_run_give_it_no_other_key(place):
+def test_fault_52_training_images_that_change_during_a_run_keep_the_key(place):
     config = compose_config("probing", ["probe=knn", *SMALL["knn"], "data.root=classes"])
     folders = ClassFolders("classes")
     dataset = cast(Any, Watched(folders, []))
@@ -146,7 +146,7 @@ def test_fault_52_training_images_that_change_during_a_run_give_it_no_other_key(
     save = ResultStore.save
     encoder = encoder_from_model(build_vit(TINY, seed=0), name="tiny")
     cpu = torch.device("cpu")
-    evaluation = Evaluation(encoder, dataset, build(config.probe), (1,), 0, cpu, torch.float32)
+    evaluation = Evaluation(encoder, dataset, build(config, "probe"), (1,), 0, cpu, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ResultStore, "save", swapped_after_the_first)
         made = evaluation.run(ResultStore(Path("here")), say=print)
@@ -163,7 +163,7 @@ def said(arguments: list[str], capsys) -> str:
     return capsys.readouterr().err
 
 
-def test_fault_53_equal_weights_in_another_architecture_are_another_encoder():
+def test_fault_53_equal_weights_of_another_architecture_are_another_encoder():
     from timm.models.vision_transformer import VisionTransformer
 
     shape: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 2}
@@ -189,7 +189,7 @@ def test_fault_53_equal_weights_in_another_architecture_are_another_encoder():
     assert configured(replace(TINY, init="mimetic", drop_path=0.1)) == configured(TINY)
 
 
-def test_fault_53_another_encoder_at_the_compared_address_is_compared_anew(place):
+def test_fault_53_a_replaced_checkpoint_is_compared_again(place):
     encoder_file(Path("other.safetensors"), seed=1)
     words = ["probe", "--task", "conditioning", "--dataset", "folder", "--layer", "1"]
     words += ["--data-root", str(place / "classes/val/cat"), "--checkpoint", "encoder.safetensors"]
@@ -205,7 +205,7 @@ def test_fault_53_another_encoder_at_the_compared_address_is_compared_anew(place
     assert after.value != before.value
 
 
-def test_the_arithmetic_of_the_encoder_makes_a_cell_of_its_own(place):
+def test_dtype_is_part_of_the_key(place):
     probe = probing("knn", "class_folders", place / "classes")
     assert main(probe) == 0
     exact = {record.key().digest for record in records()}
@@ -252,9 +252,7 @@ def outdated_lines(capsys) -> list[str]:
 
 
 @pytest.mark.parametrize("raised", ["metric", "pipeline"])
-def test_results_of_an_older_version_are_left_out_and_computed_again(
-    place, capsys, monkeypatch, raised
-):
+def test_outdated_results_are_left_out_and_computed_again(place, capsys, monkeypatch, raised):
     probe = probing("knn", "class_folders", place / "classes")
     assert main(probe) == 0
     before = records()
@@ -304,7 +302,7 @@ def test_finished_results_name_the_release_that_computed_them(place, capsys, mon
 
 @pytest.mark.parametrize("task", choices("probe"))
 def test_tables_know_the_metric_version_of_each_probe_in_this_repository(task):
-    probe = build(compose_config("probing", [f"probe={task}"]).probe)
+    probe = build(compose_config("probing", [f"probe={task}"]), "probe")
     assert versions.METRIC_VERSIONS.get(task, 1) == probe.metric_version
 
 

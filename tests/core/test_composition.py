@@ -1,9 +1,9 @@
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import yaml
-from omegaconf import DictConfig
 
 from pretrain.description import describe
 from pretrain.objectives.dino import Dino
@@ -13,49 +13,56 @@ from ssl_bench.composition.compose import (
     build,
     component_class,
     compose_config,
-    config_to_dict,
     fill_defaults,
     instantiate,
-    keys,
+    list_keys,
 )
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, split_alternatives
 from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS
 
-PCA = ["probe=pca", "dataset=toy"]
+
+def built_both(config: dict[str, Any]) -> None:
+    build(config, "probe")
+    build(config, "dataset")
 
 
-def built_both(config: DictConfig) -> None:
-    build(config.probe)
-    build(config.dataset)
+NO_HINT = "no hint"
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "hint"),
     [
-        ("probe.panel=3", r"unknown key 'probe.panel'; use `probe.panels=VALUE`"),
-        ("probe.panels=many", r"probe.panels expects a whole number .*got 'many'"),
-        ("probe.panels=true", r"expects a whole number"),
-        ("probe.facet=3", r"probe.facet expects text, got"),
-        ("probe.limit=3", r"unknown key 'probe.limit'; use `data.limit=VALUE`"),
-        ("dataset=VOC", r"unknown dataset='VOC' .*valid: voc2007, voc2012"),
-        ("dataset=voc2021", r"unknown dataset='voc2021' .*use `dataset=voc2012`"),
-        ("probe.panels", r"expected KEY=VALUE, got 'probe.panels'"),
-        ("probe.panels=[1", r"panels"),
-        ("probe.new=1", r"unknown key 'probe.new'"),
-        ("dataset.cache=[1]", r"dataset.cache expects a path"),
-        ("dataset.cache='~nosuchuser/x'", r"dataset.cache expects a path .*, got '~nosuchuser/x'"),
-        ("data=3", r"data is no value; override its keys"),
-        (f"probe.panels={'9' * 5000}", r"cannot read"),
-        (f"probe.panels={'[' * 2000}", r"cannot read"),
-        ("probe.panels=choice(1,2)", r"cannot read"),
-        ("probe.panels=0", r"panels expects a whole number in \[1, 1000000000\], got 0"),
+        ("probe.panel=3", "probe.panels={value}"),
+        ("probe.panels=many", NO_HINT),
+        ("probe.panels=true", NO_HINT),
+        ("probe.facet=3", "probe.facet='3'"),
+        ("probe.limit=3", "data.limit={value}"),
+        ("dataset=VOC", "dataset=voc2007"),
+        ("dataset=voc2021", "dataset=voc2012"),
+        ("dataset=zzz", NO_HINT),
+        ("probe.panels", "ssl-bench keys"),
+        ("probe.panels=[1", NO_HINT),
+        ("dataset.root=[1]", NO_HINT),
+        ("dataset.root='~nosuchuser/x'", NO_HINT),
+        ("dataset.root=${oc.env:HOME}", NO_HINT),
+        ("data=3", "ssl-bench keys"),
+        ("data.root=???", NO_HINT),
+        (f"probe.panels={'9' * 5000}", NO_HINT),
+        (f"probe.panels={'[' * 2000}", NO_HINT),
+        ("probe.panels=choice(1,2)", NO_HINT),
+        ("probe.panels=0", NO_HINT),
+        ("probe.panels={a: 1}", NO_HINT),
     ],
 )
-def test_a_wrong_override_is_one_line_that_says_what_to_do(override, message):
-    with pytest.raises(ConfigurationError, match=message) as caught:
-        built_both(compose_config("probing", [*PCA, override]))
+def test_a_wrong_override_is_refused_with_a_hint(override, hint):
+    with pytest.raises(ConfigurationError) as refused:
+        built_both(compose_config("probing", ["probe=pca", "dataset=voc2012", override]))
 
-    assert "\n" not in str(caught.value)
+    error = refused.value
+    ways = [" ".join(words) for words in split_alternatives(error.hint)] or [NO_HINT]
+    assert hint in ways
+    assert "\n" not in str(error)
+    assert len(str(error)) < 400
 
 
 def components(value: object, key: str = "") -> Iterator[tuple[str, type]]:
@@ -76,20 +83,21 @@ def test_every_field_of_every_class_can_be_overridden(group):
     # Of experiments the recipes alone: the runs of papers give values to keys that these have.
     for name in sorted(path.stem for path in (config_folder() / group).glob("*.yaml")):
         config = compose_config(root, [*base, f"{group}={name}"])
-        said = {key.rsplit(".", n)[0] for key in keys(config) for n in range(key.count(".") + 1)}
-        assert group == "experiment" or build(config[group]) is not None
-        for key, kind in components(config_to_dict(config)):
+        known = list_keys(config)
+        known += [key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)]
+        assert group == "experiment" or build(config, group) is not None
+        for key, kind in components(config):
             names = [f"{key}.{item.name}".lstrip(".") for item in fields(kind) if item.init]
-            assert set(names) <= said
+            assert set(names) <= set(known)
 
 
 def test_what_files_leave_out_is_the_default_of_the_class():
     config = compose_config("pretraining", ["optimizer=soap", "optimizer.max_precond_dim=7"])
 
     assert "max_precond_dim" not in (config_folder() / "optimizer/soap.yaml").read_text()
-    assert build(config.optimizer) == replace(Soap(betas=[0.95, 0.95]), max_precond_dim=7)
+    assert build(config, "optimizer") == replace(Soap(betas=[0.95, 0.95]), max_precond_dim=7)
     with pytest.raises(ConfigurationError, match=r"optimizer\.eps expects a number"):
-        build(compose_config("pretraining", ["optimizer.eps=x"]).optimizer)
+        build(compose_config("pretraining", ["optimizer.eps=x"]), "optimizer")
 
 
 def _calls(said: object) -> Iterator[dict[str, object]]:
@@ -124,7 +132,7 @@ def test_a_class_alone_is_completed_by_its_defaults_those_inside_it_too():
     ("model", "kinds"), [("vit_tiny_skip", INITIALISERS), ("conv_mixer", FILTER_INITIALISERS)]
 )
 def test_every_option_of_every_initialiser_can_be_overridden(model, kinds):
-    options = compose_config("pretraining", [f"model={model}"]).model.init_options
+    options = compose_config("pretraining", [f"model={model}"])["model"]["init_options"]
 
     older = {"mlp_mean", "mlp_input_std"} if model.startswith("vit") else set()
     assert set(options) == older | {item.name for kind in kinds.values() for item in fields(kind)}

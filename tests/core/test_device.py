@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.models import ViTConfig, build_vit
 from ssl_bench.system import device as module
-from ssl_bench.system.commit import source_commit
 from ssl_bench.system.device import (
     RoundedProducts,
     autocast,
+    autocast_dtype,
     choose_device,
-    computed_in,
-    device_name,
-    free_memory,
+    describe_device,
+    free_gpu_memory,
 )
-from ssl_bench.system.memory import free_host_memory
+from ssl_bench.system.process import free_host_memory
+from ssl_bench.system.provenance import source_commit
 from tests.support.places import one_of
 from tests.support.without_torch import REPOSITORY
 
@@ -58,14 +58,14 @@ def test_each_process_of_torchrun_has_a_device_of_its_own(two_gpus, monkeypatch)
 
 
 def test_float32_is_float32_on_a_gpu_and_its_name_says_so(two_gpus):
-    assert device_name(torch.device("cuda")) == "cuda: H200, TF32 on"
+    assert describe_device(torch.device("cuda")) == "cuda: H200, TF32 on"
     # As a container's variable has it; what is chosen switches it off again.
     torch.backends.cuda.matmul.allow_tf32 = True
 
     choose_device("cuda")
 
     assert not torch.backends.cuda.matmul.allow_tf32
-    assert device_name(torch.device("cuda")) == "cuda: H200, TF32 off"
+    assert describe_device(torch.device("cuda")) == "cuda: H200, TF32 off"
 
 
 def test_a_device_that_is_unknown_or_absent_is_named():
@@ -169,7 +169,7 @@ def test_every_product_is_that_of_torch_but_for_the_order_of_sums(product):
 def test_no_processor_multiplies_what_it_has_no_instructions_for(product, processor):
     with autocast(CPU, BFLOAT16), Multiplied() as multiplied:
         PRODUCTS[product]()
-    assert multiplied.found == {computed_in(CPU, BFLOAT16)}
+    assert multiplied.found == {autocast_dtype(CPU, BFLOAT16)}
 
 
 def gradients(*contexts):
@@ -208,9 +208,9 @@ def test_nothing_is_rounded_where_autocast_is_switched_off(processor):
 def test_what_is_computed_in(processor, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: processor)
     without = processor != "AVX512"
-    assert computed_in(CPU, BFLOAT16) == (torch.float32 if without else BFLOAT16)
-    assert computed_in(CPU, torch.float16) == torch.float16
-    assert computed_in(torch.device("cuda"), BFLOAT16) == BFLOAT16
+    assert autocast_dtype(CPU, BFLOAT16) == (torch.float32 if without else BFLOAT16)
+    assert autocast_dtype(CPU, torch.float16) == torch.float16
+    assert autocast_dtype(torch.device("cuda"), BFLOAT16) == BFLOAT16
 
 
 def test_what_torch_keeps_for_reuse_counts_as_free(monkeypatch):
@@ -218,7 +218,7 @@ def test_what_torch_keeps_for_reuse_counts_as_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25)
 
-    assert free_memory(torch.device("cuda")) == 10 + 35
+    assert free_gpu_memory(torch.device("cuda")) == 10 + 35
 
 
 def test_half_of_the_memory_counts_as_free_where_the_system_does_not_say(monkeypatch):

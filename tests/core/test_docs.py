@@ -21,7 +21,7 @@ from PIL import Image
 from ssl_bench import errors
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import compose_config, config_to_dict
+from ssl_bench.composition.compose import compose_config
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
 from tests.support.faults import unchecked_types
 from tests.support.page_commands import ROOT
@@ -165,7 +165,7 @@ def at(config: dict[str, Any], key: str) -> Any:
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_table_has_every_key_of_its_objective_with_the_default(name):
-    config = config_to_dict(compose_config("pretraining", [f"objective={name}"]))["objective"]
+    config = compose_config("pretraining", [f"objective={name}"])["objective"]
 
     table = stated(name)
 

@@ -6,15 +6,15 @@ import subprocess
 import pytest
 
 from ssl_bench.system.escaping import (
-    csv_field,
-    in_figure,
+    dump_json,
+    escape_csv,
+    escape_latex,
+    escape_markdown,
+    escape_matplotlib,
+    escape_unprintable,
     is_file_name,
-    json_text,
-    latex,
-    markdown,
-    one_line,
-    printable,
-    shell_words,
+    quote_command,
+    to_one_line,
 )
 from tests.support.hostile import HOSTILE
 
@@ -28,11 +28,11 @@ from tests.support.hostile import HOSTILE
     ],
 )
 def test_what_is_not_seen_is_written_out(text, seen):
-    assert printable(text) == seen
+    assert escape_unprintable(text) == seen
 
 
 def test_the_lines_of_a_message_become_one():
-    assert one_line(ValueError("a\n  b\x1b")) == r"a b\x1b"
+    assert to_one_line(ValueError("a\n  b\x1b")) == r"a b\x1b"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_lines_of_a_message_become_one():
     ],
 )  # fmt: skip
 def test_latex_reads_no_command_and_no_argument(text, escaped):
-    assert latex(text) == escaped
+    assert escape_latex(text) == escaped
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_latex_reads_no_command_and_no_argument(text, escaped):
     ],
 )
 def test_markdown_keeps_plain_names_and_reads_nothing_else(text, escaped):
-    assert markdown(text) == escaped
+    assert escape_markdown(text) == escaped
 
 
 @pytest.mark.parametrize(
@@ -70,22 +70,22 @@ def test_markdown_keeps_plain_names_and_reads_nothing_else(text, escaped):
     ],
 )  # fmt: skip
 def test_a_spreadsheet_computes_no_text_and_numbers_stay_numbers(value, written):
-    assert csv_field(value) == written
+    assert escape_csv(value) == written
 
 
 def test_json_has_no_half_characters_and_no_words_for_what_is_no_number():
     content = {"a\ud800": (float("nan"), float("inf"), 1.5, "\udce9\n"), "b": {"c": True}}
 
-    text = json_text(content, indent=None)
+    text = dump_json(content, indent=None)
 
     assert json.loads(text) == {"a\\ud800": [None, None, 1.5, "\\udce9\n"], "b": {"c": True}}
-    assert json.loads(json_text(content, text=printable))["a\\ud800"][3] == "\\udce9\\n"
+    assert json.loads(dump_json(content, text=escape_unprintable))["a\\ud800"][3] == "\\udce9\\n"
 
 
 def test_a_command_is_seen_and_typed_as_it_was():
     words = ["probe", "it's", "a\\b'\x1bc\n", "\udce9 é", HOSTILE, ""]
 
-    line = shell_words(words)
+    line = quote_command(words)
 
     assert line.isprintable()
     assert line.startswith("probe ")
@@ -94,7 +94,7 @@ def test_a_command_is_seen_and_typed_as_it_was():
 
 
 def test_a_figure_reads_no_mathematics():
-    assert in_figure("$\\frac$\n") == r"\$\frac\$\n"
+    assert escape_matplotlib("$\\frac$\n") == r"\$\frac\$\n"
 
 
 def test_a_name_of_a_file_may_be_strange_and_names_nothing_but_itself():

@@ -19,12 +19,12 @@ from ssl_bench.errors import CheckpointError, DataError, MachineError
 from ssl_bench.models import load_encoder
 from ssl_bench.system import files as system_files
 from ssl_bench.system.files import (
-    open_own,
+    atomic_file,
+    file_sha256,
     open_regular,
+    open_trusted,
     read_regular,
     remove_orphans,
-    sha256_of,
-    unfinished,
     write_atomically,
     write_text_atomically,
 )
@@ -70,7 +70,7 @@ def test_fault_62_every_reader_takes_regular_files_alone(tmp_path, make):
     for name in ("x.txt", "x.json", "x.jpg", "x.safetensors", "x.pth"):
         make(tmp_path / name)
 
-    for read in (open_regular, read_regular, sha256_of):
+    for read in (open_regular, read_regular, file_sha256):
         with pytest.raises(OSError, match=r"regular file|No such device"):
             read(tmp_path / "x.txt")
     for read, name in (
@@ -135,9 +135,9 @@ def _belongs_to_another_user(path: Path) -> None:
 def test_a_cache_file_that_somebody_else_could_have_written_is_refused(tmp_path, make):
     make(tmp_path / "file")
     with pytest.raises(OSError, match=r"link|user|everybody|not a regular file"):
-        open_own(tmp_path / "file")
+        open_trusted(tmp_path / "file")
     (tmp_path / "own").write_bytes(b"own")
-    with open_own(tmp_path / "own") as file:
+    with open_trusted(tmp_path / "own") as file:
         assert file.read() == b"own"
 
 
@@ -149,14 +149,14 @@ def test_a_cache_file_is_read_again_where_the_umask_lets_everybody_write(tmp_pat
     finally:
         os.umask(previous)
 
-    with open_own(tmp_path / "file") as file:
+    with open_trusted(tmp_path / "file") as file:
         assert file.read() == b"own"
 
 
 def test_sha256_of_three_bytes_is_the_published_one(tmp_path):
     (tmp_path / "abc").write_bytes(b"abc")
 
-    digest = sha256_of(tmp_path / "abc")
+    digest = file_sha256(tmp_path / "abc")
 
     assert digest == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
@@ -241,7 +241,7 @@ def test_every_module_can_be_imported_where_only_unix_has_what_is_hidden():
 
 def test_without_locks_files_are_written_and_fresh_ones_are_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(system_files, "fcntl", None)
-    with unfinished(tmp_path / "written.txt") as file:
+    with atomic_file(tmp_path / "written.txt") as file:
         file.write(b"whole")
         remove_orphans(tmp_path)
 

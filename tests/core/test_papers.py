@@ -88,7 +88,7 @@ def test_an_arm_has_what_its_stem_has_and_its_own_on_top(tmp_path):
     assert list(runs) == ["a", "a_b"]
     assert runs["a"].changes == {"model": "x", "model.depth": 3}
     assert runs["a_b"].changes == {"model": "y", "model.depth": 3, "train.epochs": 4}
-    assert runs["a_b"].node() == {
+    assert runs["a_b"].to_config() == {
         "defaults": ["a", {"override /model": "y"}],
         "model": {"depth": 3},
         "train": {"epochs": 4},
@@ -98,7 +98,7 @@ def test_an_arm_has_what_its_stem_has_and_its_own_on_top(tmp_path):
 def test_two_runs_of_one_name_are_refused(tmp_path):
     run = "  a:\n    images: mnist\n"
 
-    with pytest.raises(ConfigurationError, match="its own name, got a twice"):
+    with pytest.raises(ConfigurationError, match="have the name a"):
         papers(written(tmp_path, p=run, q=run))
 
 

@@ -15,24 +15,25 @@ from ssl_bench.composition.compose import (
     changed_settings,
     component_class,
     compose_config,
+    list_protocols,
     protocol_group,
-    protocols,
 )
 
 
 def kind_of(task: str) -> type:
-    return component_class(compose_config("probing", [f"probe={task}"]).probe[TARGET], "probe")
+    return component_class(compose_config("probing", [f"probe={task}"])["probe"][TARGET], "probe")
 
 
-PRESETS = [(task, name) for task in choices("probe") for name in protocols(task, kind_of(task))]
+PRESETS = [
+    (task, name) for task in choices("probe") for name in list_protocols(task, kind_of(task))
+]
 
 
 def composed(task: str, protocol: str, *overrides: str) -> Any:
     """The probe that the command line builds."""
     preset = protocol_group(task) if choices(protocol_group(task)) else "probe.protocol"
-    return build(
-        compose_config("probing", [f"probe={task}", f"{preset}={protocol}", *overrides]).probe
-    )
+    words = [f"probe={task}", f"{preset}={protocol}", *overrides]
+    return build(compose_config("probing", words), "probe")
 
 
 def test_every_protocol_of_the_suite_is_seen():

@@ -14,7 +14,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.system import progress
-from ssl_bench.system.progress import in_words, say, show_progress
+from ssl_bench.system.progress import format_duration, say, show_progress
 from tests.support.faults import encoder_file, exit_code, fork, photo_folder, probing
 from tests.support.places import one_of
 
@@ -107,7 +107,7 @@ def test_the_time_left_of_a_first_batch_is_not_that_of_its_images_that_came_at_o
     ],
 )
 def test_a_length_of_time_in_words(seconds, words):
-    assert in_words(seconds) == words
+    assert format_duration(seconds) == words
 
 
 @pytest.fixture

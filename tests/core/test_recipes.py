@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import compose_config, config_to_dict
+from ssl_bench.composition.compose import compose_config
 from ssl_bench.models.initialisers import in_full
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"
@@ -72,7 +72,7 @@ def value(cell: str) -> Any:
 
 @cache
 def configuration(name: str) -> dict[str, Any]:
-    found = config_to_dict(compose_config("pretraining", [f"experiment={name}"]))
+    found = compose_config("pretraining", [f"experiment={name}"])
     model = found["model"]
     told = in_full(model["init"], model["init_options"])
     return found | {"model": model | {"init_options": told}}

@@ -60,7 +60,7 @@ def test_a_saved_record_comes_back_and_nan_becomes_null(tmp_path):
     assert math.isnan(store.records()[1].value)
 
 
-def test_a_run_folder_says_what_it_is_and_how_its_encoder_is_probed(tmp_path):
+def test_error_for_a_run_folder_recommends_to_probe_its_encoder(tmp_path):
     config = {"objective": {"_target_": "a.Dino"}, "model": {"_target_": "a.ViTConfig"}}
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     rows = [{"step": 1, "loss": 9, "lr": 1}, {"step": 7, "loss": 1.5, "lr": 1, "val_top1": None}]
@@ -74,7 +74,7 @@ def test_a_run_folder_says_what_it_is_and_how_its_encoder_is_probed(tmp_path):
 
 
 @pytest.mark.parametrize("log", ["", "[]\n", "not JSON\n"])
-def test_somebody_elses_folder_is_no_run(tmp_path, log):
+def test_a_folder_with_other_files_of_these_names_is_no_run(tmp_path, log):
     (tmp_path / "config.yaml").write_text("objective: x\nmodel: y\n")
     (tmp_path / "log.jsonl").write_text(log)
 
@@ -92,12 +92,12 @@ def test_somebody_elses_folder_is_no_run(tmp_path, log):
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_an_encoder_is_its_weights_architecture_mean_and_deviation(change):
+def test_encoder_id_depends_on_weights_architecture_mean_and_std(change):
     assert replace(RECORD, **change).encoder_id != RECORD.encoder_id
     assert replace(RECORD, model="renamed", seed=1).encoder_id == RECORD.encoder_id
 
 
-def test_a_value_half_a_point_beside_that_of_its_images_is_damaged(tmp_path):
+def test_per_image_values_half_a_point_off_are_damaged(tmp_path):
     # 81 of 200 images are 40.5 %, 80 are the 40 % of the record.
     for hits, is_damaged in ((81, True), (80, False)):
         store = ResultStore(tmp_path / str(hits))
@@ -111,7 +111,7 @@ def test_a_value_half_a_point_beside_that_of_its_images_is_damaged(tmp_path):
         )
 
 
-def test_a_cell_is_known_by_the_sha256_of_its_fields_as_sorted_json():
+def test_digest_is_the_sha256_of_the_key_as_sorted_json():
     names = [item.name for item in fields(ResultKey) if item.name not in VERSIONS]
     assert sorted(names) == KEYS.split()
     text = json.dumps({name: getattr(RECORD, name) for name in names}, sort_keys=True)
@@ -128,7 +128,7 @@ def test_a_cell_is_known_by_the_sha256_of_its_fields_as_sorted_json():
     assert all(other.digest == other.key().digest for other in others)
 
 
-def test_records_share_equal_settings_whether_typed_as_1_or_as_1_point_0(tmp_path):
+def test_records_share_settings_typed_as_1_and_as_1_point_0(tmp_path):
     store = ResultStore(tmp_path)
     kinds = [{"n": 7, "tau": 1}, {"n": 7, "tau": 1.0}, {"n": 7, "tau": True}, {"n": 7, "tau": 1}]
     for layer, settings in enumerate(kinds):
@@ -153,7 +153,7 @@ def test_records_share_equal_settings_whether_typed_as_1_or_as_1_point_0(tmp_pat
     ("old", "new"),
     [(1, 1.0), (1.0, 1), ((1, 2.5), [1.0, 2.5]), ({"a": [0]}, {"a": [0.0]}), (1e20, 10**20)],
 )
-def test_a_cell_is_found_whether_it_was_typed_as_1_or_as_1_point_0(tmp_path, pack, old, new):
+def test_load_finds_settings_typed_as_1_and_as_1_point_0(tmp_path, pack, old, new):
     hits = np.array([True, False])
     record = replace(RECORD, num_images=2, value=50.0, ci95=None, settings={"tau": old})
     ResultStore(tmp_path).save(record, hits)
@@ -171,7 +171,7 @@ def test_a_cell_is_found_whether_it_was_typed_as_1_or_as_1_point_0(tmp_path, pac
     assert store.load(replace(key, settings={"tau": True})) is None
 
 
-def test_of_a_cell_that_was_typed_in_two_ways_the_later_record_is_shown(tmp_path):
+def test_the_later_of_two_records_typed_as_1_and_1_point_0_is_shown(tmp_path):
     store = ResultStore(tmp_path)
     for hour, (tau, value) in enumerate([(2, 40.0), (1.0, 41.0), (1, 42.0), (2.0, 43.0)]):
         created = f"2026-01-02T0{hour}:00:00+00:00"
@@ -193,7 +193,7 @@ def test_a_flipped_bit_of_a_record_is_never_read_as_another_record(tmp_path):
         assert store.load(RECORD.key()) in (None, before)
 
 
-def test_a_record_that_is_written_with_other_blanks_is_the_same(tmp_path):
+def test_a_record_with_other_white_space_is_the_same(tmp_path):
     store = ResultStore(tmp_path)
     path = store.save(RECORD)
     (before,) = store.records()
@@ -203,7 +203,7 @@ def test_a_record_that_is_written_with_other_blanks_is_the_same(tmp_path):
     assert store.records() == [before]
 
 
-def test_a_record_without_a_digest_is_read_as_before(tmp_path):
+def test_an_older_record_without_a_digest_is_read(tmp_path):
     store = ResultStore(tmp_path)
     path = store.save(RECORD)
     (before,) = store.records()
@@ -234,7 +234,7 @@ def contents(store: ResultStore) -> list:
     return [records, [one.tolist() for one in images if one is not None], store.image_ids("b" * 64)]
 
 
-def test_a_flipped_bit_of_packed_records_changes_and_loses_nothing_unnoticed(tmp_path):
+def test_every_flipped_bit_of_packed_records_is_noticed(tmp_path):
     expected = contents(packed(tmp_path))
     path = tmp_path / "records.parquet"
     whole, noticed = path.read_bytes(), 0
@@ -256,7 +256,7 @@ def test_a_flipped_bit_of_packed_records_changes_and_loses_nothing_unnoticed(tmp
 
 
 @pytest.mark.parametrize("column", ["file", "record", "images", "sha256"])
-def test_a_row_that_is_not_what_was_packed_is_named_and_stays_damaged(tmp_path, column):
+def test_a_changed_row_is_reported_and_stays_damaged(tmp_path, column):
     packed(tmp_path)
     path = tmp_path / "records.parquet"
     table = parquet.read_table(path)
@@ -279,7 +279,7 @@ def test_a_row_that_is_not_what_was_packed_is_named_and_stays_damaged(tmp_path, 
     assert (store.unreadable == {}) == (column != "file")
 
 
-def test_packed_records_of_which_one_is_gone_are_refused(tmp_path):
+def test_packed_records_with_a_lost_row_are_refused(tmp_path):
     packed(tmp_path)
     path = tmp_path / "records.parquet"
     parquet.write_table(parquet.read_table(path).slice(1), path)
@@ -288,7 +288,7 @@ def test_packed_records_of_which_one_is_gone_are_refused(tmp_path):
         ResultStore(tmp_path).records()
 
 
-def test_packed_records_of_before_digests_are_read(tmp_path):
+def test_older_packed_records_without_digests_are_read(tmp_path):
     expected = contents(packed(tmp_path))
     path = tmp_path / "records.parquet"
     table = parquet.read_table(path).drop_columns("sha256").replace_schema_metadata(None)
@@ -310,7 +310,7 @@ def test_packing_keeps_the_digest_of_a_record(tmp_path):
     assert store.records()[0].record_sha256 is not None
 
 
-def test_values_of_images_that_only_changed_places_are_damaged(tmp_path):
+def test_reordered_per_image_values_are_damaged(tmp_path):
     store, hits = ResultStore(tmp_path), np.arange(8) < 4
     store.save(replace(RECORD, num_images=8, value=50.0, ci95=None), hits)
     (record,) = store.records()
@@ -353,7 +353,7 @@ def test_encoders_are_found_without_parsing_their_records(tmp_path, monkeypatch,
     assert {*read} == {store.path(record.key()) for record in records[2:4]}
 
 
-def test_encoders_of_files_that_others_wrote_are_found_and_invalid_files_reported(tmp_path):
+def test_encoders_reports_invalid_files_and_reads_reformatted_ones(tmp_path):
     store, records = ResultStore(tmp_path), encoders_of(4)
     paths = [store.save(record) for record in records]
     paths[0].write_text(json.dumps(json.loads(paths[0].read_text())))

@@ -5,7 +5,7 @@ import torch
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models import build_vit, identify_encoder, load_encoder, save_encoder
-from ssl_bench.system.files import read_digests, sha256_of
+from ssl_bench.system.files import file_sha256, read_digests
 from tests.support.faults import TINY, encoder_file
 
 OTHER = "0" * 64
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 def test_weights_load_whichever_line_is_theirs(tmp_path):
     path = encoder_file(tmp_path / "last.safetensors")
-    digest = sha256_of(path)
+    digest = file_sha256(path)
     own, other = f"{digest}  {path.name}", f"{OTHER}  {path.name}"
     binary = own.replace("  ", " *").replace(digest, digest.upper())
     for lines in ([own, other], [other, own], [binary + "\r"], [digest]):
@@ -43,7 +43,7 @@ def test_a_sidecar_that_speaks_of_other_weights_or_of_none_is_refused(tmp_path, 
 
 def test_while_weights_are_replaced_both_are_stated(tmp_path, monkeypatch):
     path = encoder_file(tmp_path / "last.safetensors")
-    before = sha256_of(path)
+    before = file_sha256(path)
     path.with_name("last.safetensors.sha256").write_bytes(b"\xff\n" + f"{before}  x".encode())
 
     def killed(path, write):

@@ -16,7 +16,7 @@ from tests.support.faults import class_folders, photo_folder
 
 
 def dataset(name: str, root):
-    return build(compose_config("data", [f"dataset={name}", f"data.root={root}"]).dataset)
+    return build(compose_config("data", [f"dataset={name}", f"data.root={root}"]), "dataset")
 
 
 def test_images_are_spread_over_a_split_that_is_sorted_by_class(tmp_path):
@@ -50,7 +50,7 @@ def test_the_first_images_are_those_in_front_under_a_name_of_their_own(tmp_path)
 
     def asked(*more: str):
         config = compose_config("data", [*words, *more])
-        return as_asked(build(config.dataset), shared_values(config)).images()
+        return as_asked(build(config, "dataset"), shared_values(config)).images()
 
     first, spread = asked("data.first=2"), asked("data.limit=2")
     assert (first.ids, first.name) == (("0.jpg", "1.jpg"), "folder-first2")
@@ -70,7 +70,7 @@ def test_scores_of_few_images_stand_apart_from_those_of_all(place, capsys):
     assert main(words) == 0
     assert main([*words, "--limit", "2"]) == 0
     assert main([*words, "data.limit=2"]) == 0
-    assert "1 of 1 scores finished before" in capsys.readouterr().err
+    assert "skipping 1 of 1 results" in capsys.readouterr().err
     assert main([*words, "data.first=2"]) == 0
 
     records = ResultStore(place / "results").records()

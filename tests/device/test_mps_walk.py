@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.system.device import in_float64
+from ssl_bench.system.device import to_float64
 from tests.device.runs import NOT_ON_MPS, OBJECTIVES, SMALL, WALKS, scores
 from tests.support.faults import fails
 from tests.support.simulated_mps import simulation
@@ -56,9 +56,9 @@ def test_the_stand_in_refuses_float64_and_mixed_devices():
 def test_float64_is_of_the_cpu_where_the_device_has_none():
     third = torch.tensor([1 / 3])
     with simulation():
-        found = in_float64(third.to("mps"))
+        found = to_float64(third.to("mps"))
         assert (found.device.type, found.dtype) == ("cpu", torch.float64)
-    assert torch.equal(in_float64(third), third.double())
+    assert torch.equal(to_float64(third), third.double())
 
 
 def test_a_machine_without_the_device_says_so_in_a_line(data, capsys):

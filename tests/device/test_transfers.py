@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import ssl_bench
-from ssl_bench.system.device import fetched, sent
+from ssl_bench.system.device import to_device, to_host
 from tests.support import own_module
 from tests.support.simulated_cuda import LEDGER, is_simulated
 
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda")
 def test_what_is_sent_may_be_changed_at_once():
     values = torch.arange(6.0).view(2, 3).T
     with LEDGER.counting() as found:
-        there = sent(values, CUDA)
+        there = to_device(values, CUDA)
     values += 1
 
     assert there.is_cuda
@@ -29,9 +29,9 @@ def test_what_is_sent_may_be_changed_at_once():
 
 
 def test_all_that_is_fetched_costs_one_wait():
-    tensors = [sent(torch.arange(3) * number, CUDA) for number in range(4)]
+    tensors = [to_device(torch.arange(3) * number, CUDA) for number in range(4)]
     with LEDGER.counting() as found:
-        here = fetched([*tensors, torch.ones(2)])
+        here = to_host([*tensors, torch.ones(2)])
 
     assert [tensor.tolist() for tensor in here[:4]] == [[0, n, 2 * n] for n in range(4)]
     assert not any(tensor.is_cuda for tensor in here)

@@ -105,7 +105,7 @@ def test_fault_03_where_no_image_can_be_read_there_is_no_number(place, capsys):
     first = records()
     capsys.readouterr()
     assert main(skipping) == 0
-    assert "1 of 1 scores finished before, skipped" in capsys.readouterr().err
+    assert "skipping 1 of 1 results" in capsys.readouterr().err
     assert records() == first
 
     for number in (0, 2, 3):

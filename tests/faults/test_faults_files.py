@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.system.files import remove_orphans, remove_orphans_below, unfinished
+from ssl_bench.system.files import atomic_file, remove_orphans, remove_orphans_below
 from tests.support.faults import exit_code, fork, pretraining, probing
 
 OURS = f".ssl-bench-{7:032x}.tmp"
@@ -43,7 +43,7 @@ def test_fault_59_files_that_are_not_ours_are_never_removed(place):
 
 def test_fault_59_an_unfinished_file_goes_only_when_its_writer_is_gone(tmp_path):
     def write() -> None:
-        with unfinished(tmp_path / "records" / "a.json"):
+        with atomic_file(tmp_path / "records" / "a.json"):
             (tmp_path / "locked").touch()
             time.sleep(60)
 
@@ -81,6 +81,6 @@ def test_fault_59_where_locks_say_nothing_time_decides(tmp_path, monkeypatch, ho
     remove_orphans(tmp_path)
 
     assert orphan.exists() == stays
-    with unfinished(tmp_path / "written.txt") as file:
+    with atomic_file(tmp_path / "written.txt") as file:
         file.write(b"without locks too")
     assert Path(tmp_path / "written.txt").read_bytes() == b"without locks too"

@@ -11,7 +11,7 @@ import pytest
 import probes
 from ssl_bench.composition.compose import component_class
 from ssl_bench.errors import BrokenFile, ConfigurationError
-from ssl_bench.system.endings import attempted
+from ssl_bench.system.endings import run_and_catch
 from tests.core.test_extending import FILES, ROOT
 from tests.support.faults import encoder_file
 
@@ -56,7 +56,7 @@ def test_fault_76_a_component_whose_file_is_broken_names_file_line_and_error(
 def test_fault_76_what_is_imported_late_ends_its_job_in_one_line():
     source = compile("\n\nimport nopackage", "/somewhere/probes/norms/run.py", "exec")
 
-    outcome = attempted(lambda: exec(source), "sweep", debug=False)
+    outcome = run_and_catch(lambda: exec(source), "sweep", debug=False)
 
     assert outcome.exit_code == 5
     first = "/somewhere/probes/norms/run.py, line 3, cannot be imported: Module"

@@ -167,7 +167,7 @@ def test_fault_84_without_shared_files_permission_changes_no_cell(place, capsys)
 
     assert main([*words, "data.allow_overlap=true"]) == 0
 
-    assert "finished before" in capsys.readouterr().err
+    assert "that already exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seen", ["val is train", "head"])

@@ -145,7 +145,7 @@ def passed_images(folder: Path, facts: Facts) -> str:
     """What probes of one command leave for the next one."""
     asked = context(folder, facts)
     list(KNN(**probing(facts, neighbours=[1], num_workers=1)).run(asked))
-    return str(next(iter(asked.passed)))
+    return str(next(iter(asked.features)))
 
 
 def records(folder: Path, facts: Facts) -> str:
@@ -282,7 +282,7 @@ _usual: dict[str, str] = {}
 @pytest.mark.parametrize(
     ("cache", "fact"), [(cache, fact) for cache, (_, facts) in CACHES.items() for fact in facts]
 )
-def test_fault_88_another_fact_is_kept_under_another_name(tmp_path, monkeypatch, cache, fact):
+def test_fault_88_cache_names_depend_on_every_relevant_fact(tmp_path, monkeypatch, cache, fact):
     name, facts = CACHES[cache]
     value = facts[fact]
     changed, usual = value if isinstance(value, Change) else Change({fact: value})

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 from tests.support.faults import (
     DINO_LIKE,
     TINY,
@@ -63,7 +63,7 @@ def test_fault_16_a_malicious_pickle_is_refused_and_never_runs(place, capsys, ur
 def test_fault_16_a_malicious_training_state_never_runs(place, capsys, begun):
     state = place / "run/state.pt"
     pickled_mark(state, place / "mark", zipped=True)
-    state.with_name("state.pt.sha256").write_text(f"{sha256_of(state)}  state.pt\n")
+    state.with_name("state.pt.sha256").write_text(f"{file_sha256(state)}  state.pt\n")
 
     said = fails(capsys, [*begun, "--resume"], 4)
 
@@ -129,14 +129,14 @@ def test_fault_18_a_run_whose_state_was_cut_goes_on_from_the_one_before(place):
     run = pretraining(place / "photos", "run", *step)
     assert main(run) == main([*run, "--resume"]) == 0
     assert main(pretraining(place / "photos", "whole", *step[:1])) == 0
-    whole = sha256_of(place / "whole/last.safetensors")
+    whole = file_sha256(place / "whole/last.safetensors")
     assert (place / "run/state.previous.pt").is_file()
 
     for name, where in CUTS.items():
         shutil.copytree(place / "run", place / name)
         cut(place / name / "state.pt", where)
         assert main([*pretraining(place / "photos", name, *step[:1]), "--resume"]) == 0
-        assert sha256_of(place / name / "last.safetensors") == whole, name
+        assert file_sha256(place / name / "last.safetensors") == whole, name
 
 
 @pytest.mark.parametrize("where", CUTS.values(), ids=CUTS)
@@ -171,7 +171,7 @@ def test_fault_20_a_flipped_bit_of_the_weights_is_found(place, capsys, name, sha
     path = place / name
     if name == "dino.pth":
         saved_dino(path)
-        path.with_name("dino.pth.sha256").write_text(f"{sha256_of(path)}  dino.pth\n")
+        path.with_name("dino.pth.sha256").write_text(f"{file_sha256(path)}  dino.pth\n")
     assert main(with_checkpoint(path)) == 0
     content = bytearray(path.read_bytes())
     content[int(share * len(content))] ^= 1

@@ -129,7 +129,7 @@ def test_fault_60_pictures_that_were_deleted_are_drawn_again_and_records_stay(
 
         assert main(asking(task, place)) == 0
 
-        assert "pictures are missing and drawn again" in capsys.readouterr().err
+        assert "drawing missing pictures again" in capsys.readouterr().err
         assert pictures("results") == before
     assert contents("results/records", "*") == saved
     assert main(asking(task, place)) == 0

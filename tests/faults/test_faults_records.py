@@ -52,7 +52,7 @@ def changed(store: ResultStore, record: Record, changes: dict | str) -> Path:
 
 
 @pytest.mark.parametrize(("changes", "why"), WRONG, ids=lambda one: str(one)[:30])
-def test_fault_68_a_record_that_no_run_leaves_is_named(tmp_path, capsys, changes, why):
+def test_fault_68_an_impossible_record_is_named(tmp_path, capsys, changes, why):
     store = ResultStore(tmp_path)
     store.save(cell(layer=0))
     path = changed(store, cell(layer=1), changes)
@@ -64,7 +64,7 @@ def test_fault_68_a_record_that_no_run_leaves_is_named(tmp_path, capsys, changes
     assert len(said) < 600
 
 
-def test_fault_68_all_commands_name_what_they_leave_out_and_show_the_others(tmp_path, capsys):
+def test_fault_68_all_commands_name_an_invalid_record_and_show_the_others(tmp_path, capsys):
     store = ResultStore(tmp_path / "results")
     store.save(cell(layer=0))
     path = changed(store, cell(layer=1), {"ci95": [51.0, 52.0]})
@@ -81,7 +81,7 @@ def test_fault_68_all_commands_name_what_they_leave_out_and_show_the_others(tmp_
 
 
 @pytest.mark.parametrize("model", ["../../x", "/tmp/x", "..", ".", "a/../../b", "x" * 1000, "\n"])
-def test_fault_68_the_name_of_a_model_leads_nowhere(tmp_path, capsys, model):
+def test_fault_68_a_model_name_cannot_lead_out_of_the_folder(tmp_path, capsys, model):
     store = ResultStore(tmp_path / "results")
     path = store.save(cell(model=model))
     before = files_of(tmp_path)
@@ -95,7 +95,7 @@ def test_fault_68_the_name_of_a_model_leads_nowhere(tmp_path, capsys, model):
 
 
 @pytest.mark.parametrize("name", ["../x", "..", ".", "", "a/b", "a\\b", "a\0b", "\ud800", "/x"])
-def test_fault_68_no_record_is_written_elsewhere(tmp_path, name):
+def test_fault_68_a_task_name_cannot_lead_out_of_the_folder(tmp_path, name):
     store = ResultStore(tmp_path / "a" / "b" / "results")
 
     for field in ("task", "facet", "metric"):
@@ -107,7 +107,7 @@ def test_fault_68_no_record_is_written_elsewhere(tmp_path, name):
         assert path.resolve().parents[2] == (store.root / "records").resolve()
 
 
-def test_fault_68_values_of_images_that_are_pickled_never_run(tmp_path, capsys):
+def test_fault_68_pickled_per_image_values_are_never_run(tmp_path, capsys):
     store, mark = ResultStore(tmp_path), tmp_path / "mark"
     save(store, cell(), np.arange(4) < 2)
     save(store, skipless(), np.arange(4) < 2)
@@ -124,7 +124,7 @@ def test_fault_68_values_of_images_that_are_pickled_never_run(tmp_path, capsys):
     assert mark.exists()
 
 
-def test_fault_68_a_name_that_another_checkpoint_is_given_is_no_ones_twice():
+def test_fault_68_names_of_encoders_are_unique_in_tables():
     records = [
         cell(model="run"),
         cell(model="run", checkpoint_sha256="b" * 64),
@@ -139,7 +139,7 @@ def test_fault_68_a_name_that_another_checkpoint_is_given_is_no_ones_twice():
     assert all(len(entry.records) == 1 for entry in table.entries.values())
 
 
-def test_fault_68_an_interval_without_ends_is_none(tmp_path, capsys):
+def test_fault_68_an_interval_without_ends_is_not_shown(tmp_path, capsys):
     ResultStore(tmp_path).save(cell(ci95=(float("nan"), 43.0)))
 
     assert main(["table", "--out", str(tmp_path)]) == 0
@@ -164,9 +164,7 @@ def test_fault_68_an_interval_without_ends_is_none(tmp_path, capsys):
         ("table --metric corlo", 2, "`--metric corloc`"),
     ],
 )
-def test_fault_86_what_cannot_be_read_is_named_where_nothing_is_left(
-    tmp_path, capsys, words, code, said
-):
+def test_fault_86_an_error_names_the_invalid_record(tmp_path, capsys, words, code, said):
     store = ResultStore(tmp_path / "results")
     save(store, cell(layer=0), np.arange(4) < 2)
     other = {"task": "knn", "metric": "top1_k1", "facet": "cls", "dataset": "x", "protocol": "y"}
@@ -179,7 +177,7 @@ def test_fault_86_what_cannot_be_read_is_named_where_nothing_is_left(
     assert ("use `--metric corloc`" in line) == (code == 2)
 
 
-def test_fault_86_many_records_that_cannot_be_shown_are_one_line(tmp_path, capsys):
+def test_fault_86_many_invalid_records_are_one_line(tmp_path, capsys):
     store = ResultStore(tmp_path)
     store.save(cell())
     for layer in range(7):
@@ -192,7 +190,7 @@ def test_fault_86_many_records_that_cannot_be_shown_are_one_line(tmp_path, capsy
     assert "and 2 more" in said
 
 
-def test_fault_86_a_contradicting_record_is_computed_again_and_said(place, capsys):
+def test_fault_86_a_contradicting_record_is_computed_again(place, capsys):
     words = probing("knn", "class_folders", class_folders(place / "classes"))
     assert main(words) == 0
     path = next(Path("results").rglob("*top1_k1-*.json"))
@@ -202,7 +200,7 @@ def test_fault_86_a_contradicting_record_is_computed_again_and_said(place, capsy
 
     assert main(words) == 0
 
-    assert f"computed again, because of {path}: value is -5.0" in capsys.readouterr().err
+    assert f"records again: {path}: value is -5.0" in capsys.readouterr().err
     assert json.loads(path.read_text())["value"] == whole["value"]
 
 
@@ -216,7 +214,7 @@ def test_fault_86_committed_records_agree_with_themselves():
 
 
 @pytest.mark.slow
-def test_fault_86_guesses_say_the_values_that_were_used(place):
+def test_fault_86_guesses_state_the_values_that_were_used(place):
     voc(place)
     words = probing("segmentation", "voc2012", place)
     words[words.index("probe.protocol=fast")] = "probe.protocol=cutting_the_skip"
@@ -230,7 +228,7 @@ def test_fault_86_guesses_say_the_values_that_were_used(place):
     assert "512" not in guesses
 
 
-def test_fault_86_means_of_other_numbers_of_seeds_say_so_in_each_cell(tmp_path, capsys):
+def test_fault_86_means_of_different_numbers_of_seeds_state_them(tmp_path, capsys):
     store = ResultStore(tmp_path)
     for seed, model in ((0, skipless), (0, cell), (1, cell)):
         store.save(model(seed=seed, value=40.0 + seed, ci95=None))

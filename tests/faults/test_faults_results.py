@@ -67,9 +67,7 @@ def again(probed, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, *CUTS])
-def test_fault_43_contributions_that_do_not_give_the_value_of_their_record_are_said_and_unused(
-    again, capsys, damage
-):
+def test_fault_43_per_image_values_that_do_not_match_are_reported_and_unused(again, capsys, damage):
     of_pixels = ("another order", "more right than predicted", "other pixels")
     metric = "miou" if damage in of_pixels else "corloc"
     path = npz_of(next(record for record in records() if record.metric == metric))
@@ -106,13 +104,13 @@ def test_fault_44_a_record_of_a_later_version_is_read_and_not_computed_again(pla
 
     assert main(arguments) == 0
 
-    assert "1 of 1 scores finished before" in capsys.readouterr().err
+    assert "skipping 1 of 1 results" in capsys.readouterr().err
     assert path.read_text() == text_with_digest(later)
     assert [(record.value, record.version) for record in records()] == [(before.value, "99.0")]
 
 
 @pytest.mark.parametrize("change", [{}, {"seed": 1}, {"value": 99.0}])
-def test_fault_44_a_copy_beside_a_record_counts_for_nothing(place, capsys, change):
+def test_fault_44_a_copy_of_a_record_is_ignored(place, capsys, change):
     assert main(probing("pca", "folder", place / "photos")) == 0
     before = records()
     path = ResultStore(Path("results")).path(before[0].key())
@@ -126,7 +124,7 @@ def test_fault_44_a_copy_beside_a_record_counts_for_nothing(place, capsys, chang
     assert records() == before
 
 
-def test_fault_44_where_no_record_can_be_read_one_of_them_is_named(place, capsys):
+def test_fault_44_the_error_names_one_of_the_invalid_records(place, capsys):
     assert main(probing("pca", "folder", place / "photos")) == 0
     path = ResultStore(Path("results")).path(records()[0].key())
     path.write_text("{")
@@ -136,7 +134,7 @@ def test_fault_44_where_no_record_can_be_read_one_of_them_is_named(place, capsys
     assert str(path) in said
 
 
-def test_fault_45_two_checkpoints_of_one_name_are_never_one_column(place, capsys):
+def test_fault_45_two_encoders_of_one_name_have_two_columns(place, capsys):
     voc(place)
     for seed, folder in enumerate(("one", "other")):
         (place / folder / "run").mkdir(parents=True)
@@ -175,7 +173,7 @@ def signed(line: dict[str, Any]) -> str:
     return json.dumps({**line, "crc32": zlib.crc32(json.dumps(line).encode())})
 
 
-def test_fault_50_damaged_lines_of_what_was_found_are_dropped_and_computed_again(again):
+def test_fault_50_damaged_lines_of_the_log_are_computed_again(again):
     def found() -> dict[int, object]:
         return {r.layer: (r.value, r.details) for r in records() if r.task == "tokencut"}
 
@@ -194,7 +192,7 @@ def test_fault_50_damaged_lines_of_what_was_found_are_dropped_and_computed_again
 
 
 @pytest.mark.parametrize("words", [[], ["--metric", "pixel_accuracy"], ["--pivot"]])
-def test_a_table_names_an_older_record_whose_value_is_not_that_of_its_images(again, capsys, words):
+def test_a_table_names_an_older_record_that_does_not_match_its_images(again, capsys, words):
     record = next(record for record in records() if record.metric == "pixel_accuracy")
     path = ResultStore(Path("results")).path(record.key())
     older = json.loads(path.read_text()) | {"value": record.value - 1, "ci95": None}
@@ -208,7 +206,7 @@ def test_a_table_names_an_older_record_whose_value_is_not_that_of_its_images(aga
 
 
 @pytest.mark.parametrize("command", ["table", "compare", "report"])
-def test_a_record_that_was_edited_is_named_and_not_shown(again, capsys, command):
+def test_an_edited_record_is_named_and_not_shown(again, capsys, command):
     record = next(record for record in records() if record.metric == "miou")
     path = ResultStore(Path("results")).path(record.key())
     edited = json.loads(path.read_text()) | {"model": "another name"}

@@ -18,7 +18,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from ssl_bench.models import build_vit, load_encoder, save_encoder
 from ssl_bench.results import ResultStore
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 from tests.support.faults import (
     PRETRAIN,
     TINY,
@@ -112,7 +112,7 @@ def test_fault_29_a_run_that_is_told_to_stop_saves_its_step_and_says_so(
 
 
 def test_fault_30_a_full_disk_leaves_the_old_training_state(place, capsys, begun):
-    before = {path.name: sha256_of(path) for path in Path("run").iterdir()}
+    before = {path.name: file_sha256(path) for path in Path("run").iterdir()}
 
     with small_files(20_000):
         said = fails(capsys, [*begun, "--resume"], 5)
@@ -120,7 +120,7 @@ def test_fault_30_a_full_disk_leaves_the_old_training_state(place, capsys, begun
     assert "cannot write" in said
     assert "free space or choose another folder" in said
     for name in ("state.pt", "last.safetensors"):
-        assert sha256_of(place / "run" / name) == before[name]
+        assert file_sha256(place / "run" / name) == before[name]
     assert not list(Path("run").glob("*.tmp"))
     load_encoder("run")
     assert main([*begun, "--resume"]) == 0
@@ -167,7 +167,7 @@ def test_fault_31_a_run_in_three_pieces_with_other_workers_is_the_uninterrupted_
 
 
 def test_fault_32_a_changed_configuration_is_refused_with_the_difference(capsys, begun):
-    before = sha256_of(Path("run/state.pt"))
+    before = file_sha256(Path("run/state.pt"))
     changes = ["train.max_steps=7", "model.depth=3", "train.num_workers=1", "optimizer.lr=0.1"]
 
     said = fails(capsys, [*begun, *changes, "--resume"], 2)
@@ -177,7 +177,7 @@ def test_fault_32_a_changed_configuration_is_refused_with_the_difference(capsys,
     assert "optimizer.lr" in said
     assert "num_workers" not in said
     assert "--extend" not in said
-    assert sha256_of(Path("run/state.pt")) == before
+    assert file_sha256(Path("run/state.pt")) == before
 
     # Of what was forgotten to type again only that is named which can be typed.
     forgetful = ["pretrain", "--out", "run", "--resume", *PRETRAIN[1:], "train.epochs=99"]
@@ -201,18 +201,18 @@ def test_fault_34_a_half_written_record_is_said_and_computed_again(place, capsys
         assert f"1 of 2 records cannot be shown: {path}: " in capsys.readouterr().err
         assert len(records()) == 1
         assert main(words) == 0
-        assert "1 of 2 scores finished before" in capsys.readouterr().err
+        assert "skipping 1 of 2 results" in capsys.readouterr().err
 
         assert {record.layer: record.value for record in records()} == whole
 
 
 def test_fault_46_a_run_does_not_go_on_with_other_images(place, capsys, begun):
-    before = sha256_of(Path("run/state.pt"))
+    before = file_sha256(Path("run/state.pt"))
     picture(77).save(place / "photos/0.jpg", quality=50)
 
     assert "image_files: " in fails(capsys, [*begun, "--resume"], 2)
 
-    assert sha256_of(Path("run/state.pt")) == before
+    assert file_sha256(Path("run/state.pt")) == before
 
 
 def test_fault_46_a_run_does_not_go_on_with_other_classes(place, capsys):
@@ -373,7 +373,7 @@ def test_fault_89_a_run_without_the_pictures_it_cannot_read_says_so(place, capsy
     for until in ([NO_TIME], []):
         assert main([*whole, "--on-bad-image", "skip", "--resume", *until]) == 0
     assert log_rows("run") == log_rows("pieces")
-    assert sha256_of(Path("run/last.safetensors")) == sha256_of(Path("pieces/last.safetensors"))
+    assert file_sha256(Path("run/last.safetensors")) == file_sha256(Path("pieces/last.safetensors"))
 
     picture(1).save(path, quality=95)
     assert main([*skipping, "--resume"]) == 0
@@ -439,11 +439,11 @@ def test_fault_89_records_of_accuracy_count_what_was_left_out(place):
 
 
 def test_fault_42_a_folder_that_holds_a_run_is_refused_without_resume_or_overwrite(capsys, begun):
-    before = {path.name: sha256_of(path) for path in Path("run").iterdir()}
+    before = {path.name: file_sha256(path) for path in Path("run").iterdir()}
 
     said = fails(capsys, begun, 2)
 
     assert "`--resume` continues it, `--overwrite` deletes it" in said
-    assert {path.name: sha256_of(path) for path in Path("run").iterdir()} == before
+    assert {path.name: file_sha256(path) for path in Path("run").iterdir()} == before
     assert main([*begun, "--overwrite"]) == 0
     assert len(log_rows("run")) == 1

@@ -17,7 +17,7 @@ from ssl_bench.models import load_encoder
 from ssl_bench.models.loading import asked
 from ssl_bench.models.loading.asked import announced_encoder
 from ssl_bench.models.vit import sinusoidal_positions
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import (
     Weights,
     dinov2_weights,
@@ -37,7 +37,7 @@ def test_dinov2_with_and_without_registers(tmp_path, registers):
     assert (encoder.patch_size, encoder.contents.layout) == (14, "DINOv2")
     assert encoder.contents.ignored.keys() == {"mask_token"}
     assert (encoder.loaded_keys, encoder.total_keys) == (len(weights) - 1, len(weights))
-    assert encoder.sha256 == sha256_of(path)
+    assert encoder.sha256 == file_sha256(path)
 
 
 def test_dinov2_in_half_precision_is_used_as_it_is_stored(tmp_path):

@@ -20,7 +20,7 @@ from ssl_bench.models import load_encoder
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD
 from ssl_bench.models.loading import hub, timm_encoder
 from ssl_bench.models.loading.asked import announced_encoder
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import (
     Weights,
     dinov2_weights,
@@ -95,7 +95,7 @@ def test_a_vit_of_transformers_has_the_norms_and_heads_of_its_configuration(tmp_
     )
     encoder = same_features(f"local-dir:{folder}", model, extra=("token_normed",))
     assert (encoder.num_heads, encoder.name) == (4, "vit")
-    assert encoder.sha256 == sha256_of(folder / "model.safetensors")
+    assert encoder.sha256 == file_sha256(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("registers", [0, 4])

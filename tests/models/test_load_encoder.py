@@ -16,7 +16,7 @@ from ssl_bench.models import (
     save_encoder,
 )
 from ssl_bench.models.loading.checkpoint import read_metadata
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import message_of, timm_model
 
 TINY = ViTConfig(
@@ -45,7 +45,7 @@ def test_our_checkpoint_comes_back_as_it_was(saved, address):
     assert_same_weights(encoder.module, build_vit(TINY, seed=0))
     assert isinstance(encoder.module, VisionTransformer)
     assert encoder.module.config == TINY
-    assert (encoder.name, encoder.sha256) == ("run", sha256_of(saved))
+    assert (encoder.name, encoder.sha256) == ("run", file_sha256(saved))
     assert (encoder.depth, encoder.dim, encoder.num_heads, encoder.patch_size) == (2, 64, 1, 8)
     assert (encoder.native_size, encoder.num_prefix_tokens) == ((32, 32), 1)
     assert (encoder.loaded_keys, encoder.total_keys) == (30, 30)
@@ -55,7 +55,7 @@ def test_our_checkpoint_comes_back_as_it_was(saved, address):
     assert (metadata["format"], metadata["version"]) == ("ssl-bench", "1")
     assert (metadata["step"], metadata["epoch"]) == ("7", "1")
     sidecar = saved.with_name("last.safetensors.sha256").read_text()
-    assert sidecar == f"{sha256_of(saved)}  last.safetensors\n"
+    assert sidecar == f"{file_sha256(saved)}  last.safetensors\n"
 
 
 def test_equal_content_gives_equal_bytes(saved, tmp_path):
@@ -162,7 +162,7 @@ def test_timm_takes_a_weights_file_with_or_without_head(tmp_path, head):
     loaded = encoder.module.state_dict()
     assert loaded.keys() == ours.keys()
     assert all(torch.equal(loaded[name], ours[name]) for name in ours)
-    assert (encoder.name, encoder.sha256) == ("vit_tiny_patch16_224@mine", sha256_of(path))
+    assert (encoder.name, encoder.sha256) == ("vit_tiny_patch16_224@mine", file_sha256(path))
     assert (encoder.loaded_keys, encoder.total_keys) == (len(weights), len(weights) + len(extra))
     # How the weights would have been drawn is part of who it is, though none are.
     assert encoder.architecture == load_encoder("timm:vit_tiny_patch16_224").architecture

@@ -19,7 +19,7 @@ COVARIANCE = {"kind": "conv_mixer", "init": "covariance"}
 
 
 def composed(*overrides: str) -> ViTConfig:
-    return build(compose_config("pretraining", overrides).model)
+    return build(compose_config("pretraining", overrides), "model")
 
 
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.Identity])

@@ -18,7 +18,7 @@ from torch import Tensor
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig, build_vit, load_encoder, save_encoder
 from ssl_bench.models.loading.asked import announced_encoder
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 from tests.support.faults import DINO_LIKE
 from tests.support.foreign_weights import Weights, message_of, saved, timm_model
 
@@ -64,7 +64,7 @@ def of_ours(root: Path) -> str:
         metadata = file.metadata()
     (root / "last.safetensors.sha256").unlink()
     safetensors.torch.save_file(in_bytes(safetensors.torch.load_file(path)), path, metadata)
-    (root / "last.safetensors.sha256").write_text(f"{sha256_of(path)}  last.safetensors\n")
+    (root / "last.safetensors.sha256").write_text(f"{file_sha256(path)}  last.safetensors\n")
     return str(path)
 
 

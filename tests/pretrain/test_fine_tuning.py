@@ -21,7 +21,7 @@ from ssl_bench.models import (
     build_vit,
     save_encoder,
 )
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 from tests.pretrain import plans
 from tests.pretrain.plans import SMALL_DINO, album, state_of, stopped_after_a_step
 from tests.support.faults import fails, pretraining
@@ -72,7 +72,7 @@ def test_every_copy_of_the_encoder_starts_with_the_weights_and_the_head_is_fresh
     plan_of(root, objective=objective, max_steps=1).run(tmp_path / "new", device="cpu")
 
     configuration = state_of(tmp_path / "tuned")["configuration"]
-    assert configuration["init_from_sha256"] == sha256_of(start)
+    assert configuration["init_from_sha256"] == file_sha256(start)
     assert f"init_from: {start}" in (tmp_path / "tuned" / CONFIG).read_text()
     tuned, new = learnt(tmp_path / "tuned"), learnt(tmp_path / "new")
     copies = [name.split("backbone.")[0] for name in tuned if name.endswith("backbone.cls_token")]
@@ -188,10 +188,10 @@ def test_a_run_does_not_go_on_from_another_file(root, tmp_path):
     plan = plan_of(root, saved(tmp_path / "start.safetensors"))
     stopped_after_a_step(plan, tmp_path / "stopped")
     before, path = learnt(tmp_path / "stopped"), tmp_path / "start.safetensors"
-    first = sha256_of(path)
+    first = file_sha256(path)
     saved(path, seed=8)
 
-    changed = f"init_from_sha256: {first} -> {sha256_of(path)}"
+    changed = f"init_from_sha256: {first} -> {file_sha256(path)}"
     with pytest.raises(ConfigurationError, match=changed):
         plan.run(tmp_path / "stopped", resume=True, device="cpu")
     with pytest.raises(ConfigurationError, match=f"init_from_sha256: {first} -> None"):

@@ -15,7 +15,7 @@ from pretrain import lock
 from pretrain.lock import held
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 from tests.support.faults import exit_code, fails, fork, pretraining
 from tests.support.runs import log_rows
 
@@ -63,7 +63,7 @@ def foreign_holder(folder: Path) -> Path:
 def test_fault_58_a_folder_in_use_is_refused_with_its_holder_and_left_alone(place, capsys, how):
     run = pretraining(place / "photos", "run", LONG, "train.seed=1")
     child = started(*run)
-    before = sha256_of(Path("run/config.yaml"))
+    before = file_sha256(Path("run/config.yaml"))
 
     second = [*pretraining(place / "photos", "run", "train.seed=2"), *([how] if how else [])]
     said = fails(capsys, second, 2)
@@ -75,7 +75,7 @@ def test_fault_58_a_folder_in_use_is_refused_with_its_holder_and_left_alone(plac
     assert holders() == []
     assert "run is held by `ssl-bench" in said
     assert f"(process {child} on " in said
-    assert sha256_of(Path("run/config.yaml")) == before
+    assert file_sha256(Path("run/config.yaml")) == before
     assert [row["step"] for row in log_rows("run")] == list(range(1, len(log_rows("run")) + 1))
 
 

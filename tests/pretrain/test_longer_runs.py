@@ -19,7 +19,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, Preempted
 from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.results import ResultStore
-from ssl_bench.system.files import read_digests, sha256_of
+from ssl_bench.system.files import file_sha256, read_digests
 from tests.pretrain.plans import album, plan_of, state_of, stopped_after_a_step
 from tests.support.faults import PRETRAIN, unchecked_types
 from tests.support.runs import assert_same_run, end_after_parts, log_rows
@@ -50,7 +50,7 @@ def test_encoders_of_the_asked_epochs_stay_with_their_digests(kept, root, tmp_pa
     assert found == [f"epoch000{n}.safetensors{end}" for n in (1, 2) for end in ("", ".sha256")]
     for path in kept.glob("epoch*.safetensors"):
         digests = [d for d, _ in read_digests(path.with_name(f"{path.name}.sha256"))]
-        assert digests == [sha256_of(path)]
+        assert digests == [file_sha256(path)]
     # A run of the same length that stops after that epoch leaves the same encoder.
     with pytest.MonkeyPatch.context() as patch:
         end_after_parts(patch, MultiCrop, 2 * STEPS_PER_EPOCH)
@@ -65,7 +65,7 @@ def test_encoders_of_the_asked_epochs_stay_with_their_digests(kept, root, tmp_pa
 def test_an_encoder_is_found_by_its_epoch(kept):
     found, names = load_encoder(f"{kept}@2"), [f"epoch000{n}.safetensors" for n in (1, 2)]
     assert found.name == "run@2"
-    assert found.sha256 == sha256_of(kept / names[1])
+    assert found.sha256 == file_sha256(kept / names[1])
     assert found.sha256 != load_encoder(str(kept)).sha256
     assert identify_encoder(f"{kept}@2").identity() == found.identity()
     assert load_encoder(str(kept / names[0])).name == "run@1"

@@ -14,7 +14,7 @@ from pretrain import checkpoints, train
 from pretrain.crops.multi import MultiCrop
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import load_encoder
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 from tests.pretrain.plans import state_of
 from tests.support.faults import (
     class_folders,
@@ -92,7 +92,7 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_state_before(plac
     assert not list((place / "run").glob(".ssl-bench-*.tmp"))
     assert main(pretraining(place / "photos", "whole", EVERY_EPOCH)) == 0
     assert log_rows("run") == log_rows("whole")
-    assert sha256_of(Path("run/last.safetensors")) == sha256_of(Path("whole/last.safetensors"))
+    assert file_sha256(Path("run/last.safetensors")) == file_sha256(Path("whole/last.safetensors"))
 
 
 def test_a_disk_that_is_full_in_the_middle_ends_the_run_with_the_message_it_had(

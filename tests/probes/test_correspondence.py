@@ -169,7 +169,7 @@ def test_an_image_of_several_pairs_passes_once_while_it_is_remembered(tmp_path):
 
 
 def composed(*overrides: str) -> Correspondence:
-    return build(compose_config("probing", ["probe=correspondence", *overrides]).probe)
+    return build(compose_config("probing", ["probe=correspondence", *overrides]), "probe")
 
 
 def test_settings_name_what_the_choice_uses_and_nothing_else():

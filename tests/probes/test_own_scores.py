@@ -80,8 +80,8 @@ def test_percentages_of_images_are_read_back_and_compared(probed, capsys):
         assert kept is None or kept.mean() == pytest.approx(record.value)
     assert not store.damaged
     # A plain number, of which nothing is kept, is finished too.
-    assert probed() == ["correspondence on folder all, a: 6 of 6 scores finished before, skipped"
-                        "; use `--overwrite`"]  # fmt: skip
+    assert probed() == ["correspondence on folder all, a: skipping 6 of 6 results that already"
+                        " exist; use `--overwrite`"]  # fmt: skip
 
 
 def test_percentages_of_images_are_neither_right_nor_wrong(probed):
@@ -100,7 +100,7 @@ def test_an_interval_without_its_value_is_left_out_and_that_is_said(probed, caps
 
     assert len(said) == 2
     for layer, line in enumerate(said):
-        assert f"block {layer}: odd of token is 50, outside of its interval [60, 70]" in line
+        assert f"block {layer}: odd of token is 50, outside its interval [60, 70]" in line
     records = ResultStore(Path("results")).records()
     assert {(r.value, r.ci95) for r in records if r.metric == "odd"} == {(50.0, None)}
     capsys.readouterr()

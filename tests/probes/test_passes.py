@@ -17,7 +17,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.data.corruptions import Corruption, corrupted_dataset
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset
-from ssl_bench.evaluation import Evaluation, PassedImages, Probe, called
+from ssl_bench.evaluation import Evaluation, FeatureCache, Probe, display_name
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD, Encoder
 from ssl_bench.planning import plan_probes
@@ -46,9 +46,9 @@ def classification(**changes: Any) -> Probe:
 
 
 def passes(encoder: Encoder, store: ResultStore, *asked: Evaluation) -> int:
-    counter, passed = Counter(encoder), PassedImages()
+    counter, features = Counter(encoder), FeatureCache()
     for one in asked:
-        one.run(store, say=lambda _: None, passed=passed)
+        one.run(store, say=lambda _: None, features=features)
     return counter.images
 
 
@@ -100,11 +100,11 @@ def test_what_differs_passes_again(root, encoder, tmp_path, first, second, again
 
 def test_another_encoder_or_arithmetic_has_features_of_its_own(root, encoder, tmp_path):
     other = tiny(seed=1)
-    passed, store = PassedImages(), ResultStore(tmp_path)
+    features, store = FeatureCache(), ResultStore(tmp_path)
     counters = [Counter(encoder), Counter(other)]
     for one, dtype in ((encoder, "float32"), (other, "float32"), (encoder, "bfloat16")):
         knn = evaluation(KNN(neighbours=[1]), one, root, dtype=getattr(torch, dtype))
-        knn.run(store, say=lambda _: None, passed=passed)
+        knn.run(store, say=lambda _: None, features=features)
 
     assert [counter.images for counter in counters] == [2 * (TRAIN + VAL), TRAIN + VAL]
 
@@ -148,17 +148,18 @@ def test_images_that_are_fitted_to_pass_once_for_all_corruptions(root, encoder, 
     assert alone.items() <= found.items()
 
 
-def test_of_the_last_corruption_but_one_only_what_was_asked_for_since_is_held(encoder):
-    passed, held = PassedImages(), {}
-    # And nothing once probes of other images follow.
-    passed.of(encoder, "segmentation", "photographs")["images"] = "features"
-    passed.of(encoder, "classification", "others")["images"] = "features"
+def test_only_features_used_since_the_last_corruption_are_kept(encoder):
+    features = FeatureCache()
+    features.select(encoder, "segmentation", "photographs")
+    features["images"] = "features"
+    features.select(encoder, "classification", "others")
+    features["images"] = "features"
     for name in ("snow:1", "fog:1", "snow:2"):
-        held = passed.of(encoder, "classification", "photographs", name)
-        held.setdefault("train", "features")
-        held[name] = "features"
+        features.select(encoder, "classification", "photographs", name)
+        features.setdefault("train", "features")
+        features[name] = "features"
 
-    assert set(held) == {"train", "fog:1", "snow:2"}
+    assert set(features) == {"train", "fog:1", "snow:2"}
 
 
 class Shown:
@@ -169,7 +170,7 @@ class Shown:
         run, unchecked, task = Evaluation.run, FeatureExtractor.unchecked, list[str]()
 
         def noting(evaluation: Evaluation, *values: Any, **options: Any) -> Any:
-            task[:] = [called(evaluation.probe)]
+            task[:] = [display_name(evaluation.probe)]
             self.by_task[task[0]] = collections.Counter()
             return run(evaluation, *values, **options)
 

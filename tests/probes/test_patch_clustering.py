@@ -23,7 +23,6 @@ from probes.clustering.probe import (
     patch_meetings,
 )
 from probes.features.views import nearest_labels, resized, tensors
-from ssl_bench.composition.compose import config_to_dict
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.planning import plan_probes
@@ -227,7 +226,7 @@ def test_the_data_says_what_is_clustered(dataset, overrides, protocol, facet):
     assert probe.image_size == (512 if protocol == "patches" else None)
     # So a command that is printed or queued comes to the same.
     config = probing_config(*planned.choice, planned.overrides, planned.root)
-    assert config_to_dict(config)["probe"]["protocol"] == protocol
+    assert config["probe"]["protocol"] == protocol
 
 
 def test_a_protocol_that_is_named_is_not_changed_for_the_data():

@@ -117,7 +117,7 @@ def test_what_cannot_be_retrieved_is_named(tmp_path, changes, dataset, error, me
 @pytest.mark.parametrize("protocol", ["ssl_bench", "hbird"])
 def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(protocol):
     overrides = [f"probe/retrieval/protocol={protocol}", "probe.image_size=64"]
-    probe = build(compose_config("probing", ["probe=retrieval", *overrides]).probe)
+    probe = build(compose_config("probing", ["probe=retrieval", *overrides]), "probe")
     assert (probe.protocol, probe.image_size) == (protocol, 64)
     assert bool(probe.guesses) == (protocol != "ssl_bench")
     assert json.loads(json.dumps(probe.settings())) == probe.settings()
@@ -153,7 +153,7 @@ def test_a_metric_more_leaves_finished_scores_as_they_are(place, capsys):
     capsys.readouterr()
     assert main(words) == 0
 
-    assert "2 of 3 scores finished before" in capsys.readouterr().err
+    assert "skipping 2 of 3 results" in capsys.readouterr().err
     after = {record.key(): record for record in records()}
     assert {key: one.value for key, one in after.items()} == {
         key: one.value for key, one in before.items()

@@ -274,7 +274,7 @@ def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):
 
 
 def _composed(*overrides: str) -> Segmentation:
-    return build(compose_config("probing", ["probe=segmentation", *overrides]).probe)
+    return build(compose_config("probing", ["probe=segmentation", *overrides]), "probe")
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_every_protocol_runs_with_joined_layers_and_records_name_the_guesses(
 def test_real_photographs_are_scored_on_all_their_images(tmp_path, photos, dataset, classes):
     root = photos / "COCO" if dataset == "coco_stuff" else photos
     overrides = ["probe=segmentation", f"data.root={root}", *PHOTOS[dataset]]
-    images = build(compose_config("probing", overrides).dataset)
+    images = build(compose_config("probing", overrides), "dataset")
     context = replace(probe_context(tmp_path, layers=(3,)), dataset=images)
     scores = list(quick_probe(loss="histogram", epochs=3, image_size=64).run(context))
     assert scores[0].num_images == len(images.val())

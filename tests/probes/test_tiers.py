@@ -11,7 +11,7 @@ from probes.features.tiers import GIB, Room
 from probes.features.views import WholeImage, nearest_labels
 from probes.segmentation import SegmentationRun
 from ssl_bench.errors import CheckpointError, MachineError
-from ssl_bench.system import memory
+from ssl_bench.system import process
 from tests.benchmarks.memory import LiveBytes
 from tests.support.colours import (
     ColourDataset,
@@ -83,17 +83,17 @@ def test_half_of_what_is_free_is_taken_where_nothing_is_said(tmp_path, monkeypat
 
 
 def test_the_smallest_of_what_groups_leave_is_what_is_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(process, "_CGROUPS", tmp_path)
     inner = tmp_path / "job" / "step"
     inner.mkdir(parents=True)
     for folder, limit, use in ((inner, "max", "1"), (inner.parent, "1000", "400")):
         (folder / "memory.max").write_text(limit)
         (folder / "memory.current").write_text(use)
     monkeypatch.setattr(Path, "read_text", _with("/proc/self/cgroup", "0::/job/step\n"))
-    assert memory.free_host_memory() == 600
+    assert process.free_host_memory() == 600
     # What was read of files can be taken back.
     (inner.parent / "memory.stat").write_text("anon 300\nactive_file 30\ninactive_file 60\n")
-    assert memory.free_host_memory() == 690
+    assert process.free_host_memory() == 690
 
 
 def _with(path, content):

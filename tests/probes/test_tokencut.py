@@ -257,7 +257,7 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
 
 def test_settings_and_folders_are_those_of_what_was_changed(tmp_path):
     config = compose_config("probing", ["probe=tokencut", "dataset=toy"])
-    assert build(config.probe) == TokenCut()
+    assert build(config, "probe") == TokenCut()
     # Records of before there were these options have none.
     assert {"longer_side", "max_side"}.isdisjoint(TokenCut().settings())
     assert changed_settings(TokenCut(facet="token", panels=0)) == {}

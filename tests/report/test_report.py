@@ -15,7 +15,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.report.model import MOST_DRAWN, list_checkpoints
 from ssl_bench.report.pictures import PictureFiles, galleries_of
 from ssl_bench.results import ResultStore
-from ssl_bench.system.files import REPORT
+from ssl_bench.system.files import REPORT_MARK
 from tests.core.test_results import RECORD
 from tests.support.faults import unchecked_types
 from tests.support.report_cells import (
@@ -224,7 +224,7 @@ def test_only_what_was_asked_for_is_in_the_report(tmp_path):
     assert "corloc" not in text
     assert "1 record of 1 checkpoint. Bands, ± and" in Elements(text).text
     assert "1 unreadable record left out." in Elements(text).text
-    assert (tmp_path / "knn" / REPORT).is_file()
+    assert (tmp_path / "knn" / REPORT_MARK).is_file()
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from ssl_bench import sweep
 from ssl_bench.cli import __main__ as cli
 from ssl_bench.cli.parser import WITH_OVERRIDES, build_parser
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import compose_config, keys
+from ssl_bench.composition.compose import compose_config, list_keys
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
 from tests.support.faults import class_folders, encoder_file, photo_folder, voc
@@ -188,7 +188,7 @@ class Draw:
         elif name in ("probe", "sweep"):
             small = ["dataset.num_train=3", "dataset.num_val=2"] * (self.chance.random() < 0.7)
             small += ["probe.image_size=32"] * (self.chance.random() < 0.5)
-        known = [*keys(compose_config(root, chosen)), *self.chance.choices(STRANGE_KEYS, k=2)]
+        known = [*list_keys(compose_config(root, chosen)), *self.chance.choices(STRANGE_KEYS, k=2)]
         several = self.chance.choices(known, k=self.chance.choice((0, 0, 1, 1, 1, 2, 3)))
         values = self.chance.choices((*NUMBERS, *WORDS), k=len(several))
         return [*small, *(f"{key}={value}" for key, value in zip(several, values, strict=True))]

@@ -38,7 +38,7 @@ from ssl_bench.errors import SslBenchError
 from ssl_bench.models import build_vit, load_encoder, save_encoder
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
-from ssl_bench.system.files import sha256_of
+from ssl_bench.system.files import file_sha256
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.sheets import render_tables
 from tests.core.test_results import RECORD
@@ -145,7 +145,7 @@ def safetensors_headers() -> Kind:
 
     def read(path: Path) -> object:
         # The digest of the damaged file, so that the header itself is read.
-        path.with_name(f"{path.name}.sha256").write_text(f"{sha256_of(path)}  {path.name}\n")
+        path.with_name(f"{path.name}.sha256").write_text(f"{file_sha256(path)}  {path.name}\n")
         return load_encoder(str(path))
 
     return Kind(seeds, "weights.safetensors", read)

@@ -11,7 +11,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.comparison import compare_runs, compare_encoders
+from ssl_bench.tables.comparison import compare_encoders, compare_runs
 from ssl_bench.tables.depth import epoch_tables
 from tests.support.report_cells import cell, save
 

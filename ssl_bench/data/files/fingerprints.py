@@ -24,7 +24,7 @@ from jaxtyping import UInt64
 
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.system.files import open_own, write_atomically
+from ssl_bench.system.files import open_trusted, write_atomically
 from ssl_bench.system.paths import cache_folder
 from ssl_bench.system.progress import say, say_once, show_progress
 
@@ -306,7 +306,7 @@ class DigestCache:
 
 def _kept_in(path: Path) -> dict[bytes, bytes]:
     try:
-        with open_own(path) as file:
+        with open_trusted(path) as file:
             content = file.read()
     except OSError:
         return {}

@@ -16,7 +16,7 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2 as Directory
 
 from ssl_bench.errors import DataError, UnreadableImage
 from ssl_bench.system.files import read_regular
-from ssl_bench.system.memory import pass_on_memory
+from ssl_bench.system.process import reraise_out_of_memory
 
 MAX_PIXELS = 89_478_485
 """Larger files are refused before a pixel is decoded: a quarter of a gigabyte as RGB."""
@@ -94,7 +94,7 @@ def _orientation_of(data: bytes) -> int:
             found = image.getexif().get(_ORIENTATION, 1)
     # What damaged files make Pillow raise is anything; whoever decodes them says so.
     except Exception as error:
-        pass_on_memory(error)
+        reraise_out_of_memory(error)
         return 1
     return found if found in range(2, 9) else 1
 
@@ -202,7 +202,7 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
         raise UnreadableImage(f"{name} {what}; fetch it again") from error
     # Damaged files make the decoders raise OSError, SyntaxError, struct.error, IndexError ...
     except Exception as error:
-        pass_on_memory(error)
+        reraise_out_of_memory(error)
         raise UnreadableImage(
             f"{name} is damaged or cut short ({error}); fetch it again"
         ) from error

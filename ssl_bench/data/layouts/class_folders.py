@@ -17,7 +17,7 @@ from ssl_bench.data.roles import Layout, given_folder, require_own_name
 from ssl_bench.data.samples import ImageView, Sample
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import DataError, escape_braces
-from ssl_bench.system.files import is_written
+from ssl_bench.system.files import is_output
 from ssl_bench.system.progress import say_once
 
 _ANNOTATIONS = "val_annotations.txt"
@@ -157,7 +157,7 @@ class ClassFolders(Layout):
         firsts = {
             folder.name: next(pictures_below(folder), None)
             for folder in self._root.iterdir()
-            if folder.is_dir() and folder.name[0] != "." and not is_written(folder)
+            if folder.is_dir() and folder.name[0] != "." and not is_output(folder)
         }
         # A class may be called train; one alone is a split.
         if firsts.keys() == {_TRAIN} or not firsts.keys().isdisjoint(_VALIDATION_NAMES):

@@ -18,10 +18,10 @@ from ssl_bench.data.roles import Layout, find_root, first_folder, name_of_images
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import Published, download
-from ssl_bench.system.coco import index_coco
+from ssl_bench.scores import index_coco
 from ssl_bench.system.files import read_regular, write_atomically
-from ssl_bench.system.memory import pass_on_memory
-from ssl_bench.system.paths import cache_folder, expanded
+from ssl_bench.system.paths import cache_folder, expand_path
+from ssl_bench.system.process import reraise_out_of_memory
 
 # The digest is that of the file in commit fcedbec.
 LIST = Published(
@@ -137,7 +137,7 @@ class Coco20k(Layout):
 
     def _list(self, root: Path) -> Path:
         if self.list_file is not None:
-            given = expanded(self.list_file)
+            given = expand_path(self.list_file)
             if not given.is_file():
                 raise DataError(f"dataset.list_file={given} does not exist")
             return given
@@ -200,7 +200,7 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
         index = index_coco({name: content[name] for name in ("images", "annotations")})
     # Whatever pycocotools makes of a file that is something else.
     except Exception as error:
-        pass_on_memory(error)
+        reraise_out_of_memory(error)
         raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
     try:
         images = {

@@ -8,7 +8,7 @@ from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.roles import Layout, given_folder, require_own_name
 from ssl_bench.errors import DataError
-from ssl_bench.system.files import files_below
+from ssl_bench.system.files import list_files
 
 SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".tif", ".tiff"),
@@ -18,7 +18,7 @@ SUFFIXES = (
 
 @dataclass(frozen=True)
 class ImageFolder(Layout):
-    """Every picture below a folder, in the order of its path, as `files_below` finds them.
+    """Every picture below a folder, in the order of its path, as `list_files` finds them.
 
     They are turned as EXIF says; those that cannot be read are left out of probes, and named.
 
@@ -63,4 +63,4 @@ class ImageFolder(Layout):
 
 def pictures_below(root: Path) -> Iterator[str]:
     """Paths of the pictures below a folder, without those that this program wrote."""
-    return (name for name in files_below(root) if name.lower().endswith(SUFFIXES))
+    return (name for name in list_files(root) if name.lower().endswith(SUFFIXES))

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, shown
+from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, format_value
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
 from ssl_bench.data.files.images import read_mask_colours
 from ssl_bench.data.roles import PUBLISHED, Layout, find_root, lacking, name_of_images
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.system.files import files_below
+from ssl_bench.system.files import list_files
 
 CLASSES_FILE = "classes.txt"
 _SPLIT = "{split}"
@@ -103,10 +103,10 @@ class NestedFiles(Files):
     """Files at any depth; the folders below the first are part of the ids."""
 
     def ids(self) -> list[str]:
-        """What `files_below` finds, sorted."""
+        """What `list_files` finds, sorted."""
         return sorted(
             name.removesuffix(self.suffix)
-            for name in files_below(self.folder)
+            for name in list_files(self.folder)
             if self._is_one(name.rpartition("/")[2])
         )
 
@@ -305,7 +305,7 @@ class ImageMaskFolders(PairedFolders):
         if self.one_object and len(names) != 2:
             raise ConfigurationError(
                 "dataset.one_object=true expects two names, background and object, got "
-                f"{shown(list(names))}",
+                f"{format_value(list(names))}",
                 hint=("dataset.class_names=[background,object]",),
             )
         if self.colours is not None:
@@ -318,7 +318,8 @@ class ImageMaskFolders(PairedFolders):
         if len(set(numbers)) != count or not set(numbers).isdisjoint(ignored):
             raise ConfigurationError(
                 f"dataset.numbers must be {count} different numbers, one a class and none of "
-                f"dataset.ignored, got {shown(list(numbers))} and {shown(sorted(ignored))}"
+                f"dataset.ignored, got {format_value(list(numbers))} and "
+                f"{format_value(sorted(ignored))}"
             )
         if not {*numbers, *ignored} <= set(range(256)):
             raise ConfigurationError("dataset.numbers and dataset.ignored must lie in 0..255")

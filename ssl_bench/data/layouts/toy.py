@@ -24,7 +24,7 @@ from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.roles import Layout
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import MachineError
-from ssl_bench.system.files import mark_as_written
+from ssl_bench.system.files import mark_as_output
 from ssl_bench.system.paths import cache_folder
 
 _NumScenes = Annotated[int, Bounds(1, 100_000)]
@@ -271,7 +271,7 @@ class Drawn(Layout):
             ) from error
         try:
             write(unfinished)
-            mark_as_written(unfinished)
+            mark_as_output(unfinished)
             unfinished.rename(path)
         except OSError as error:
             # Another process may have been quicker; its scenes are the same.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.system.paths import PACKAGE, expanded, real
+from ssl_bench.system.paths import PACKAGE, expand_path, resolve_links
 
 LAST = "last.safetensors"
 RANDOM, COLOURS = "random", "colours"
@@ -39,14 +39,14 @@ def file_of(uri: str) -> Path:
     """
     if uri.startswith(f"{DEMO}:"):
         return demo_file(uri)
-    path = expanded(uri)
+    path = expand_path(uri)
     if path.is_dir():
         return path / LAST
     run, _, epoch = uri.rpartition("@")
     # What has dots or slashes is a file that is not there.
     if path.exists() or not run or not re.fullmatch(r"[\w,-]+", epoch):
         return path
-    folder = expanded(run)
+    folder = expand_path(run)
     if not folder.is_dir():
         return path
     is_one = re.fullmatch(r"\d{1,9}", epoch)
@@ -66,7 +66,7 @@ def name_of(path: Path) -> str:
 
     Of a name that every run gives its files, such as `checkpoint`, with the folder before it.
     """
-    epoch, folder = kept_epoch(path), real(path).parent.name
+    epoch, folder = kept_epoch(path), resolve_links(path).parent.name
     if path.name == LAST:
         return folder
     if epoch is not None:
@@ -102,7 +102,7 @@ def _separated(text: str) -> list[str]:
 
 def _is_there(text: str) -> bool:
     """Whether a path, or the run before an epoch, exists, or a pattern matches something."""
-    paths = [str(expanded(one)) for one in (text, re.sub(r"@\d{1,9}$", "", text)) if one]
+    paths = [str(expand_path(one)) for one in (text, re.sub(r"@\d{1,9}$", "", text)) if one]
     # Path.glob takes no absolute pattern.
     return any(Path(p).exists() or (_is_pattern(p) and glob.glob(p)) for p in paths)  # noqa: PTH207
 
@@ -139,7 +139,7 @@ def _matching(pattern: str) -> list[str]:
     if at and re.fullmatch(r"\d{1,9}", epoch):
         pattern = f"{run}/{kept_name(int(epoch))}"
     # Path.glob takes no absolute pattern.
-    names = glob.glob(str(expanded(pattern)), recursive=True)  # noqa: PTH207
+    names = glob.glob(str(expand_path(pattern)), recursive=True)  # noqa: PTH207
     paths = map(Path, sorted(names))
     found = [
         str(path)

@@ -11,7 +11,7 @@ from ssl_bench.models.encoder import ASSUMED, DINO_NAMES, Encoder
 from ssl_bench.models.loading.addresses import OWN, expand, kept_epoch, with_baselines
 from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.models.loading.load import identify_encoder, load_encoder, stated_identity
-from ssl_bench.system.progress import in_words, say
+from ssl_bench.system.progress import format_duration, say
 
 # By width and depth; timm has all of them for patches and images of these sizes.
 _SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
@@ -89,7 +89,7 @@ def newest_checkpoint(folder: Path) -> str:
             f"no checkpoint below {folder}/",
             hint=("--checkpoint", "demo:skip", "or", "ssl-bench", "pretrain"),
         )
-    ago = in_words(max(0.0, time.time() - newest.stat().st_mtime))
+    ago = format_duration(max(0.0, time.time() - newest.stat().st_mtime))
     steps = ""
     with suppress(CheckpointError):
         if "step" in (told := read_metadata(newest)):

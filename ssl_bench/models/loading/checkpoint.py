@@ -35,7 +35,7 @@ from ssl_bench.models.loading.weights import (
     verified_sha256,
 )
 from ssl_bench.models.vit import EncoderModule
-from ssl_bench.system.escaping import shell_words
+from ssl_bench.system.escaping import quote_command
 from ssl_bench.system.files import read_digests, write_atomically, write_text_atomically
 
 _FORMAT = "ssl-bench"
@@ -91,7 +91,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
     with unreplaced(path):
         digest, sidecar = verified_sha256(path), sidecar_of(path)
         if not is_there(sidecar):
-            folder, name = shell_words([str(path.parent)]), shell_words([path.name])
+            folder, name = quote_command([str(path.parent)]), quote_command([path.name])
             raise CheckpointError(
                 f"{sidecar} is missing, so {path.name} cannot be verified; copy both files, or, "
                 f"if you trust it, run: cd {folder} && sha256sum {name} > {name}.sha256"

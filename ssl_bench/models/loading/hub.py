@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from ssl_bench.errors import CheckpointError, DataError, join_alternatives
 from ssl_bench.network import NotFetched, Published, download, open_url
-from ssl_bench.system.files import open_regular, sha256_of
+from ssl_bench.system.files import file_sha256, open_regular
 
 _FILES = "https://dl.fbaipublicfiles.com"
 # Addresses in hubconf.py of each repository; its code is not run.
@@ -69,7 +69,7 @@ def _require_weights(file: Path) -> None:
         if not opened.read(4).startswith(_BEGINNINGS):
             raise DataError(f"{file} was not written by torch.save")
     stated = _DIGEST_IN_NAME.search(file.name)
-    if stated and not (found := sha256_of(file)).startswith(stated[1]):
+    if stated and not (found := file_sha256(file)).startswith(stated[1]):
         raise DataError(f"{file} has sha256 {found}, its name says {stated[1]}")
 
 

@@ -17,7 +17,7 @@ from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
 from ssl_bench.models.loading.layouts import Description
 from ssl_bench.models.loading.weights import IN_PYTHON, PYTHON_FILE, colour_of, is_number
 from ssl_bench.system.files import read_regular
-from ssl_bench.system.paths import expanded, real
+from ssl_bench.system.paths import expand_path, resolve_links
 
 _Find = Callable[[Sequence[str]], Path]
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
@@ -45,8 +45,8 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
     """
     scheme, _, place = uri.partition(":")
     if scheme == "local-dir":
-        folder = expanded(place)
-        label, file = real(folder).name, partial(_file_in, folder)
+        folder = expand_path(place)
+        label, file = resolve_links(folder).name, partial(_file_in, folder)
     else:
         repository, _, revision = place.partition("@")
         label = place.rpartition("/")[2]

@@ -26,7 +26,7 @@ from ssl_bench.models.loading.addresses import (
     name_of,
 )
 from ssl_bench.models.loading.checkpoint import is_ours, load_own_encoder, stated_encoder
-from ssl_bench.system.paths import expanded, real
+from ssl_bench.system.paths import expand_path, resolve_links
 
 _SEED = 0
 
@@ -205,7 +205,7 @@ def _from_own_file(uri: str, file: str, name: str) -> Encoder:
     The file is run, as `python FILE.py` would run it, with its folder among those of imports.
     What it draws at random is always the same.
     """
-    path = real(expanded(file))
+    path = resolve_links(expand_path(file))
     if not path.is_file():
         raise CheckpointError(f"no file {path}", hint=("--checkpoint", "{file}.py:{name}"))
     with torch.random.fork_rng(devices=[]):

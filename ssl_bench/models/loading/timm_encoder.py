@@ -53,8 +53,8 @@ from ssl_bench.models.loading.weights import (
 )
 from ssl_bench.models.timm_config import family_of
 from ssl_bench.models.timm_model import STAGED, TimmBackbone, shape_of_model
-from ssl_bench.system.memory import pass_on_memory
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import expand_path
+from ssl_bench.system.process import reraise_out_of_memory
 
 # Eva holds timm's ViTs with rotary positions, DINOv3 among them.
 PlainViT = VisionTransformer | Eva
@@ -79,7 +79,7 @@ def load_timm(uri: str) -> Encoder:
     _check_name(name)
     if file:
         label = f"{name}@{Path(file).stem}"
-        return _from_file(uri, name, expanded(file), label=label, config={})
+        return _from_file(uri, name, expand_path(file), label=label, config={})
     if "." in name:
         published, architecture = timm.get_pretrained_cfg(name), name.partition(".")[0]
         if published is None or not (published.hf_hub_id or published.url):
@@ -268,7 +268,7 @@ def _create(
             f"timm:{name} is not supported; {_SUPPORTED}", hint=PYTHON_FILE
         ) from error
     except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
-        pass_on_memory(error)
+        reraise_out_of_memory(error)
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         file = path or "its random weights"
         raise CheckpointError(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, escape_braces
-from ssl_bench.system.files import open_regular, read_digests, sha256_of
-from ssl_bench.system.memory import pass_on_memory
+from ssl_bench.system.files import file_sha256, open_regular, read_digests
+from ssl_bench.system.process import reraise_out_of_memory
 
 IN_PYTHON = "name a function that loads it in Python (docs/python.md)"
 PYTHON_FILE = ("--checkpoint", "{file}.py:{name}")
@@ -83,7 +83,7 @@ def unreplaced(path: Path) -> Generator[None]:
 def verified_sha256(path: Path) -> str:
     """The sha256 of a file, compared with the one beside it where there is one."""
     check_readable(path)
-    digest = sha256_of(path)
+    digest = file_sha256(path)
     sidecar = sidecar_of(path)
     if not is_there(sidecar):
         return digest
@@ -157,7 +157,7 @@ def read_weights(path: Path) -> dict[str, Any]:
     except Exception as error:  # A damaged file makes its reader fail in any way.
         # What asks for more than there is of a small file is damage.
         if path.stat().st_size > _SMALL_FILE:
-            pass_on_memory(error)
+            reraise_out_of_memory(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(_no_weights(path, reason[:120])) from error
     if not isinstance(content, Mapping):

@@ -1,12 +1,14 @@
 """The commit of the code that runs. The build reads this file alone, so it imports nothing else."""
 
 import subprocess
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = Path(__file__).parents[1]
 
-BUILT_FROM = "COMMIT"
+COMMIT_FILE = "COMMIT"
 """File of the package in which a wheel or a source archive keeps the commit it was built from."""
 
 
@@ -18,14 +20,14 @@ def source_commit() -> str | None:
     """
     checkout = _PACKAGE.parent
     if (checkout / ".git").exists():
-        return checked_out_commit(checkout)
+        return read_git_commit(checkout)
     try:
-        return (_PACKAGE / BUILT_FROM).read_text().strip() or None
+        return (_PACKAGE / COMMIT_FILE).read_text().strip() or None
     except OSError:
         return None
 
 
-def checked_out_commit(checkout: Path) -> str | None:
+def read_git_commit(checkout: Path) -> str | None:
     """Ask git for the commit of a checkout; None if git is missing or refuses."""
 
     def git(*arguments: str) -> str:
@@ -40,3 +42,25 @@ def checked_out_commit(checkout: Path) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return commit + ("-dirty" if changed else "")
+
+
+def provenance_fields(hardware: str, seconds: float) -> dict[str, Any]:
+    """Return the fields of a `Record` that say where and when it was computed.
+
+    Args:
+        hardware: As `ssl_bench.system.device.describe_device` returns it.
+        seconds: How long the computation took.
+    """
+    # Not at the top, because the build runs this file where neither of the two is installed.
+    import torch
+
+    from ssl_bench import __version__
+
+    return {
+        "version": __version__,
+        "git_commit": source_commit(),
+        "torch": torch.__version__,
+        "device": hardware,
+        "seconds": round(seconds, 3),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
