@@ -95,7 +95,7 @@ class Difference:
 
     @property
     def text(self) -> str:
-        """The difference, such as "+2.5 [+1.0, +4.0] §"; a dash if a side has no value."""
+        """The difference, such as "+2.5 [+1.0, +4.0] §", or a dash if a side has no value."""
         if math.isnan(self.value) or math.isnan(self.low + self.high):
             return _format_number(self.value, "+z.1f")
         sign = " §" if self.is_significant_after_holm else ""
@@ -191,7 +191,7 @@ def compare_best_blocks(first: CurveEstimates, second: CurveEstimates) -> list[D
 
 
 def compare_checkpoints(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
-    """Compare two encoders block by block; if both have several, also at their best blocks."""
+    """Compare two encoders block by block, and at their best blocks if both have several."""
     rows = compare_block_by_block(first, second)
     have_several = len(first.blocks) > 1 and len(second.blocks) > 1
     return rows + compare_best_blocks(first, second) if have_several else rows
@@ -261,7 +261,7 @@ class Comparison(Table):
         notes = [
             f"paired over {self.record.num_images} images{image_size_note(self.encoders)}"
             f"{trusted_note([self.record])}",
-            "marked: the interval excludes 0, without a correction for the number of rows",
+            "marked: the interval excludes 0 (not corrected for the number of rows)",
         ]
         if not self.record.is_ranked:
             notes.append("no block is best, because higher is not better")
@@ -331,7 +331,7 @@ def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, .
 
 
 def code_warning(tables: Iterable[Comparison]) -> str:
-    """Return a warning if the sides of a comparison come from different code; else empty."""
+    """Return a warning if the sides of a comparison come from different code, else ""."""
     versions: dict[str, set[str]] = defaultdict(set)
     for table in tables:
         # Only code that differs within a table can explain a difference.
@@ -435,7 +435,7 @@ def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
 def _load_sides(
     store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
 ) -> list[CurveEstimates]:
-    """Return the estimates of each encoder; none if one has no per-image values."""
+    """Return the estimates of each encoder, or nothing if one has no per-image values."""
     curves = [load_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
     is_complete = all(curve.per_image for curve in curves)
     return list(map(CurveEstimates.from_curve, curves)) if is_complete else []
@@ -483,7 +483,7 @@ def _explain_failure(
     again = f"`ssl-bench probe --task {task} --overwrite`"
     if not all(has_images):
         return f"per-image values are missing, which {again} computes"
-    return f"per-image values do not match their records, and {again} computes both again"
+    return f"per-image values do not match their records, and {again} replaces both"
 
 
 def _list_differences(one: Record, other: Record) -> list[str]:

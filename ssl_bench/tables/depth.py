@@ -66,7 +66,7 @@ class Pivot(Table):
 
     @property
     def dagger_meaning(self) -> str:
-        """Explanation of the dagger; empty if there is none in the table."""
+        """Explanation of the dagger, empty if there is none in the table."""
         return dagger_meaning(entry.degenerate_percent for _, _, entry in self.scores())
 
     def scores(self) -> Iterator[tuple[Any, Any, Entry]]:
@@ -81,7 +81,7 @@ class Pivot(Table):
         return self
 
     def best_row(self, column: Any) -> Any:
-        """Return the row of the highest score of a column; None if no score is best."""
+        """Return the row of the highest score of a column, or None if no score is best."""
         if not self._ranking(column):
             return None
         entries = {row: entry for row, at, entry in self.scores() if at == column}
@@ -152,7 +152,7 @@ class Pivot(Table):
         )
 
     def _strides(self) -> dict[Any, str]:
-        """Return the strides of each block in pixels; empty if every encoder has a single grid."""
+        """Return the strides of each block in pixels, or {} if every encoder has a single grid."""
         strides: dict[Any, set[int]] = defaultdict(set)
         for row, _, entry in self.scores():
             strides[row] |= {r.stride for r in entry.records if r.stride is not None}

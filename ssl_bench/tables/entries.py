@@ -115,7 +115,7 @@ def table_title(record: Record) -> str:
 
 
 def training_suffix(record: Record) -> str:
-    """Return, for example, ", trained on train (1464 images, 3f9a01)"; empty without training."""
+    """Return, for example, ", trained on train (1464 images, 3f9a01)", or nothing if untrained."""
     return "" if record.trained_on is None else f", trained on {record.trained_on}"
 
 
@@ -231,13 +231,13 @@ class Entry:
 
     @property
     def reason(self) -> str:
-        """The recorded reason why there is no value; empty if there is a value or no reason."""
+        """The recorded reason why the value is NaN, else an empty text."""
         reasons = (record.details.get("reason") for record in self.records)
         return next((str(text) for text in reasons if text), "") if math.isnan(self.value) else ""
 
     @property
     def sort_key(self) -> str:
-        """The value as JavaScript reads it; empty for NaN."""
+        """The value as JavaScript reads it, or an empty text for NaN."""
         if math.isnan(self.value):
             return ""
         return "Infinity" if self.value == math.inf else str(self.value)
@@ -342,7 +342,7 @@ def average_entries(entries: Sequence[Entry]) -> Entry:
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if all are."""
+    """Return the mean of the values that are not None, or None if all are."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -361,11 +361,8 @@ def with_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 
 
-_DEGENERATE = "patches are so similar that rounding errors, not the image, decide the result"
-
-
 def dagger(percent: float | None) -> str:
-    """Return the suffix of a value with degenerate images, such as " †24"; empty if there are none.
+    """Return the suffix of a value with degenerate images, such as " †24", else an empty text.
 
     Percentages are rounded to whole numbers, below 1 to one decimal. A percentage slightly above
     `MAX_DEGENERATE_PERCENT` keeps enough decimals to be recognised as above it.
@@ -379,11 +376,12 @@ def dagger(percent: float | None) -> str:
 
 
 def dagger_meaning(percents: Iterable[float | None]) -> str:
-    """Explain the dagger; empty if no percentage of degenerate images is above 0."""
+    """Explain the dagger if any percentage of degenerate images is above 0, else return ""."""
     if not any(percents):
         return ""
     return (
-        f"†N: N % of the images are degenerate (their {_DEGENERATE}). "
+        "†N: N % of the images are degenerate. Rounding errors, not the image, decide their "
+        "result, for example because all patches are alike. "
         f"A value above †{MAX_DEGENERATE_PERCENT:.0f} is never the best"
     )
 
@@ -398,7 +396,10 @@ def metric_notes(records: Iterable[Record]) -> list[str]:
             "holdout: the hyperparameter is chosen on other images"
         )
     if "degenerate" in metrics:
-        notes.append(f"degenerate: percentage of images whose {_DEGENERATE}")
+        notes.append(
+            "degenerate: percentage of images whose result is decided by rounding errors, not by "
+            "the image, for example because all patches are alike"
+        )
     return notes
 
 
@@ -417,7 +418,7 @@ def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
 
 
 def baseline_note(records: Sequence[Record]) -> str:
-    """Return, for example, "image-independent baseline (centre box): 31.2"; empty without one."""
+    """Return, for example, "image-independent baseline (centre box): 31.2", or an empty text."""
     notes = []
     for answer, values in baselines(records).items():
         ends = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
@@ -535,13 +536,13 @@ def _unreadable_note(records: Sequence[Record]) -> str:
 
 
 def trusted_note(records: Iterable[Record]) -> str:
-    """Return a note if the images were identified without reading their files; else empty."""
+    """Return a note if images were identified without reading their files, else an empty text."""
     is_trusted = any(kind_of(record.dataset_fingerprint) == "stat" for record in records)
     return ", files identified by size and time only" if is_trusted else ""
 
 
 def _corruption_note(records: Iterable[Record]) -> str:
-    """Return the corruptions of the scored images with their severities; empty without any."""
+    """Return the corruptions of the scored images with their severities, else an empty text."""
     severities: dict[str, set[int]] = defaultdict(set)
     is_trained = False
     for record in records:

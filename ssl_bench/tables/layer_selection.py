@@ -83,7 +83,7 @@ def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Ent
 
 
 def _held_out_entry(seeds: Sequence[Sequence[Record]], store: ResultStore) -> Entry | None:
-    """Return the mean of the held-out choices of all seeds; None if a seed cannot choose."""
+    """Return the mean of the held-out choices of all seeds, or None if a seed cannot choose."""
     choices = [_held_out_choice(seed, store) for seed in seeds]
     entries = [entry for entry in choices if entry is not None]
     return average_entries(entries) if len(entries) == len(choices) else None

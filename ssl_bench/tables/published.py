@@ -138,7 +138,7 @@ class PublishedTable:
     in_reports: bool = True
 
     def cell(self, row: str, column: str) -> str:
-        """Return a cell as text; "-" if nothing is published."""
+        """Return a cell as text, or "-" if nothing is published."""
         if (row, column) not in self.values:
             return "-"
         spread = self.spreads.get((row, column))

@@ -25,7 +25,7 @@ class RunState(NamedTuple):
 
 
 def read_run_state(folder: Path) -> RunState | None:
-    """Return the state of a run from its weights and configuration; None without a run."""
+    """Return the state of a run from its weights and configuration, or None without a run."""
     try:
         with safetensors.safe_open(folder / "last.safetensors", "numpy") as file:
             metadata = file.metadata()

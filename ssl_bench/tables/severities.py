@@ -56,7 +56,7 @@ class SeverityTable(Pivot):
 
     @property
     def incomplete_note(self) -> str:
-        """Names of the incomplete blocks, and the severities behind the drop; else empty."""
+        """The incomplete blocks and the severities behind the drop, empty if all are complete."""
         if not self.incomplete_layers:
             return ""
         blocks = ", ".join(map(str, self.incomplete_layers))
@@ -85,7 +85,7 @@ class SeverityTable(Pivot):
 
     @property
     def most_robust_layers(self) -> frozenset[int]:
-        """The blocks with the smallest drop; none if several blocks all have the same.
+        """The blocks with the smallest drop, or nothing if several blocks all have the same.
 
         Blocks that are degenerate at one of the compared severities are left out.
         """

@@ -14,7 +14,7 @@ from ssl_bench.report.model import list_checkpoints
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
-from ssl_bench.tables.entries import mean_entry, provenance, settings_digest
+from ssl_bench.tables.entries import dagger, mean_entry, provenance, settings_digest
 from ssl_bench.tables.sheets import NO_VALUE, render_tables
 from tests.core.test_results import RECORD
 from tests.support.faults import small_files
@@ -384,3 +384,15 @@ def test_a_figure_on_a_full_disk_is_one_line(tmp_path, capsys, kind):
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert not [*tmp_path.glob("curves*")]
     assert main([*words[:-1], "curves.nothing"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("percent", "suffix"),
+    [
+        (None, ""), (0.0, ""), (0.4, " †0.4"), (24.0, " †24"), (50.0, " †50"),
+        # Above 50 a value is never the best, and its dagger shows it.
+        (50.4, " †50.4"), (50.04, " †50.04"), (50.6, " †51"), (100.0, " †100"),
+    ],
+)  # fmt: skip
+def test_the_dagger_of_a_degenerate_value_is_above_50(percent, suffix):
+    assert dagger(percent) == suffix
