@@ -134,24 +134,24 @@ def block_side(curve: CurveEstimates, layer: int) -> Side:
 
 
 def _held_out_side(curve: CurveEstimates) -> Side:
-    """Return the score with held-out choices of the block, which any block may have won."""
+    """Return the score with the held-out choice of a block, to which all blocks belong."""
     return Side(curve.held_out, tuple(curve.blocks), curve.held_out_degenerate_percent)
 
 
 def difference(name: str, first: Side, second: Side) -> Difference:
-    """Compare two scores of the same images. A score minus itself has no interval."""
-    one, other = first.estimate, second.estimate
-    interval = None if one is other else one.difference_ci95(other)
+    """Subtract the second score from the first. A score minus itself has no interval."""
+    is_same = first.estimate is second.estimate
+    interval = None if is_same else first.estimate.difference_ci95(second.estimate)
     low, high = interval or (math.nan, math.nan)
     return Difference(
         name,
-        one.value,
-        other.value,
+        first.estimate.value,
+        second.estimate.value,
         low,
         high,
         (first.layers, second.layers),
         (first.degenerate, second.degenerate),
-        math.nan if interval is None else one.difference_p(other),
+        math.nan if interval is None else first.estimate.difference_p(second.estimate),
     )
 
 
@@ -164,11 +164,11 @@ def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
 def compare_block_by_block(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
     """Compare the blocks that both encoders have, and the last blocks if their indices differ."""
     pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
-    one, other = max(first.blocks), max(second.blocks)
-    if one != other:
-        pairs.append((f"last ({one}, {other})", one, other))
+    last = max(first.blocks), max(second.blocks)
+    if last[0] != last[1]:
+        pairs.append((f"last ({last[0]}, {last[1]})", *last))
     return _correct_over_blocks(
-        [difference(name, block_side(first, n), block_side(second, m)) for name, n, m in pairs]
+        [difference(name, block_side(first, a), block_side(second, b)) for name, a, b in pairs]
     )
 
 
@@ -304,7 +304,7 @@ class Comparison(Table):
             "settings": dict(self.record.settings),
             "num_images": self.record.num_images,
             "names": list(self.names),
-            **{name: [getattr(one, name) for one in self.encoders] for name in ENCODER_FIELDS},
+            **{name: [getattr(r, name) for r in self.encoders] for name in ENCODER_FIELDS},
             "version": self.record.version,
             "git_commit": self.record.git_commit,
             "device": self.record.device,
@@ -343,7 +343,7 @@ def code_warning(tables: Iterable[Comparison]) -> str:
     sides = "; ".join(f"{name}: {', '.join(sorted(code))}" for name, code in versions.items())
     return (
         f"warning: the compared results come from different code ({sides}). If that may matter, "
-        "compute one side again with `ssl-bench probe --overwrite`"
+        "compute a side again with `ssl-bench probe --overwrite`"
     )
 
 
@@ -376,9 +376,9 @@ def compare_encoders(
     """
     ids = list(encoders)
     by_id = {record.encoder_id: record for record in records}
-    names = [by_id[one].model if one in by_id else encoders[one] for one in ids]
+    names = [by_id[key].model if key in by_id else encoders[key] for key in ids]
     if len(set(names)) < len(names):
-        names = [f"{name} {one[:6]}" for one, name in zip(ids, names, strict=True)]
+        names = [f"{name} {key[:6]}" for key, name in zip(ids, names, strict=True)]
     pairs = [
         (group, sides)
         for group in _groups_by_seed(records)
@@ -405,18 +405,17 @@ def compare_encoders(
             for name, side in zip(names, sides, strict=True)
             if group[0].is_ranked and not side.has_best and len(side.blocks) > 1
         ]
-        by_encoder = {one: [r for r in group if r.encoder_id == one] for one in ids}
+        by_encoder = [[r for r in group if r.encoder_id == key] for key in ids]
         tables.append(
             Comparison(
                 title=f"{title}, seed {group[0].seed}",
                 record=group[0],
                 rows=tuple(_compare(sides)),
                 names=(names[0], second),
-                encoders=tuple(by_encoder[one][-1] for one in ids),
+                encoders=tuple(own[-1] for own in by_encoder),
                 without_best=tuple(without_best),
                 code={
-                    name: _code_versions(by_encoder[one])
-                    for name, one in zip(names, ids, strict=True)
+                    name: _code_versions(own) for name, own in zip(names, by_encoder, strict=True)
                 },
             )
         )
@@ -436,7 +435,7 @@ def _load_sides(
     store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
 ) -> list[CurveEstimates]:
     """Return the estimates of each encoder, or nothing if one has no per-image values."""
-    curves = [load_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
+    curves = [load_curve(store, [r for r in group if r.encoder_id == key]) for key in encoders]
     is_complete = all(curve.per_image for curve in curves)
     return list(map(CurveEstimates.from_curve, curves)) if is_complete else []
 
@@ -452,7 +451,7 @@ def _explain_failure(
         encoders: As in `compare_encoders`.
     """
     task = records[0].task
-    sides = {name: [r for r in records if r.encoder_id == one] for one, name in encoders.items()}
+    sides = {name: [r for r in records if r.encoder_id == key] for key, name in encoders.items()}
     for name, side in sides.items():
         if not side:
             datasets = sorted({r.dataset for r in records if r.encoder_id in encoders})
@@ -462,9 +461,9 @@ def _explain_failure(
             )
     (first, *_), (*_, second) = sides.values(), sides.values()
     pairs = [
-        (one, other)
-        for one, other in itertools.product(first, second)
-        if all(getattr(one, name) == getattr(other, name) for name in _QUESTION)
+        (a, b)
+        for a, b in itertools.product(first, second)
+        if all(getattr(a, name) == getattr(b, name) for name in _QUESTION)
     ]
     if not pairs:
         measured = {
@@ -486,14 +485,14 @@ def _explain_failure(
     return f"per-image values do not match their records, and {again} replaces both"
 
 
-def _list_differences(one: Record, other: Record) -> list[str]:
+def _list_differences(first: Record, second: Record) -> list[str]:
     """Return the settings and data in which two records of the same question differ."""
-    fields: list[tuple[str, Any, Any]] = [("trained on", one.trained_on, other.trained_on)]
+    fields: list[tuple[str, Any, Any]] = [("trained on", first.trained_on, second.trained_on)]
     for name in ("split", "dataset_fingerprint", "seed"):
-        fields.append((name, getattr(one, name), getattr(other, name)))
-    for name in sorted((one.settings.keys() | other.settings.keys()) - {TRAINED_ON}):
-        fields.append((name, one.settings.get(name), other.settings.get(name)))
-    return [f"{name} {first} and {second}" for name, first, second in fields if first != second]
+        fields.append((name, getattr(first, name), getattr(second, name)))
+    for name in sorted((first.settings.keys() | second.settings.keys()) - {TRAINED_ON}):
+        fields.append((name, first.settings.get(name), second.settings.get(name)))
+    return [f"{name} {a} and {b}" for name, a, b in fields if a != b]
 
 
 @dataclass(frozen=True)
@@ -525,7 +524,7 @@ class EpochComparison(Table):
             head=(first.head[0], "epoch", *first.head[1:]),
             # The sort is stable, so epochs keep their order.
             rows=tuple(sorted(rows, key=lambda row: int(row[0].text))),
-            marks=difference_footnotes([one.rows for one in self.by_epoch.values()]),
+            marks=difference_footnotes([table.rows for table in self.by_epoch.values()]),
         )
 
     def csv_rows(self) -> list[dict[str, Any]]:
@@ -536,7 +535,7 @@ class EpochComparison(Table):
         ]
 
     def as_json(self) -> dict[str, Any]:
-        epochs = [{"epoch": epoch, **one.as_json()} for epoch, one in self.by_epoch.items()]
+        epochs = [{"epoch": epoch, **table.as_json()} for epoch, table in self.by_epoch.items()]
         return {"kind": "comparison_over_epochs", "epochs": epochs}
 
 

@@ -273,7 +273,7 @@ def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
         if encoders.setdefault(epoch, record.encoder_id) != record.encoder_id:
             raise DataError(
                 f"epoch {epoch:g} of run {run} has two encoders, so two runs have this name. "
-                "Rename one run folder and probe it again, or read a folder with results of one",
+                "Rename a run folder and probe it again, or read a folder with results of one run",
                 hint=("--out", "{folder}"),
             )
 

@@ -85,7 +85,7 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
 
 
 def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
-    """Break a text into lines of a width, and after its first comma."""
+    """Break a text after its first comma and into lines of at most `letters` letters."""
     parts = escape_unprintable(text).split(", ", 1)
     return "\n".join(
         escape_matplotlib(line) for part in parts for line in textwrap.wrap(part, letters)

@@ -36,8 +36,9 @@ NO_CHOICE_MARK = (
 def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> Entry | None:
     """Score one encoder with a block chosen from several.
 
-    Only seeds with the same blocks are averaged: those with the most blocks, and among these the
-    set of blocks that most seeds have. With a held-out choice, each seed chooses its own block.
+    Seeds may have different blocks. The largest set of blocks counts, and of equally large sets
+    the one that most seeds have. Seeds with another set are left out. In a held-out choice each
+    seed chooses its own block.
 
     Args:
         records: Comparable records of one encoder, which differ only in block and seed.
@@ -69,7 +70,10 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
 
 
 def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Entry | None:
-    """Return the best mean over seeds of any block. Of several blocks, degenerate ones are out."""
+    """Return the block with the highest mean over seeds.
+
+    If there are several blocks, degenerate ones are left out. None if no block is left.
+    """
     entries = [
         mean_entry([record for seed in seeds for record in seed if record.layer == layer])
         for layer in layers

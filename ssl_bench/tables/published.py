@@ -81,8 +81,8 @@ class PublishedColumn:
     def block(self, depth: int | None) -> int | None:
         """Return the index of the column's block in an encoder of `depth` blocks.
 
-        In a shallower encoder than the paper's it is the last block. It is None if a block is
-        chosen.
+        If the encoder is shallower than the paper's, this is its last block. It is None if the
+        block is chosen among several.
         """
         if self.layer is None or depth is None:
             return self.layer

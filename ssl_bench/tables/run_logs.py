@@ -15,7 +15,7 @@ _SECONDS_PER_DAY = 86_400.0
 
 
 class RunState(NamedTuple):
-    """Number of optimizer steps of a run, and whether these were all."""
+    """Number of optimizer steps that a run has taken, and whether it is finished."""
 
     step: int
     is_finished: bool
