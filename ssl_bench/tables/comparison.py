@@ -225,19 +225,19 @@ class Comparison(Table):
     """A table of the differences of one metric over blocks.
 
     Attributes:
-        title: What was measured.
         record: One of the compared records.
         names: Heads of the two columns of scores.
         encoders: A record of each compared encoder, one or two.
+        title: What was measured.
         without_best: Names of encoders whose blocks are all degenerate.
-        code: The versions and commits that computed each side, see `_code_versions`.
+        code: The versions and commits that computed each side, see `code_versions`.
     """
 
-    title: str
     record: Record
     rows: tuple[Difference, ...]
     names: tuple[str, str]
     encoders: tuple[Record, ...]
+    title: str = ""
     without_best: tuple[str, ...] = ()
     code: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
@@ -347,7 +347,7 @@ def code_warning(tables: Iterable[Comparison]) -> str:
     )
 
 
-def _code_versions(records: Iterable[Record]) -> frozenset[str]:
+def code_versions(records: Iterable[Record]) -> frozenset[str]:
     """Return the versions and commits that computed records, such as "0.2.0 (3f9a01b2c4)"."""
     versions = set()
     for record in records:
@@ -415,7 +415,7 @@ def compare_encoders(
                 encoders=tuple(own[-1] for own in by_encoder),
                 without_best=tuple(without_best),
                 code={
-                    name: _code_versions(own) for name, own in zip(names, by_encoder, strict=True)
+                    name: code_versions(own) for name, own in zip(names, by_encoder, strict=True)
                 },
             )
         )
@@ -567,11 +567,11 @@ def compare_runs(
             # The best block is left out, because it may be another one at each epoch.
             if blocks := tuple(row for row in rows if row.name.isdigit()):
                 code = {
-                    run: _code_versions(r for r in group if r.encoder_id == record.encoder_id)
+                    run: code_versions(r for r in group if r.encoder_id == record.encoder_id)
                     for run, record in zip(runs, pair, strict=True)
                 }
                 title = f"{table_title(pair[0])}, seed {pair[0].seed}"
-                by_epoch[epoch] = Comparison(title, pair[0], blocks, runs, pair, code=code)
+                by_epoch[epoch] = Comparison(pair[0], blocks, runs, pair, title, code=code)
         if by_epoch:
             tables.append(EpochComparison(by_epoch))
     if not tables:

@@ -114,7 +114,7 @@ def test_fault_69_an_installed_package_adds_a_probe_by_an_entry_point(place, mon
     assert main(words) == 0
     assert [one["value"] for one in json.loads(capsys.readouterr().out)] == [2.5, 2.5]
     assert "probe.value expects a number" in fails(capsys, [*words, "probe.value=x"], 2)
-    assert "is no dataclass" in fails(capsys, ["probe", "--task", "none", *PCA[3:]], 2)
+    assert "must be a dataclass" in fails(capsys, ["probe", "--task", "none", *PCA[3:]], 2)
 
 
 @pytest.mark.parametrize("path", ["~nosuchuser/x", "", "a" * 300, "x\0y", "b/" * 3000])

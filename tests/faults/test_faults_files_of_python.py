@@ -49,7 +49,7 @@ def test_fault_76_a_component_whose_file_is_broken_names_file_line_and_error(
         component_class(f"probes.{file.stem}.Norms", "probe._target_")
 
     assert str(raised.value).startswith(f"{file}, line 3, cannot be imported: {why}")
-    with pytest.raises(ConfigurationError, match="is not built"):
+    with pytest.raises(ConfigurationError, match="neither a dataclass"):
         component_class("probes.nothing_here.Norms", "probe._target_")
 
 

@@ -28,7 +28,7 @@ tokencut, pca = partial(configured, TokenCut), partial(configured, PCA)
 conditioning = partial(configured, Conditioning)
 correspondence, geometry = partial(configured, Correspondence), partial(configured, Geometry)
 BY_SHOTS = [
-    ({"shots": []}, "probe.shots expects one value or more"),
+    ({"shots": []}, "probe.shots expects at least one value"),
     ({"shots": [1], "train_images": 9}, "probe.train_images must be null where probe.shots"),
 ]
 
@@ -40,11 +40,11 @@ BY_SHOTS = [
         (knn, {"neighbours": []}, "probe.neighbours"),
         (knn, {"facet": "key"}, "probe.facet must be among cls, patch_mean"),
         (knn, {"protocol": "paper"}, "probe.protocol"),
-        (clustering, {"clusters_per_class": []}, "clusters_per_class expects one value or more"),
+        (clustering, {"clusters_per_class": []}, "clusters_per_class expects at least one value"),
         (retrieval, {"norm": "l2"}, "probe.norm"),
         (retrieval, {"crops": "scaled"}, "probe.crops"),
-        (classification, {"c_values": []}, "probe.training.c_values expects one value or more"),
-        (classification, SGD | {"learning_rates": []}, "training.learning_rates expects one"),
+        (classification, {"c_values": []}, "probe.training.c_values expects at least one value"),
+        (classification, SGD | {"learning_rates": []}, "training.learning_rates expects at least one"),
         (classification, {"layers_mode": "multi"}, "probe.layers_mode expects single or last4"),
         (classification, {"facet": "token"}, "probe.facet must be among cls, patch_mean, cls_p"),
         (classification, {"facet": []}, "probe.facet must be among"),

@@ -53,9 +53,7 @@ def test_a_difference_of_what_has_no_value_is_a_dash():
         *[NO_VALUE] * 3,
         False,
     )
-    sheet = Comparison(
-        "", replace(RECORD, metric="miou_oracle"), (row,), ("a", "b"), (RECORD,)
-    ).sheet()
+    sheet = Comparison(replace(RECORD, metric="miou_oracle"), (row,), ("a", "b"), (RECORD,)).sheet()
     assert [word.text for word in sheet.rows[0]] == ["0", *[NO_VALUE] * 3]
 
 
@@ -108,7 +106,7 @@ def test_at_which_sizes_two_encoders_saw_the_images_is_said(tmp_path, capsys):
     (page,) = (tmp_path / "report").glob("compare-*.html")
     sizes = "image_size=64 (tokencut of skip), image_size=518 (tokencut of skipless)"
     assert f"paired over 2 images, {sizes}\n" in capsys.readouterr().out
-    assert f"Seen at different sizes, {sizes}." in page.read_text()
+    assert f"The image sizes differ, {sizes}." in page.read_text()
 
 
 def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
