@@ -309,7 +309,7 @@ def run_in_processes(
                 load[device] -= 1
 
     for job, outcome in _run_pool(jobs, count, acquire_device):
-        if outcome.wants_memory and count > 1:
+        if outcome.ran_out_of_memory and count > 1:
             is_certain = is_out_of_memory(MachineError(outcome.error))
             reason = "ran out of memory" if is_certain else "was killed (lack of memory?)"
             say(f"{job.title} {reason} and is retried alone after the other jobs")
@@ -352,9 +352,9 @@ def _run_pool(
             error = last.removeprefix("ssl-bench: ") or f"exit code {code}"
         # The system kills processes with this signal if memory is short.
         is_killed = code == -getattr(signal, "SIGKILL", 9)
-        wants_memory = is_killed or is_out_of_memory(MachineError(error))
+        no_memory = is_killed or is_out_of_memory(MachineError(error))
         code = code if code >= 0 else MachineError.exit_code
-        return job, Outcome(time.monotonic() - start, code, error, wants_memory=wants_memory)
+        return job, Outcome(time.monotonic() - start, code, error, ran_out_of_memory=no_memory)
 
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(compute, job) for job in jobs]
