@@ -195,7 +195,7 @@ def find_lower_blocks(
         return {
             layer
             for layer in side.estimates.blocks
-            if difference("", highest, block_side(side.estimates, layer)).is_clear
+            if difference("", highest, block_side(side.estimates, layer)).is_significant
         }
     low = best.low
     highs = {entry.layer: entry.high for entry in line.entries if not entry.is_degenerate}

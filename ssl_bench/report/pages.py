@@ -158,7 +158,7 @@ def build_index_page(report: Report) -> Page:
         "notes": [
             *list_unreadable_images(headlines),
             explain_missing_values(entries),
-            dagger_meaning(entry.arbitrary for panel in panels for entry in panel.entries),
+            dagger_meaning(entry.degenerate_percent for panel in panels for entry in panel.entries),
         ],
         "strips": select_strips(
             checkpoints, report.galleries, [panel.record for panel in headlines]
@@ -266,7 +266,7 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         "scores": group_block_tables([(p, line) for p, line in lines if p.task in ranked]),
         "properties": group_block_tables([(p, line) for p, line in lines if p.task not in ranked]),
         "notes": [
-            dagger_meaning(entry.arbitrary for entry in entries),
+            dagger_meaning(entry.degenerate_percent for entry in entries),
             *list_unreadable_images(panels),
             explain_missing_values(entries),
         ],

@@ -16,7 +16,7 @@ from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.comparison import (
     Comparison,
     Difference,
-    code_of,
+    code_versions,
     compare_best_blocks,
     compare_block_by_block,
 )
@@ -176,7 +176,7 @@ def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | 
             names=names,
             encoders=encoders,
             code={
-                name: code_of(side.records.values())
+                name: code_versions(side.records.values())
                 for name, side in zip(names, (first, second), strict=True)
             },
         ),

@@ -160,7 +160,7 @@ def test_two_runs_of_one_name_are_reported_and_not_drawn(tmp_path):
     assert main(["report", "--out", str(tmp_path)]) == 0
 
     page = (tmp_path / "report" / "epochs.html").read_text()
-    assert "Not drawn: two encoders of runs called skip are of epoch 100" in Elements(page).text
+    assert "Not drawn: epoch 100 of run skip has two encoders" in Elements(page).text
     assert "<svg" not in page[page.index("Not drawn") :]
     # Groups without a card are hidden.
     assert "data-group" not in page
