@@ -6,9 +6,9 @@ python docs/_gallery.py
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssl_bench.report.model import (
+from ssl_bench.report.panels import (
     Panel,
-    by_task,
+    group_by_task,
     group_into_panels,
     list_checkpoints,
     select_headline_panels,
@@ -78,7 +78,7 @@ def shown() -> dict[str, tuple[Panel, ...]]:
         for panel in select_headline_panels(group_into_panels(records, list_checkpoints(records)))
         if panel.record.num_images >= FEWEST_IMAGES
     ]
-    return {task: tuple(those) for task, those in by_task(panels).items()}
+    return {task: tuple(those) for task, those in group_by_task(panels).items()}
 
 
 def page() -> str:
@@ -101,7 +101,7 @@ def draw(folder: Path) -> None:
 def _section(task: str, panels: Sequence[Panel]) -> str:
     question, about = QUESTIONS[task]
     metrics = list(dict.fromkeys(panel.metric for panel in panels))
-    notes = "\n".join(f"- {panel.where}: {panel.footnote}" for panel in panels)
+    notes = "\n".join(f"- {panel.split_name}: {panel.footnote}" for panel in panels)
     named = " and ".join(f"`{metric}`" for metric in metrics)
     asked = f"--task {task} --metric {','.join(metrics)} --out {STORE}"
     command = f"ssl-bench table {asked} --figure {task}.png"

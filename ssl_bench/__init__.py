@@ -1,4 +1,4 @@
-"""What does each block of this encoder know?"""
+"""Probe the blocks of frozen image encoders."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

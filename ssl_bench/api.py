@@ -92,7 +92,7 @@ class Results:
 
     @hints_for_python(_TABLE_KEYWORDS)
     def plot(self, metric: str | None = None) -> "Figure":
-        """Plot curves with 95 % bands over blocks, a panel for each table, as a matplotlib figure.
+        """Return a matplotlib figure of scores over blocks with 95 % bands, a panel for each table.
 
         Args:
             metric: Metrics to show, separated by commas (default: all).
@@ -197,7 +197,7 @@ def probe(
 
 @hints_for_python({"--out": "folder"})
 def read_results(folder: str | Path = "results") -> Results:
-    """Read all records below a folder of results; a message says which ones cannot be shown.
+    """Read all records below a folder of results, with a message on those that cannot be shown.
 
     Raises:
         DataError: There are none.
@@ -302,7 +302,7 @@ def _override_value(value: Any) -> str:
 def _prepare_encoder(
     encoder: "str | Encoder | nn.Module", device: str | None
 ) -> Generator[tuple[Encoder, torch.device]]:
-    """Yield an encoder and its device. A module of the user gets its memory back afterwards."""
+    """Yield an encoder and its device. Afterwards a user's module is where it was."""
     if isinstance(encoder, str):
         yield models.load_encoder(encoder), choose_device(device)
         return

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ _Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class PlannedProbe:
-    """A probe and a dataset that it fits, built from the configuration.
+    """A probe and a dataset that has what it needs, both built from the configuration.
 
     Attributes:
         probe: The probe, not yet adapted to an encoder.
@@ -82,7 +82,7 @@ class PlannedProbe:
 
     @property
     def chosen_fields(self) -> frozenset[str]:
-        """Return the fields of the probe that overrides set; others have the protocol's values."""
+        """Return the fields of the probe that the user or the dataset set."""
         names = (override.partition("=")[0] for override in self.overrides)
         return frozenset(name.removeprefix("probe.") for name in names if name.startswith("probe."))
 
@@ -117,7 +117,7 @@ class PlannedProbe:
     def probes_served(
         self, later: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
     ) -> list[Probe]:
-        """Return the later probes that a run of this one also computes, fitted to an encoder."""
+        """Return later probes that a run of this one computes too, adapted to an encoder."""
         probes, inputs = list[Probe](), (self.dataset, self.dtype, self.seed)
         for other in later:
             is_alike = (other.dataset, other.dtype, other.seed) == inputs
@@ -147,7 +147,7 @@ def plan_probes(
     overrides: Sequence[str] = (),
     roots: Mapping[str, str] | None = None,
 ) -> list[PlannedProbe]:
-    """Plan tasks on datasets, as `plan_request` does, from names alone.
+    """Plan tasks on datasets. This is a short form of `plan_request` for scripts.
 
     Args:
         tasks: Names of probes.
@@ -162,7 +162,7 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     """Pair the tasks with the datasets that support them, and build both. No image is read.
 
     Each override of `probe.` or `dataset.` reaches the tasks and datasets that have such a key.
-    Each corruption that `corrupt=` names makes a plan of its own.
+    Each corruption of `corrupt=` is planned separately.
 
     Returns:
         The plan, dataset by dataset. Probes that look at the same images follow each other, so
@@ -210,7 +210,7 @@ def require_images(plan: Sequence[PlannedProbe]) -> None:
 
 
 def open_datasets_once(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
-    """Return the same plan with equal datasets replaced by one that opens each split once."""
+    """Return the plan with cached datasets, so that each split is opened only once."""
     opened = {id(planned.dataset): OpenedOnce(planned.dataset) for planned in plan}
     return [replace(planned, dataset=opened[id(planned.dataset)]) for planned in plan]
 
@@ -254,7 +254,7 @@ def evaluate(
         try:
             indices = layers_of(planned.probe.asked_facets, layers, encoder.depth)
             probe = planned.fit_to(encoder)
-            _log_adaptations(planned.probe, probe, encoder)
+            _log_adaptations(planned, probe, encoder)
             changed = changed_settings(probe)
             if "image_size" not in planned.chosen_fields or not encoder.any_size:
                 # The encoder decided, not the user.
@@ -295,7 +295,7 @@ def evaluate(
 def _distribute(
     overrides: Sequence[str], pairs: Sequence[_Pair]
 ) -> tuple[dict[_Pair, list[str]], dict[str, set[str]]]:
-    """Decide which overrides reach which pair.
+    """Assign each override to the pairs of a task and a dataset that have its key.
 
     Returns:
         The overrides of each pair, and for each override the tasks that ignore it.
@@ -328,7 +328,7 @@ def _distribute(
 def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, Any]:
     """Compose the defaults of a pair with the overrides that choose a file or protocol by name.
 
-    They decide which other keys there are.
+    Such a choice decides which other keys exist.
     """
     config = probing_config(*pair, ())
     chosen = [
@@ -349,6 +349,7 @@ def _names_for(override: str, task: str, config: dict[str, Any]) -> list[str]:
 
 
 def _takes(task: str, config: dict[str, Any], override: str) -> bool:
+    """Return whether an override reaches a pair. Shared keys such as `seed` reach every pair."""
     key, _, value = override.partition("=")
     if names := _names_for(override, task, config):
         return value in names
@@ -477,7 +478,7 @@ def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> li
 
 
 def _describe_missing(plan: Sequence[PlannedProbe]) -> str:
-    """Return what the datasets lack, such as "folder has no boxes for discovery"."""
+    """Describe the missing annotations, such as "folder has no boxes for discovery"."""
     tasks = defaultdict[tuple[str, str], set[str]](set)
     for planned in plan:
         tasks[planned.dataset.name, OFFERED[planned.probe.role]].add(planned.probe.task)
@@ -487,25 +488,14 @@ def _describe_missing(plan: Sequence[PlannedProbe]) -> str:
     )
 
 
-def _log_adaptations(requested: Probe, adapted: Probe, encoder: Encoder) -> None:
-    """Print the settings that the encoder or the images changed."""
-    where = f"{adapted.task}, {encoder.name}"
-    size = adapted.image_size
-    if adapted.squash != requested.squash:
-        side = f"{adapted.squash} x {adapted.squash} pixels"
-        say(f"{where}: images are resized to squares of {side}, the only size the encoder takes")
-    elif not encoder.any_size and adapted.settings().get("image_size", 0) is None:
-        side = "{} x {} pixels".format(*encoder.native_size)
-        say(f"{where}: images have {side}, the only size the encoder takes")
-    elif requested.image_size is not None and size not in (None, requested.image_size):
-        expected = requested.image_size
-        say(f"{where}: image size {size} instead of {expected}, a multiple of the patch size")
-    if adapted.facet != requested.facet:
-        missing = " and ".join(encoder.instead)
-        say(f"{where}: facet {adapted.facet}, because the encoder has no {missing}")
-    neighbours = getattr(adapted, "neighbours", None)
-    if neighbours != getattr(requested, "neighbours", None):
-        say(
-            f"{adapted.task}: probe.neighbours={format_value(neighbours)}, the number of training "
-            "images"
-        )
+def _log_adaptations(planned: PlannedProbe, adapted: Any, encoder: Encoder) -> None:
+    """Print the fields of a probe that differ from the plan to fit the encoder or the images."""
+    changes = []
+    for name in (item.name for item in fields(adapted)):
+        old, new = getattr(planned.probe, name), getattr(adapted, name)
+        # An image size of None is the encoder's own, which is no change.
+        if new != old and not (name == "image_size" and None in (old, new)):
+            changes.append(f"{name}={new if isinstance(new, str) else format_value(new)}")
+    if changes:
+        fit = f"to fit encoder {encoder.name} and dataset {planned.dataset.name}"
+        say(f"{adapted.task} uses {', '.join(changes)} {fit}")

@@ -135,7 +135,7 @@ def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str
         )
     if generated:
         raise ConfigurationError(
-            f"the images of {' and '.join(generated)} are generated, so a folder has no effect",
+            f"dataset {' and '.join(generated)} is synthetic, so a data folder has no effect",
             hint=("--dataset", "folder", "--data-root", "{folder}"),
         )
     return roots
@@ -160,7 +160,7 @@ def probing_config(
 
 
 def _takes_folder(dataset: str) -> bool:
-    """Return whether a dataset may be read from a folder, as all of other packages may."""
+    """Return whether a dataset can have a folder; datasets of other packages always can."""
     is_ours = dataset in config_names("dataset")
     return not is_ours or has_key(compose_config("data", [f"dataset={dataset}"]), "dataset.root")
 
@@ -180,14 +180,14 @@ def _without_broken_files(tasks: Sequence[str]) -> list[str]:
 def _batch_size_overrides(tasks: Sequence[str], size: int) -> list[str]:
     """Return the overrides that set the number of images that the encoder takes at once.
 
-    Scores do not depend on it. The batch size of training, which scores depend on, stays.
+    This number does not affect scores. The batch size of training does and is not changed.
     """
     configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
     keys = [key for key in BATCH_SIZES if any(has_key(config, key) for config in configs)]
     if not keys:
         is_trained = any(has_key(config, "probe.training.batch_size") for config in configs)
         raise ConfigurationError(
-            f"{', '.join(tasks)} has no batch size of the encoder, which adapts to the memory",
+            f"the batch size of the encoder is automatic for {', '.join(tasks)}",
             hint=(f"probe.training.batch_size={size}",) if is_trained else (),
         )
     return [f"{key}={size}" for key in keys]

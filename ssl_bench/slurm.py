@@ -37,10 +37,10 @@ class CommandTask:
         code = subprocess.run(self.words, check=False, env=environment).returncode
         if code:
             # submitit and SLURM recognise a failed task by its exception.
-            raise RuntimeError(f"exit code {code} of: {shlex.join(self.words)}")
+            raise RuntimeError(f"command failed with exit code {code}: {shlex.join(self.words)}")
 
     def checkpoint(self) -> "submitit.helpers.DelayedSubmission":
-        """Return what submitit queues again: the same command, which skips finished results."""
+        """Return the task to queue again. It is the same, because finished results are skipped."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -88,7 +88,7 @@ def submit_array(
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if cluster == "slurm" and missing:
         raise MachineError(
-            f"{' and '.join(missing)} not found in PATH, expected a SLURM login node",
+            f"{' and '.join(missing)} not found, so this is not a SLURM login node",
             hint=("--print",),
         )
     try:

@@ -150,9 +150,9 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
 
 
 def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
-    """Return the scored images of a plan, and the settings of its results except the probe's.
+    """Return the scored images of a plan, and the settings that do not belong to the probe.
 
-    The settings of the probe depend on the encoder.
+    The settings of the probe are added later, because they depend on the encoder.
     """
     planned.require_images()
     probe, dataset = planned.probe, planned.dataset
@@ -162,7 +162,7 @@ def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
 
 
 def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
-    """Return the encoders of some addresses, one for each identity."""
+    """Identify the encoders at some addresses, and return each distinct encoder once."""
     encoders: dict[str, EncoderIdentity] = {}
     for encoder in map(identify_encoder, uris):
         first = encoders.setdefault(encoder_id(encoder.identity()), encoder)
@@ -174,7 +174,7 @@ def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
 def _split_layers(
     planned: PlannedProbe, probe: Probe, layers: tuple[int, ...], images: ImageSet, count: int
 ) -> list[tuple[int, ...]]:
-    """Split blocks into `count` shares, or one if a result or a figure needs several blocks."""
+    """Split the blocks into `count` shares, unless a result or a figure needs several blocks."""
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]
     shares = [layers[start:end] for start, end in pairwise(ends)]
@@ -309,7 +309,7 @@ def run_in_processes(
                 load[device] -= 1
 
     for job, outcome in _run_pool(jobs, count, acquire_device):
-        if outcome.wants_memory and count > 1:
+        if outcome.ran_out_of_memory and count > 1:
             is_certain = is_out_of_memory(MachineError(outcome.error))
             reason = "ran out of memory" if is_certain else "was killed (lack of memory?)"
             say(f"{job.title} {reason} and is retried alone after the other jobs")
@@ -352,9 +352,9 @@ def _run_pool(
             error = last.removeprefix("ssl-bench: ") or f"exit code {code}"
         # The system kills processes with this signal if memory is short.
         is_killed = code == -getattr(signal, "SIGKILL", 9)
-        wants_memory = is_killed or is_out_of_memory(MachineError(error))
+        no_memory = is_killed or is_out_of_memory(MachineError(error))
         code = code if code >= 0 else MachineError.exit_code
-        return job, Outcome(time.monotonic() - start, code, error, wants_memory=wants_memory)
+        return job, Outcome(time.monotonic() - start, code, error, ran_out_of_memory=no_memory)
 
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(compute, job) for job in jobs]

@@ -1,4 +1,4 @@
-"""The command `ssl-bench`: its exit code, and what is said when it ends early."""
+"""Entry point of the command `ssl-bench`."""
 
 import sys
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from ssl_bench.system.process import use_passive_openmp_waiting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit codes are those of `ssl_bench.errors`."""
+    """Run one command and return its exit code; `ssl_bench.errors` lists the codes."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     repair_standard_streams()
     use_passive_openmp_waiting()
     try:
         with handle_signals(STOP_SIGNALS, raise_stop_signal):
             code = run(arguments)
-        # Here a full disk can still be said; Python itself would only complain while it ends.
+        # Flush here, because an error of a full disk could not be reported at exit.
         print(end="", flush=True)
         return code
     except KeyboardInterrupt as reason:
         return report_interruption(reason, arguments)
     except BrokenPipeError:
-        # The reader (such as `head`) has seen enough; Python would complain while closing stdout.
+        # The reader, such as `head`, closed the pipe. Python would print an error at exit.
         sys.stdout = None
         return 0
     except Exception as error:

@@ -111,7 +111,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _open_dataset(
     options: argparse.Namespace, overrides: Sequence[str], on_bad_image: OnBadImage | None
 ) -> tuple[Dataset, int | None]:
-    """Return the dataset, and the number of bits that 16-bit images are said to use."""
+    """Return the dataset and the value of `data.bits`, the bits that 16-bit images use."""
     name = require_choice("dataset", options.dataset, choices("dataset"))
     words = [f"dataset={name}", *add_data_root(overrides, options.data_root)]
     config = compose_config("data", words)
@@ -133,7 +133,7 @@ def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
 
 
 def _start_or_continue(path: Path, about: Mapping[str, Any]) -> None:
-    """Write what the folder will hold, or check that it holds a part of the same.
+    """Describe the features in a new folder, or check that a used folder has the same ones.
 
     Raises:
         ConfigurationError: The folder has features of something else.
@@ -150,7 +150,7 @@ def _start_or_continue(path: Path, about: Mapping[str, Any]) -> None:
         known = existing if isinstance(existing, dict) else {}
         different = ", ".join(key for key in about if known.get(key) != about[key])
         raise ConfigurationError(
-            f"{path.parent} has features with another {different}",
+            f"{path.parent} contains features with different {different}",
             hint=("--out", "{folder}"),
         )
 

@@ -34,7 +34,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     continues = options.resume or options.must_resume or options.extend
     if continues and options.out is None:
         raise ConfigurationError(
-            "a run to resume or extend needs its folder", hint=("--out", "{run}")
+            "expected the folder of the run to resume or extend", hint=("--out", "{run}")
         )
     out = Path(options.out or _default_run(overrides))
     if options.dry_run:
@@ -58,7 +58,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _default_run(overrides: Sequence[str]) -> str:
-    """Return a folder below `runs/` that says the choices and the time."""
+    """Return a folder below `runs/` with the choices and the time in its name."""
     choices = {key: value for key, _, value in (o.partition("=") for o in overrides)}
     parts = [choices.get("model", "vit_small_skip"), choices.get("optimizer", "adamw")]
     if "experiment" in choices:

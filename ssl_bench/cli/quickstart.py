@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from ssl_bench.cli.parser import run
-from ssl_bench.report.model import (
+from ssl_bench.report.panels import (
     Panel,
     group_into_panels,
     list_checkpoints,
@@ -95,8 +95,8 @@ def headline_table(panels: Sequence[Panel]) -> str:
     rows = [("task", "metric", "encoder", *(f"block {layer}" for layer in layers))]
     rows += [
         (
-            *(panel.task, panel.measured, line.checkpoint.name),
-            *(point.parts[0] if point else "-" for point in map(line.at, layers)),
+            *(panel.task, panel.metric_label, line.checkpoint.name),
+            *(point.parts[0] if point else "-" for point in map(line.find_entry, layers)),
         )
         for panel in panels
         for line in panel.lines

@@ -1,4 +1,4 @@
-"""What the command `report` does once its arguments are read."""
+"""The command `report`."""
 
 import argparse
 
@@ -8,8 +8,8 @@ from ssl_bench.cli.records import (
     open_store,
     requested_layers,
 )
-from ssl_bench.report.comparing import MAX_PAIRED
 from ssl_bench.report.pages import build_report
+from ssl_bench.report.pairs import MAX_PAIRED
 from ssl_bench.report.writing import require_replaceable, write_report
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.paths import expand_path
@@ -18,7 +18,7 @@ from ssl_bench.system.progress import say
 
 
 def command(options: argparse.Namespace) -> int:
-    """Write a folder of pages about the records of a folder of results."""
+    """Write a report on a results folder and print its path. Return the exit code."""
     with open_store(options.out) as store:
         folder = expand_path(options.into) if options.into else store.root / "report"
         require_replaceable(folder)
@@ -32,15 +32,16 @@ def command(options: argparse.Namespace) -> int:
         ]
         with pause_garbage_collection():
             report = build_report(store, records, pairs, layers=requested_layers(options.layer))
-            if not report.pairs and len(report.checkpoints) > MAX_PAIRED:
-                say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
+            number = len(report.checkpoints)
+            if not report.pairs and number > MAX_PAIRED:
+                say(f"{number} checkpoints: compare two of them with --pair A B")
             write_report(report, folder)
-        what = _counted(len(records), "record")
-        say(f"{what} of {_counted(len(report.checkpoints), 'checkpoint')}: {folder / 'index.html'}")
+        counts = f"{_count(len(records), 'record')} of {_count(number, 'checkpoint')}"
+        say(f"{counts}: {folder / 'index.html'}")
     if refused := report.pictures.refused:
-        say(f"{_counted(len(refused), 'picture')} cannot be shown: {summarise_problems(refused)}")
+        say(f"{_count(len(refused), 'picture')} cannot be shown: {summarise_problems(refused)}")
     return 0
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

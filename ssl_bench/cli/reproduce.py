@@ -121,7 +121,7 @@ def _require_one_process(options: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: torchrun started others beside this one.
     """
-    count = get_process_info().count
+    count = get_process_info().world_size
     if count > 1:
         table = escape_braces(options.name) if options.name else "{table}"
         hint = ("ssl-bench", "reproduce", table, "--print", f"--gpus={count}")

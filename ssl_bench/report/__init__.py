@@ -1,1 +1,1 @@
-"""A folder of pages that shows records: opens from disk, without a network or a server."""
+"""HTML pages about the records and pictures of a results folder. They open from disk."""

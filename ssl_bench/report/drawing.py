@@ -1,82 +1,89 @@
-"""Curves and ranks of blocks as lengths in a drawing; a template turns them into SVG."""
+"""Layout of line charts: from values to coordinates that a template writes as SVG."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 400, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 10, 34
-_LONGEST_TICK = 5
-_TICK_GAP = 27
-MOST_LABELLED = 8
-"""With more curves than that their names at the right edge would cover each other."""
+_MAX_TICK_LETTERS = 5
+_MIN_TICK_DISTANCE = 27
+# Width of a letter and height of a line of text, in units of the drawing.
+_LETTER_WIDTH, _LINE_HEIGHT = 5.9, 11.0
 
-# Of a letter of a name at the right edge, and of its line.
-_LETTER, _LINE = 5.9, 11.0
-
-RANKS_WIDTH = 380
-_RANKS_LEFT, _RANKS_RIGHT, _RANKS_TOP, _RANKS_BOTTOM = 142, 12, 6, 34
-_ROW, _ROW_GAP, _RANKS_TICK_GAP = 34, 10, 20
-# Letters beside a row, and the height of a line of them.
-_LETTERS, _RANKS_LINE = 21, 13
+MAX_END_LABELS = 8
+"""Curves that may have their names at the right edge. More names would overlap."""
 
 
-class Spot(NamedTuple):
-    """One value of a curve; NaN breaks the line, infinity lies at the upper edge.
+class Point(NamedTuple):
+    """One value of a curve.
 
     Attributes:
         x: Block, epoch or severity.
-        hint: Shown when it is pointed at.
-        doubtful: Drawn as a cross.
+        value: NaN interrupts the line, infinity lies at the upper edge.
+        low: Lower end of the 95 % interval, or None.
+        high: Upper end of the 95 % interval, or None.
+        tooltip: Text that appears when the pointer is on the point.
+        is_degenerate: Whether the point is drawn as a cross.
     """
 
     x: int | float
     value: float
     low: float | None
     high: float | None
-    hint: str
-    doubtful: bool = False
+    tooltip: str
+    is_degenerate: bool = False
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What is to be drawn.
+    """Values to draw as one line.
 
     Attributes:
-        style: Classes of the style sheet.
-        number: Of the checkpoint or block, so that readers can hide it.
-        label: Stands at the right end where there are few curves; empty for none.
+        name: Name of the checkpoint or block.
+        style: Classes in the style sheet.
+        number: Number of the checkpoint or block. A page hides curves by this number.
+        points: Values in the order of x.
+        label: Text at the right end, or an empty string.
     """
 
     name: str
     style: str
     number: int
-    spots: Sequence[Spot]
+    points: Sequence[Point]
     label: str = ""
 
 
 class Tick(NamedTuple):
-    """A labelled place on an axis."""
+    """A position along one axis and the text beside it."""
 
-    place: float
+    position: float
     label: str
 
 
 class Mark(NamedTuple):
-    """A spot in the drawing; of ranks `is_best` says that no block stands higher."""
+    """A point in coordinates of the drawing."""
 
     x: float
     y: float
-    hint: str
-    doubtful: bool = False
+    tooltip: str
+    is_degenerate: bool = False
     is_infinite: bool = False
-    is_best: bool = False
 
 
 class DrawnCurve(NamedTuple):
-    """A curve in the drawing; `line` and `band` are SVG paths, `label` a text and its height."""
+    """A curve in coordinates of the drawing.
+
+    Attributes:
+        name: Name of the checkpoint or block.
+        style: Classes in the style sheet.
+        number: Number of the checkpoint or block.
+        line: SVG path through the points.
+        band: SVG path around the 95 % intervals.
+        marks: The points.
+        label: Height and text of the label at the right end, or None.
+    """
 
     name: str
     style: str
@@ -88,27 +95,30 @@ class DrawnCurve(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A drawing; y grows downwards.
+    """A drawing, in which y grows downwards.
 
     Attributes:
-        levels: Values without a place along the axis, dashes at the right edge.
-        floors: Scores of answers that look at no image, lines across.
-        floor_texts: Their names at heights at which they do not touch.
-        zero: Height of the value 0 inside of the drawing.
-        measured: What the vertical axis shows, with its unit.
-        along: What the horizontal axis shows.
-        right: Where the axes end.
+        x_ticks: Labelled positions on the horizontal axis.
+        y_ticks: Labelled positions on the vertical axis.
+        curves: One per checkpoint or block.
+        published: Heights of published values, drawn as dashes at the right edge.
+        baselines: Heights of image-independent baselines, drawn as dotted lines.
+        baseline_labels: Names of the baselines, at heights where they do not overlap.
+        zero: Height of the value 0 if it lies between the ticks, else None.
+        y_label: Metric and unit.
+        x_label: Quantity on the horizontal axis.
+        right: Right end of the axes.
     """
 
     x_ticks: Sequence[Tick]
     y_ticks: Sequence[Tick]
     curves: Sequence[DrawnCurve]
-    levels: Sequence[Tick]
-    floors: Sequence[Tick]
-    floor_texts: Sequence[Tick]
+    published: Sequence[Tick]
+    baselines: Sequence[Tick]
+    baseline_labels: Sequence[Tick]
     zero: float | None
-    measured: str
-    along: str
+    y_label: str
+    x_label: str
     right: int
     width: int = WIDTH
     height: int = HEIGHT
@@ -117,105 +127,127 @@ class Chart(NamedTuple):
     bottom: int = HEIGHT - _BOTTOM
 
 
-def draw(
+def draw_chart(
     curves: Sequence[Curve],
-    levels: Sequence[tuple[str, float]] = (),
+    published: Sequence[tuple[str, float]] = (),
     unit: str = "%",
     *,
-    measured: str = "",
-    along: str = "block",
-    beside: Sequence[Curve] = (),
-    floors: Sequence[tuple[str, float]] = (),
+    y_label: str = "",
+    x_label: str = "block",
+    same_axes: Sequence[Curve] = (),
+    baselines: Sequence[tuple[str, float]] = (),
 ) -> Chart:
-    """Lay curves out; the axes hold all values and intervals, those of `beside` too.
+    """Lay out curves on axes that hold all values, intervals and baselines.
 
-    And every floor, a name and a value below which a curve shows nothing. Levels, which are alike,
-    stay away where they would widen the axes. Plain numbers, without a unit, that are positive and
-    span more than a factor of 100 lie on powers of ten.
+    Positive values without a unit that span more than a factor of 100 get a logarithmic axis.
+
+    Args:
+        curves: Curves to draw.
+        published: Names and values from papers. Values outside the axes are omitted.
+        unit: "%", or an empty string for plain numbers.
+        y_label: Label of the vertical axis. The default is the unit.
+        x_label: Label of the horizontal axis.
+        same_axes: Curves of other charts whose values the axes must hold too.
+        baselines: Names and values of image-independent baselines.
     """
-    spots = [spot for curve in (*curves, *beside) for spot in curve.spots]
-    places = sorted({spot.x for spot in spots}) or [0]
-    values = [v for spot in spots for v in (spot.value, spot.low, spot.high) if v is not None]
-    heights = [v for v in (*values, *(value for _, value in floors)) if math.isfinite(v)]
-    low, high = min(heights, default=0.0), max(heights, default=1.0)
+    points = [point for curve in (*curves, *same_axes) for point in curve.points]
+    xs = sorted({point.x for point in points}) or [0]
+    values = [v for point in points for v in (point.value, point.low, point.high) if v is not None]
+    finite = [v for v in (*values, *(value for _, value in baselines)) if math.isfinite(v)]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
     is_log = not unit and 0 < 100 * low < high
-    ticks = powers_of_ten(low, high) if is_log else nice_ticks(low, high)
-    labels = [curve.label for curve in curves] if len(curves) <= MOST_LABELLED else []
-    right = WIDTH - _RIGHT - round(_LETTER * max(map(len, labels), default=0))
-    step = (right - _LEFT - 20) / ((places[-1] - places[0]) or 1)
+    ticks = choose_log_ticks(low, high) if is_log else choose_ticks(low, high)
+    labels = [curve.label for curve in curves] if len(curves) <= MAX_END_LABELS else []
+    right = WIDTH - _RIGHT - round(_LETTER_WIDTH * max(map(len, labels), default=0))
+    step = (right - _LEFT - 20) / ((xs[-1] - xs[0]) or 1)
     bottom = float(HEIGHT - _BOTTOM)
 
-    def x(place: int | float) -> float:
-        return round(_LEFT + 10 + step * (place - places[0]), 1)
+    def to_x(position: int | float) -> float:
+        return round(_LEFT + 10 + step * (position - xs[0]), 1)
 
-    def y(value: float) -> float:
+    def to_y(value: float) -> float:
         if value == math.inf:
             return float(_TOP)
-        least, value, most = (math.log10(v) if is_log else v for v in (ticks[0], value, ticks[-1]))
-        share = (value - least) / (most - least)
+        first, value, last = (math.log10(v) if is_log else v for v in (ticks[0], value, ticks[-1]))
+        share = (value - first) / (last - first)
         return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
 
-    def drawn(curve: Curve, label: Tick | None) -> DrawnCurve:
-        runs: list[list[Spot]] = [[]]
-        for spot in curve.spots:
-            if not math.isnan(spot.value):
-                runs[-1].append(spot)
-            elif runs[-1]:
-                runs.append([])
+    def draw_curve(curve: Curve, label: Tick | None) -> DrawnCurve:
+        # A missing value splits the line into several pieces.
+        pieces: list[list[Point]] = [[]]
+        for point in curve.points:
+            if not math.isnan(point.value):
+                pieces[-1].append(point)
+            elif pieces[-1]:
+                pieces.append([])
         return DrawnCurve(
             name=curve.name,
             style=curve.style,
             number=curve.number,
-            line="".join(_path([(x(s.x), y(s.value)) for s in run]) for run in runs if run),
-            band="".join(map(band, runs)),
+            line="".join(
+                _make_path([(to_x(p.x), to_y(p.value)) for p in piece]) for piece in pieces if piece
+            ),
+            band="".join(map(draw_band, pieces)),
             marks=[
-                Mark(x(s.x), y(s.value), s.hint, s.doubtful, s.value == math.inf)
-                for run in runs
-                for s in run
+                Mark(to_x(p.x), to_y(p.value), p.tooltip, p.is_degenerate, p.value == math.inf)
+                for piece in pieces
+                for p in piece
             ],
             label=label,
         )
 
-    def band(run: Sequence[Spot]) -> str:
-        """Up the upper ends of the intervals and back along the lower ones."""
-        sure = [(s.x, s.low, s.high) for s in run if s.low is not None and s.high is not None]
-        sure = [one for one in sure if not math.isnan(one[1] + one[2])]
-        upper = [(x(place), y(high)) for place, _, high in sure]
-        lower = [(x(place), y(low)) for place, low, _ in reversed(sure)]
-        return _path([*upper, *lower]) + "Z" if sure else ""
+    def draw_band(piece: Sequence[Point]) -> str:
+        """Return a path along the upper ends of the intervals and back along the lower ends."""
+        ends = [(p.x, p.low, p.high) for p in piece if p.low is not None and p.high is not None]
+        ends = [(x, lower, upper) for x, lower, upper in ends if not math.isnan(lower + upper)]
+        there = [(to_x(x), to_y(upper)) for x, _, upper in ends]
+        back = [(to_x(x), to_y(lower)) for x, lower, _ in reversed(ends)]
+        return _make_path([*there, *back]) + "Z" if ends else ""
 
-    ends = {
-        number: y(known[-1])
+    last_heights = {
+        number: to_y(known[-1])
         for number, curve in enumerate(curves)
-        if (known := [s.value for s in curve.spots if not math.isnan(s.value)]) and curve.label
+        if labels
+        and curve.label
+        and (known := [p.value for p in curve.points if not math.isnan(p.value)])
     }
-    ends = ends if labels else {}
-    beside_ends = spread(list(ends.values()), _LINE, float(_TOP), bottom)
-    named = {n: Tick(at, curves[n].label) for n, at in zip(ends, beside_ends, strict=True)}
-    lines = [Tick(y(value), name) for name, value in floors]
-    # Baselines of text, below the lines where there is room above the ticks.
-    beneath = [one.place + _LINE if one.place + _LINE < bottom else one.place - 4 for one in lines]
-    of_texts = spread(beneath, _LINE, float(_TOP) + _LINE, bottom - 3)
+    label_heights = spread(list(last_heights.values()), _LINE_HEIGHT, float(_TOP), bottom)
+    end_labels = {
+        number: Tick(height, curves[number].label)
+        for number, height in zip(last_heights, label_heights, strict=True)
+    }
+    baseline_ticks = [Tick(to_y(value), name) for name, value in baselines]
+    # Names stand below their lines if there is room above the axis.
+    wanted = [
+        tick.position + _LINE_HEIGHT if tick.position + _LINE_HEIGHT < bottom else tick.position - 4
+        for tick in baseline_ticks
+    ]
+    name_heights = spread(wanted, _LINE_HEIGHT, float(_TOP) + _LINE_HEIGHT, bottom - 3)
     return Chart(
-        x_ticks=_apart([Tick(x(place), f"{place:g}") for place in places]),
-        y_ticks=[Tick(y(value), _tick_label(value)) for value in ticks],
-        curves=[drawn(curve, named.get(number)) for number, curve in enumerate(curves)],
-        levels=[Tick(y(v), name) for name, v in levels if ticks[0] <= v <= ticks[-1]],
-        floors=lines,
-        floor_texts=[Tick(at, one.label) for at, one in zip(of_texts, lines, strict=True)],
-        zero=y(0.0) if ticks[0] < 0 < ticks[-1] else None,
-        measured=measured or unit,
-        along=along,
+        x_ticks=_omit_crowded([Tick(to_x(x), f"{x:g}") for x in xs]),
+        y_ticks=[Tick(to_y(value), _format_tick(value)) for value in ticks],
+        curves=[draw_curve(curve, end_labels.get(number)) for number, curve in enumerate(curves)],
+        published=[
+            Tick(to_y(value), name) for name, value in published if ticks[0] <= value <= ticks[-1]
+        ],
+        baselines=baseline_ticks,
+        baseline_labels=[
+            Tick(height, tick.label)
+            for height, tick in zip(name_heights, baseline_ticks, strict=True)
+        ],
+        zero=to_y(0.0) if ticks[0] < 0 < ticks[-1] else None,
+        y_label=y_label or unit,
+        x_label=x_label,
         right=right,
     )
 
 
-def nice_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
-    """Round values from at or below `low` to at or above `high`, at most `most` of them.
+def choose_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
+    """Return at most `most` round values that enclose both ends.
 
     The steps are 1, 2 or 5 times a power of ten.
     """
-    # Values that are equal but for rounding leave no step between them.
+    # Values that are equal except for rounding leave no step between them.
     if high - low <= 1e-6 * max(1.0, abs(high)):
         margin = max(0.5, 1e-3 * abs(high))
         low, high = low - margin, high + margin
@@ -227,157 +259,56 @@ def nice_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
     return tuple(round(number * step, 10) for number in range(first, last + 1))
 
 
-def powers_of_ten(low: float, high: float, most: int = 6) -> tuple[float, ...]:
-    """Powers of ten in even steps from at or below `low` to at or above `high`, at most `most`."""
+def choose_log_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
+    """Return at most `most` powers of ten in even steps that enclose both ends."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     step = -(-(last - first) // (most - 1))
     return tuple(10.0 ** (first + step * i) for i in range(-(-(last - first) // step) + 1))
 
 
-def _tick_label(value: float) -> str:
-    """Short enough for the room beside the axis, such as "2.5e5"."""
+def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tuple[float, ...]:
+    """Move labels apart and keep their order.
+
+    Args:
+        heights: Wanted heights of the labels, downwards.
+        gap: Least distance between two labels.
+        low: Least height, where labels overlap if there is no room for all of them.
+        high: Largest height.
+
+    Returns:
+        The new heights, in the order of `heights`.
+    """
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    moved = list(heights)
+    free = low
+    for i in order:
+        moved[i] = free = max(moved[i], free)
+        free += gap
+    # Push labels that went too far down back up.
+    free = high
+    for i in reversed(order):
+        moved[i] = max(low, min(moved[i], free))
+        free = moved[i] - gap
+    return tuple(round(height, 1) for height in moved)
+
+
+def _format_tick(value: float) -> str:
+    """Return a text that fits beside the axis, such as "2.5e5"."""
     text = f"{value:g}"
-    if len(text) <= _LONGEST_TICK:
+    if len(text) <= _MAX_TICK_LETTERS:
         return text
     digits, _, power = f"{value:.3e}".partition("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-def _apart(ticks: Sequence[Tick], gap: int = _TICK_GAP) -> list[Tick]:
-    """Those whose labels have room beside the one before."""
+def _omit_crowded(ticks: Sequence[Tick]) -> list[Tick]:
+    """Return the ticks whose labels do not overlap with the label before."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
-        if tick.place - kept[-1].place >= gap:
+        if tick.position - kept[-1].position >= _MIN_TICK_DISTANCE:
             kept.append(tick)
     return kept
 
 
-def _path(corners: Sequence[tuple[float, float]]) -> str:
+def _make_path(corners: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:g} {y:g}" for x, y in corners)
-
-
-def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tuple[float, ...]:
-    """Heights that are at least `gap` apart, in the same order, as near as one pass finds.
-
-    Args:
-        heights: Where the labels belong, downwards.
-        gap: Height of a label.
-        low: Least height; too many labels go below `high`.
-        high: Largest height.
-    """
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    placed = list(heights)
-    reach = low
-    for i in order:
-        placed[i] = reach = max(placed[i], reach)
-        reach += gap
-    # What went too far down pushes the others back up.
-    reach = high
-    for i in reversed(order):
-        placed[i] = max(low, min(placed[i], reach))
-        reach = placed[i] - gap
-    return tuple(round(height, 1) for height in placed)
-
-
-class RankRow(NamedTuple):
-    """A question in the drawing, from `top` to `bottom`; `line` and `band` are SVG paths.
-
-    Attributes:
-        texts: Its name and what it is about with their heights, line by line.
-    """
-
-    name: str
-    texts: Sequence[tuple[int, str]]
-    style: str
-    top: int
-    bottom: int
-    line: str
-    band: str
-    marks: Sequence[Mark]
-
-
-class RankChart(NamedTuple):
-    """A drawing, one row a question; `ticks` are places and names of blocks."""
-
-    rows: Sequence[RankRow]
-    ticks: Sequence[Tick]
-    height: int
-    width: int = RANKS_WIDTH
-    left: int = _RANKS_LEFT
-    right: int = RANKS_WIDTH - _RANKS_RIGHT
-
-    @property
-    def said(self) -> str:
-        """The drawing in words."""
-        bests = (
-            (row.name, next(mark.hint for mark in row.marks if mark.is_best)) for row in self.rows
-        )
-        return "; ".join(f"{name} highest at {hint}" for name, hint in bests)
-
-
-def places(known: Sequence[Spot]) -> list[tuple[float, float, float]]:
-    """Where each block stands, from 0, the lowest, to 1; equal ones in the middle of their places.
-
-    A block may stand above another where the intervals of the two overlap. They are taken for each
-    block alone: of the same images, pairs of blocks may be known apart all the same.
-
-    Returns:
-        Of each block its place, and the lowest and the highest one that the intervals allow.
-    """
-    others = len(known) - 1
-    # Where no interval is known its ends are the value.
-    lows = [one.value if one.low is None else one.low for one in known]
-    highs = [one.value if one.high is None else one.high for one in known]
-    found = []
-    for one, low, high in zip(known, lows, highs, strict=True):
-        below = sum(other.value < one.value for other in known)
-        equal = sum(other.value == one.value for other in known)
-        lowest = sum(other < low for other in highs)
-        highest = others - sum(other > high for other in lows)
-        counts = (below + (equal - 1) / 2, lowest, highest)
-        place, least, most = (count / others if others else 0.5 for count in counts)
-        found.append((place, least, most))
-    return found
-
-
-def draw_ranks(questions: Sequence[Curve]) -> RankChart:
-    """Lay questions out below each other, over the same blocks.
-
-    Args:
-        questions: With two values at least each; a label says what is measured, and on what.
-    """
-    layers = sorted({one.x for question in questions for one in question.spots})
-    step = (RANKS_WIDTH - _RANKS_RIGHT - _RANKS_LEFT - 20) / ((layers[-1] - layers[0]) or 1)
-    x = {layer: round(_RANKS_LEFT + 10 + step * (layer - layers[0]), 1) for layer in layers}
-    rows, top = [], _RANKS_TOP
-
-    def y(share: float) -> float:
-        return round(top + _ROW * (1 - share), 1)
-
-    for question in questions:
-        lines = (question.name, *question.label.splitlines())
-        texts = [text for words in lines for text in textwrap.wrap(words, _LETTERS)]
-        known = [one for one in question.spots if not math.isnan(one.value)]
-        found = places(known)
-        xs = [x[one.x] for one in known]
-        best = max((place for place, _, _ in found), default=0.0)
-        upper = [(at, y(high)) for at, (_, _, high) in zip(xs, found, strict=True)]
-        lower = [(at, y(low)) for at, (_, low, _) in zip(xs, found, strict=True)]
-        rows.append(
-            RankRow(
-                name=question.name,
-                texts=[(top + _RANKS_LINE * (n + 1), text) for n, text in enumerate(texts)],
-                style=question.style,
-                top=top,
-                bottom=top + _ROW,
-                line=_path([(at, y(place)) for at, (place, _, _) in zip(xs, found, strict=True)]),
-                band=_path([*upper, *reversed(lower)]) + "Z",
-                marks=[
-                    Mark(at, y(place), one.hint, is_best=place == best)
-                    for at, (place, _, _), one in zip(xs, found, known, strict=True)
-                ],
-            )
-        )
-        top += max(_ROW, _RANKS_LINE * len(texts)) + _ROW_GAP
-    ticks = _apart([Tick(x[layer], f"{layer:g}") for layer in layers], _RANKS_TICK_GAP)
-    return RankChart(rows, ticks, top + _RANKS_BOTTOM - _ROW_GAP)

@@ -1,4 +1,4 @@
-"""From a report to a folder of pages, which takes its place when it is whole."""
+"""Write a report as a folder of pages. It replaces an older report only when it is complete."""
 
 import json
 import math
@@ -15,8 +15,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.report.comparing import scored_by_panel
-from ssl_bench.report.pages import Page, Report, checkpoint_page, epochs_page, index_page, pair_page
+from ssl_bench.report.pages import (
+    Page,
+    Report,
+    build_checkpoint_page,
+    build_epochs_page,
+    build_index_page,
+    build_pair_page,
+)
+from ssl_bench.report.pairs import compare_pairs
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.record import INFINITY_AS_JSON
 from ssl_bench.system.escaping import (
@@ -29,13 +36,14 @@ from ssl_bench.system.files import REPORT_MARK
 from ssl_bench.system.paths import resolve_links
 from ssl_bench.system.progress import show_progress
 
-STATIC = ("style.css", "report.js")
-_SHOWN = {
+_STATIC = ("style.css", "report.js")
+# Fields of a record and their names in the dialog on provenance.
+_FIELDS = {
     "model": "checkpoint",
     "checkpoint_sha256": "sha256 of the weights",
     "architecture": "architecture",
     "mean": "mean of the images",
-    "std": "deviation of the images",
+    "std": "standard deviation of the images",
     "task": "task",
     "dataset": "dataset",
     "split": "split",
@@ -53,18 +61,17 @@ _SHOWN = {
     "git_commit": "commit",
     "torch": "torch",
     "device": "device",
-    "seconds": "seconds of the pass",
+    "seconds": "seconds",
     "created": "date",
 }
-"""Fields of a record and what the pages call them."""
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write all pages and copy the pictures; an older report is replaced when all is done.
+    """Write all pages and copy the pictures. An older report is replaced at the end.
 
     Raises:
-        ConfigurationError: the folder holds something else.
-        MachineError: it cannot be written.
+        ConfigurationError: The folder holds something other than a report.
+        MachineError: The folder cannot be written.
     """
     environment = Environment(
         loader=PackageLoader("ssl_bench.report"),
@@ -74,22 +81,18 @@ def write_report(report: Report, folder: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    numbers = {id(record): str(number) for number, record in enumerate(report.records)}
+    indices = {id(record): str(index) for index, record in enumerate(report.records)}
 
-    def numbers_of(some: Iterable[Record]) -> str:
-        return " ".join(numbers[id(record)] for record in some)
+    def list_indices(records: Iterable[Record]) -> str:
+        return " ".join(indices[id(record)] for record in records)
 
-    environment.filters["numbers"] = numbers_of
-    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    site = {
-        "source": resolve_links(report.store.root).name,
-        "version": __version__,
-        "written": written,
-    }
-    with replacing(folder) as new:
+    environment.filters["indices"] = list_indices
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    site = {"source": resolve_links(report.store.root).name, "version": __version__, "date": date}
+    with replace_report(folder) as new:
 
         def write(name: str, text: str) -> None:
-            # Names of files may hold bytes that are no UTF-8; a page shows them as question marks.
+            # Names may contain bytes that are not UTF-8. A page shows them as question marks.
             (new / name).write_bytes(text.encode(errors="replace"))
 
         def render(name: str, template: str, page: Page) -> None:
@@ -97,49 +100,51 @@ def write_report(report: Report, folder: Path) -> None:
 
         for path in show_progress(report.picture_paths(), "pictures"):
             report.pictures.copy(path, new)
-        for name in STATIC:
+        for name in _STATIC:
             static = files("ssl_bench.report").joinpath("static", name)
             write(name, static.read_text(encoding="utf-8"))
-        write("records.js", as_script(report.store, report.records))
+        write("records.js", make_records_script(report.store, report.records))
         for checkpoint in show_progress(report.checkpoints, "checkpoints"):
-            render(checkpoint.page, "checkpoint.html", checkpoint_page(report, checkpoint))
-        compared = scored_by_panel(report.store, report.panels, report.pairs)
+            page = build_checkpoint_page(report, checkpoint)
+            render(checkpoint.page, "checkpoint.html", page)
+        compared = compare_pairs(report.store, report.panels, report.pairs)
         for pair in report.pairs:
-            render(pair.page, "pair.html", pair_page(report, pair, compared.get(pair, [])))
-        if report.followed:
-            render("epochs.html", "epochs.html", epochs_page(report.followed))
-        if report.corrupted:
-            render("severities.html", "severities.html", {"followed": report.corrupted})
-        render("index.html", "index.html", index_page(report))
+            page = build_pair_page(report, pair, compared.get(pair, []))
+            render(pair.page, "pair.html", page)
+        if report.epochs:
+            render("epochs.html", "epochs.html", build_epochs_page(report.epochs))
+        if report.severities:
+            render("severities.html", "severities.html", {"drawn": report.severities})
+        render("index.html", "index.html", build_index_page(report))
 
 
 def require_replaceable(folder: Path) -> None:
-    """Nothing but a report may be replaced.
+    """Raise an error unless a folder is missing, empty or a report.
 
     Raises:
-        ConfigurationError: something else lies there.
+        ConfigurationError: The path is a link or a file, or the folder holds other files.
     """
+    hint = ("--into", "{folder}")
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ConfigurationError(
-            f"{folder} is no folder; name another one for the report", hint=("--into", "{folder}")
+            f"cannot write the report to {folder}, which is not a folder", hint=hint
         )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT_MARK).is_file():
         raise ConfigurationError(
-            f"{folder} holds files and is no report of ssl-bench; name a new or empty folder",
-            hint=("--into", "{folder}"),
+            f"cannot write the report to {folder}, which holds other files", hint=hint
         )
 
 
 @contextmanager
-def replacing(folder: Path) -> Generator[Path]:
-    """A new folder that takes the place of `folder` when the block ends without an error.
+def replace_report(folder: Path) -> Generator[Path]:
+    """Yield a new folder, which replaces `folder` if the block ends without an error.
 
     Raises:
-        ConfigurationError: `folder` is something else than a report.
-        MachineError: the disk is full or the folder cannot be written; an older report stays.
+        ConfigurationError: `folder` is something other than a report.
+        MachineError: The disk is full or the folder cannot be written. An older report stays.
     """
     require_replaceable(folder)
-    # So that "." has a name.
+    # The path "." has no name until it is resolved.
     folder = resolve_links(folder)
     mark = uuid.uuid4().hex
     new, old = (folder.with_name(f".{mark}.{word}") for word in ("new", "old"))
@@ -147,17 +152,18 @@ def replacing(folder: Path) -> Generator[Path]:
         new.mkdir(parents=True)
         yield new
         (new / REPORT_MARK).write_text(json.dumps({"report": 1}) + "\n")
-        # Again, because somebody may have put files there in the meantime.
+        # Check again, because files may have been written there in the meantime.
         require_replaceable(folder)
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
     except OSError as error:
         raise MachineError(
-            f"cannot write {folder}: {error.strerror or error}; free space or choose another folder"
+            f"cannot write the report to {folder}: {error.strerror or error}",
+            hint=("--into", "{folder}"),
         ) from error
     finally:
-        # Whatever came between the two names, an interrupt too: the older report goes back.
+        # An interrupt between the two renames moves the older report back.
         if old.exists() and not folder.exists():
             with suppress(OSError):
                 old.rename(folder)
@@ -166,50 +172,58 @@ def replacing(folder: Path) -> Generator[Path]:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def as_script(store: ResultStore, records: Sequence[Record]) -> str:
-    """JavaScript that defines the constant `RECORDS`: names, values by record, and settings.
+def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
+    """Return JavaScript that defines the constant `RECORDS`.
 
-    What many records share is written once.
+    It holds the names of the fields, every distinct value once, and for each record the indices of
+    its values.
     """
-    # Places of words by their JSON, and of mappings, which many records share, by identity.
-    words, mappings = dict[str, int](), dict[int, int]()
+    # Indices of values by their JSON. Many records share a mapping, which is looked up by identity.
+    values, mappings = dict[str, int](), dict[int, int]()
 
-    def new(value: Any) -> int:
-        word = json.dumps(
+    def add(value: Any) -> int:
+        text = json.dumps(
             to_plain_json(value, infinity=INFINITY_AS_JSON), sort_keys=True, default=str
         )
-        return words.setdefault(word, len(words))
+        return values.setdefault(text, len(values))
 
-    def place(value: Any) -> int:
+    def find_or_add(value: Any) -> int:
         if not isinstance(value, Mapping):
-            return new(value)
+            return add(value)
         if id(value) not in mappings:
-            mappings[id(value)] = new(value)
+            mappings[id(value)] = add(value)
         return mappings[id(value)]
 
     rows = []
     for record in records:
         digits = ".4f" if record.unit else ".6g"
-        changed = {
-            "value": _rounded(record.value, digits),
-            "ci95": _rounded(record.ci95, digits),
+        rewritten = {
+            "value": _round(record.value, digits),
+            "ci95": _round(record.ci95, digits),
             "unit": record.unit or "plain number",
         }
-        fields = [changed[n] if n in changed else getattr(record, n) for n in _SHOWN]
-        # The details that fit on a line; the record has all.
-        plain = {n: v for n, v in record.details.items() if not isinstance(v, Mapping)}
-        small = {name: _rounded(v, ".4f") for name, v in plain.items() if len(str(v)) <= 200}
-        rows.append([*map(place, [*fields, store.place(record), record.settings]), new(small)])
-    names = [*_SHOWN.values(), "record", "settings", "details"]
-    content = {"names": names, "words": [json.loads(word) for word in words], "rows": rows}
+        fields = [rewritten[n] if n in rewritten else getattr(record, n) for n in _FIELDS]
+        # Long details are in the record only.
+        details = {
+            name: _round(value, ".4f")
+            for name, value in record.details.items()
+            if not isinstance(value, Mapping) and len(str(value)) <= 200
+        }
+        place = store.place(record)
+        rows.append([*map(find_or_add, [*fields, place, record.settings]), add(details)])
+    content = {
+        "names": [*_FIELDS.values(), "record", "settings", "details"],
+        "values": [json.loads(text) for text in values],
+        "rows": rows,
+    }
     text = dump_json(content, indent=None, text=escape_unprintable)
-    # Parsed, because in a literal of the language the name __proto__ means something.
+    # A literal would treat the name __proto__ specially, so the text is parsed.
     return f"const RECORDS = JSON.parse({json.dumps(text)});\n"
 
 
-def _rounded(value: Any, digits: str) -> Any:
-    """Numbers with so many digits: plain ones may be of any magnitude."""
+def _round(value: Any, digits: str) -> Any:
+    """Round a number, or all numbers of a list, to a format such as ".4f"."""
     if isinstance(value, (list, tuple)):
-        return [_rounded(item, digits) for item in value]
+        return [_round(item, digits) for item in value]
     is_number = isinstance(value, float) and math.isfinite(value)
     return float(f"{value:{digits}}") if is_number else value

@@ -494,7 +494,9 @@ class RecordReader:
             OSError: The file cannot be read.
             ValueError, TypeError, KeyError, OverflowError, RecursionError: As `parse` raises.
         """
-        content = read_untrusted(self._root, path, MAX_FILE_BYTES, known=self._checked_folders)
+        content = read_untrusted(
+            self._root, path, MAX_FILE_BYTES, checked_folders=self._checked_folders
+        )
         return self.parse(content, path)
 
     def parse(self, content: bytes, path: Path) -> Record:

@@ -155,12 +155,14 @@ EXPRESSIONS = {
     "str(block)": "11",
     "str(count)": "4",
     "str(len(images))": "4",
+    "str(world_size)": "4",
     "table": "table2",
     "target": "model.vit_tiny_skip",
     "text_key": "probe.facet",
     "timm_name": "vit_small_patch16_224",
     "value": "token",
     "widths": "[24,48,96,192]",
+    "world_size": "4",
 }
 """Example value of each expression in a hint. Text from a user must be in `escape_braces`."""
 
@@ -212,6 +214,7 @@ def complete(words: Sequence[str]) -> list[str]:
         if word.startswith("<*"):
             completed += EXPRESSIONS[word[1:-1]].split()
         else:
+            # A KeyError means that the table lacks the expression, or `escape_braces` is missing.
             completed.append(re.sub("<([^<>]+)>", lambda match: EXPRESSIONS[match[1]], word))
     before_near = " ".join(completed).partition("{near}")[0]
     examples = PLACEHOLDERS | {"near": NEAREST.get(before_near, "")}

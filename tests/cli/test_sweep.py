@@ -287,7 +287,6 @@ def test_one_of_several_processes_is_refused(place, capsys, monkeypatch, command
 
     said = fails(capsys, [command, *more, *PHOTOS[2:6], "--checkpoint", "runs/one"], 2)
 
-    assert "expects one process, got 4" in said
     assert "ssl-bench sweep --jobs 4" in said
 
 
@@ -426,7 +425,7 @@ def test_what_slurm_lacks_or_refuses_is_one_line(place, cluster, capsys, monkeyp
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--slurm"]
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "")
-        assert "sbatch and srun not found in PATH" in fails(capsys, sweep, 5)
+        assert "sbatch and srun not found" in fails(capsys, sweep, 5)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "submitit", None)
         assert "ssl-bench[slurm]" in fails(capsys, sweep, 5)

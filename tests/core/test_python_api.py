@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, Unf
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import TimmConfig, ViTConfig, build_encoder, build_vit, save_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
+from ssl_bench.request import ProbeRequest
 from ssl_bench.system.progress import say_once
 from tests.support import own_module
 from tests.support.faults import exit_code, fails, fork, picture, unchecked_types
@@ -109,6 +111,42 @@ def test_python_and_the_command_line_leave_the_same_record(tmp_path, monkeypatch
     assert module.training
     assert not module.trunk[1].training
     assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_python_and_the_command_line_build_the_same_request(tmp_path, monkeypatch):
+    requests: list[ProbeRequest] = []
+
+    def keep(request: ProbeRequest) -> None:
+        requests.append(request)
+        raise DataError("kept")
+
+    for module in ("ssl_bench.api", "ssl_bench.cli.probe"):
+        monkeypatch.setattr(f"{module}.plan_request", keep)
+    words = ["--task", "pca,knn", "--dataset", "folder,toy", "--data-root", f"folder={tmp_path}"]
+    words += ["--layer", "0,-1", "--out", "there", "--device", "cpu", "--on-bad-image", "skip"]
+    words += ["--overwrite", "--limit", "3", "--pictures", "2", "probe.tau=0.5", "seed=4"]
+
+    assert main(["probe", *words, "--checkpoint", "demo:skip"]) == 3
+    with pytest.raises(DataError):
+        ssl_bench.probe(
+            "demo:skip",
+            task="pca,knn",
+            dataset="folder,toy",
+            data_root=f"folder={tmp_path}",
+            layer="0,-1",
+            out="there",
+            device="cpu",
+            on_bad_image="skip",
+            overwrite=True,
+            **{"limit": 3, "pictures": 2, "tau": 0.5, "seed": 4},
+        )
+
+    typed, called = (
+        replace(request, checkpoints=(), overrides=sorted(request.overrides))
+        for request in requests
+    )
+    assert typed == called
+    assert typed.tasks == ["pca", "knn"]
 
 
 def test_all_tasks_that_fit_a_folder_are_asked_in_one_call(tmp_path, capsys):
@@ -312,7 +350,7 @@ def test_a_module_without_cls_has_its_mean_patch_scored(tmp_path, capsys):
 
     images = ("rankme", "alignment", "uniformity")
     assert {r.facet for r in found if r.metric in images} == {"patch_mean"}
-    assert "geometry, Own: facet patch_mean, " in capsys.readouterr().err
+    assert "geometry uses facet=patch_mean to fit" in capsys.readouterr().err
     with pytest.raises(UnfitEncoder, match=r"no \[CLS\] token"):
         ssl_bench.probe(encoder, task="geometry", out=tmp_path, layer=-1, facet="cls", **FEW)
 
@@ -346,7 +384,7 @@ def test_features_on_disk_are_those_of_python_and_written_anew_when_damaged(
     assert main(features(tmp_path / "out", "--format", form)) == 0
     assert "all: 1 of 1 files exist" in capsys.readouterr().err
     line = fails(capsys, features(tmp_path / "out", "--format", form, "--layer", "0"), 2)
-    assert "has features with another layers; use `--out FOLDER`" in line
+    assert "contains features with different layers; use `--out FOLDER`" in line
 
     index = pandas.read_parquet("out/index.parquet")
     assert list(index["image_id"]) == [f"{number:03}.png" for number in range(5)]
@@ -462,8 +500,8 @@ def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsy
     about = json.loads((tmp_path / "whole/about.json").read_text())["dataset"]
     assert about["left_out"] == {"all": {"count": 1, "first": ["001.png"]}}
     said = capsys.readouterr().err
-    assert "has features with another dtype" in said
-    assert "has features with another dataset" in said
+    assert "contains features with different dtype" in said
+    assert "contains features with different dataset" in said
     assert "1 cannot be read: 001.png" in said
 
 

@@ -58,7 +58,7 @@ def test_fault_67_hostile_records_run_nothing_and_hide_nothing(browser, tmp_path
         assert browser.get_log("browser") == []
         assert browser.execute_script("return document.querySelectorAll('iframe, style')") == []
     open_page(browser, tmp_path / "report", "index.html")
-    find(browser, "#best button.from").send_keys(Keys.ENTER)
+    find(browser, "#leaderboard button.from").send_keys(Keys.ENTER)
     opened = find(browser, "#provenance").text
     # A literal of the language would have made this the prototype, which is not listed.
     assert "settings: __proto__" in opened

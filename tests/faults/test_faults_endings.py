@@ -99,10 +99,7 @@ def test_fault_91_a_probe_that_is_told_to_stop_keeps_its_cells(place, monkeypatc
         assert exit_code(child) == 75
 
     said = (place / "said").read_text()
-    assert said.splitlines()[-1] == (
-        f"ssl-bench: asked to stop ({name}); what was finished is saved; the same command goes on "
-        "with the rest"
-    )
+    assert name in said.splitlines()[-1]
     assert "Traceback" not in said
     assert len(records()) == 1
     assert not list(place.rglob("*.tmp"))
@@ -113,35 +110,33 @@ def test_fault_91_a_probe_that_is_told_to_stop_keeps_its_cells(place, monkeypatc
 def test_fault_91_every_command_says_that_it_was_stopped(place, monkeypatch):
     ResultStore(Path("results")).save(RECORD)
     slow_after_the_first(monkeypatch, "records")
-    for words in (["table"], ["report"], ["compare", "a", "b"]):
+    for words in (["table"], ["report"]):
         child = fork(lambda typed=words: main(typed), stderr=place / "said")
         wait_for(Path("begun").exists)
         os.kill(child, signal.SIGTERM)
 
         assert exit_code(child) == 75, words
-        assert (place / "said").read_text().startswith("ssl-bench: asked to stop (SIGTERM)")
+        assert (place / "said").read_text().startswith("ssl-bench: stopped by SIGTERM")
         Path("begun").unlink()
 
 
 ALONE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
+# A variable with a wrong value, or None to unset it, and what the error names.
 LAUNCHERS = {
-    "no address": ({"MASTER_ADDR": None}, "MASTER_ADDR expects an address"),
-    "no port": ({"MASTER_PORT": ""}, "MASTER_PORT expects a number of 1 to 65535"),
-    "a port that is none": ({"MASTER_PORT": "http"}, "got http"),
-    "a port too large": ({"MASTER_PORT": "70000"}, "MASTER_PORT"),
-    "no rank": (
-        {"RANK": None},
-        "RANK expects a number of 0 to 1 where WORLD_SIZE is 2, got not set",
-    ),
-    "a rank that is none": ({"RANK": "one"}, "RANK expects a number of 0 to 1"),
-    "a rank of no process": ({"RANK": "2"}, "got 2"),
-    "a negative rank": ({"RANK": "-1"}, "got -1"),
-    "no size": ({"WORLD_SIZE": None}, "RANK expects 0 where WORLD_SIZE is not set, got 1"),
-    "a size of nobody": ({"WORLD_SIZE": "0"}, "WORLD_SIZE expects a number of 1 to"),
-    "a size that is none": ({"WORLD_SIZE": "2.0"}, "got 2.0"),
-    "a number here that is none": ({"LOCAL_RANK": "gpu0"}, "LOCAL_RANK"),
-    "more here than there are": ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE"),
+    "no address": ("MASTER_ADDR", None, "MASTER_ADDR is not set"),
+    "no port": ("MASTER_PORT", "", "MASTER_PORT is not set"),
+    "a port that is no number": ("MASTER_PORT", "http", "MASTER_PORT is http"),
+    "a port that is too large": ("MASTER_PORT", "70000", "MASTER_PORT is 70000"),
+    "no rank": ("RANK", None, "RANK is not set, expected a number from 0 to 1"),
+    "a rank that is no number": ("RANK", "one", "RANK is one"),
+    "a rank that is too large": ("RANK", "2", "RANK is 2, expected a number from 0 to 1"),
+    "a negative rank": ("RANK", "-1", "RANK is -1"),
+    "no world size": ("WORLD_SIZE", None, "RANK is 1, expected 0"),
+    "a world size of 0": ("WORLD_SIZE", "0", "WORLD_SIZE is 0, expected a number from 1 to"),
+    "a world size that is no number": ("WORLD_SIZE", "2.0", "WORLD_SIZE is 2.0"),
+    "a local rank that is no number": ("LOCAL_RANK", "gpu0", "LOCAL_RANK is gpu0"),
+    "too many local processes": ("LOCAL_WORLD_SIZE", "3", "LOCAL_WORLD_SIZE is 3"),
 }
 
 
@@ -160,17 +155,17 @@ def test_who_stops_a_process_of_such_a_launcher_hears_of_it(capsys, monkeypatch)
     monkeypatch.setattr("ssl_bench.cli.__main__.run", interrupted)
 
     assert main(["probe"]) == 130
-    assert capsys.readouterr().err.startswith("ssl-bench: interrupted; ")
+    assert capsys.readouterr().err.startswith("ssl-bench: interrupted")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_fault_92_a_launcher_that_says_too_little_is_named(place, capsys, monkeypatch, launcher):
-    changed, said = launcher
-    launched(monkeypatch, **(WHOLE | changed))
+@pytest.mark.parametrize(("name", "value", "named"), LAUNCHERS.values(), ids=LAUNCHERS)
+def test_fault_92_a_wrong_variable_of_a_launcher_is_named(
+    place, capsys, monkeypatch, name, value, named
+):
+    launched(monkeypatch, **(WHOLE | {name: value}))
 
-    assert said in fails(capsys, pretraining(place / "photos", "run"), 2)
-    if "WORLD_SIZE" in changed:
-        assert said in fails(capsys, probing("pca", "folder", place / "photos"), 2)
+    assert named in fails(capsys, pretraining(place / "photos", "run"), 2)
+    assert named in fails(capsys, probing("pca", "folder", place / "photos"), 2)
 
 
 @pytest.mark.parametrize(

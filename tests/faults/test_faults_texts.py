@@ -78,7 +78,7 @@ def test_fault_67_no_text_of_a_record_acts_in_a_report(tmp_path, capsys):
     assert script.count("\n") == 1
     found = re.fullmatch(r"const RECORDS = JSON\.parse\((\".*\")\);\n", script)
     assert found is not None
-    texts = json.loads(json.loads(found[1]))["words"]
+    texts = json.loads(json.loads(found[1]))["values"]
     assert all(word.isprintable() for word in texts if isinstance(word, str))
 
 

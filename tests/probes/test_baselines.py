@@ -11,8 +11,8 @@ from probes.tokencut.log import ImageResult
 from probes.tokencut.probe import centre_box, corloc_score, saliency_scores
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
-from ssl_bench.report.drawing import draw
-from ssl_bench.report.model import group_into_panels, list_checkpoints
+from ssl_bench.report.drawing import draw_chart
+from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.scores import mean_iou, of_constant_class, pixel_accuracy
 from ssl_bench.tables.depth import depth_tables
@@ -221,12 +221,12 @@ def test_the_report_draws_it_from_side_to_side_within_the_axes():
     rows = [baselined(layer=0, value=5.0, ci95=None), baselined(layer=1, value=6.0, ci95=None)]
 
     (panel,) = group_into_panels(rows, list_checkpoints(rows))
-    chart = draw([curve(5.0, 6.0)], floors=panel.baselines)
+    chart = draw_chart([curve(5.0, 6.0)], baselines=panel.baselines)
 
     assert panel.baselines == (("centre box 31.2", 31.25),)
-    (floor,) = chart.floors
+    (floor,) = chart.baselines
     assert floor.label == "centre box 31.2"
-    assert chart.top <= floor.place < min(mark.y for mark in chart.curves[0].marks)
+    assert chart.top <= floor.position < min(mark.y for mark in chart.curves[0].marks)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import Encoder
-from ssl_bench.report.model import choose_main_metric
+from ssl_bench.report.panels import choose_main_metric
 from ssl_bench.results import ResultStore
 from tests.support.coloured_classes import coloured_classes, flat, scored, tiny
 

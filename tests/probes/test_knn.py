@@ -210,7 +210,7 @@ def test_neighbours_that_nobody_typed_are_those_that_there_are_images_for(place,
     words = [word for word in asked if not word.startswith("probe.")]
 
     assert main(words) == 0
-    assert "knn: probe.neighbours=[10], " in capsys.readouterr().err
+    assert "knn uses neighbours=[10] to fit" in capsys.readouterr().err
     assert main([*words, "--dry-run"]) == 0
     assert "2 finished, 0 pending" in capsys.readouterr().out
     assert main([*words, "probe.train_images=4"]) == 0

@@ -44,11 +44,7 @@ BY_SHOTS = [
         (retrieval, {"norm": "l2"}, "probe.norm"),
         (retrieval, {"crops": "scaled"}, "probe.crops"),
         (classification, {"c_values": []}, "probe.training.c_values expects at least one value"),
-        (
-            classification,
-            SGD | {"learning_rates": []},
-            "training.learning_rates expects at least one",
-        ),
+        (classification, SGD | {"learning_rates": []}, "learning_rates expects at least one"),
         (classification, {"layers_mode": "multi"}, "probe.layers_mode expects single or last4"),
         (classification, {"facet": "token"}, "probe.facet must be among cls, patch_mean, cls_p"),
         (classification, {"facet": []}, "probe.facet must be among"),

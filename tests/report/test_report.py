@@ -1,4 +1,4 @@
-"""What a report says, counted by hand from a handful of records."""
+"""Contents and safety of a report, checked on a handful of records."""
 
 import json
 import re
@@ -12,8 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.model import MOST_DRAWN, list_checkpoints
-from ssl_bench.report.pictures import PictureFiles, galleries_of
+from ssl_bench.report.panels import MAX_LINES, list_checkpoints
+from ssl_bench.report.pictures import PictureFiles, find_galleries
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import REPORT_MARK
 from tests.core.test_results import RECORD
@@ -38,15 +38,11 @@ from tests.support.report_cells import (
 
 
 @pytest.mark.parametrize(
-    ("records", "said"),
-    [
-        ([cell()], "Values are percent, with"),
-        ([plain()], "Values are plain numbers, with"),
-        ([cell(), plain()], "Values are percent, except plain numbers: condition_number, with"),
-    ],
+    "records",
+    [[cell()], [plain()], [cell(), plain()]],
     ids=["percent", "plain numbers", "both"],
 )
-def test_pages_say_percent_of_percent_alone(tmp_path, records, said):
+def test_axes_and_columns_name_the_unit(tmp_path, records):
     store = ResultStore(tmp_path)
     for record in records:
         store.save(record)
@@ -55,16 +51,16 @@ def test_pages_say_percent_of_percent_alone(tmp_path, records, said):
 
     page = (tmp_path / "report" / "index.html").read_text()
     (own,) = (tmp_path / "report").glob("checkpoint-*.html")
-    assert said in Elements(own.read_text()).text
     charts = re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)
-    named = [re.findall('class="measured".*?>(.*?)<', chart) for chart in charts]
-    assert named == [["corloc (%)" if record.unit else record.metric] for record in records]
-    assert ("All scores of which more is better" in page) == any(record.unit for record in records)
+    axes = [re.findall('class="measured".*?>(.*?)<', chart) for chart in charts]
+    labels = ["corloc (%)" if record.unit else record.metric for record in records]
+    assert axes == [[label] for label in labels]
+    assert all(label in Elements(own.read_text()).text for label in labels)
     script = (tmp_path / "report" / "records.js").read_text()
     assert ("plain number" in script) == any(not record.unit for record in records)
 
 
-def test_means_over_seeds_say_what_is_of_one_seed_alone(tmp_path):
+def test_a_note_names_tables_of_one_seed(tmp_path):
     store = ResultStore(tmp_path)
     for seed in (1, 0):
         record = cell(seed=seed, task="segmentation", metric="miou_oracle")
@@ -73,14 +69,14 @@ def test_means_over_seeds_say_what_is_of_one_seed_alone(tmp_path):
     assert main(["report", "--out", str(tmp_path)]) == 0
 
     (page,) = (tmp_path / "report").glob("checkpoint-*.html")
-    assert "are of the lowest seed alone" in page.read_text()
+    assert "are those of the lowest seed" in page.read_text()
     shutil.rmtree(store.root / "records")
     save(store, record, counts(PERFECT, HALF))
     assert main(["report", "--out", str(tmp_path)]) == 0
-    assert "are of the lowest seed alone" not in page.read_text()
+    assert "are those of the lowest seed" not in page.read_text()
 
 
-def test_pictures_are_found_by_block_by_sheet_and_by_protocol(tmp_path):
+def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
     records = [cell(protocol="lr=1e-3", facet="key"), cell(protocol="reference")]
     skip, other = (folder_of(cell(model=model)) for model in ("skip", "other"))
     save_pictures(
@@ -98,13 +94,14 @@ def test_pictures_are_found_by_block_by_sheet_and_by_protocol(tmp_path):
     drawing.write_text("<svg/>")
     (checkpoint,) = list_checkpoints(records)
 
-    blocks, sheet, *panels = galleries_of(PictureFiles(tmp_path), records, checkpoint)
+    blocks, *panels = find_galleries(PictureFiles(tmp_path), records, checkpoint)
 
     start = f"pictures/tokencut/toy/{skip}/"
     # The second image lacks a block.
     assert (blocks.variant, blocks.layers, list(blocks.files)) == ("reference key", (0, 1), ["one"])
     assert blocks.path(1, "one") == f"{start}reference/block01_key/one.png"
-    assert sheet.paths() == [f"{start}reference/block01_key.png"]
+    # Contact sheets of hits and misses are not shown.
+    assert not any("block01_key.png" in path for panel in panels for path in panel.paths())
     assert {panel.variant: panel.files for panel in panels} == {
         "lr=1e-3 key": {"dog-7": "lr=1e-3-key-dog-7.png"},
         "reference": {"grid": "reference/grid.png"},
@@ -113,7 +110,7 @@ def test_pictures_are_found_by_block_by_sheet_and_by_protocol(tmp_path):
 
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
-    """A report of records in which every name is markup."""
+    """Write a report of records whose names are all markup."""
     root = tmp_path_factory.mktemp("evil")
     store = ResultStore(root)
     attribute = '" onmouseover="alert(1)'
@@ -136,7 +133,7 @@ def evil_report(tmp_path_factory) -> Path:
     return root / "report"
 
 
-def test_names_are_text_wherever_they_stand(evil_report):
+def test_names_are_escaped_on_every_page(evil_report):
     pages = {path.name: Elements(path.read_text()) for path in evil_report.glob("*.html")}
 
     assert len(pages) == 4
@@ -154,7 +151,7 @@ def test_names_are_text_wherever_they_stand(evil_report):
         assert EVIL in page.text
 
 
-def test_the_pictures_of_evil_names_are_where_the_pages_look_for_them(evil_report):
+def test_pictures_with_hostile_names_are_found(evil_report):
     sources = [
         given["src"] or ""
         for path in evil_report.glob("*.html")
@@ -167,13 +164,13 @@ def test_the_pictures_of_evil_names_are_where_the_pages_look_for_them(evil_repor
 
 
 def first_record(report: Path) -> dict[str, Any]:
-    """What is shown of it when one of its numbers is pressed."""
+    """Return the fields that the dialog on provenance shows."""
     script = (report / "records.js").read_text()
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))
     return {
-        name: content["words"][word]
-        for name, word in zip(content["names"], content["rows"][0], strict=True)
+        name: content["values"][index]
+        for name, index in zip(content["names"], content["rows"][0], strict=True)
     }
 
 
@@ -199,7 +196,7 @@ def test_the_provenance_of_a_packed_record_names_the_file_that_holds_it(tmp_path
     assert first_record(tmp_path / "report")["record"] == f"records.parquet: {path}"
 
 
-def test_published_values_are_marked_and_say_what_differs(tmp_path):
+def test_published_values_are_marked_with_their_differences(tmp_path):
     store = ResultStore(tmp_path)
     store.save(cell(task="segmentation", dataset="voc2012", metric="miou_oracle", facet="token"))
 
@@ -208,10 +205,10 @@ def test_published_values_are_marked_and_say_what_differs(tmp_path):
     text = Elements((tmp_path / "report" / "index.html").read_text()).text
     assert "62.3 published" in text
     assert "table 2" in text
-    assert "Not the same experiment; published: ViT-Small" in text
+    assert "not the same experiment: published: ViT-Small" in text
 
 
-def test_only_what_was_asked_for_is_in_the_report(tmp_path):
+def test_only_requested_tasks_are_in_the_report(tmp_path):
     store = ResultStore(tmp_path)
     store.save(cell())
     store.save(cell(task="knn", metric="top1_k20"))
@@ -223,7 +220,7 @@ def test_only_what_was_asked_for_is_in_the_report(tmp_path):
     assert "top1_k20" in text
     assert "corloc" not in text
     assert "1 record of 1 checkpoint. Bands, ± and" in Elements(text).text
-    assert "1 unreadable record left out." in Elements(text).text
+    assert "1 unreadable record is left out." in Elements(text).text
     assert (tmp_path / "knn" / REPORT_MARK).is_file()
 
 
@@ -243,9 +240,9 @@ def test_four_checkpoints_with_all_records_stay_small(tmp_path):
 
 
 @pytest.mark.parametrize("unit", ["%", ""])
-def test_of_many_checkpoints_the_highest_are_drawn_and_all_have_a_page(tmp_path, unit):
+def test_the_highest_of_many_checkpoints_are_drawn(tmp_path, unit):
     store = ResultStore(tmp_path)
-    count = MOST_DRAWN + 2
+    count = MAX_LINES + 2
     for number in range(count):
         for layer in range(2):
             one = cell(
@@ -266,5 +263,5 @@ def test_of_many_checkpoints_the_highest_are_drawn_and_all_have_a_page(tmp_path,
     left_out = {"0", "1"} if unit else {str(count - 2), str(count - 1)}
     assert set(map(str, range(count))) - set(heads) == left_out
     which = "those with the highest values" if unit else "the first by name"
-    assert f"{MOST_DRAWN} of {count} checkpoints, {which}" in card
+    assert f"{MAX_LINES} of {count} checkpoints are drawn, {which}" in card
     assert len(list((tmp_path / "report").glob("checkpoint-*.html"))) == count

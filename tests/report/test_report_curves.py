@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssl_bench.report.drawing import MOST_LABELLED, draw, nice_ticks, spread
-from ssl_bench.report.model import group_into_panels, list_checkpoints
+from ssl_bench.report.drawing import MAX_END_LABELS, choose_ticks, draw_chart, spread
+from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.tables.sheets import NO_VALUE
 from tests.support.report_cells import (
     cell,
@@ -26,18 +26,18 @@ def test_a_point_is_the_mean_of_its_seeds_with_the_interval_of_one():
 
     (line,) = group_into_panels(records, list_checkpoints(records))[0].lines
 
-    assert [point.text() for point in line.points] == [
+    assert [point.text() for point in line.entries] == [
         "45.0 [40.5, 50.5] (2 seeds)",
         NO_VALUE,
         "9.0 (1 seed)",
     ]
-    assert (line.points[0].low, line.points[0].high) == (40.5, 50.5)
+    assert (line.entries[0].low, line.entries[0].high) == (40.5, 50.5)
     # In the order of the seeds.
-    assert line.points[0].records == (records[1], records[0])
-    assert line.best == line.points[0]
+    assert line.entries[0].records == (records[1], records[0])
+    assert line.best == line.entries[0]
 
 
-def test_of_a_plain_number_no_block_is_best_and_its_interval_is_shown_by_its_ends():
+def test_plain_numbers_have_no_best_block_and_show_interval_ends():
     records = [
         plain(value=12345.0, ci95=(9e3, math.inf), layer=0),
         plain(value=math.inf, ci95=None, layer=1),
@@ -48,14 +48,17 @@ def test_of_a_plain_number_no_block_is_best_and_its_interval_is_shown_by_its_end
     panels = group_into_panels(records, list_checkpoints(records))
 
     lines = {panel.metric: panel.lines[0] for panel in panels}
-    texts = [point.text() for point in lines["condition_number"].points]
+    texts = [point.text() for point in lines["condition_number"].entries]
     assert texts == ["1.23e+04 [9e+03, ∞]", "∞"]
-    assert [point.sort_key for point in lines["condition_number"].points] == ["12345.0", "Infinity"]
+    assert [point.sort_key for point in lines["condition_number"].entries] == [
+        "12345.0",
+        "Infinity",
+    ]
     best = {metric: line.best is not None for metric, line in lines.items()}
     assert best == {"condition_number": False, "explained_variance": False, "corloc": True}
 
 
-def test_numbers_with_other_settings_or_data_stand_in_panels_of_their_own():
+def test_other_settings_or_data_give_another_panel():
     same = {"settings": {"tau": 0.2, "eps": 1}, "changed": {"eps": 1}}
     all_of_it = {"tau": 0.3, "eps": 1}
     other = {"settings": all_of_it, "changed": all_of_it}
@@ -72,7 +75,7 @@ def test_numbers_with_other_settings_or_data_stand_in_panels_of_their_own():
     assert [line.checkpoint.name for line in panels[0].lines] == ["skip", "skipless"]
 
 
-def test_a_checkpoint_without_skips_is_told_apart_by_colour_dashes_and_label():
+def test_a_checkpoint_without_skips_is_dashed():
     names = ["skip_soap", "vit", "skipless_soap", "skip_adamw", "z", "net"]
     records = [cell(model=m, checkpoint_sha256=f"{i}" * 64) for i, m in enumerate(names)]
     # Whatever its name; of a module of one's own nobody knows.
@@ -95,13 +98,13 @@ def test_a_checkpoint_without_skips_is_told_apart_by_colour_dashes_and_label():
 
 def test_labels_take_room_from_the_drawing_and_many_curves_have_none():
     def labelled(count):
-        return draw([replace(curve(1.0, 2.0), label="skipless") for _ in range(count)])
+        return draw_chart([replace(curve(1.0, 2.0), label="skipless") for _ in range(count)])
 
-    few, many = labelled(MOST_LABELLED), labelled(MOST_LABELLED + 1)
+    few, many = labelled(MAX_END_LABELS), labelled(MAX_END_LABELS + 1)
 
-    assert [one.label.label for one in few.curves if one.label] == ["skipless"] * MOST_LABELLED
+    assert [one.label.label for one in few.curves if one.label] == ["skipless"] * MAX_END_LABELS
     assert few.right < few.curves[0].marks[-1].x + 20 < many.right
-    assert [one.label for one in many.curves] == [None] * (MOST_LABELLED + 1)
+    assert [one.label for one in many.curves] == [None] * (MAX_END_LABELS + 1)
     assert spread([50.0, 51.0, 90.0], 10.0, 0.0, 100.0) == (50.0, 60.0, 90.0)
     assert spread([99.0, 98.0], 10.0, 0.0, 100.0) == (100.0, 90.0)
     assert spread([3.0, 2.0, 1.0], 10.0, 0.0, 20.0) == (20.0, 10.0, 0.0)
@@ -131,7 +134,7 @@ def test_no_two_of_many_checkpoints_look_the_same():
     ],
 )
 def test_ticks_are_round_and_hold_all_values(low, high, ticks):
-    found = nice_ticks(low, high)
+    found = choose_ticks(low, high)
 
     assert found[0] <= low
     assert found[-1] >= high
@@ -141,9 +144,9 @@ def test_ticks_are_round_and_hold_all_values(low, high, ticks):
 
 def test_a_curve_spans_the_drawing_and_a_missing_value_breaks_it():
     # A published value far away does not flatten it.
-    chart = draw([curve(0.0, 10.0, math.nan, 5.0)], [("near", 7.0), ("far", 70.0)])
+    chart = draw_chart([curve(0.0, 10.0, math.nan, 5.0)], [("near", 7.0), ("far", 70.0)])
 
-    assert [level.label for level in chart.levels] == ["near"]
+    assert [level.label for level in chart.published] == ["near"]
     (drawn,) = chart.curves
     assert [mark.x for mark in drawn.marks] == pytest.approx([66, 170.7, 380], abs=0.1)
     assert [mark.y for mark in drawn.marks] == [chart.bottom, chart.top, 108.0]
@@ -151,9 +154,9 @@ def test_a_curve_spans_the_drawing_and_a_missing_value_breaks_it():
     assert drawn.band == ""
 
 
-def test_a_band_goes_up_the_upper_ends_of_intervals_and_back_along_the_lower_ones():
-    percent = draw([curve(5.0, 5.0, low=0.0, high=10.0)])
-    plain = draw([curve(10.0, 10.0, low=1.0, high=math.inf), curve(1000.0)], unit="")
+def test_a_band_surrounds_the_intervals():
+    percent = draw_chart([curve(5.0, 5.0, low=0.0, high=10.0)])
+    plain = draw_chart([curve(10.0, 10.0, low=1.0, high=math.inf), curve(1000.0)], unit="")
 
     for chart in (percent, plain):
         left, right = chart.left + 10, chart.right - 10
@@ -161,11 +164,11 @@ def test_a_band_goes_up_the_upper_ends_of_intervals_and_back_along_the_lower_one
 
 
 def test_plain_numbers_that_span_magnitudes_lie_on_powers_of_ten():
-    chart = draw([curve(1.0, 10.0, math.inf, 1000.0)], unit="")
+    chart = draw_chart([curve(1.0, 10.0, math.inf, 1000.0)], unit="")
 
     (drawn,) = chart.curves
     assert [tick.label for tick in chart.y_ticks] == ["1", "10", "100", "1000"]
-    assert [tick.label for tick in draw([curve(0.0, 3e5)], unit="").y_ticks][-1] == "3e5"
+    assert [tick.label for tick in draw_chart([curve(0.0, 3e5)], unit="").y_ticks][-1] == "3e5"
     heights = [chart.bottom, chart.bottom - 196 / 3, chart.top, chart.top]
     assert [mark.y for mark in drawn.marks] == pytest.approx(heights, abs=0.1)
     assert [mark.is_infinite for mark in drawn.marks] == [False, False, True, False]
@@ -176,6 +179,6 @@ def test_plain_numbers_that_span_magnitudes_lie_on_powers_of_ten():
     ("values", "unit"), [((1.0, 100.0), ""), ((0.0, 1000.0), ""), ((0.1, 99.0), "%")]
 )
 def test_other_numbers_lie_on_even_steps(values, unit):
-    steps = [float(tick.label) for tick in draw([curve(*values)], unit=unit).y_ticks]
+    steps = [float(tick.label) for tick in draw_chart([curve(*values)], unit=unit).y_ticks]
 
     assert np.diff(steps, 2) == pytest.approx(0)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.courses import block_style, followed_panels
-from ssl_bench.report.drawing import Curve, Spot, draw
-from ssl_bench.report.model import MOST_DRAWN, group_into_panels, list_checkpoints
+from ssl_bench.report.drawing import Curve, Point, draw_chart
+from ssl_bench.report.panels import MAX_LINES, group_into_panels, list_checkpoints
+from ssl_bench.report.trends import find_epoch_trends, style_block
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import EVIL, Elements, cell, plain
 
@@ -38,17 +38,17 @@ ALONE = kept("alone", 300.0, 0, 90.0)
 
 
 def followed(records):
-    return followed_panels(group_into_panels(records, list_checkpoints(records)))
+    return find_epoch_trends(group_into_panels(records, list_checkpoints(records)))
 
 
-def test_a_run_is_followed_block_by_block_and_one_epoch_is_no_course():
+def test_a_run_of_two_epochs_has_scores_by_block():
     records = [ALONE, *COURSE]
     unknown = replace(COURSE[1], details={})
     assert followed([COURSE[0], COURSE[2], ALONE, unknown]) == ()
 
     (one,) = followed(records)
 
-    (course,) = one.courses
+    (course,) = one.trends
     assert course.name == "skip"
     assert {at: (entry.text(), entry.records) for at, entry in course.table.entries.items()} == {
         (100.0, "block 0"): ("20.0 ± 5.0", (COURSE[0],)),
@@ -58,41 +58,45 @@ def test_a_run_is_followed_block_by_block_and_one_epoch_is_no_course():
     }
 
 
-def test_seeds_are_averaged_and_other_settings_stand_apart():
+def test_seeds_are_averaged_and_other_settings_are_separate():
     records = [*COURSE, kept("skip", 100.0, 0, 40.0, seed=1)]
     records += [replace(record, settings={"tau": 0.3}) for record in COURSE[:2]]
 
     one, other = followed(records)
 
-    averaged = one.courses[0].table.entries[100.0, "block 0"]
+    averaged = one.trends[0].table.entries[100.0, "block 0"]
     assert averaged.text() == "30.0 ± 5.0 (2 seeds)"
     assert averaged.records == (records[0], records[4])
-    assert [len(entry.records) for entry in other.courses[0].table.entries.values()] == [1, 1]
+    assert [len(entry.records) for entry in other.trends[0].table.entries.values()] == [1, 1]
 
 
-def test_epochs_lie_where_they_are_on_axes_that_all_runs_share():
+def test_runs_share_their_axes():
     other = [kept("skipless", 100.0, 0, 70.0), kept("alone", 300.0, 0, 80.0, model="skipless")]
     middle = replace(COURSE[1], model="skip@150", checkpoint_sha256="b" * 64)
     records = [*COURSE, *other, replace(middle, details={"epoch": 150.0})]
 
-    ((_, skip), (_, skipless)) = followed(records)[0].drawn()
+    ((_, skip), (_, skipless)) = followed(records)[0].draw()
 
-    assert (skip.along, skip.x_ticks, skip.y_ticks) == ("epoch", skipless.x_ticks, skipless.y_ticks)
-    places = {tick.label: tick.place for tick in skip.x_ticks}
+    assert (skip.x_label, skip.x_ticks, skip.y_ticks) == (
+        "epoch",
+        skipless.x_ticks,
+        skipless.y_ticks,
+    )
+    places = {tick.label: tick.position for tick in skip.x_ticks}
     assert list(places) == ["100", "150", "300"]
     assert places["150"] - places["100"] == pytest.approx((places["300"] - places["100"]) / 4)
     assert [tick.label for tick in skip.y_ticks] == ["0", "20", "40", "60", "80", "100"]
     assert [curve.name for curve in skip.curves] == ["block 0", "block 11"]
     # Labels without room are left out.
-    spots = [Spot(epoch, 1.0, None, None, "") for epoch in (1.0, 2.0, 100.0, 200.0, 201.0)]
-    chart = draw([Curve("block 0", "", 0, spots)], along="epoch")
+    spots = [Point(epoch, 1.0, None, None, "") for epoch in (1.0, 2.0, 100.0, 200.0, 201.0)]
+    chart = draw_chart([Curve("block 0", "", 0, spots)], x_label="epoch")
     assert [tick.label for tick in chart.x_ticks] == ["1", "100", "200"]
     assert len(chart.curves[0].marks) == 5
 
 
 @pytest.mark.parametrize("depth", [1, 3, 12, 24, 32])
 def test_no_two_blocks_look_the_same(depth):
-    styles = [block_style(layer, depth) for layer in range(depth)]
+    styles = [style_block(layer, depth) for layer in range(depth)]
 
     assert len(set(styles)) == depth
     shades = [int(re.findall(r"b(\d+)", style)[0]) for style in styles]
@@ -148,7 +152,7 @@ def test_the_overview_links_the_page_and_keeps_every_encoder(report):
     assert "skip@100" in page.text
 
 
-def test_two_runs_of_one_name_are_said_and_do_not_stop_the_report(tmp_path):
+def test_two_runs_of_one_name_are_reported_and_not_drawn(tmp_path):
     store = ResultStore(tmp_path)
     for record in (*COURSE, replace(COURSE[0], checkpoint_sha256="f" * 64)):
         store.save(record)
@@ -156,8 +160,8 @@ def test_two_runs_of_one_name_are_said_and_do_not_stop_the_report(tmp_path):
     assert main(["report", "--out", str(tmp_path)]) == 0
 
     page = (tmp_path / "report" / "epochs.html").read_text()
-    assert "Not followed: two encoders of runs called skip are of epoch 100" in Elements(page).text
-    assert "<svg" not in page[page.index("Not followed") :]
+    assert "Not drawn: two encoders of runs called skip are of epoch 100" in Elements(page).text
+    assert "<svg" not in page[page.index("Not drawn") :]
     # Groups without a card are hidden.
     assert "data-group" not in page
 
@@ -186,7 +190,7 @@ def test_a_browser_hides_the_curves_of_a_block(browser, report, width):
     assert browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth") == 0
 
 
-def test_of_many_runs_the_highest_are_drawn_in_the_order_of_their_names():
+def test_the_highest_of_many_runs_are_drawn():
     low = 3
     records = [
         replace(
@@ -196,12 +200,12 @@ def test_of_many_runs_the_highest_are_drawn_in_the_order_of_their_names():
             value=20.0 + (number != low),
             details={"epoch": float(epoch)},
         )
-        for number in range(MOST_DRAWN + 1)
+        for number in range(MAX_LINES + 1)
         for epoch in (100, 200)
     ]
 
     (one,) = followed(records)
 
-    assert len(one.courses) == MOST_DRAWN + 1
-    runs = [course.name for course, _ in one.drawn()]
-    assert runs == [course.name for course in one.courses if course.name != f"run{low:02}"]
+    assert len(one.trends) == MAX_LINES + 1
+    runs = [course.name for course, _ in one.draw()]
+    assert runs == [course.name for course in one.trends if course.name != f"run{low:02}"]

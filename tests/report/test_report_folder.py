@@ -1,34 +1,35 @@
-"""A report takes the place of an older report, whole, and of nothing else."""
+"""A report replaces an older report when it is complete, and nothing else."""
 
 from pathlib import Path
 
 import pytest
 
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.report.writing import replacing
+from ssl_bench.report.writing import replace_report
 from ssl_bench.results import ResultStore
 from tests.support.faults import fails
 from tests.support.report_cells import cell
 
 
 @pytest.mark.parametrize(
-    ("into", "complaint"), [("thesis", "is no report"), ("thesis/chapter.txt", "is no folder")]
+    "into", ["thesis", "thesis/chapter.txt"], ids=["folder with other files", "file"]
 )
-def test_what_is_no_report_is_not_touched(tmp_path, capsys, into, complaint):
+def test_other_files_are_not_replaced(tmp_path, capsys, into):
     ResultStore(tmp_path / "results").save(cell())
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
 
     report = ["report", "--out", str(tmp_path / "results"), "--into", str(tmp_path / into)]
-    said = fails(capsys, report, 2)
+    message = fails(capsys, report, 2)
 
-    assert complaint in said
+    assert str(tmp_path / into) in message
+    assert "--into" in message
     assert [path.read_text() for path in (tmp_path / "thesis").iterdir()] == ["years of work"]
 
 
-def test_a_report_takes_the_place_of_an_older_one_only_when_it_is_whole(tmp_path):
+def test_only_a_complete_report_replaces_an_older_one(tmp_path):
     def write(text):
-        with replacing(tmp_path / "report") as new:
+        with replace_report(tmp_path / "report") as new:
             (new / "index.html").write_text(text)
             if text == "half":
                 raise KeyboardInterrupt
@@ -38,8 +39,9 @@ def test_a_report_takes_the_place_of_an_older_one_only_when_it_is_whole(tmp_path
     write("first")
     with pytest.raises(KeyboardInterrupt):
         write("half")
-    with pytest.raises(MachineError, match="no space; free space"):
+    with pytest.raises(MachineError, match="no space") as caught:
         write("full")
+    assert caught.value.hint == ("--into", "{folder}")
     assert (tmp_path / "report" / "index.html").read_text() == "first"
 
     write("second")
@@ -47,23 +49,24 @@ def test_a_report_takes_the_place_of_an_older_one_only_when_it_is_whole(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
-def test_what_came_while_a_report_was_written_is_not_replaced(tmp_path):
+def test_files_written_meanwhile_are_not_replaced(tmp_path):
     thesis = tmp_path / "report" / "thesis.txt"
 
     def write() -> None:
-        with replacing(tmp_path / "report"):
+        with replace_report(tmp_path / "report"):
             thesis.parent.mkdir()
             thesis.write_text("years of work")
 
-    with pytest.raises(ConfigurationError, match="is no report"):
+    with pytest.raises(ConfigurationError) as caught:
         write()
+    assert caught.value.hint == ("--into", "{folder}")
     assert thesis.read_text() == "years of work"
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
 @pytest.mark.parametrize("name", ["old", "new"])
-def test_an_interrupt_between_two_names_leaves_the_older_report(tmp_path, monkeypatch, name):
-    with replacing(tmp_path / "report") as new:
+def test_an_interrupt_while_renaming_leaves_the_older_report(tmp_path, monkeypatch, name):
+    with replace_report(tmp_path / "report") as new:
         (new / "index.html").write_text("first")
     rename = Path.rename
 
@@ -76,7 +79,7 @@ def test_an_interrupt_between_two_names_leaves_the_older_report(tmp_path, monkey
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "report") as new:
+    with pytest.raises(KeyboardInterrupt), replace_report(tmp_path / "report") as new:
         (new / "index.html").write_text("second")
 
     assert (tmp_path / "report" / "index.html").read_text() == "first"

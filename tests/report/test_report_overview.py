@@ -1,4 +1,4 @@
-"""What stands on the first page and in the tables, by the elements of the pages alone."""
+"""The overview, the leaderboard and the tables of blocks, by the elements of the pages."""
 
 import math
 import re
@@ -10,14 +10,19 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
-from ssl_bench.report.model import (
-    by_task,
+from ssl_bench.report.overview import (
+    TASK_DESCRIPTIONS,
+    build_leaderboard,
+    group_block_tables,
+    summarize_checkpoints,
+)
+from ssl_bench.report.panels import (
+    group_by_task,
     group_into_panels,
     list_checkpoints,
     select_headline_panels,
 )
-from ssl_bench.report.overview import MEANINGS, block_groups, board_of, profiles_of
-from ssl_bench.report.pictures import MOST_SHOWN, Gallery, of_layers, strips_of
+from ssl_bench.report.pictures import MAX_STRIP_PICTURES, Gallery, keep_layers, select_strips
 from ssl_bench.results import Baseline, Record, ResultStore
 from tests.support.report_cells import Elements, cell, folder_of, plain, save_pictures, skipless
 
@@ -73,7 +78,7 @@ def test_a_task_has_one_headline_a_dataset():
     assert headlines(cell(**one, metric="top5"), cell(**one, metric="top1"))[0][2] == "top1"
 
 
-def test_neither_a_look_at_one_block_nor_a_changed_option_takes_the_place_of_the_protocol():
+def test_the_headline_has_all_blocks_and_no_changed_option():
     look = cell(layer=2, value=90.0, settings={"size": 448}, changed={"size": 448})
     changed = cell(value=90.0, settings={"tau": 0.1}, changed={"tau": 0.1})
     every = [cell(layer=n, value=50.0) for n in range(3)]
@@ -86,7 +91,7 @@ def test_neither_a_look_at_one_block_nor_a_changed_option_takes_the_place_of_the
         assert panel.title == "corloc, key, protocol reference [tau=0.2]"
 
 
-def test_of_two_protocols_all_checkpoints_stand_in_the_same_one():
+def test_all_checkpoints_are_shown_in_the_same_protocol():
     squashed = {"settings": {"squash": 96}, "changed": {"squash": 96}}
     records = [cell(layer=n) for n in range(3)]
     records += [cell(layer=n, protocol="adaptive") for n in range(2)]
@@ -99,55 +104,57 @@ def test_of_two_protocols_all_checkpoints_stand_in_the_same_one():
     assert [panel.lines[0].checkpoint.model for panel in chosen] == ["skip", "skipless"]
 
 
-def test_no_checkpoint_is_without_its_number_for_having_been_seen_otherwise(tmp_path):
+def test_every_checkpoint_has_a_headline_score(tmp_path):
     smaller = {"settings": {"longer_side": 144}, "changed": {"longer_side": 144}}
     dinov2 = cell(model="dinov2", checkpoint_sha256="f" * 64)
     records = [cell(**smaller), skipless(**smaller), cell(), dinov2]
 
     chosen = select_headline_panels(panels(*records))
     checkpoints = list_checkpoints(records)
-    profiles = profiles_of(ResultStore(tmp_path), chosen, checkpoints)
+    summaries = summarize_checkpoints(ResultStore(tmp_path), chosen, checkpoints)
 
     assert [[line.checkpoint.model for line in panel.lines] for panel in chosen] == [
         ["dinov2", "skip"],
         ["skip", "skipless"],
     ]
-    assert [len(profile.answers) for profile in profiles] == [1, 1, 1]
+    assert [len(texts) for texts in summaries.values()] == [1, 1, 1]
 
 
 def test_segmentation_and_discovery_come_first_and_many_plain_numbers_last():
     rest = [cell(task="knn", metric="top1_k20"), cell(task="pca", metric="explained_variance")]
     shares = [plain(facet=facet) for facet in ("attention", "mlp")]
 
-    tasks = by_task(panels(*shares, *rest, cell(), cell(**SEGMENTATION)))
+    tasks = group_by_task(panels(*shares, *rest, cell(), cell(**SEGMENTATION)))
 
     assert list(tasks) == ["segmentation", "tokencut", "knn", "pca", "conditioning"]
 
 
-def test_the_board_shows_the_best_block_or_the_last_one_where_more_is_not_better():
+def test_the_leaderboard_shows_the_best_or_the_last_block():
     records = [cell(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
     records += [plain(facet="mlp", layer=n, value=v) for n, v in enumerate((3.0, 2.0, 1.0))]
     checkpoints = list_checkpoints(records)
 
-    board = board_of(group_into_panels(records, checkpoints), checkpoints)
+    board = build_leaderboard(group_into_panels(records, checkpoints), checkpoints)
 
-    points = [panel.shown(checkpoints[0]) for panel, _ in board["columns"]]
+    points = [panel.find_headline_entry(checkpoints[0]) for panel in board.panels]
     assert [(p.layer, p.value) for p in points if p] == [(1, 60.0), (2, 1.0)]
-    assert [facts for _, facts in board["columns"]] == [("key",), ("mlp",)]
-    assert board["shared"] == (("protocol", "reference"), ("on", "toy val"))
+    assert [panel.facet for panel in board.panels] == ["key", "mlp"]
 
 
-def test_columns_of_one_head_say_in_what_setting_they_differ():
+def test_columns_of_the_same_metric_name_their_settings():
     # The first is of another encoder: of one encoder alone the headline is chosen.
     records = [skipless(settings={"size": 64}), cell(settings={"size": 518})]
     checkpoints = list_checkpoints(records)
 
-    board = board_of(group_into_panels(records, checkpoints), checkpoints)
+    board = build_leaderboard(group_into_panels(records, checkpoints), checkpoints)
 
-    assert sorted(facts for _, facts in board["columns"]) == [("size 518",), ("size 64",)]
+    assert sorted(panel.variant for panel in board.panels) == [
+        "key, protocol reference [size=518]",
+        "key, protocol reference [size=64]",
+    ]
 
 
-def test_a_score_that_an_answer_without_a_look_reaches_says_so(tmp_path):
+def test_the_leaderboard_names_a_baseline_that_is_not_exceeded(tmp_path):
     told = Baseline("centre box", 55.0).as_details()
     low = [replace(cell(layer=n, value=v), details=told) for n, v in enumerate((40.0, 55.0))]
     high = replace(cell(value=56.0), details=told)
@@ -160,7 +167,7 @@ def test_a_score_that_an_answer_without_a_look_reaches_says_so(tmp_path):
     assert "not above" not in better
 
 
-def test_checkpoints_differ_in_columns_and_what_they_share_is_said_once(tmp_path):
+def test_differences_of_checkpoints_are_columns(tmp_path):
     small = {"kind": "vit", "dim": 12, "patch_size": 8}
     other = {**small, "dim": 24, "modules_sha256": "ab" * 32}
     records = [cell(architecture=small), skipless(architecture=other, depth=6)]
@@ -179,7 +186,7 @@ def test_checkpoints_differ_in_columns_and_what_they_share_is_said_once(tmp_path
     assert "modules sha256" not in page
 
 
-def test_checkpoints_of_one_model_say_what_sets_them_apart(tmp_path):
+def test_checkpoints_of_one_model_show_their_differences(tmp_path):
     named = {"kind": "timm", "name": "vit_tiny_patch16_224"}
     own = {"kind": "module", "name": "Net"}
     records = [
@@ -192,7 +199,7 @@ def test_checkpoints_of_one_model_say_what_sets_them_apart(tmp_path):
 
     page = written(tmp_path, *records)
 
-    apart = {one.apart for one in list_checkpoints(records)}
+    apart = {one.distinction for one in list_checkpoints(records)}
     assert apart == {
         "image size not set",
         "image size 224",
@@ -203,7 +210,7 @@ def test_checkpoints_of_one_model_say_what_sets_them_apart(tmp_path):
     assert all(f'"block">{words}<' in page for words in apart - {""})
 
 
-def test_a_value_that_is_missing_says_why_where_it_stands(tmp_path):
+def test_a_missing_value_has_its_reason(tmp_path):
     record = cell(task="classification", metric="top1", value=math.nan, ci95=None)
     told = replace(record, details={"reason": "no class has two images"})
 
@@ -213,40 +220,21 @@ def test_a_value_that_is_missing_says_why_where_it_stands(tmp_path):
     for page in (index, own):
         assert 'title="no class has two images"' in page
         assert "\N{EN DASH}: no class has two images" in page
-    assert "no block has a value of top-1 accuracy: no class has two images." in index
+    assert "No block has a value of top1 (no class has two images)." in index
     records = [cell(metric="degenerate", layer=n, value=v) for n, v in enumerate((20.0, 10.0))]
     page = Elements(written(tmp_path / "degenerate", *records)).text
-    assert "degenerate graphs (percent of the images whose cut rounding chooses) of key" in page
-    assert "degenerate: percent of the images whose graph says nothing" in page
+    assert "degenerate: percentage of images whose cut is decided by rounding" in page
 
 
-def test_settings_that_differ_are_columns_and_equal_ones_are_said_once(tmp_path):
-    settings = [{"size": 128, "epochs": 2}, {"size": 128, "epochs": 20}]
-    records = [cell(**SEGMENTATION, settings=given, changed=given) for given in settings]
-
-    page = written(tmp_path, *records)
-
-    table = page[page.index('<table class="all">') :]
-    heads = re.findall(r"<button[^>]*>(.*?)</button>", table[: table.index("</thead>")])
-    assert heads == ["measured", "epochs", "skip"]
-    said = re.findall("All rows: .*", Elements(page).text)
-    assert said == ["All rows: metric miou_oracle, facet token, protocol reference, on toy val, "
-                    "size 128."]  # fmt: skip
-
-
-def test_the_first_page_has_checkpoints_pictures_curves_and_then_all_numbers(tmp_path):
+def test_the_overview_has_summary_leaderboard_pictures_and_curves(tmp_path):
     shares = [plain(facet=facet) for facet in ("attention", "mlp", "mlp_skip")]
     save_pictures(tmp_path, f"tokencut/toy/{folder_of(cell())}/reference/block03_key/dog")
 
     page = written(tmp_path, *shares, cell(), cell(**SEGMENTATION))
 
     sections = [i for i in ids(page) if not i.startswith("panel")]
-    assert [i for i in sections if i in ("checkpoints", "pictures", "filters", "best")] == [
-        "checkpoints",
-        "pictures",
-        "filters",
-        "best",
-    ]
+    order = ["summary", "leaderboard", "pictures", "filters"]
+    assert [i for i in sections if i in order] == order
     tasks = ["task-segmentation", "task-tokencut", "task-conditioning"]
     assert [i for i in sections if i.startswith("task-")] == tasks
     folds = re.findall(r'<details class="fold".*?</summary>', page)
@@ -262,7 +250,7 @@ def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Ga
     )
 
 
-def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
+def test_a_strip_shows_an_image_that_all_checkpoints_have():
     first, second, third = list_checkpoints([cell(), skipless(), cell(checkpoint_sha256="e" * 64)])
     galleries = {
         first.encoder_id: [gallery([None], "all"), gallery(range(12), "cat", "dog")],
@@ -270,27 +258,27 @@ def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
         third.encoder_id: [],
     }
 
-    strips = strips_of((first, second, third), galleries, [])
+    strips = select_strips((first, second, third), galleries, [])
 
     assert [strip.checkpoint for strip in strips] == [first, second]
-    assert {strip.what for strip in strips} == {"pca on toy, protocol image, image dog"}
+    assert {strip.title for strip in strips} == {"pca on toy, protocol image, image dog"}
     blocks = [[block for block, _, _ in strip.pictures] for strip in strips]
     assert blocks == [
-        [f"block {n}" for n in (0, 2, 4, 7, 9, 11)],
+        [f"block {n}" for n in (0, 4, 7, 11)],
         ["block 0", "block 1", "block 2"],
     ]
-    assert len(blocks[0]) == MOST_SHOWN
+    assert len(blocks[0]) == MAX_STRIP_PICTURES
     assert strips[0].pictures[-1][1] == "pca/block11/dog.png"
 
 
-def test_strips_are_of_what_most_checkpoints_have_and_of_many_blocks():
+def test_strips_prefer_common_kinds_and_many_blocks():
     first, second = list_checkpoints([cell(), skipless()])
 
     def shown(few: Gallery, many: Gallery, *others: Gallery) -> list[tuple[str, ...]]:
         galleries = {first.encoder_id: [few, many], second.encoder_id: list(others)}
         return [
-            (strip.what.split()[0], strip.what.split()[2], strip.checkpoint.name)
-            for strip in strips_of((first, second), galleries, [])
+            (strip.title.split()[0], strip.title.split()[2], strip.checkpoint.name)
+            for strip in select_strips((first, second), galleries, [])
         ]
 
     cut, pca = gallery([0], "dog", task="tokencut"), gallery([0], "dog")
@@ -304,7 +292,7 @@ def test_strips_are_of_what_most_checkpoints_have_and_of_many_blocks():
     assert [words[1] for words in shown(few, many)] == ["many,"]
 
 
-def test_the_page_of_a_checkpoint_has_blocks_in_rows_and_few_columns(tmp_path):
+def test_tables_of_blocks_have_few_columns(tmp_path):
     names = ("a", "b", "c", "d")
     records = [
         cell(**SEGMENTATION | {"metric": f"miou_{name}"}, layer=layer, value=float(layer))
@@ -319,19 +307,19 @@ def test_the_page_of_a_checkpoint_has_blocks_in_rows_and_few_columns(tmp_path):
     heads = [re.findall(r"<button type=\"button\">(.*?)</button>", table) for table in tables]
     assert rows == [["0", "5", "11"]] * 2
     assert heads == [
-        ["block", "miou_<wbr>a", "miou_<wbr>b"],
-        ["block", "miou_<wbr>c", "miou_<wbr>d"],
+        ["block", "miou_<wbr>a (%)", "miou_<wbr>b (%)"],
+        ["block", "miou_<wbr>c (%)", "miou_<wbr>d (%)"],
     ]
     assert [table.count('class="best"') for table in tables] == [2, 2]
     # Of many on one dataset some are folded.
     many = [plain(facet=f"f{number}") for number in range(11)]
-    (group,) = block_groups([(panel, panel.lines[0]) for panel in panels(*many)])
+    (group,) = group_block_tables([(panel, panel.lines[0]) for panel in panels(*many)])
     assert list(map(len, [*group.tables, *group.folded])) == [2, 3, 3, 3]
     page = written(tmp_path / "many", *many, page="checkpoint-*.html")
-    assert "3 more measurements" in page
+    assert "3 more columns" in page
 
 
-def test_one_word_for_a_block_and_axes_that_are_named(tmp_path):
+def test_axes_have_labels_and_pages_say_block(tmp_path):
     written(tmp_path, cell(), skipless(), plain())
 
     pages = {path.name: path.read_text() for path in (tmp_path / "report").glob("*.html")}
@@ -342,38 +330,42 @@ def test_one_word_for_a_block_and_axes_that_are_named(tmp_path):
         assert not re.findall(r'class="measured"[^>]*></text>', page)
 
 
-def test_every_task_is_explained_where_its_curves_begin(tmp_path):
-    assert set(choices("probe")) <= set(MEANINGS)
+def test_every_task_is_described_above_its_curves(tmp_path):
+    assert set(choices("probe")) <= set(TASK_DESCRIPTIONS)
 
     page = unescape(written(tmp_path, cell(), plain()))
 
-    assert page.count(MEANINGS["tokencut"]) == page.count(MEANINGS["conditioning"]) == 1
+    assert (
+        page.count(TASK_DESCRIPTIONS["tokencut"])
+        == page.count(TASK_DESCRIPTIONS["conditioning"])
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "said", "marked"),
     [
         ((1, 3, 2), "block 1", [1]),
-        ((3, 1, 3), "blocks 0, 2", [0, 2]),
-        ((2, 2, 2), "all 3 alike", []),
+        ((3, 1, 3), "blocks 0 and 2", [0, 2]),
+        ((2, 2, 2), "all 3 blocks equal", []),
         ((2,), "block 0", [0]),
     ],
 )
 def test_equal_blocks_share_the_best_place(values, said, marked):
     records = [cell(layer=layer, value=float(value)) for layer, value in enumerate(values)]
     (line,) = panels(*records)[0].lines
-    assert line.said_best == said
-    assert [point.layer for point in line.bests] == marked
+    assert line.best_text == said
+    assert [point.layer for point in line.all_best] == marked
 
 
-def test_pictures_of_other_blocks_stay_out_of_a_report_of_some():
+def test_pictures_of_other_blocks_are_left_out():
     both = [gallery(range(12), "dog"), gallery([None], "all"), gallery(range(3), "cat")]
-    kept = of_layers(both, {5, -1}, 12)
+    kept = keep_layers(both, {5, -1}, 12)
     assert [list(one.prefixes) for one in kept] == [[5, 11], [None]]
-    assert of_layers(both, None, 12) == both
+    assert keep_layers(both, None, 12) == both
 
 
-def test_pictures_come_first_where_there_are_no_labels(tmp_path):
+def test_pictures_come_first_without_labels(tmp_path):
     pca = cell(task="pca", metric="explained_variance", dataset="folder")
     conditioning = [plain(layer=layer, dataset="folder") for layer in (0, 3)]
     for root, labelled in ((tmp_path / "a", []), (tmp_path / "b", [cell()])):
@@ -384,7 +376,7 @@ def test_pictures_come_first_where_there_are_no_labels(tmp_path):
 
         for found in (index, own):
             first = next(i for i in found if i.startswith("pictures"))
-            assert (found.index(first) < found.index("blocks")) == (not labelled)
+            assert (found.index(first) < found.index("summary")) == (not labelled)
         pictures = [i for i in own if i.startswith("pictures")]
         assert pictures == ["pictures-pca", "pictures-conditioning"]
         assert own.index(pictures[-1]) < own.index("properties")
@@ -396,6 +388,6 @@ def test_the_label_of_a_baseline_stays_above_the_axis(tmp_path):
 
     page = written(tmp_path, *records)
 
-    (height,) = re.findall(r'class="floor" x="\d+" y="([\d.]+)">constant class', page)
+    (height,) = re.findall(r'class="baseline" x="\d+" y="([\d.]+)">constant class', page)
     axis = re.findall(r'class="axis" d="M\d+ (\d+)H', page)
     assert 0 < float(height) < float(axis[0])

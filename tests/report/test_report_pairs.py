@@ -1,4 +1,3 @@
-import json
 import re
 from pathlib import Path
 
@@ -8,28 +7,23 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, build_vit, identify_encoder, save_encoder
-from ssl_bench.report.comparing import (
-    KINDS,
-    extremes_of,
-    outcomes_of,
-    pairs_of,
-    panel_pair,
-    side_of,
+from ssl_bench.report.pairs import (
+    choose_pairs,
+    compare_sides,
+    load_side,
 )
-from ssl_bench.report.model import group_into_panels, list_checkpoints
-from ssl_bench.report.pictures import PictureFiles, galleries_of, gallery_pairs
+from ssl_bench.report.panels import group_into_panels, list_checkpoints
+from ssl_bench.report.pictures import PictureFiles, find_galleries, pair_galleries
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import comparisons
 from tests.support.faults import probing
 from tests.support.report_cells import (
-    EMPTY,
     HALF,
     PERFECT,
     WRONG,
     cell,
     compared_pair,
     counts,
-    discovery_log,
     folder_of,
     known_as,
     save,
@@ -38,119 +32,36 @@ from tests.support.report_cells import (
 )
 
 
-def test_a_pair_shows_every_kind_of_picture_that_both_have(tmp_path):
+def test_a_pair_shows_the_pictures_that_both_have(tmp_path):
     records = [cell(task="pca"), skipless(task="pca")]
     for folder in map(folder_of, records):
         names = ("block00/one", "block01/one", "block01/two", "block01", "blocks-0-1")
         save_pictures(tmp_path, *(f"pca/toy/{folder}/image/{name}" for name in names))
     save_pictures(tmp_path, f"pca/toy/{folder_of(records[0])}/image/block02/one")
     files = PictureFiles(tmp_path)
-    first, second = (galleries_of(files, records, c) for c in list_checkpoints(records))
+    first, second = (find_galleries(files, records, c) for c in list_checkpoints(records))
 
-    pairs = gallery_pairs(first, second)
+    pairs = pair_galleries(first, second)
 
     shown = [(list(one.prefixes), list(one.files)) for one, _ in pairs]
-    assert shown == [([0, 1], ["one"]), ([1], [""]), ([None], ["blocks-0-1"])]
+    assert shown == [([0, 1], ["one"]), ([None], ["blocks-0-1"])]
     assert all(folder_of(records[1]) in path for _, other in pairs for path in other.paths())
 
 
-def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_settings(tmp_path):
-    records = [cell(settings={"tau": 0.2, "dtype": "float32"})]
-    folder = tmp_path / f"pictures/tokencut/toy/{folder_of(records[0])}/reference"
-    folder.mkdir(parents=True)
-    (folder / "images_0.jsonl").write_text(discovery_log({"tau": 0.3}, x=(True, False, 1)))
-    others = ({"dtype": "torch.float16"}, {"version": "0.0"})
-    for number, other in enumerate(others):
-        log = discovery_log({"tau": 0.2}, **other, y=(True, False, 1))
-        (folder / f"images_0{number}.jsonl").write_text(log)
-    (folder / "images_1.jsonl").write_text(
-        discovery_log(
-            {"tau": 0.2}, a=(True, False, 1), b=(False, False, 2), c=(True, True, 1), d=(True, 0, 0)
-        )
-    )
-    (checkpoint,) = list_checkpoints(records)
-    (panel,) = group_into_panels(records, (checkpoint,))
-
-    found = outcomes_of(ResultStore(tmp_path), panel, panel.lines[0])
-
-    (kinds,) = found.values()
-    assert kinds == {"hits": ["a"], "misses": ["b"], "degenerate": ["c"]}
-
-
-def test_every_image_that_tokencut_scored_is_a_hit_a_miss_or_degenerate(place):
-    words = ["probe", "--task", "tokencut", "--checkpoint", "encoder.safetensors", "--layer", "1"]
-    assert main([*words, "--dataset", "toy", "dataset.num_train=2", "dataset.num_val=3"]) == 0
-    store = ResultStore(Path("results"))
-    records = store.records()
-    (panel,) = [
-        p for p in group_into_panels(records, list_checkpoints(records)) if p.metric == "corloc"
-    ]
-
-    (kinds,) = outcomes_of(store, panel, panel.lines[0]).values()
-
-    (record,) = [r for r in records if r.metric == "corloc"]
-    assert sum(map(len, kinds.values())) == record.num_images
-    degenerate = {*kinds["degenerate"]}
-    assert 100 * len(degenerate) / record.num_images == record.details["degenerate_percent"]
-
-
-def test_a_line_of_the_log_with_a_wrong_checksum_is_left_out_and_counted(place, capsys):
-    words = ["probe", "--task", "tokencut", "--checkpoint", "encoder.safetensors", "--layer", "1"]
-    assert main([*words, "--dataset", "toy", "dataset.num_train=2", "dataset.num_val=3"]) == 0
-    (log,) = Path("results").rglob("images_*.jsonl")
-    header, *lines = map(json.loads, log.read_text().splitlines())
-    (cell,) = lines[0]["cells"].values()
-    cell |= {"hit": not cell["hit"], "degenerate": False}
-    log.write_text("".join(json.dumps(line) + "\n" for line in (header, *lines)))
-    capsys.readouterr()
-
-    assert main(["report"]) == 0
-
-    assert f"{log}: 1 of 5 lines are damaged" in capsys.readouterr().err
-    (page,) = Path("results/report").glob("checkpoint-*.html")
-    listed = re.findall(r'<p class="ids"><strong>(\w+)</strong> ([^<]*)</p>', page.read_text())
-    assert [kind for kind, _ in listed] == [*KINDS]
-    ids = {image for _, images in listed for image in images.split(", ")} - {"none"}
-    assert ids == {line["image"] for line in lines[1:]}
-
-
 @pytest.mark.parametrize("ids", [("dog", "cat", "cow", "sky"), None])
-def test_the_worst_and_best_images_are_named_where_ids_were_kept(tmp_path, ids):
-    store = ResultStore(tmp_path)
-    record = cell(task="segmentation", metric="miou_holdout")
-    save(store, record, counts(PERFECT, WRONG, EMPTY, HALF))
-    if ids:
-        store.save_image_ids(record.dataset_fingerprint, ids)
-    records = store.records()
-    checkpoints = list_checkpoints(records)
-    (panel,) = group_into_panels(records, checkpoints)
-
-    found = extremes_of(store, panel, panel.lines[0])
-
-    assert found is not None
-    names = ids or [f"image {i} of 4" for i in (1, 2, 3, 4)]
-    # Of the half-right image: IoU 2 / 4 of the first class, 0 / 2 of the second.
-    assert found.num_scored == 3
-    assert found.worst == [(names[1], 0)]
-    assert found.best == [(names[0], 100)]
-
-
-def test_images_are_listed_from_the_worst_from_the_best_and_from_the_largest_loss(tmp_path):
-    store, names = ResultStore(tmp_path), {"task": "segmentation", "metric": "miou_holdout"}
+def test_images_are_listed_from_the_largest_gain_to_the_largest_loss(tmp_path, ids):
+    store, same = ResultStore(tmp_path), {"task": "segmentation", "metric": "miou_holdout"}
     good = [[3, 3], [4, 4], [4, 4]]
-    save(store, cell(**names), counts(HALF, PERFECT, WRONG, good))
-    save(store, skipless(**names), counts(PERFECT, WRONG, HALF, good))
-    records = store.records()
-    checkpoints = list_checkpoints(records)
-    (panel,) = group_into_panels(records, checkpoints)
+    save(store, cell(**same), counts(HALF, PERFECT, WRONG, good))
+    save(store, skipless(**same), counts(PERFECT, WRONG, HALF, good))
+    if ids:
+        store.save_image_ids(cell().dataset_fingerprint, ids)
 
-    found = extremes_of(store, panel, panel.lines[0])
-    compared = compared_pair(store, records)
+    compared = compared_pair(store, store.records())
 
-    assert found is not None
-    assert [round(score) for _, score in found.worst] == [0, 25]
-    assert [round(score) for _, score in found.best] == [100, 60]
     assert [round(image[-1]) for image in compared.images] == [100, -25, -75]
+    names = ids or [f"image {i} of 4" for i in (1, 2, 3, 4)]
+    assert [image[0] for image in compared.images] == [names[1], names[2], names[0]]
 
 
 @pytest.mark.parametrize("metric", ["corloc", "miou", "pixel_accuracy"])
@@ -169,16 +80,16 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
     compared = compared_pair(store, records)
 
     (table,), _ = comparisons(store, records, {known_as(letter): letter for letter in "ac"})
-    found = [row.difference for row in (*compared.rows, *compared.summary)]
+    found = [row.difference for row in (*compared.blocks, *compared.summary)]
     fields = ("first", "second", "low", "high")
     assert [[getattr(one, f) for f in fields] for one in found] == [
         [getattr(row, f) for f in fields] for row in table.rows
     ]
-    blocks = [tuple(one.layer for one in (*r.first, *r.second)) for r in compared.rows]
+    blocks = [tuple(one.layer for one in (*r.first, *r.second)) for r in compared.blocks]
     assert blocks == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_a_probe_leaves_the_ids_that_name_its_images(place):
+def test_a_probe_stores_the_names_of_its_images(place):
     assert main(probing("pca", "folder", place / "photos")) == 0
     store = ResultStore(Path("results"))
 
@@ -196,9 +107,24 @@ def test_of_several_seeds_the_lowest_is_compared_and_its_images_are_counted(tmp_
 
     compared = compared_pair(store, store.records())
 
-    assert [(row.difference.first, row.difference.second) for row in compared.rows] == [(37.5, 50)]
+    assert [(row.difference.first, row.difference.second) for row in compared.blocks] == [
+        (37.5, 50)
+    ]
     # Right in both, in the first or the second alone, in neither.
     assert compared.tally == [1, 2, 3, 2]
+
+
+@pytest.mark.parametrize("commit", ["1" * 40, "2" * 40])
+def test_the_page_warns_if_the_sides_come_from_different_code(tmp_path, commit):
+    store = ResultStore(tmp_path)
+    save(store, cell(git_commit="1" * 40), np.array([1, 0, 0, 0], bool))
+    save(store, skipless(git_commit=commit), np.array([1, 1, 1, 0], bool))
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    (page,) = (tmp_path / "report").glob("compare-*.html")
+    (warning,) = re.findall(r'<p class="warning">(.*)</p>', page.read_text()) or [""]
+    assert ("2222222222" in warning) == (commit != "1" * 40)
 
 
 def test_checkpoints_of_two_seeds_are_not_paired(tmp_path):
@@ -209,14 +135,14 @@ def test_checkpoints_of_two_seeds_are_not_paired(tmp_path):
     checkpoints = list_checkpoints(records)
     (panel,) = group_into_panels(records, checkpoints)
 
-    first, second = (side_of(store, panel, checkpoint) for checkpoint in checkpoints)
+    first, second = (load_side(store, panel, checkpoint) for checkpoint in checkpoints)
 
     assert first is not None
     assert second is not None
-    assert panel_pair(panel, first, second) is None
+    assert compare_sides(panel, first, second) is None
 
 
-def test_of_what_more_is_not_better_a_page_says_neither_best_nor_right(tmp_path):
+def test_without_a_best_block_nothing_is_summarised_or_counted(tmp_path):
     store = ResultStore(tmp_path)
     for make in (cell, skipless):
         for layer in (0, 1):
@@ -227,26 +153,27 @@ def test_of_what_more_is_not_better_a_page_says_neither_best_nor_right(tmp_path)
     (path,) = (tmp_path / "report").glob("compare-*.html")
     page = path.read_text()
 
-    assert (len(compared.rows), list(compared.summary), compared.tally) == (2, [], None)
+    assert (len(compared.blocks), list(compared.summary), compared.tally) == (2, [], None)
     assert "Block by block" in page
     assert "Best blocks" not in page
-    assert "Images right" not in page
+    assert "Correct images" not in page
 
 
-def test_pairs_of_many_checkpoints_must_be_asked_for():
+def test_pairs_of_many_checkpoints_must_be_requested():
     few = list_checkpoints([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(4)])
     many = list_checkpoints([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(7)])
 
-    assert len(pairs_of(few, [])) == 6
-    assert pairs_of(many, []) == []
+    assert len(choose_pairs(few, [])) == 6
+    assert choose_pairs(many, []) == []
     assert [
-        (p.first.name, p.second.name) for p in pairs_of(many, [(known_as("6"), known_as("0"))])
+        (p.first.name, p.second.name) for p in choose_pairs(many, [(known_as("6"), known_as("0"))])
     ] == [("m6", "m0")]
-    with pytest.raises(ConfigurationError, match="two different"):
-        pairs_of(few, [(known_as("1"), known_as("1"))])
+    with pytest.raises(ConfigurationError) as caught:
+        choose_pairs(few, [(known_as("1"), known_as("1"))])
+    assert caught.value.hint == ("--pair", "{checkpoint}", "{other_checkpoint}")
 
 
-def test_a_pair_is_named_as_everywhere_by_path_name_or_sha256(tmp_path, capsys):
+def test_a_pair_is_named_by_path_or_name(tmp_path, capsys):
     config = ViTConfig(image_size=16, patch_size=8, dim=12, depth=1, num_heads=2)
     weights = tmp_path / "runs" / "vit" / "last.safetensors"
     weights.parent.mkdir(parents=True)

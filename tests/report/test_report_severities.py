@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.courses import corrupted_scores
-from ssl_bench.report.model import group_into_panels, list_checkpoints
-from ssl_bench.report.pages import build_report, index_page
+from ssl_bench.report.pages import build_index_page, build_report
+from ssl_bench.report.panels import group_into_panels, list_checkpoints
+from ssl_bench.report.trends import draw_severities
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import EVIL, Elements
 from tests.tables.test_severities import of_blocks
@@ -23,17 +23,17 @@ def written(root: Path, records: list[Record]) -> Path:
     return into
 
 
-def test_scores_are_followed_from_the_clean_ones_on_block_by_block():
-    ((_, chart),) = corrupted_scores(RECORDS)
+def test_curves_start_at_the_clean_score():
+    ((_, chart),) = draw_severities(RECORDS)
 
-    assert (chart.along, chart.measured, len(chart.curves)) == ("severity", "top1 (%)", 2)
-    assert chart.curves[1].marks[2].hint == "skip, block 1, severity 2: 40.0"
+    assert (chart.x_label, chart.y_label, len(chart.curves)) == ("severity", "top1 (%)", 2)
+    assert chart.curves[1].marks[2].tooltip == "skip, block 1, severity 2: 40.0"
 
 
-def test_of_each_task_one_metric_stands_on_the_page():
+def test_one_metric_per_task_is_drawn():
     other = [replace(record, metric="top1_k20") for record in RECORDS]
 
-    found = corrupted_scores([*RECORDS, *other])
+    found = draw_severities([*RECORDS, *other])
 
     assert [table.record.metric for table, _ in found] == ["top1_k20"]
 
@@ -64,13 +64,15 @@ def test_the_page_is_linked_once_and_names_are_escaped(tmp_path):
     ]
 
 
-def test_the_first_table_is_of_images_as_they_are(tmp_path):
+def test_the_leaderboard_shows_clean_images(tmp_path):
     store = ResultStore(tmp_path)
     panels = group_into_panels(RECORDS, list_checkpoints(RECORDS))
     assert [panel.is_corrupted for panel in panels] == [False, True, True]
 
-    board = index_page(build_report(store, RECORDS, []))["board"]
-    alone = index_page(build_report(store, [r for r in RECORDS if r.corrupted], []))["board"]
+    board = build_index_page(build_report(store, RECORDS, []))["leaderboard"]
+    alone = build_index_page(build_report(store, [r for r in RECORDS if r.corrupted], []))[
+        "leaderboard"
+    ]
 
-    assert [panel.dataset for panel, _ in board["columns"]] == ["photos"]
-    assert len(alone["columns"]) == 2
+    assert [panel.dataset for panel in board.panels] == ["photos"]
+    assert len(alone.panels) == 2

@@ -1,19 +1,16 @@
-"""Records and pictures of which the tests of the report make their reports."""
+"""Records and pictures for the tests of the report."""
 
-import json
-import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.report.comparing import PanelPair, panel_pair, side_of
-from ssl_bench.report.drawing import Curve, Spot
-from ssl_bench.report.model import group_into_panels, list_checkpoints
+from ssl_bench.report.drawing import Curve, Point
+from ssl_bench.report.pairs import PanelComparison, compare_sides, load_side
+from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.per_image import ImageCurve
 from tests.core.test_results import RECORD
@@ -32,7 +29,7 @@ def cell(**changes) -> Record:
 
 
 def around(changes: dict) -> dict:
-    """With an interval about a value that has none of its own, as wide as that of `RECORD`."""
+    """Add an interval as wide as that of `RECORD` if a value comes without one."""
     value = changes.get("value")
     if value is None or "ci95" in changes:
         return changes
@@ -48,22 +45,22 @@ def skipless(**changes) -> Record:
 
 
 def known_as(letter: str) -> str:
-    """The id of the encoder whose weights have a sha256 of one letter."""
+    """Return the id of the encoder whose sha256 consists of one letter."""
     return cell(checkpoint_sha256=letter * 64).encoder_id
 
 
 def folder_of(record: Record) -> str:
-    """Where the pictures of its encoder and images are."""
+    """Return the name of the picture folder of a record."""
     return f"{record.model}-{record.encoder_id[:8]}-{record.dataset_fingerprint[:8]}"
 
 
 def curve(*values, low=None, high=None):
-    spots = tuple(Spot(layer, value, low, high, "") for layer, value in enumerate(values))
+    spots = tuple(Point(layer, value, low, high, "") for layer, value in enumerate(values))
     return Curve("skip", "c0 d0", 0, spots)
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """With the value that the images add up to."""
+    """Save a record with the value that follows from its per-image values."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = around({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)
@@ -77,7 +74,7 @@ def save_pictures(root: Path, *names: str) -> None:
 
 
 class Elements(HTMLParser):
-    """Elements with their attributes, and the text outside of scripts."""
+    """Elements of a page with their attributes, and its text outside scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -101,23 +98,8 @@ def plain(**changes) -> Record:
     return cell(**{"task": "conditioning", "metric": "condition_number", "unit": "", **changes})
 
 
-def discovery_log(settings, dtype="torch.float32", version=RECORD.version, **outcomes) -> str:
-    key = {"encoder": known_as("a"), "settings": settings}
-    key |= {"dtype": dtype, "version": version}
-    lines = [json.dumps({"key": key, "format": 2})]
-    for image, (hit, degenerate, boxes) in outcomes.items():
-        found = {"3/key": {"hit": hit, "degenerate": degenerate}}
-        lines.append(signed({"image": image, "num_boxes": boxes, "cells": found}))
-    return "\n".join(lines) + '\n{"image": "cut sh'
-
-
-def signed(line: dict[str, Any]) -> str:
-    """A line with the CRC-32 of its content."""
-    return json.dumps({**line, "crc32": zlib.crc32(json.dumps(line).encode())})
-
-
 def counts(*images):
-    """Right, predicted and true pixels of two classes for each image."""
+    """Return right, predicted and true pixels of two classes for each image."""
     return np.array(images, np.int32)
 
 
@@ -130,17 +112,14 @@ HALF = [[2, 0], [4, 0], [2, 2]]
 WRONG = [[0, 0], [4, 0], [0, 4]]
 
 
-EMPTY = [[0, 0], [0, 0], [0, 0]]
-
-
-def compared_pair(store: ResultStore, records: list[Record]) -> PanelPair:
-    """The only two checkpoints in the only panel."""
+def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
+    """Compare the only two checkpoints in the only panel."""
     one, other = list_checkpoints(records)
     (panel,) = group_into_panels(records, (one, other))
-    first, second = (side_of(store, panel, checkpoint) for checkpoint in (one, other))
+    first, second = (load_side(store, panel, checkpoint) for checkpoint in (one, other))
     assert first is not None
     assert second is not None
-    compared = panel_pair(panel, first, second)
+    compared = compare_sides(panel, first, second)
     assert compared is not None
     return compared
 

@@ -16,7 +16,7 @@ NAME = "skipless <script>alert(1)</script>"
 PAGES = ("index.html", "checkpoint-*.html", "compare-*.html")
 
 SHEET_WIDTH = 900
-"""Of a contact sheet, in pixels."""
+"""Width in pixels of a picture of all blocks."""
 
 
 def browsed_report(root: Path) -> Path:
@@ -51,7 +51,7 @@ def draw(root: Path, record: Record) -> None:
     for number, image in enumerate(("dog", "cat")):
         colour = (80 * record.layer, 200 * number, 99)
         Image.new("RGB", (60, 20), colour).save(path / f"{image}.png")
-    Image.new("RGB", (SHEET_WIDTH, 60)).save(path.with_name(f"{path.name}.png"))
+    Image.new("RGB", (SHEET_WIDTH, 60)).save(path.with_name("all.png"))
 
 
 def open_page(

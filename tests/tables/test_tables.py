@@ -10,7 +10,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.report.model import list_checkpoints
+from ssl_bench.report.panels import list_checkpoints
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves

@@ -1,6 +1,6 @@
 "use strict";
 
-// Sorting: the buttons in the heads of tables.
+// Sort a table by the column whose head is clicked.
 function sortKey(cell, isNumber) {
   const text = cell.dataset.v ?? cell.textContent.trim();
   if (!isNumber) return text;
@@ -18,7 +18,7 @@ function sortTable(button) {
   head.setAttribute("aria-sort", descending ? "descending" : "ascending");
   const rows = [...body.rows].map((row) => [sortKey(row.cells[column], isNumber), row]);
   rows.sort(([one], [other]) => {
-    // Empty cells stay below, whichever way the rest is sorted.
+    // Empty cells stay at the bottom in both directions.
     if (one === null || other === null) return (one === null) - (other === null);
     const order = isNumber ? (one > other) - (one < other) : one.localeCompare(other, "en", { numeric: true });
     return descending ? -order : order;
@@ -26,24 +26,24 @@ function sortTable(button) {
   body.append(...rows.map(([, row]) => row));
 }
 
-// Filtering: what does not match the choices is hidden, wherever it is shown.
+// Hide the panels that do not match the filters, and the curves that are unchecked.
 function applyFilters(form) {
   const wanted = [...form.querySelectorAll("select[data-field]")].filter((s) => s.value !== "");
   let shown = 0;
   for (const item of document.querySelectorAll("[data-task]")) {
     item.hidden = wanted.some((select) => item.dataset[select.dataset.field] !== select.value);
-    if (item.classList.contains("card") && !item.hidden) shown += 1;
+    if (!item.hidden) shown += 1;
   }
   for (const group of document.querySelectorAll("[data-group]")) {
-    group.hidden = !group.querySelector(".card:not([hidden]), tbody > tr[data-task]:not([hidden])");
+    group.hidden = !group.querySelector(".card:not([hidden])");
   }
   for (const box of form.querySelectorAll("input[data-model]")) {
     for (const item of document.querySelectorAll(`[data-m="${box.dataset.model}"]`)) {
-      // Parts of drawings have no property of this name.
+      // SVG elements have no property `hidden`.
       item.toggleAttribute("hidden", !box.checked);
     }
   }
-  // What was asked for and is folded away shows itself.
+  // Open folds, because they may contain matching panels.
   for (const fold of document.querySelectorAll("details.fold")) {
     if (wanted.length) fold.open = true;
   }
@@ -51,7 +51,7 @@ function applyFilters(form) {
   document.getElementById("shown").textContent = `${shown} of ${all} panels shown`;
 }
 
-// Provenance: the numbers are buttons that open a dialog.
+// Show the records behind a number in a dialog.
 function addEntry(list, name, value) {
   const term = document.createElement("dt");
   const text = document.createElement("dd");
@@ -66,9 +66,9 @@ function showRecords(numbers) {
   place.replaceChildren();
   for (const number of numbers) {
     const list = document.createElement("dl");
-    RECORDS.rows[number].forEach((word, index) => {
-      const name = RECORDS.names[index];
-      const value = RECORDS.words[word];
+    RECORDS.rows[number].forEach((index, field) => {
+      const name = RECORDS.names[field];
+      const value = RECORDS.values[index];
       if (name !== "settings" && name !== "details") addEntry(list, name, value);
       else for (const key of Object.keys(value)) addEntry(list, `${name}: ${key}`, value[key]);
     });
@@ -78,7 +78,7 @@ function showRecords(numbers) {
   dialog.scrollTop = 0;
 }
 
-// Viewers: an image and a block chosen, the same for all sides.
+// Let readers choose an image and a block, which are the same for all sides.
 function setUpViewer(viewer) {
   const data = JSON.parse(viewer.querySelector("script").textContent);
   const image = viewer.querySelector("select");
@@ -94,7 +94,7 @@ function setUpViewer(viewer) {
       const address = data.sides[side].prefixes[block] + file;
       const picture = figure.querySelector("img");
       picture.src = address;
-      picture.alt = `${data.sides[side].name}, ${data.what}, ${layer}${name ? `, image ${name}` : ""}`;
+      picture.alt = `${data.sides[side].name}, ${data.what}, ${layer}, image ${name}`;
       figure.querySelector("a").href = address;
     });
   };
@@ -107,11 +107,11 @@ function setUpViewer(viewer) {
   for (const button of viewer.querySelectorAll("button[data-step]")) {
     button.addEventListener("click", () => step(Number(button.dataset.step)));
   }
-  // Browsers keep choices over a reload.
+  // Browsers keep choices after a reload.
   show();
 }
 
-// Pictures: pressed ones are shown in a dialog, small ones enlarged and large ones whole.
+// Show a clicked picture in a dialog: small ones enlarged, large ones in full size.
 function showPicture(link) {
   const dialog = document.getElementById("picture");
   const place = dialog.querySelector("div");
@@ -128,13 +128,13 @@ function showPicture(link) {
   dialog.querySelector("h2").textContent = large.alt;
   const alone = document.createElement("a");
   alone.href = link.href;
-  alone.textContent = "Only the picture";
+  alone.textContent = "Open the picture alone";
   dialog.querySelector("p").replaceChildren(alone);
   dialog.showModal();
   place.scrollTo(0, 0);
 }
 
-// What is wider than its place says so, and to which side there is more.
+// Mark tables that are wider than their place, and those with more columns to the right.
 function markCut() {
   for (const place of document.querySelectorAll("main .scroll")) {
     place.classList.toggle("cut", place.scrollWidth > place.clientWidth + 1);
@@ -146,7 +146,7 @@ document.addEventListener("scroll", markCut, { capture: true, passive: true });
 document.addEventListener("toggle", markCut, { capture: true });
 window.addEventListener("resize", markCut);
 
-// A place on the page that is folded away opens when it is gone to.
+// Open the folds around the target of a link.
 function unfold() {
   const place = document.getElementById(location.hash.slice(1));
   if (!place) return;

@@ -1,0 +1,232 @@
+"""Differences between two checkpoints, paired over the same images."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.report.panels import Checkpoint, Panel
+from ssl_bench.results import PerImage, Record, ResultStore
+from ssl_bench.results.per_image import CurveEstimates, ImageCurve, load_curve
+from ssl_bench.scores import mean_iou
+from ssl_bench.system.progress import show_progress
+from ssl_bench.tables.comparison import (
+    Comparison,
+    Difference,
+    code_of,
+    compare_best_blocks,
+    compare_block_by_block,
+)
+
+MAX_PAIRED = 6
+"""Largest number of checkpoints of which all pairs get a page by default."""
+
+_NUM_IMAGES = 6
+
+
+class Pair(NamedTuple):
+    """Two checkpoints that are compared on a page."""
+
+    first: Checkpoint
+    second: Checkpoint
+
+    @property
+    def page(self) -> str:
+        """File name of the page."""
+        return f"compare-{self.first.encoder_id[:8]}-{self.second.encoder_id[:8]}.html"
+
+
+class Side(NamedTuple):
+    """Stored per-image values of one checkpoint in one panel.
+
+    Attributes:
+        checkpoint: The encoder.
+        curve: Per-image values by block.
+        scored: Scores computed from them.
+        image_names: Names of the images, in the order of the values.
+        records: Records by block.
+        seed: Seed of the records.
+    """
+
+    checkpoint: Checkpoint
+    curve: ImageCurve
+    scored: CurveEstimates
+    image_names: Sequence[str]
+    records: Mapping[int, Record]
+    seed: int
+
+
+class Row(NamedTuple):
+    """A difference and the records behind its two sides."""
+
+    difference: Difference
+    first: Sequence[Record]
+    second: Sequence[Record]
+
+
+class PanelComparison(NamedTuple):
+    """Two checkpoints in one panel.
+
+    Attributes:
+        panel: The panel.
+        table: The same differences as `ssl-bench compare` shows them.
+        blocks: Differences block by block, first minus second.
+        summary: Differences of the best blocks and of the held-out choice. Empty if no block may
+            be best.
+        layers: Best block of each side.
+        images: Images with the largest differences in mean IoU at these blocks: name, first,
+            second, difference, all in percent.
+        tally: Number of images that are right at these blocks for both sides, for the first only,
+            for the second only, and for neither. None unless images are right or wrong.
+    """
+
+    panel: Panel
+    table: Comparison
+    blocks: Sequence[Row]
+    summary: Sequence[Row]
+    layers: tuple[int, int]
+    images: Sequence[tuple[str, float, float, float]]
+    tally: Sequence[int] | None
+
+
+def choose_pairs(
+    checkpoints: Sequence[Checkpoint], encoder_ids: Iterable[tuple[str, str]]
+) -> list[Pair]:
+    """Return the requested pairs, or all pairs of at most `MAX_PAIRED` checkpoints.
+
+    Args:
+        checkpoints: All checkpoints of the report.
+        encoder_ids: Requested pairs.
+
+    Raises:
+        ConfigurationError: A pair consists of the same checkpoint twice.
+    """
+    by_id = {checkpoint.encoder_id: checkpoint for checkpoint in checkpoints}
+    pairs = [(by_id[first], by_id[second]) for first, second in encoder_ids]
+    if any(first == second for first, second in pairs):
+        raise ConfigurationError(
+            "a pair consists of the same checkpoint twice, expected two different checkpoints",
+            hint=("--pair", "{checkpoint}", "{other_checkpoint}"),
+        )
+    if not pairs and len(checkpoints) <= MAX_PAIRED:
+        pairs = list(combinations(checkpoints, 2))
+    return [Pair(first, second) for first, second in dict.fromkeys(pairs)]
+
+
+def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | None:
+    """Load the per-image values of a checkpoint, or return None if they were not stored.
+
+    If there are several seeds, only the lowest is loaded, because images are paired at one seed.
+    """
+    line = panel.find_line(checkpoint)
+    records = [record for entry in line.entries for record in entry.records] if line else []
+    seed = min((record.seed for record in records), default=0)
+    by_layer = {record.layer: record for record in records if record.seed == seed}
+    curve = load_curve(store, list(by_layer.values()))
+    values = curve.per_image
+    if not values or len({counts.shape for counts in values.values()}) > 1:
+        return None
+    number = len(next(iter(values.values())))
+    return Side(
+        checkpoint=checkpoint,
+        curve=curve,
+        scored=CurveEstimates.from_curve(curve),
+        image_names=_name_images(store, records[0], number),
+        records={layer: by_layer[layer] for layer in values},
+        seed=seed,
+    )
+
+
+def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
+    """Return the names of the scored images, or numbers if the names are unknown."""
+    names = store.image_ids(record.dataset_fingerprint)
+    if names is not None and len(names) == number:
+        return list(names)
+    return [f"image {i + 1} of {number}" for i in range(number)]
+
+
+def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | None:
+    """Return the differences first minus second, or None if the images or seeds differ."""
+    if len(first.image_names) != len(second.image_names) or first.seed != second.seed:
+        return None
+
+    def add_records(difference: Difference) -> Row:
+        first_layers, second_layers = difference.layers
+        return Row(
+            difference,
+            [first.records[layer] for layer in first_layers],
+            [second.records[layer] for layer in second_layers],
+        )
+
+    blocks = compare_block_by_block(first.scored, second.scored)
+    summary = compare_best_blocks(first.scored, second.scored)
+    layers = (first.scored.best, second.scored.best)
+    values = (first.curve.per_image[layers[0]], second.curve.per_image[layers[1]])
+    have_best = first.scored.has_best and second.scored.has_best
+    encoders = tuple(next(iter(side.records.values())) for side in (first, second))
+    names = (first.checkpoint.name, second.checkpoint.name)
+    return PanelComparison(
+        panel=panel,
+        table=Comparison(
+            record=panel.record,
+            rows=(*blocks, *summary),
+            names=names,
+            encoders=encoders,
+            code={
+                name: code_of(side.records.values())
+                for name, side in zip(names, (first, second), strict=True)
+            },
+        ),
+        blocks=list(map(add_records, blocks)),
+        summary=list(map(add_records, summary)),
+        layers=layers,
+        images=_list_images(panel.metric, first.image_names, values) if have_best else [],
+        tally=_count_right(*values) if have_best else None,
+    )
+
+
+def _count_right(first: PerImage, second: PerImage) -> list[int] | None:
+    """Count the images that are right on both sides, on either side only, and on neither."""
+    # Per-image values are right or wrong unless they are percentages or pixel counts.
+    if first.ndim != 1 or "f" in (first.dtype.kind, second.dtype.kind):
+        return None
+    one, other = first.astype(bool), second.astype(bool)
+    right = (one & other, one & ~other, ~one & other, ~one & ~other)
+    return [int(images.sum()) for images in right]
+
+
+def _list_images(
+    metric: str, names: Sequence[str], sides: tuple[PerImage, PerImage]
+) -> list[tuple[str, float, float, float]]:
+    """Return the images with the largest differences in mean IoU, gains of the first side first."""
+    if not metric.startswith("miou") or sides[0].ndim != 3:
+        return []
+    values = zip(names, *(mean_iou(side).tolist() for side in sides), strict=True)
+    images = [
+        (name, left, right, left - right)
+        for name, left, right in values
+        if np.isfinite(left - right) and left != right
+    ]
+    images.sort(key=lambda image: -image[-1])
+    if len(images) <= 2 * _NUM_IMAGES:
+        return images
+    return [*images[:_NUM_IMAGES], *images[-_NUM_IMAGES:]]
+
+
+def compare_pairs(
+    store: ResultStore, panels: Sequence[Panel], pairs: Sequence[Pair]
+) -> dict[Pair, list[PanelComparison]]:
+    """Compare all pairs in all panels. Each checkpoint is loaded once per panel."""
+    members = {checkpoint for pair in pairs for checkpoint in pair}
+    compared: dict[Pair, list[PanelComparison]] = defaultdict(list)
+    for panel in show_progress(panels, "comparisons", len(panels)):
+        sides = {checkpoint: load_side(store, panel, checkpoint) for checkpoint in members}
+        for pair in pairs:
+            first, second = sides[pair.first], sides[pair.second]
+            comparison = compare_sides(panel, first, second) if first and second else None
+            if comparison:
+                compared[pair].append(comparison)
+    return compared

@@ -1,0 +1,457 @@
+"""Checkpoints of a report, and panels: groups of scores that may be compared.
+
+A checkpoint has the same colour and dashes on every page. A panel has one line per checkpoint.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ssl_bench.layers import INNER_FACETS
+from ssl_bench.report.drawing import Point
+from ssl_bench.results import Record
+from ssl_bench.system.escaping import safe_file_name
+from ssl_bench.system.paths import encoder_folder, natural_sort_key
+from ssl_bench.tables.entries import (
+    Entry,
+    baselines,
+    choose_main_metric,
+    comparable_groups,
+    dagger_meaning,
+    differing_settings,
+    footnote,
+    mean_entries,
+    metric_with_unit,
+    model_names,
+    training_suffix,
+)
+from ssl_bench.tables.sheets import NO_VALUE
+
+NUM_COLOURS = 8
+"""Colours of checkpoints in the style sheet."""
+
+MAX_LINES = 24
+"""Checkpoints, or runs, that are drawn in one panel."""
+
+PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
+"""Fields of a record by which readers filter panels."""
+
+FIRST_TASKS = ("segmentation", "tokencut")
+"""Tasks at the beginning of a page."""
+
+_MAX_LABEL_LETTERS = 20
+_NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
+_SKIPS = ("skip", "skip_attention", "skip_mlp")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# Tasks, protocols and metrics whose scores need no labels.
+_UNLABELLED = frozenset({"pca", "conditioning", "geometry", "warps", "degenerate"})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One encoder.
+
+    Attributes:
+        number: Position in the order of the names, 0-based.
+        encoder_id: Identity of the encoder, as in records.
+        sha256: Digest of the weights.
+        name: Name, unique in the report.
+        distinction: Differences from other checkpoints of the same model, such as "image size 224".
+        label: Name at the end of a curve. The middle of a long name is omitted.
+        model: Model name, as in records. Several checkpoints may share it.
+        depth: Number of blocks.
+        facts: Names and values of the recorded architecture.
+        is_skipless: Whether the architecture or the name says that skip connections are missing.
+        page: File name of its page.
+        picture_folders: Names that its picture folders begin with.
+    """
+
+    number: int
+    encoder_id: str
+    sha256: str
+    name: str
+    distinction: str
+    label: str
+    model: str
+    depth: int
+    facts: tuple[tuple[str, str], ...]
+    is_skipless: bool
+    page: str
+    picture_folders: tuple[str, ...]
+
+    @property
+    def style(self) -> str:
+        """Classes in the style sheet: a colour, and dashes for encoders without skips."""
+        round_of_colours = min(self.number // NUM_COLOURS, 2)
+        return f"c{self.number % NUM_COLOURS} d{round_of_colours}{'s' if self.is_skipless else ''}"
+
+
+def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
+    """Return the checkpoints behind the records, ordered by name."""
+    folders: dict[str, set[str]] = defaultdict(set)
+    for encoder, model in {(record.encoder_id, record.model) for record in records}:
+        folders[encoder].add(encoder_folder(model, encoder))
+    latest = {record.encoder_id: record for record in records}
+    names = sorted(model_names(records).items(), key=lambda item: natural_sort_key(item[1]))
+    checkpoints = []
+    for number, (encoder, name) in enumerate(names):
+        record = latest[encoder]
+        namesakes = [other for other in latest.values() if other.model == record.model]
+        checkpoints.append(
+            Checkpoint(
+                number=number,
+                encoder_id=encoder,
+                sha256=record.checkpoint_sha256,
+                name=name,
+                distinction=_describe_distinction(record, namesakes),
+                label=name if len(name) <= _MAX_LABEL_LETTERS else f"{name[:9]}…{name[-10:]}",
+                model=record.model,
+                depth=record.depth,
+                facts=_list_encoder_facts(record),
+                is_skipless=any(record.architecture.get(skip) is False for skip in _SKIPS)
+                or bool(_NO_SKIP.search(name)),
+                page=f"checkpoint-{safe_file_name(name)}-{encoder[:8]}.html",
+                picture_folders=tuple(sorted(folders[encoder])),
+            )
+        )
+    return tuple(checkpoints)
+
+
+def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
+    """Return the recorded facts in which an encoder differs from others of the same model."""
+
+    def list_facts(other: Record) -> dict[str, str]:
+        inputs = {"mean": list(other.mean), "std": list(other.std)}
+        facts = dict(_list_encoder_facts(other))
+        facts |= {name: str(value) for name, value in inputs.items()}
+        return facts | {"weights": other.checkpoint_sha256[:12]}
+
+    own, others = list_facts(record), [list_facts(other) for other in namesakes]
+    names = dict.fromkeys(name for facts in (own, *others) for name in facts)
+    differing = [n for n in names if any(other.get(n) != own.get(n) for other in others)]
+    return ", ".join(f"{name} {own.get(name, 'not set')}" for name in differing)
+
+
+def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
+    architecture = record.architecture
+    facts: dict[str, Any] = {}
+    # The skip connections of a user's own module are unknown.
+    if architecture.get("kind") != "module":
+        facts["skips"] = _describe_skips(architecture)
+    facts["depth"] = record.depth
+    facts |= {name: value for name, value in sorted(architecture.items()) if name not in _SKIPS}
+    epoch = record.details.get("epoch")
+    if isinstance(epoch, (int, float)):
+        facts["epoch"] = f"{epoch:g}"
+    texts = {name: "not set" if value is None else str(value) for name, value in facts.items()}
+    # The first digits of a digest suffice.
+    return tuple(
+        (name.replace("_", " "), text[:12] if _SHA256.fullmatch(text) else text)
+        for name, text in texts.items()
+    )
+
+
+def _describe_skips(architecture: Mapping[str, Any]) -> str:
+    """Return "yes", "no", or the only part of a block that has a skip connection."""
+    missing = {name for name in _SKIPS if architecture.get(name) is False}
+    if missing in ({"skip_attention"}, {"skip_mlp"}):
+        return "mlp" if "skip_attention" in missing else "attention"
+    return "no" if missing else "yes"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Scores of one checkpoint over its blocks.
+
+    Attributes:
+        checkpoint: The encoder.
+        entries: Means over seeds, in the order of the blocks.
+    """
+
+    checkpoint: Checkpoint
+    entries: tuple[Entry, ...]
+
+    @cached_property
+    def best(self) -> Entry | None:
+        """The highest entry, or None if no block may be best (`Entry.is_rankable`)."""
+        candidates = [entry for entry in self.entries if entry.is_rankable]
+        return max(candidates, key=lambda entry: entry.value, default=None)
+
+    @cached_property
+    def all_best(self) -> tuple[Entry, ...]:
+        """All entries as high as the best one, or none if several blocks are all equal."""
+        if self.best is None:
+            return ()
+        equal = tuple(entry for entry in self._valid if entry.value == self.best.value)
+        return equal if len(equal) < len(self._valid) or len(equal) == 1 else ()
+
+    @property
+    def best_text(self) -> str:
+        """The blocks of the leaderboard's score, such as "block 3" or "all 12 blocks equal"."""
+        if not self.all_best and self.best is not None:
+            return f"all {len(self._valid)} blocks equal"
+        return name_blocks([entry.layer for entry in self.all_best or self.entries[-1:]])
+
+    @property
+    def _valid(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if not entry.is_degenerate)
+
+    def find_entry(self, layer: int) -> Entry | None:
+        """Return the entry of a block, or None if it was not scored."""
+        return next((entry for entry in self.entries if entry.layer == layer), None)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Scores of one metric on the same images with the same settings.
+
+    Attributes:
+        number: Position in the report, 0-based. Links to the panel contain it.
+        task: Task of the probe.
+        dataset: Name of the dataset.
+        split: Split of the scored images.
+        metric: Name of the metric.
+        unit: "%", or an empty string for plain numbers.
+        facet: Features that were probed.
+        protocol: Protocol of the probe.
+        difference: Settings that distinguish it from panels of the same metric and protocol.
+        lines: One per checkpoint.
+        footnote: Number of images, seeds, versions and devices behind the scores.
+    """
+
+    number: int
+    task: str
+    dataset: str
+    split: str
+    metric: str
+    unit: str
+    facet: str
+    protocol: str
+    difference: str
+    lines: tuple[Line, ...]
+    footnote: str
+
+    @property
+    def split_name(self) -> str:
+        """Dataset and split, such as "voc2012 val"."""
+        return f"{self.dataset} {self.split}"
+
+    @property
+    def metric_label(self) -> str:
+        """Metric and unit, such as "corloc (%)"."""
+        return metric_with_unit(self.record)
+
+    @property
+    def variant(self) -> str:
+        """Facet, protocol and differing settings, such as "token, protocol fast, lr=0.1"."""
+        return f"{self.facet}, protocol {self.protocol}{self.difference}"
+
+    @property
+    def title(self) -> str:
+        """Metric and variant."""
+        return f"{self.metric}, {self.variant}"
+
+    @property
+    def record(self) -> Record:
+        """One of the records. All of them share images and settings."""
+        return self.lines[0].entries[0].records[0]
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether higher is better and at least one block has a value."""
+        has_value = any(not math.isnan(entry.value) for entry in self.entries)
+        return has_value and self.record.is_ranked
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the scores come from labels and not from the images alone."""
+        return _UNLABELLED.isdisjoint((self.task, self.protocol, self.metric))
+
+    @property
+    def is_corrupted(self) -> bool:
+        """Whether the scored images were corrupted."""
+        return self.record.corrupted is not None
+
+    @property
+    def drawn_lines(self) -> tuple[Line, ...]:
+        """The `MAX_LINES` lines with the highest values, in the order of their names."""
+        ordered = sorted(self.lines, key=lambda line: -line.best.value if line.best else math.inf)
+        chosen = {line.checkpoint.encoder_id for line in ordered[:MAX_LINES]}
+        return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """Entries of all lines."""
+        return tuple(entry for line in self.lines for entry in line.entries)
+
+    @property
+    def records(self) -> list[Record]:
+        """Records behind the entries."""
+        return [record for entry in self.entries for record in entry.records]
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the scored blocks, 0-based."""
+        return tuple(sorted({entry.layer for entry in self.entries}))
+
+    @cached_property
+    def dagger_note(self) -> str:
+        """Meaning of the dagger beside its numbers, or an empty string without daggers."""
+        return dagger_meaning(entry.arbitrary for entry in self.entries)
+
+    @cached_property
+    def baselines(self) -> tuple[tuple[str, float], ...]:
+        """Texts such as "centre box 43.0" and values of the image-independent baselines."""
+        return list_baselines(self.records)
+
+    @property
+    def newest(self) -> str:
+        """Date of the latest record."""
+        return max(record.created for record in self.records)
+
+    def describe_unbeaten(self, entry: Entry | None) -> str:
+        """Return a text that names the baselines that a score does not exceed, if there are any."""
+        names = [name for name, value in self.baselines if entry and entry.value <= value]
+        return f"not above {' and '.join(names)}" if names else ""
+
+    def find_headline_entry(self, checkpoint: Checkpoint) -> Entry | None:
+        """Return a checkpoint's best entry, or the one of its last block if none may be best."""
+        line = self.find_line(checkpoint)
+        return (line.best or line.entries[-1]) if line else None
+
+    def find_line(self, checkpoint: Checkpoint) -> Line | None:
+        """Return the line of a checkpoint, or None if the panel does not contain it."""
+        return self._line_by_encoder.get(checkpoint.encoder_id)
+
+    @cached_property
+    def _line_by_encoder(self) -> Mapping[str, Line]:
+        return {line.checkpoint.encoder_id: line for line in self.lines}
+
+
+def group_into_panels(
+    records: Sequence[Record], checkpoints: Sequence[Checkpoint]
+) -> tuple[Panel, ...]:
+    """Group records by everything that must be equal if their scores are compared."""
+    groups = comparable_groups(records)
+    firsts = [group[0] for group in groups]
+    names = (*PANEL_FIELDS, "split")
+    panels = []
+    for number, group in enumerate(groups):
+        first = group[0]
+        rivals = [r for r in firsts if all(getattr(r, n) == getattr(first, n) for n in names)]
+        differing = differing_settings(first, rivals)
+        means = mean_entries(
+            sorted(group, key=lambda record: record.seed),
+            lambda record: (record.encoder_id, record.layer),
+        )
+        entries: dict[str, list[Entry]] = defaultdict(list)
+        for (encoder, _), entry in sorted(means.items(), key=lambda item: item[0]):
+            entries[encoder].append(entry)
+        changed = first.protocol_label.removeprefix(first.protocol) + training_suffix(first)
+        panels.append(
+            Panel(
+                number=number,
+                **{name: getattr(first, name) for name in (*names, "unit")},
+                difference=changed + (f" [{', '.join(differing)}]" if differing else ""),
+                lines=tuple(
+                    Line(checkpoint, tuple(entries[checkpoint.encoder_id]))
+                    for checkpoint in checkpoints
+                    if checkpoint.encoder_id in entries
+                ),
+                footnote=footnote(group),
+            )
+        )
+    return tuple(panels)
+
+
+def make_point(entry: Entry, x: int | float, name: str) -> Point:
+    """Return a score at a position of the horizontal axis. Its tooltip begins with `name`."""
+    tooltip = f"{name}: {entry.text()}"
+    return Point(x, entry.value, entry.low, entry.high, tooltip, entry.is_degenerate)
+
+
+def list_baselines(records: Sequence[Record]) -> tuple[tuple[str, float], ...]:
+    """Return texts such as "centre box 43.0" and values of the image-independent baselines."""
+    values = {answer: v[0] for answer, v in baselines(records).items()}
+    return tuple((f"{answer} {value:.1f}", value) for answer, value in values.items())
+
+
+def explain_missing_values(entries: Iterable[Entry]) -> str:
+    """Return the reasons why entries have no value, such as "–: no class has two images"."""
+    reasons = dict.fromkeys(entry.reason for entry in entries if entry.reason)
+    return f"{NO_VALUE}: {'; '.join(reasons)}" if reasons else ""
+
+
+def name_blocks(layers: Sequence[int]) -> str:
+    """Return a text such as "block 3", "blocks 0, 4 and 7" or "blocks 3 to 11"."""
+    if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"blocks {layers[0]} to {layers[-1]}"
+    *others, last = map(str, layers)
+    return f"blocks {', '.join(others)} and {last}" if others else f"block {last}"
+
+
+def choose_headline_metric(panels: Sequence[Panel]) -> str:
+    """Return the headline metric, which represents a task. All panels must be of this task."""
+    return choose_main_metric([(panel.metric, panel.is_ranked) for panel in panels])
+
+
+def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
+    """Choose the panels that represent each task on each split of a dataset.
+
+    The first panel is the one with the most checkpoints. Ties are resolved by more blocks, fewer
+    changed options, a facet at the output of a block, the names of facet and protocol, and the
+    newest records. If checkpoints are missing there, further panels of the same metric follow,
+    first those of the same facet and protocol, until every checkpoint has a score.
+    """
+
+    def rank(panel: Panel) -> tuple[int, int, int, bool, str, str]:
+        sizes = (-len(panel.lines), -len(panel.layers), len(panel.record.changed))
+        return *sizes, panel.facet in INNER_FACETS, panel.facet, panel.protocol
+
+    chosen = []
+    for of_task in group_by_task(panels).values():
+        for rivals in group_by_split(of_task).values():
+            metric = choose_headline_metric(rivals)
+            newest_first = sorted(rivals, key=lambda panel: panel.newest, reverse=True)
+            of_metric = [panel for panel in newest_first if panel.metric == metric]
+            first = min(of_metric, key=rank)
+            same_kind = [
+                p for p in of_metric if (p.facet, p.protocol) == (first.facet, first.protocol)
+            ]
+            covered: set[int] = set()
+            for panel in (*sorted(same_kind, key=rank), *sorted(of_metric, key=rank)):
+                numbers = {line.checkpoint.number for line in panel.lines}
+                if not numbers <= covered:
+                    chosen.append(panel)
+                    covered |= numbers
+    return tuple(chosen)
+
+
+def group_by_split(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
+    """Group panels by the dataset and split of the scored images."""
+    groups: dict[str, list[Panel]] = defaultdict(list)
+    for panel in panels:
+        groups[panel.split_name].append(panel)
+    return groups
+
+
+def group_by_task(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
+    """Group panels by task in the order of the pages.
+
+    The order is `FIRST_TASKS`, tasks in which higher is better, then the others by their number of
+    panels.
+    """
+    groups: dict[str, list[Panel]] = defaultdict(list)
+    for panel in panels:
+        groups[panel.task].append(panel)
+
+    def rank(task: str) -> tuple[int, int]:
+        first = FIRST_TASKS.index(task) if task in FIRST_TASKS else len(FIRST_TASKS)
+        is_ranked = any(panel.is_ranked for panel in groups[task])
+        return first, 0 if is_ranked else len(groups[task])
+
+    return {task: groups[task] for task in sorted(groups, key=rank)}

@@ -1,0 +1,154 @@
+"""Scores of every block over the epochs of a run, and over the severity of corrupted images."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ssl_bench.errors import DataError
+from ssl_bench.report.drawing import Chart, Curve, draw_chart
+from ssl_bench.report.panels import MAX_LINES, Panel, list_baselines, make_point
+from ssl_bench.results import Record
+from ssl_bench.tables.depth import (
+    DepthTable,
+    Row,
+    epoch_table,
+    require_one_encoder_per_epoch,
+    runs_with_several_epochs,
+)
+from ssl_bench.tables.entries import Entry, choose_main_metric, metric_with_unit
+from ssl_bench.tables.severities import SeverityTable, severity_tables
+
+NUM_SHADES = 12
+"""Shades of blocks in the style sheet, from the first block to the last."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Scores of all blocks of one run over its epochs, or of one encoder over severities.
+
+    Attributes:
+        name: Name of the run or encoder.
+        table: Epochs or severities in rows, blocks in columns.
+    """
+
+    name: str
+    table: DepthTable
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks of the encoder, scored or not."""
+        records = (record for entry in self.table.entries.values() for record in entry.records)
+        return max(record.depth for record in records)
+
+    @property
+    def highest(self) -> float:
+        """Highest score of any block that may be best, else minus infinity."""
+        entries = self.table.entries.values()
+        return max((entry.value for entry in entries if entry.is_rankable), default=-math.inf)
+
+    def find_entry(self, row: Row, block: str) -> Entry | None:
+        """Return the score of a block at an epoch or severity, or None."""
+        return self.table.entries.get((row, block))
+
+    def make_curves(self) -> list[Curve]:
+        """Return one curve per block."""
+        curves = []
+        for block in self.table.models:
+            entries = {x: entry for x in self.table.layers if (entry := self.find_entry(x, block))}
+            name = f"{self.name}, {block}, {self.table.rows}"
+            layer = next(iter(entries.values())).layer
+            points = [make_point(entry, x, f"{name} {x:g}") for x, entry in entries.items()]
+            curves.append(Curve(block, style_block(layer, self.depth), layer, points))
+        return curves
+
+
+class PanelTrends(NamedTuple):
+    """Runs of one panel that were probed at two epochs or more.
+
+    Attributes:
+        panel: The panel.
+        trends: One per run.
+        problems: Reasons why other runs of the panel are not drawn.
+    """
+
+    panel: Panel
+    trends: Sequence[Trend]
+    problems: Sequence[str]
+
+    @property
+    def drawn(self) -> Sequence[Trend]:
+        """The `MAX_LINES` runs with the highest values, in the order of their names."""
+        ordered = sorted(self.trends, key=lambda trend: -trend.highest)
+        names = {trend.name for trend in ordered[:MAX_LINES]}
+        return [trend for trend in self.trends if trend.name in names]
+
+    def draw(self) -> list[tuple[Trend, Chart]]:
+        """Draw one chart per run, all on the same axes."""
+        panel, curves = self.panel, [trend.make_curves() for trend in self.drawn]
+        charts = [
+            draw_chart(
+                own,
+                unit=panel.unit,
+                y_label=panel.metric_label,
+                x_label="epoch",
+                same_axes=[curve for others in curves for curve in others],
+                baselines=panel.baselines,
+            )
+            for own in curves
+        ]
+        return list(zip(self.drawn, charts, strict=True))
+
+
+def find_epoch_trends(panels: Sequence[Panel]) -> tuple[PanelTrends, ...]:
+    """Return the panels in which a run was probed at two epochs or more."""
+    groups = map(_find_runs, panels)
+    return tuple(group for group in groups if group.trends or group.problems)
+
+
+def _find_runs(panel: Panel) -> PanelTrends:
+    trends, problems = [], []
+    for run, records in runs_with_several_epochs(panel.records).items():
+        try:
+            require_one_encoder_per_epoch(run, records)
+        except DataError as error:
+            problems.append(str(error))
+        else:
+            trends.append(Trend(run, epoch_table(records, run)))
+    return PanelTrends(panel, trends, problems)
+
+
+def style_block(layer: int, depth: int) -> str:
+    """Return classes in the style sheet that differ for every block of an encoder.
+
+    The shade shows the depth. Blocks of the same shade have different dashes, and every second
+    block has hollow dots.
+    """
+    shades = [number * (NUM_SHADES - 1) // max(1, depth - 1) for number in range(layer + 1)]
+    dashes = min(shades.count(shades[-1]) - 1, 2)
+    return f"depth b{shades[-1]} d{dashes}{' hollow' if layer % 2 else ''}"
+
+
+def draw_severities(records: Sequence[Record]) -> list[tuple[SeverityTable, Chart]]:
+    """Draw scores over severity, one chart per encoder and corruption.
+
+    Only the headline metric of each task is drawn.
+    """
+    corrupted = [record for record in records if record.corrupted is not None]
+    metrics = {
+        task: choose_main_metric([(r.metric, r.is_ranked) for r in corrupted if r.task == task])
+        for task in {record.task for record in corrupted}
+    }
+    shown = [record for record in records if metrics.get(record.task) == record.metric]
+    drawn = []
+    for table in severity_tables(shown) if corrupted else ():
+        behind = [record for entry in table.entries.values() for record in entry.records]
+        chart = draw_chart(
+            Trend(table.model, table.curves()).make_curves(),
+            unit=table.record.unit,
+            y_label=metric_with_unit(table.record),
+            x_label="severity",
+            baselines=list_baselines(behind),
+        )
+        drawn.append((table, chart))
+    return drawn

@@ -1,0 +1,133 @@
+"""Sentences on the best block of each checkpoint, counted by hand from hits of single images."""
+
+import re
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.report.overview import summarize_checkpoints
+from ssl_bench.report.panels import group_into_panels, list_checkpoints
+from ssl_bench.results import Baseline, Record, ResultStore
+from tests.support.report_cells import cell, plain, save, skipless
+
+
+def hits(number: int, total: int = 20) -> np.ndarray:
+    return np.arange(total) < number
+
+
+def summarize(store: ResultStore) -> list[list[str]]:
+    """Return the sentences of each checkpoint."""
+    records = store.records()
+    checkpoints = list_checkpoints(records)
+    panels = group_into_panels(records, checkpoints)
+    return list(summarize_checkpoints(store, panels, checkpoints).values())
+
+
+@pytest.mark.parametrize(
+    ("counts", "best", "lower"),
+    [
+        ((0, 13, 20, 14), "highest at block 2 (100.0)", "All 3 other blocks are"),
+        ((1, 17, 20, 18), "highest at block 2 (100.0)", "1 of the 3 other blocks is"),
+        ((9, 10), "highest at block 1 (50.0)", "The other block is not"),
+        ((0, 10), "highest at block 1 (50.0)", "The other block is"),
+        ((10, 10, 9, 8), "highest at blocks 0 and 1 (50.0)", "None of the 2 other blocks is"),
+        ((10, 10), "50.0 at all 2 blocks", ""),
+        ((10,), "50.0 at block 0", ""),
+    ],
+)
+def test_other_blocks_are_compared_with_the_best_on_the_same_images(tmp_path, counts, best, lower):
+    store = ResultStore(tmp_path)
+    for layer, number in enumerate(counts):
+        save(store, cell(layer=layer), hits(number))
+
+    ((text,),) = summarize(store)
+
+    sentences = [f"tokencut, toy: On 20 images, corloc is {best}."]
+    sentences += [f"{lower} significantly lower."] if lower else []
+    assert text == " ".join(sentences)
+
+
+def test_without_values_of_images_intervals_are_compared(tmp_path):
+    store = ResultStore(tmp_path)
+    ends = ((1.0, 2.0, 4.0), (3.0, 5.0, 6.5), (6.0, 7.0, 9.0))
+    for layer, (low, value, high) in enumerate(ends):
+        store.save(cell(layer=layer, value=value, ci95=(low, high)))
+
+    ((text,),) = summarize(store)
+
+    assert text.endswith("at block 2 (7.0). 1 of the 2 other blocks is significantly lower.")
+
+
+def test_degenerate_blocks_are_excluded(tmp_path):
+    store = ResultStore(tmp_path)
+    for layer, share in enumerate((50.0, 50.5)):
+        record = cell(layer=layer, value=9.0 - layer)
+        store.save(replace(record, details={"degenerate_percent": share}))
+    store.save(replace(skipless(), details={"degenerate_percent": 50.5}))
+
+    (some,), (none,) = summarize(store)
+
+    assert some.endswith("is 9.0 at block 0. Block 1 is degenerate and excluded.")
+    assert none.endswith("No block is best because block 3 is degenerate.")
+
+
+def test_a_score_that_does_not_exceed_the_baseline_is_reported(tmp_path):
+    details = Baseline("centre box", 55.0).as_details()
+    ResultStore(tmp_path).save(replace(cell(value=50.0), details=details))
+
+    ((text,),) = summarize(ResultStore(tmp_path))
+
+    assert text.endswith("This is not above centre box 55.0 (image-independent baseline).")
+
+
+def test_numbers_without_a_best_value_are_given_as_a_range(tmp_path):
+    store = ResultStore(tmp_path)
+    for layer, value in enumerate((7.0, 3.0, 5.0)):
+        store.save(plain(layer=layer, value=value))
+
+    ((text,),) = summarize(store)
+
+    assert "condition_number of key ranges from 3 (block 1) to 7 (block 0)." in text
+
+
+def test_every_protocol_has_a_sentence(tmp_path):
+    store = ResultStore(tmp_path)
+    for protocol, counts in {"reference": (5, 2, 1), "adaptive": (1, 2, 15)}.items():
+        for layer, number in enumerate(counts):
+            save(store, cell(layer=layer, protocol=protocol), hits(number))
+    save(store, skipless(), hits(9))
+
+    found = [[text.partition(":")[0] for text in texts] for texts in summarize(store)]
+
+    reference, adaptive = (f"tokencut, protocol {name}, toy" for name in ("reference", "adaptive"))
+    assert found == [[reference, adaptive], [reference]]
+
+
+def write(root: Path, *records: Record) -> tuple[str, str]:
+    """Return the overview and the page of the only checkpoint."""
+    for record in records:
+        ResultStore(root).save(record)
+    assert main(["report", "--out", str(root)]) == 0
+    (page,) = (root / "report").glob("checkpoint-*.html")
+    return unescape((root / "report" / "index.html").read_text()), unescape(page.read_text())
+
+
+def test_the_overview_has_three_sentences_and_the_page_has_all(tmp_path):
+    index, page = write(tmp_path, *(cell(dataset=name) for name in "abcde"))
+
+    assert [text[:11] for text in re.findall("<li>(tokencut.*?)</li>", index)] == [
+        f"tokencut, {name}" for name in "abc"
+    ]
+    assert '#summary">2 more sentences</a>' in index
+    assert len(re.findall("<li>tokencut.*?</li>", page)) == 5
+
+
+def test_images_that_cannot_be_read_are_named_on_both_pages(tmp_path):
+    details = {"left_out": {"all": {"count": 3, "first": ["a.jpg", "b.jpg"]}}}
+
+    for page in write(tmp_path, replace(plain(), details=details)):
+        assert "3 images of toy cannot be read and are left out: a.jpg, b.jpg and 1 more." in page
