@@ -157,6 +157,7 @@ EXPRESSIONS = {
     "str(block)": "11",
     "str(count)": "4",
     "str(len(images))": "4",
+    "str(world_size)": "4",
     "table": "table2",
     "target": "model.vit_tiny_skip",
     "text_key": "probe.facet",
@@ -215,6 +216,7 @@ def complete(words: Sequence[str]) -> list[str]:
         if word.startswith("<*"):
             completed += EXPRESSIONS[word[1:-1]].split()
         else:
+            # A KeyError means that the table lacks the expression, or `escape_braces` is missing.
             completed.append(re.sub("<([^<>]+)>", lambda match: EXPRESSIONS[match[1]], word))
     before_near = " ".join(completed).partition("{near}")[0]
     examples = PLACEHOLDERS | {"near": NEAREST.get(before_near, "")}
