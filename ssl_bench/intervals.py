@@ -205,7 +205,7 @@ class Bootstrap:
     def margin(self) -> float:
         """Return Student's t times the standard error, NaN if there is no interval.
 
-        The standard error is the standard deviation of `drawn` times sqrt(n / (n - 1)) for n images.
+        For n images, the standard error is sqrt(n / (n - 1)) times the deviation of `drawn`.
         """
         from scipy.special import stdtrit
 

@@ -150,7 +150,7 @@ def reproduced(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: A
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
     monkeypatch.setattr("ssl_bench.models.identify_encoder", reproduce_identity)
     monkeypatch.setattr(reproduce_command, "default_format", lambda: "json")
-    roots = {run.images for run in reproduce_command.runs_of(table)} - {"copying"}
+    roots = {run.images for run in reproduce_command.list_runs(table)} - {"copying"}
     roots |= {column.dataset for column in table.columns if column.is_probed}
     words = ["--data-root", ",".join(f"{name}=/data/{name}" for name in roots)] if roots else []
     assert main(["reproduce", full_name(table), "--run", *words, f"model.depth={DEPTH}"]) == 0

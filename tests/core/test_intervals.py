@@ -235,8 +235,8 @@ def test_p_is_below_5_percent_exactly_where_the_interval_leaves_out_0():
             if interval is None:
                 assert np.isnan(p)
                 continue
-            is_clear = interval[0] > 0 or interval[1] < 0
-            assert is_clear == (p < 0.05)
+            is_significant = interval[0] > 0 or interval[1] < 0
+            assert is_significant == (p < 0.05)
             assert p == pytest.approx(other.difference_p(one))
-            sides.add((kind, is_clear))
+            sides.add((kind, is_significant))
     assert len(sides) == 6

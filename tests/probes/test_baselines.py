@@ -209,12 +209,12 @@ def test_tables_say_it_once_and_scripts_with_every_number():
     rows = [baselined(layer=0), baselined(layer=1)]
     (table,) = depth_tables(rows)
 
-    assert "without a look at the images: centre box 31.2; " in render_tables([table], "text")
+    assert "image-independent baseline (centre box): 31.2\n" in render_tables([table], "text")
     assert [row["baseline"] for row in table.csv_rows()] == [31.25, 31.25]
     assert table.as_json()["cells"][0]["baseline"] == {"answer": "centre box", "value": 31.25}
     assert baseline_note([cell()]) == ""
     other = replace(cell(), details=Baseline("centre box", 40.0).as_details())
-    assert baseline_note([rows[0], other]).endswith("centre box 31.2 to 40.0")
+    assert baseline_note([rows[0], other]).endswith(": 31.2 to 40.0")
 
 
 def test_the_report_draws_it_from_side_to_side_within_the_axes():

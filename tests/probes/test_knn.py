@@ -260,10 +260,10 @@ def test_a_top_five_of_fewer_classes_is_no_number_and_tables_and_report_say_why(
 
     for style in ("text", "markdown"):
         assert main(["table", "--metric", "top5_k1", "--format", style]) == 0
-        assert "no number of block 1: fewer than 5 classes" in capsys.readouterr().out
+        assert "no value for block 1: fewer than 5 classes" in capsys.readouterr().out
     assert main(["report"]) == 0
     assert (
-        "no number of block 1: fewer than 5 classes"
+        "no value for block 1: fewer than 5 classes"
         in Path("results/report/index.html").read_text()
     )
 
