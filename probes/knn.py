@@ -95,7 +95,7 @@ class KNN(Probe):
         )
         return {name: value for name, value in super().settings().items() if name not in unsaid}
 
-    def fitted_to_images(self, dataset: Dataset, typed: Collection[str]) -> Probe:
+    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> Probe:
         """With as many neighbours as there are images to vote, unless somebody typed how many."""
         if "neighbours" in typed or self.shots is not None:
             return self

@@ -308,7 +308,7 @@ class Probe:
                 f"{encoder.name} has no [CLS] token", hint=("probe.facet=patch_mean",)
             )
 
-    def fitted_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
+    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
         """Return the probe with values that suit the dataset, in fields that the user did not set.
 
         Args:

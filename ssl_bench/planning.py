@@ -106,7 +106,7 @@ class PlannedProbe:
             ConfigurationError: A size that the user chose does not fit the encoder.
             UnfitEncoder: The probe cannot score such an encoder.
         """
-        probe: Any = self.probe.fitted_to_images(self.dataset, self.chosen_fields)
+        probe: Any = self.probe.adapt_to_images(self.dataset, self.chosen_fields)
         facets = [probe.facet] if isinstance(probe.facet, str) else list(probe.facet or ())
         available = list(dict.fromkeys(encoder.instead.get(name, name) for name in facets))
         if available != facets and "facet" not in self.chosen_fields:
