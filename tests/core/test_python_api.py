@@ -185,7 +185,7 @@ def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
     with pytest.raises(DataError, match=r"; use `data_root=\"FOLDER\"`$") as raised:
         ssl_bench.probe("demo:skip", task="pca", dataset="folder", out=tmp_path / "r")
     assert raised.value.hint == ("--data-root", "{folder}")
-    with pytest.raises(ConfigurationError, match=r"^the facet names .* use `layer=1`$"):
+    with pytest.raises(ConfigurationError, match=r"^the facet.* use `layer=1`$"):
         ssl_bench.probe("demo:skip", facet="blocks.1.mlp.act", **{**asked, "layer": 0})
     found = ssl_bench.read_results(tmp_path / "r")
     with pytest.raises(ConfigurationError, match=r'use `style="text"`$'):
