@@ -410,11 +410,12 @@ def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Fac
     last = encoder.width(encoder.depth - 1)
     narrow = [layer for layer in layers if encoder.width(layer) != last]
     if narrow and {"token_normed", "cls_normed"} & set(facets):
-        fit = [str(layer) for layer in range(encoder.depth) if encoder.width(layer) == last]
+        wide = [str(layer) for layer in range(encoder.depth) if encoder.width(layer) == last]
+        block_list = ",".join(wide)
         raise UnfitEncoder(
             f"block {narrow[0]} of {encoder.name} has width {encoder.width(narrow[0])}, but the "
             f"final norm has width {last}",
-            hint=("--layer", ",".join(fit), "or", *_TOKENS),
+            hint=("--layer", block_list, "or", "--facet", "token"),
         )
 
 
@@ -479,7 +480,7 @@ def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
         raise UnfitEncoder(
             f"block {layer} of {encoder.name} has no {facet} (its submodules: "
             f"{_list_children(list(parts), '')})",
-            hint=("probe.facet=blocks.*.{name}", "or", *_TOKENS),
+            hint=("probe.facet=blocks.*.{name}", "or", "probe.facet=token"),
         )
     return _Tap(layer, facet, f"{facet} of block {layer}", modules, side)
 

@@ -138,6 +138,7 @@ EXPRESSIONS = {
     "mean": "[0.5,0.5,0.5]",
     "near_command": "pretrain",
     "near_flags[0]": "overwrite",
+    "block_list": "10,11",
     "command": "probe",
     "most": "3",
     "names[0]": "knn",

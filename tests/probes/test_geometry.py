@@ -189,9 +189,9 @@ def test_what_an_encoder_does_not_have_is_no_number(photographs):
 def test_tables_say_why_a_score_is_no_number_or_has_no_interval(place, capsys):
     assert main(probing("geometry", "folder", place / "photos")) == 0
     for metric, what, why in (
-        ("register_patch_cosine", "number of block 1", "the encoder has no registers"),
+        ("register_patch_cosine", "value for block 1", "the encoder has no registers"),
         (
-            *("alpha_req", "number of block 1"),
+            *("alpha_req", "value for block 1"),
             "fewer than two eigenvalues above zero within probe.alpha_ranks",
         ),
         ("rankme", "interval", "it depends on the number of images"),
