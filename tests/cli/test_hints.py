@@ -164,7 +164,6 @@ EXPRESSIONS = {
     "timm_name": "vit_small_patch16_224",
     "value": "token",
     "widths": "[24,48,96,192]",
-    "str(world_size)": "4",
 }
 """Example value of each expression in a hint. Text from a user must be in `escape_braces`."""
 
