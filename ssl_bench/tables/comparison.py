@@ -383,15 +383,18 @@ def compare_encoders(
     names = [by_id[key].model if key in by_id else encoders[key] for key in ids]
     if len(set(names)) < len(names):
         names = [f"{name} {key[:6]}" for key, name in zip(ids, names, strict=True)]
+    groups = [group for group in _groups_by_seed(records) if _has_per_image(store, group, ids)]
+    titles = table_titles([group[:1] for group in groups])
+    selected = {record.digest for record in select([group[0] for group in groups])}
     pairs = [
-        (group, sides)
-        for group in _groups_by_seed(records)
-        if (sides := _load_sides(store, group, ids))
+        (title, group, sides)
+        for title, group in zip(titles, groups, strict=True)
+        if group[0].digest in selected and (sides := _load_sides(store, group, ids))
     ]
     tasks = {record.task for record in records if record.encoder_id in encoders}
     reasons = {
         task: _explain_failure(store, [r for r in records if r.task == task], encoders)
-        for task in sorted(tasks - {group[0].task for group, _ in pairs})
+        for task in sorted(tasks - {group[0].task for _, group, _ in pairs})
     }
     if not pairs:
         why = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
@@ -400,12 +403,8 @@ def compare_encoders(
             f"{'both checkpoints' if len(ids) > 1 else 'the checkpoint'} for the same images, "
             f"settings and training images{f' ({why})' if why else ''}"
         )
-    titles = table_titles([group[:1] for group, _ in pairs])
-    selected = {record.digest for record in select([group[0] for group, _ in pairs])}
     tables = []
-    for (group, sides), title in zip(pairs, titles, strict=True):
-        if group[0].digest not in selected:
-            continue
+    for title, group, sides in pairs:
         second = names[1] if len(ids) > 1 else "best block" if sides[0].has_best else "last block"
         without_best = [
             name
@@ -436,6 +435,14 @@ def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
         [r for r in group if r.seed == n] for group in comparable_groups(records) for n in seeds
     ]
     return list(filter(None, groups))
+
+
+def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequence[str]) -> bool:
+    """Return whether per-image values of each encoder are stored."""
+    return all(
+        any(store.has_per_image(record) for record in group if record.encoder_id == key)
+        for key in encoders
+    )
 
 
 def _load_sides(
