@@ -153,7 +153,6 @@ EXPRESSIONS = {
     "source.name": "voc2012",
     "std": "[0.5,0.5,0.5]",
     "str(block)": "11",
-    "str(count)": "4",
     "str(len(images))": "4",
     "str(world_size)": "4",
     "table": "table2",
@@ -162,7 +161,6 @@ EXPRESSIONS = {
     "timm_name": "vit_small_patch16_224",
     "value": "token",
     "widths": "[24,48,96,192]",
-    "world_size": "4",
 }
 """Example value of each expression in a hint. Text from a user must be in `escape_braces`."""
 
