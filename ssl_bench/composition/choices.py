@@ -148,7 +148,7 @@ def _nearest_names(name: str, names: Sequence[str]) -> list[str]:
     name = name[:MAX_NAME_LENGTH].lower()
     # The last part of a key counts first: probe.limt is nearer to data.limit than to probe.tau.
     last_parts = {known: known.rpartition(".")[2] for known in names}
-    similar = difflib.get_close_matches(name.rpartition(".")[2], {*last_parts.values()})
+    similar = difflib.get_close_matches(name.rpartition(".")[2], {*last_parts.values()}, cutoff=0.5)
     similar = similar[:1] if "." in name else similar
     candidates = [known for known in names if last_parts[known] in similar]
     return difflib.get_close_matches(name, candidates, cutoff=0.0)
