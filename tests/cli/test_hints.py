@@ -19,7 +19,7 @@ import pretrain
 import probes
 import ssl_bench
 from ssl_bench import errors
-from ssl_bench.cli.parser import WITH_OVERRIDES, build_parser
+from ssl_bench.cli.parser import COMMANDS_WITH_OVERRIDES, build_parser
 from ssl_bench.cli.parser import run as run_line
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import (
@@ -136,7 +136,9 @@ EXPRESSIONS = {
     "lower + patch": "64",
     "max(late)": "200",
     "mean": "[0.5,0.5,0.5]",
-    "meant": "pretrain",
+    "near_command": "pretrain",
+    "near_flags[0]": "overwrite",
+    "command": "probe",
     "most": "3",
     "names[0]": "knn",
     "near": "9",
@@ -240,7 +242,7 @@ def can_be_typed(words: Sequence[str]) -> bool:
     if words[0] == "ssl-bench":
         return is_accepted(words[1:])
     has_settings = any(re.match(r"[a-z][\w.]*=", word) for word in words)
-    commands = WITH_OVERRIDES if has_settings else COMMANDS
+    commands = COMMANDS_WITH_OVERRIDES if has_settings else COMMANDS
     return any(is_accepted((name, *REQUIRED.get(name, ()), *words)) for name in commands)
 
 
@@ -260,7 +262,7 @@ def is_accepted(words: Sequence[str]) -> bool:
     if not settings:
         return True
     root = "pretraining" if options.command == "pretrain" else "probing"
-    return options.command in WITH_OVERRIDES and is_composed(root, tuple(settings))
+    return options.command in COMMANDS_WITH_OVERRIDES and is_composed(root, tuple(settings))
 
 
 @cache
