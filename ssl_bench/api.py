@@ -20,7 +20,7 @@ from ssl_bench import models
 from ssl_bench.composition.choices import parse_names
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import ConfigurationError, DataError, hints_for_python
-from ssl_bench.features import FeatureExtractor, Features, squashed
+from ssl_bench.features import FeatureExtractor, Features, resize_image
 from ssl_bench.layers import Facet, resolve_layers
 from ssl_bench.models import Encoder
 from ssl_bench.models.encoder import OwnModule
@@ -336,7 +336,7 @@ def _resize_to_square(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 
             "expected an array of height x width x 3 of numpy.uint8, 0 to 255, got one of "
             f"{' x '.join(map(str, image.shape))} of {image.dtype}"
         )
-    return squashed(image, size)
+    return resize_image(image, size)
 
 
 def _require_unit_range(images: Tensor, dimensions: int) -> Tensor:

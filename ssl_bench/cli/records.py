@@ -10,7 +10,7 @@ from typing import Any
 
 from ssl_bench.composition.choices import choices, parse_names, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
-from ssl_bench.layers import numbered_layers
+from ssl_bench.layers import parse_layer_numbers
 from ssl_bench.results import SUPERVISED, Record, RecordedEncoder, ResultStore, encoder_id
 from ssl_bench.results.record import MAX_FILE_BYTES
 from ssl_bench.results.store import summarise_problems
@@ -188,7 +188,7 @@ def requested_layers(layers: str) -> set[int] | None:
     if layers == "all":
         return None
     try:
-        return set(numbered_layers(layers))
+        return set(parse_layer_numbers(layers))
     except ConfigurationError as error:
         raise ConfigurationError(
             f"expected block indices such as 11, -1, 0,5,11 or 0-3, or all, got {layers!r}",

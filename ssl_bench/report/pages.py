@@ -362,7 +362,7 @@ def _draw_comparison(pair: Pair, comparison: PanelComparison) -> dict[str, Any]:
     y_label = f"difference in {comparison.panel.metric} (points)"
     records = [r for row in comparison.blocks for r in (*row.first, *row.second)]
     return {
-        "compared": comparison,
+        "comparison": comparison,
         "chart": draw_chart([curve], y_label=y_label) if points else None,
         "sizes": image_size_note(records),
         "notes": [*difference_footnotes([differences]), comparison.panel.footnote],
@@ -372,7 +372,9 @@ def _draw_comparison(pair: Pair, comparison: PanelComparison) -> dict[str, Any]:
 def build_epochs_page(epochs: Sequence[PanelTrends]) -> Page:
     """Return scores over epochs, panel by panel."""
     panels = [trends.panel for trends in epochs]
-    drawn = sorted((run for trends in epochs for run in trends.drawn), key=lambda run: run.depth)
+    drawn = sorted(
+        (run for trends in epochs for run in trends.drawn_trends), key=lambda run: run.depth
+    )
     # Each block has the style that it has in the deepest encoder.
     blocks = {curve.number: curve for run in drawn for curve in run.make_curves()}
     return {

