@@ -556,7 +556,7 @@ class EpochComparison(Table):
 def compare_runs(
     store: ResultStore, records: Sequence[Record], runs: tuple[str, str]
 ) -> list[EpochComparison]:
-    """Compare two runs block by block at every epoch of which both have a scored encoder.
+    """Compare two runs block by block at every epoch that was probed in both.
 
     Args:
         store: Contains the per-image values.
