@@ -111,7 +111,7 @@ def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def figure_file_name(image_id: str, *, before: str = "") -> str:
-    """Return the name of the PNG file for an image; different ids have different names.
+    """Return the name of the PNG file for an image, which is different for each id.
 
     Args:
         image_id: Id of the image, which may contain folders.

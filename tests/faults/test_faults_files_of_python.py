@@ -48,7 +48,7 @@ def test_fault_76_a_broken_file_is_named_with_line_and_error(tmp_path, monkeypat
 
     assert f"{file}, line 3" in str(raised.value)
     assert why in str(raised.value)
-    with pytest.raises(ConfigurationError, match="probe._target_"):
+    with pytest.raises(ConfigurationError, match=r"probe\._target_"):
         component_class("probes.nothing_here.Norms", "probe._target_")
 
 
