@@ -430,8 +430,8 @@ def list_files(root: Path) -> Iterator[str]:
     """Yield the relative paths of all files below a folder.
 
     The files of a folder come before those of its subfolders. Links to folders are followed. Hidden
-    files are left out. Folders that ssl-bench wrote, such as pictures, reports and generated scenes,
-    are left out too, unless `root` itself is one. A message names the first of them.
+    files are left out. Folders that ssl-bench wrote, such as pictures, reports and toy scenes, are
+    left out too, unless `root` itself is one. A message names the first of them.
     """
     visited: set[str] = set()
     outputs: list[Path] = []

@@ -25,7 +25,7 @@ def expand_path(text: str | Path) -> Path:
     """
     if not is_valid_path(text):
         raise ConfigurationError(
-            f"invalid path {str(text)[:100]!r}, expected names of at most {_MAX_NAME_BYTES} bytes, "
+            f"invalid path {str(text)[:100]!r}, expected names of 1 to {_MAX_NAME_BYTES} bytes, "
             "of which the first may be ~ or ~USER"
         )
     return Path(text).expanduser()
