@@ -1,4 +1,4 @@
-"""Published files from the network: whole and with the published checksum, or not at all."""
+"""Download published files, resume interrupted downloads, and check digests."""
 
 import hashlib
 import http.client
@@ -18,26 +18,27 @@ from ssl_bench.errors import DataError, MachineError
 from ssl_bench.system.files import open_regular, wait_for_lock
 from ssl_bench.system.progress import bar_class
 
-# Long enough for a slow line, short enough that a machine without network answers within 5 s.
+# Long enough for a slow connection, short enough to fail within 5 s on a machine without network.
 REACH_SECONDS = 3.0
 STALL_SECONDS = 60.0
-_CHUNK = 2**18
+_CHUNK_BYTES = 2**18
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-"""Those of huggingface_hub that forbid the network. Here they hold for every host."""
+"""Variables of huggingface_hub that forbid network access. Here they apply to every host."""
 
 
-class NotFetched(MachineError):
-    """A file that could not be had from where it is published."""
+class DownloadError(MachineError):
+    """A file that could not be downloaded."""
 
 
 @dataclass(frozen=True)
-class Published:
-    """A file at an address, and the digest of its bytes.
+class PublishedFile:
+    """A published file.
 
     Attributes:
-        digest: Hexadecimal; None where nobody publishes one, and the length that the server gives
-            and what the file is for itself must do.
-        size: Bytes; None where nobody publishes them.
+        url: Address of the file.
+        digest: Hexadecimal digest of its bytes, None if none is published.
+        algorithm: Algorithm of the digest.
+        size: Size in bytes, None if it is not published.
     """
 
     url: str
@@ -53,90 +54,86 @@ class Published:
 Check = Callable[[Path], object]
 
 
-def download(published: Published, path: Path, check: Check | None = None) -> Path:
-    """The published file at `path`, fetched unless it is there.
+def download(published: PublishedFile, path: Path, check: Check | None = None) -> Path:
+    """Return the path of a published file, and download it first if it is missing.
 
-    Bytes go to `path` + ".part", with which a later call goes on where a digest will tell whether
-    they fit. They get their name when their digest is the published one or, without one, `check`
-    finds nothing. A file that is there has to pass the same. Processes that want the same file
-    wait for the first.
+    The bytes are written to `path` + ".part" and get their final name only after the digest (or,
+    without a digest, `check`) has confirmed them. An interrupted download is continued if there is
+    a digest, otherwise it starts again. An existing file is checked in the same way. Processes that
+    download the same file wait for the first.
 
     Args:
-        published: Where it is, and what is known of it.
-        path: Its name here.
-        check: Raises DataError for a file that is not what its name says.
-
-    Returns:
-        `path`.
+        published: Address, digest and size of the file.
+        path: Path of the downloaded file.
+        check: Raises DataError for a wrong file. Used if no digest is published.
 
     Raises:
-        NotFetched: the server cannot be reached or sends something else, the transfer broke off,
-            or the digest is another; nothing is at `path` then.
-        MachineError: it cannot be written.
-        DataError: there is another file at `path`.
+        DownloadError: The server is unreachable, the transfer was interrupted, or the received
+            file is not the published one. No file is left at `path` then.
+        MachineError: The file cannot be written.
+        DataError: A different file exists at `path`.
     """
     if path.exists():
-        if (fault := _fault(published, path, check)) is not None:
-            raise DataError(f"{path} {fault}; delete it and type the command again")
+        if (problem := _find_problem(published, path, check)) is not None:
+            raise DataError(f"{path} {problem}. Delete it and run the command again")
         return path
     part = part_of(path)
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
         with part.open("ab") as file:
             wait_for_lock(file.fileno())
-            # Another process may have fetched it meanwhile.
+            # Another process may have downloaded it meanwhile.
             if not path.exists():
-                _complete(published, file)
-                if (fault := _fault(published, part, check)) is not None:
+                _append_missing(published, file)
+                if (problem := _find_problem(published, part, check)) is not None:
                     file.truncate(0)
-                    raise NotFetched(f"{published.url} {fault}; nothing was kept")
+                    raise DownloadError(f"{published.url} {problem}, so the download was deleted")
                 os.fsync(file.fileno())
                 part.replace(path)
-    except NotFetched as error:
-        raise NotFetched(
-            f"{error}; type the command again, or fetch {published.url} elsewhere and put it at "
-            f"{path}"
+    except DownloadError as error:
+        raise DownloadError(
+            f"{error}. Run the command again, or download {published.url} on another machine and "
+            f"copy it to {path}"
         ) from error
     except OSError as error:
         raise MachineError(
-            f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
+            f"cannot write {path} ({error.strerror or error}). Free some space or choose another "
+            "folder"
         ) from error
     return path
 
 
 def offline_variable() -> str | None:
-    """Return the name of the environment variable that forbids the network, if one does."""
-    switched_on = ("1", "on", "yes", "true")
-    return next(
-        (v for v in OFFLINE_VARIABLES if os.environ.get(v, "").lower() in switched_on), None
-    )
+    """Return the name of the environment variable that forbids network access, or None."""
+    enabled = ("1", "on", "yes", "true")
+    return next((v for v in OFFLINE_VARIABLES if os.environ.get(v, "").lower() in enabled), None)
 
 
 def part_of(path: Path) -> Path:
-    """Where the bytes of a file are that is not complete."""
+    """Return the path of a file's incomplete download."""
     return path.with_name(f"{path.name}.part")
 
 
 def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
-    """The answer of a server.
+    """Send a request and return the response.
 
     Raises:
-        urllib.error.HTTPError: it says no.
-        NotFetched: there is none in time, or the network must not be used.
+        urllib.error.HTTPError: The server answers with an error.
+        DownloadError: The server does not answer in time, or network access is forbidden.
     """
     if (variable := offline_variable()) is not None:
-        raise NotFetched(f"{request.full_url} was not requested because {variable} is set")
+        raise DownloadError(f"{request.full_url} was not requested because {variable} is set")
     answers: SimpleQueue[http.client.HTTPResponse | Exception] = SimpleQueue()
 
     def wait() -> None:
         try:
-            # Not urlopen, which remembers the proxies of its first call.
+            # Unlike `urlopen`, a new opener does not cache the proxies of the first call.
             opener = urllib.request.build_opener()
             answers.put(opener.open(request, timeout=STALL_SECONDS))
         except (OSError, ValueError, http.client.HTTPException) as error:
             answers.put(error)
 
-    # In a thread: no timeout of a socket covers a name server that does not answer.
+    # A thread, because the timeout of a socket does not cover name resolution.
     Thread(target=wait, daemon=True).start()
     try:
         answer = answers.get(timeout=REACH_SECONDS)
@@ -146,28 +143,29 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
         raise answer
     if isinstance(answer, Exception):
         host = urllib.parse.urlsplit(request.full_url).netloc
-        raise NotFetched(f"{host} cannot be reached ({answer})") from answer
+        raise DownloadError(f"{host} cannot be reached ({answer})") from answer
     return answer
 
 
-def _fault(published: Published, file: Path, check: Check | None) -> str | None:
-    """What tells a file from the published one, if anything does."""
+def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> str | None:
+    """Return how a file differs from the published one, or None if it does not."""
     try:
         if published.digest is not None:
-            found = published.hexdigest(file)
-            digests = f"{published.algorithm} {found}, published was {published.digest}"
-            return None if found == published.digest else f"has {digests}"
+            digest = published.hexdigest(file)
+            if digest == published.digest:
+                return None
+            return f"has {published.algorithm} {digest}, expected {published.digest}"
         if check is not None:
             check(file)
     except DataError as error:
-        return f"is not what its name says: {error}"
+        return f"is not the expected file ({error})"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None
 
 
-def _complete(published: Published, file: BinaryIO) -> None:
-    """Append what the file lacks."""
+def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
+    """Download the bytes that an incomplete file lacks, and append them."""
     start = file.seek(0, os.SEEK_END)
     if start and start == published.size:
         return
@@ -179,32 +177,33 @@ def _complete(published: Published, file: BinaryIO) -> None:
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             file.truncate(0)
-        raise NotFetched(f"{published.url} answers {error.code} {error.reason}") from error
+        raise DownloadError(f"{published.url} answers {error.code} {error.reason}") from error
     with response:
-        # Before the part is given up for it.
+        # Checked first, so that a login page does not replace the bytes of an earlier call.
         if response.headers.get_content_type() == "text/html":
-            raise NotFetched(f"{published.url} answers with a web page, perhaps to log in")
+            raise DownloadError(f"{published.url} answers with a web page (perhaps a login)")
         if start and response.status != http.HTTPStatus.PARTIAL_CONTENT:
             start = file.truncate(0)
         size = published.size
         if size is None and response.length is not None:
             size = start + response.length
         if size is None:
-            raise NotFetched(f"{published.url} does not say how long it is")
-        name, at = published.url.rpartition("/")[2], start
+            raise DownloadError(f"{published.url} does not state its size")
+        name, position = published.url.rpartition("/")[2], start
         with bar_class()(
-            desc=name, initial=at, total=size, unit="B", unit_scale=True, disable=None, leave=False
-        ) as bar:
-            for chunk in _chunks(response):
-                at += file.write(chunk)
+            desc=name, initial=start, total=size, unit="B", unit_scale=True, disable=None,
+            leave=False,
+        ) as bar:  # fmt: skip
+            for chunk in _read_chunks(response):
+                position += file.write(chunk)
                 bar.update(len(chunk))
         file.flush()
-        if at < size:
-            raise NotFetched(f"{published.url} broke off after {at} of {size} bytes")
+        if position < size:
+            raise DownloadError(f"{published.url} was interrupted after {position} of {size} bytes")
 
 
-def _chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """What arrives until the end, or until the connection breaks."""
+def _read_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield the received bytes until the end, or until the connection breaks."""
     with suppress(OSError, ValueError, http.client.HTTPException):
-        while chunk := response.read1(_CHUNK):
+        while chunk := response.read1(_CHUNK_BYTES):
             yield chunk

@@ -30,7 +30,7 @@ from ssl_bench.evaluation import (
     result_keys,
     result_settings,
 )
-from ssl_bench.layers import layers_of
+from ssl_bench.layers import select_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_of_encoder
 from ssl_bench.models.loading.asked import announced_encoder, encoder_addresses, require_layers
@@ -113,7 +113,7 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
                 say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
                 continue
             requested = layers_of_encoder(encoder.uri, request.layers)
-            layers = layers_of(probe.asked_facets, requested, encoder.depth)
+            layers = select_layers(probe.facet_spec, requested, encoder.depth)
             shares = _split_layers(planned, probe, layers, images, min_shares)
             for share in shares:
                 keys = result_keys(

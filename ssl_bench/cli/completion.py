@@ -1,4 +1,4 @@
-"""`ssl-bench completion`: a script that lets the shell complete commands, flags and names."""
+"""`ssl-bench completion`: print a script that completes commands, flags and names in a shell."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,12 +8,12 @@ from ssl_bench.cli.parser import build_parser
 from ssl_bench.composition.choices import choices
 from ssl_bench.errors import MachineError
 
-_NAMED = ("task", "dataset", "target")
-_FILES = ("checkpoint", "checkpoints", "uris", "figure", "manifest")
-_FOLDERS = ("data_root", "into", "out", "slurm_logs")
+_LIST_ARGUMENTS = ("task", "dataset", "target")
+_FILE_ARGUMENTS = ("checkpoint", "checkpoints", "uris", "figure", "manifest")
+_FOLDER_ARGUMENTS = ("data_root", "into", "out", "slurm_logs")
 
-# What is behind the last comma is completed, what is before it stays.
-_COMPLETE_A_LIST = """\
+# The last element of a list with commas is completed. The elements before it are kept.
+_BASH_FUNCTIONS = """\
 _ssl_bench_list() {
   local typed="$1" head=""
   shift
@@ -28,7 +28,7 @@ _ssl_bench_target() {
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the script for a shell, with the names of probes and datasets as they are now.
+    """Print the script for a shell, with the names of the installed probes and datasets.
 
     Raises:
         MachineError: shtab is not installed.
@@ -37,34 +37,35 @@ def command(options: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise MachineError("completion needs shtab; run: pip install shtab") from error
+        raise MachineError("completion needs shtab. Run: pip install shtab") from error
     names = {"task": [*choices("probe"), "all"], "dataset": choices("dataset")}
-    for action in _actions(parser):
-        # The attribute in which shtab looks for the name of a shell function.
+    for action in _list_actions(parser):
+        # shtab reads the name of a shell function from the attribute `complete`.
         complete: Any = None
-        if action.dest in _NAMED and shell == "bash":
+        metavar = action.metavar
+        if action.dest in _LIST_ARGUMENTS and shell == "bash":
             complete = {"bash": f"_ssl_bench_{action.dest}"}
         elif action.dest in names and shell == "fish":
             complete = {"fish": f"(__fish_complete_list , _ssl_bench_{action.dest})"}
-        elif action.dest in _NAMED:
+        elif action.dest in _LIST_ARGUMENTS:
             action.choices = names.get(action.dest, names["dataset"])
-        elif isinstance(meta := action.metavar, str) and "|" in meta and meta.islower():
-            # Such as fail|skip.
-            action.choices = meta.split("|")
-        elif action.dest in _FILES:
+        elif isinstance(metavar, str) and "|" in metavar and metavar.islower():
+            # For example "fail|skip".
+            action.choices = metavar.split("|")
+        elif action.dest in _FILE_ARGUMENTS:
             complete = shtab.FILE
-        elif action.dest in _FOLDERS:
+        elif action.dest in _FOLDER_ARGUMENTS:
             complete = shtab.DIRECTORY
         if complete:
             action.complete = complete  # pyrefly: ignore[missing-attribute]
-    print(shtab.complete(parser, shell=shell, preamble=_functions(shell, names)))
+    print(shtab.complete(parser, shell=shell, preamble=_shell_functions(shell, names)))
     return 0
 
 
-def _functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
-    """What offers names of tasks and datasets; shells without such functions get lists of them."""
+def _shell_functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
+    """Return functions that list tasks and datasets, for the shells that shtab calls them from."""
     if shell == "bash":
-        return _COMPLETE_A_LIST + "\n".join(
+        return _BASH_FUNCTIONS + "\n".join(
             f'_ssl_bench_{kind}() {{ _ssl_bench_list "$1" {" ".join(valid)}; }}'
             for kind, valid in names.items()
         )
@@ -76,10 +77,11 @@ def _functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
     return ""
 
 
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+def _list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the arguments of all commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
-                yield from _actions(command)
+                yield from _list_actions(command)
         else:
             yield action

@@ -1,4 +1,4 @@
-"""The command `ssl-bench data`: what is published, fetched, complete and unchanged."""
+"""`ssl-bench data`: list, download, check and verify datasets."""
 
 import argparse
 import os
@@ -32,31 +32,34 @@ from ssl_bench.errors import (
 )
 from ssl_bench.network import download, part_of
 from ssl_bench.system.escaping import dump_json, escape_lines, escape_unprintable, to_one_line
-from ssl_bench.system.files import file_sha256, read_regular, wait_for_lock, write_text_atomically
+from ssl_bench.system.files import (
+    file_sha256,
+    read_regular,
+    wait_for_lock,
+    write_text_atomically,
+)
 from ssl_bench.system.paths import expand_path, resolve_links
 from ssl_bench.system.progress import format_size, say, show_progress
 
 MANIFEST = "SHA256SUMS"
-# As `sha256sum` writes it: between them `*` marks what was read as binary; `find` puts `./` before
-# every name.
-_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
-_MARKS = ".ssl-bench"
-_DONE = "{0.url} {0.digest}\n"
-_SAMPLE = 64
+# A line of `sha256sum`: "*" marks a file that was read as binary, and `find` prefixes "./".
+_MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
+_MARKER_FOLDER = ".ssl-bench"
+_SAMPLE_SIZE = 64
 _ROLES = (
     *("segmentation", "classification", "correspondence"),
     *("discovery", "saliency", "images"),
 )
-
-_CHECKED: Mapping[str, tuple[str, ...]] = {
+_ROLES_OF_SPLITS: Mapping[str, tuple[str, ...]] = {
     "train": ("segmentation", "classification"),
     "val": ("segmentation", "classification", "correspondence", "saliency"),
     "discovery": ("discovery",),
 }
+"""Splits that `check` opens, and the roles of a dataset that need them."""
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Do one of list, download, check and verify; only check takes overrides."""
+    """Run one of list, download, check and verify. Only check accepts overrides."""
     if options.action == "check":
         return _check(options, overrides)
     if overrides:
@@ -66,11 +69,11 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    """Print a line for each dataset, or all about one."""
+    """Print one line for each dataset, or all facts about one."""
     if options.target is not None:
-        source = _source(options.action, options.target)
-        row = _as_json(source)
-        print(dump_json(row) if options.json else "\n".join(_about(row, source)))
+        source = _find_source(options.action, options.target)
+        facts = _as_json(source)
+        print(dump_json(facts) if options.json else "\n".join(_format_facts(facts, source)))
         return 0
     if options.json:
         print(dump_json([_as_json(source) for source in SOURCES.values()]))
@@ -78,42 +81,47 @@ def _list(options: argparse.Namespace) -> int:
     for source in SOURCES.values():
         size = format_size(source.size) if source.downloads else "-"
         way = f"download {source.name}" if source.downloads else "by hand"
-        way = "made at first use" if source.is_generated else way
-        print(f"{source.name:<15} {size:>8}  {way:<20} {source.title}; {source.licence}")
-    print("`ssl-bench data list NAME` shows one with its tree, files and classes")
+        way = "generated" if source.is_generated else way
+        print(f"{source.name:<15} {size:>8}  {way:<20} {source.title} ({source.licence})")
+    print("Run `ssl-bench data list NAME` to show the folder tree, files and classes of a dataset.")
     return 0
 
 
-def _source(action: str, name: str | None) -> Source:
+def _find_source(action: str, name: str | None) -> Source:
     if name is None:
-        raise ConfigurationError(f"name a dataset: {', '.join(SOURCES)}")
+        raise ConfigurationError(
+            f"data {action} expects a dataset, one of {', '.join(SOURCES)}",
+            hint=("ssl-bench", "data", "list"),
+        )
     hint = ("ssl-bench", "data", action, "{near}")
     return SOURCES[require_choice("dataset", name, list(SOURCES), hint=hint)]
 
 
 def _as_json(source: Source) -> dict[str, Any]:
-    """All that is known of a dataset, as JSON types."""
-    dataset, _ = _built(source.name, None)
-    roles = [role for role in _ROLES if role in dataset.supports]
-    classes = list(_class_names(source, dataset))
-    return {**asdict(source), "counts": dict(source.counts), "size": source.size, "roles": roles,
-            "class_names": classes}  # fmt: skip
+    dataset, _ = _build_dataset(source.name, None)
+    return {
+        **asdict(source),
+        "counts": dict(source.counts),
+        "size": source.size,
+        "roles": [role for role in _ROLES if role in dataset.supports],
+        "class_names": list(_class_names(source, dataset)),
+    }
 
 
-def _about(told: dict[str, Any], source: Source) -> list[str]:
-    names = ", ".join(told["class_names"]) or "named in the download"
+def _format_facts(facts: Mapping[str, Any], source: Source) -> list[str]:
+    names = ", ".join(facts["class_names"]) or "named in the download"
     files = []
-    for one in source.downloads:
-        published = one.published
+    for file in source.downloads:
+        published = file.published
         digest = f"{published.algorithm} {published.digest}" if published.digest else "no digest"
-        files.append(f"{published.url} ({format_size(one.size)}, {digest}) into DIR/{one.into}")
+        files.append(f"{published.url} ({format_size(file.size)}, {digest}) into DIR/{file.into}")
     rows = [
         ("title", source.title),
         ("homepage", source.homepage),
         ("licence", source.licence),
-        ("roles", ", ".join(told["roles"])),
+        ("roles", ", ".join(facts["roles"])),
         *(("expected", line) for line in source.tree),
-        *((role, f"{count:,} images") for role, count in source.counts.items()),
+        *((split, f"{count:,} images") for split, count in source.counts.items()),
         *(("file", line) for line in files),
         *([("by hand", source.by_hand)] if source.by_hand else []),
         *([("classes", f"{source.num_classes}: {names}")] if source.num_classes else []),
@@ -129,9 +137,11 @@ def _class_names(source: Source, dataset: Any) -> Sequence[str]:
     return getattr(dataset, "class_names", ())
 
 
-def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> tuple[Any, ReadOptions]:
-    """The dataset of a configuration, not opened, and how it asks for the files to be read."""
-    # Here, because Hydra takes longer than all that `data list` says.
+def _build_dataset(
+    name: str, root: str | None, overrides: Sequence[str] = ()
+) -> tuple[Any, ReadOptions]:
+    """Return a dataset that is not opened yet, and how its files are to be read."""
+    # Imported only now: Hydra takes longer to import than `data list` to run.
     from ssl_bench.composition.compose import add_data_root, build, compose_config
 
     config = compose_config("data", add_data_root([f"dataset={name}", *overrides], root))
@@ -139,273 +149,310 @@ def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> tuple[
 
 
 def _download(options: argparse.Namespace) -> int:
-    """Fetch and unpack the files of a dataset, going on where an earlier call ended."""
-    source = _source(options.action, options.target)
+    """Download and unpack the files of a dataset that are still missing."""
+    source = _find_source(options.action, options.target)
     if not source.downloads:
-        raise ConfigurationError(f"{source.name} has no free address: {source.by_hand}")
-    root = _root(options)
-    pending = [one for one in source.downloads if not _is_done(one, root)]
-    say(f"{source.title}: {source.licence}; {source.homepage}")
-    # Archive and files are on the disk at the same time; earlier calls may have fetched a part.
-    needed = sum(one.size for one in pending)
-    for one in (one for one in pending if not _target(one, root).is_file()):
-        part = part_of(_target(one, root))
-        needed += max(0, one.size - (part.stat().st_size if part.is_file() else 0))
-    require_space(needed, root)
-    for one in pending:
-        _fetch(one, root)
-    state = {"dataset": source.name, "root": str(root), "fetched": [one.name for one in pending]}
+        raise ConfigurationError(
+            f"{source.name} cannot be downloaded automatically: {source.by_hand}"
+        )
+    root = _require_root(options)
+    pending = [file for file in source.downloads if not _is_finished(file, root)]
+    say(f"{source.title} ({source.licence}), {source.homepage}")
+    # An archive and its unpacked files need space at the same time.
+    size = sum(file.size for file in pending)
+    for file in pending:
+        path = _local_path(file, root)
+        if not path.is_file():
+            part = part_of(path)
+            size += max(0, file.size - (part.stat().st_size if part.is_file() else 0))
+    require_space(size, root)
+    for file in pending:
+        _fetch(file, root)
     if options.json:
-        print(dump_json(state, indent=None))
-    say(
-        f"{source.name} is complete in {root}; `ssl-bench data check {source.name} --data-root "
-        f"{root}` reads it; the archives in {root} may be deleted"
-    )
+        names = [file.name for file in pending]
+        result = {"dataset": source.name, "root": str(root), "fetched": names}
+        print(dump_json(result, indent=None))
+    say(f"{source.name} is complete in {root}. You may delete the archives in this folder.")
+    say(f"run `ssl-bench data check {source.name} --data-root {root}` to check it")
     return 0
 
 
-def _target(one: Download, root: Path) -> Path:
-    return (root if one.is_archive else root / one.into) / one.name
+def _local_path(file: Download, root: Path) -> Path:
+    return (root if file.is_archive else root / file.into) / file.name
 
 
-def _fetch(one: Download, root: Path) -> None:
-    say(f"{one.published.url}, {format_size(one.size)}")
-    target = _target(one, root)
-
-    def require_archive(found: Path) -> None:
-        if not (zipfile.is_zipfile(found) or tarfile.is_tarfile(found)):
-            raise DataError(f"{found} is no whole zip or tar")
-
-    check = require_archive if one.is_archive else None
-    with download(one.published, target, check).open("rb") as file:
-        # Another process may unpack it.
-        wait_for_lock(file.fileno())
-        if _is_done(one, root):
+def _fetch(file: Download, root: Path) -> None:
+    """Download a file, unpack it if it is an archive, and write its marker."""
+    say(f"downloading {file.published.url} ({format_size(file.size)})")
+    path = _local_path(file, root)
+    check = _require_archive if file.is_archive else None
+    with download(file.published, path, check).open("rb") as opened:
+        # Another process may be unpacking the same archive.
+        wait_for_lock(opened.fileno())
+        if _is_finished(file, root):
             return
-        if one.is_archive:
-            unpack(target, root / one.into)
-            # Before the mark: it must not survive a loss of power that the files do not.
+        if file.is_archive:
+            unpack(path, root / file.into)
+            # After a power failure, the marker must not exist without the files.
             if hasattr(os, "sync"):
                 os.sync()
-        # A file that says which download is in its place.
-        write_text_atomically(root / _MARKS / one.name, _DONE.format(one.published))
+        write_text_atomically(root / _MARKER_FOLDER / file.name, _marker_text(file))
 
 
-def _is_done(one: Download, root: Path) -> bool:
-    mark = root / _MARKS / one.name
-    return mark.is_file() and mark.read_text(errors="replace") == _DONE.format(one.published)
+def _require_archive(path: Path) -> None:
+    if not (zipfile.is_zipfile(path) or tarfile.is_tarfile(path)):
+        raise DataError(f"{path} is not a complete zip or tar archive")
+
+
+def _marker_text(file: Download) -> str:
+    """Return the content of the file that marks a download as finished."""
+    return f"{file.published.url} {file.published.digest}\n"
+
+
+def _is_finished(file: Download, root: Path) -> bool:
+    marker = root / _MARKER_FOLDER / file.name
+    return marker.is_file() and marker.read_text(errors="replace") == _marker_text(file)
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Write the files of a tar or zip archive below a folder; files that are there are replaced.
+    """Unpack a tar or zip archive into a folder and replace existing files.
 
     Raises:
-        DataError: it is damaged, or holds what leads out of the folder.
-        MachineError: the disk is too small or cannot be written.
+        DataError: The archive is damaged, or a member would be written outside of the folder.
+        MachineError: The disk is full or not writable.
     """
-    title = f"unpacking {archive.name}"
+    description = f"unpacking {archive.name}"
     try:
         if archive.suffix.lower() == ".zip":
             with zipfile.ZipFile(archive) as zipped:
                 names = zipped.namelist()
-                require_space(sum(one.file_size for one in zipped.infolist()), folder)
-                zipped.extractall(folder, show_progress(names, title, len(names)))
+                require_space(sum(member.file_size for member in zipped.infolist()), folder)
+                zipped.extractall(folder, show_progress(names, description, len(names)))
         else:
             with tarfile.open(archive) as tarred:
                 members = tarred.getmembers()
-                require_space(sum(one.size for one in members), folder)
-                shown = show_progress(members, title, len(members))
+                require_space(sum(member.size for member in members), folder)
+                shown = show_progress(members, description, len(members))
                 tarred.extractall(folder, shown, filter="data")
     except (EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"{archive} is damaged ({error}); delete it and type the command again"
+            f"{archive} is damaged ({error}). Delete it and run the command again"
         ) from error
     except MachineError:
         raise
     except OSError as error:
         raise MachineError(
-            f"cannot unpack {archive}: {error.strerror or error}; free space or choose another "
-            "folder",
+            f"cannot unpack {archive} ({error.strerror or error}). Free some space or choose "
+            "another folder",
             hint=("--data-root", "{folder}"),
         ) from error
 
 
 def require_space(size: int, folder: Path) -> None:
-    """Refuse before hours of work what does not fit below a folder, in bytes."""
+    """Raise MachineError if a number of bytes does not fit on the disk of a folder."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     if size > free:
         raise MachineError(
-            f"{folder} needs {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; free space or "
-            "choose another folder",
+            f"{folder} has {free / 1e9:.1f} GB free, expected {size / 1e9:.1f} GB. Free some space "
+            "or choose another folder",
             hint=("--data-root", "{folder}"),
         )
 
 
-def _root(options: argparse.Namespace) -> Path:
+def _require_root(options: argparse.Namespace) -> Path:
     if options.data_root is None:
         raise ConfigurationError(
-            f"data {options.action} expects a folder",
+            f"data {options.action} needs the folder of the dataset",
             hint=("--data-root", "{folder}"),
         )
     return expand_path(options.data_root)
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Open, count and sample every split of a dataset; exit code 3 if anything is wrong."""
+    """Open, count and sample the splits of a dataset.
+
+    Raises:
+        DataError: A split cannot be opened, has another number of images than published, or has an
+            unreadable image.
+    """
     name = options.target
     if name is not None and name not in SOURCES and name in choices("dataset"):
-        # One's own, of which nothing is published.
+        # A dataset of an installed package, about which nothing is published.
         source = Source(name, name, tree=("any folder",))
     else:
-        source = _source("check", name)
+        source = _find_source("check", name)
     if source.is_generated and options.data_root is not None:
         raise ConfigurationError(
-            f"{source.name} is generated and takes no --data-root; leave it out"
+            f"dataset {source.name} is generated, so --data-root has no effect. Remove it"
         )
-    root = None if source.is_generated else str(_root(options))
-    plain, reading = _built(source.name, root, overrides)
-    dataset = dataset_read_as(plain, reading)
-    if getattr(plain, "leaves_out_unreadable", False):
-        # Pictures of one's own: a probe takes what can be read.
-        images = dataset.images()
-        faults = faults_of(images, {})
-        gone = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]
-        if options.json:
-            taken = len(images) - len(gone)
-            print(dump_json({"dataset": source.name, "images": taken, "left_out": gone}))
-        else:
-            problems = [f"  {to_one_line(str(fault))}" for fault in faults if fault is not None]
-            verdict = f"{len(gone)} cannot be read" if gone else "ok"
-            print(escape_lines([f"{len(images)} files of images: {verdict}", *problems]))
-        require_readable(images, faults)
-        return 0
+    root = None if source.is_generated else str(_require_root(options))
+    unread, read_options = _build_dataset(source.name, root, overrides)
+    dataset = dataset_read_as(unread, read_options)
+    if getattr(unread, "leaves_out_unreadable", False):
+        return _check_photographs(source.name, dataset.images(), as_json=options.json)
     counts = {} if options.subset else source.counts
-    roles = [role for role, kinds in _CHECKED.items() if dataset.supports.intersection(kinds)]
-    states = [_checked(dataset, role, counts.get(role)) for role in roles or ["images"]]
+    splits = [
+        split for split, roles in _ROLES_OF_SPLITS.items() if dataset.supports.intersection(roles)
+    ]
+    states = [_check_split(dataset, split, counts.get(split)) for split in splits or ["images"]]
     if options.json:
         print(dump_json({"dataset": source.name, "splits": states}))
     else:
         for state in states:
-            counted = state["published"]
-            expected = f" of {counted:,} published" if counted is not None else ""
-            problems = [f"  {to_one_line(problem)}" for problem in state["problems"]]
-            verdict = f"{len(problems)} problem(s)" if problems else "ok"
-            first = (
-                f"{state['role']:<10} {state['images']:,} images{expected}, {state['read']} read "
-                f"as a sample: {verdict}"
-            )
-            print(escape_lines([first, *problems]))
-        names = _class_names(source, plain)
-        if source.name == "ade20k" and root is not None:
-            inside = Path(root) / "ADEChallengeData2016"
-            names = ade20k_class_names(inside if inside.is_dir() else Path(root))
-        if names:
-            print(escape_unprintable(f"classes    {len(names)}: {', '.join(names)}"))
-        elif "classification" in dataset.supports and not any(s["problems"] for s in states):
-            found = dataset.train().class_names
-            print(escape_unprintable(f"classes    {len(found)}: {first_of(found)}"))
-    broken = [state for state in states if state["problems"]]
-    if broken:
-        count = sum(len(state["problems"]) for state in broken)
-        first = f"first {broken[0]['role']}: {broken[0]['problems'][0]}"
-        by_hand, remedy = f"; {source.by_hand}" if source.by_hand else "", ()
-        if source.downloads:
-            by_hand = ""
-            remedy = (
-                "ssl-bench",
-                "data",
-                "download",
-                source.name,
-                "--data-root",
-                escape_braces(str(root)),
-            )
-        fewer = all(
-            0 < one["images"] < (one["published"] or 0) and len(one["problems"]) == 1
-            for one in broken
-        )
-        if fewer:
-            raise DataError(
-                f"{source.name} in {root} is a part of what is published, {first}{by_hand}",
-                hint=join_alternatives(("--subset",), remedy),
-            )
-        if not source.counts or source.is_generated:
-            many = "fault" if count == 1 else "faults"
-            raise DataError(f"{source.name} in {root} has {count} {many}, {first}")
-        raise DataError(
-            f"{source.name} in {root} is not as published, {count} in all, {first}{by_hand}",
-            hint=join_alternatives(("ssl-bench", "data", "list", source.name), remedy),
-        )
+            print(escape_lines(_format_state(state)))
+        if classes := _format_classes(source, unread, dataset, states):
+            print(escape_unprintable(classes))
+    if any(state["problems"] for state in states):
+        raise _faulty_dataset(source, root, states)
     return 0
 
 
-def _checked(dataset: Dataset, role: str, published: int | None) -> dict[str, Any]:
-    """Open a split, count it, and decode a random sample of it, always the same one.
+def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
+    """Decode every image of a folder of photographs, where probes skip unreadable images."""
+    faults = faults_of(images, {})
+    problems = [to_one_line(str(fault)) for fault in faults if fault is not None]
+    if as_json:
+        unreadable = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]
+        taken = len(images) - len(unreadable)
+        print(dump_json({"dataset": name, "images": taken, "left_out": unreadable}))
+    else:
+        verdict = f"{len(problems)} unreadable" if problems else "ok"
+        lines = [f"{len(images)} images: {verdict}", *(f"  {problem}" for problem in problems)]
+        print(escape_lines(lines))
+    require_readable(images, faults)
+    return 0
 
-    Images are 0 where it cannot be opened, and None published where nobody says how many.
+
+def _check_split(dataset: Dataset, split: str, published: int | None) -> dict[str, Any]:
+    """Open a split, count its images and read a fixed random sample of them.
+
+    Args:
+        dataset: The opened dataset.
+        split: Name of the method that opens the split, such as "train".
+        published: The published number of images, None if it is unknown.
+
+    Returns:
+        JSON types with the name of the split, the numbers of images and a list of problems.
     """
-    told = {"role": role, "split": "", "images": 0, "published": published, "read": 0}
+    state = {"role": split, "split": "", "images": 0, "published": published, "read": 0}
     try:
-        images: ImageSet = getattr(dataset, role)()
+        images: ImageSet = getattr(dataset, split)()
     except DataError as error:
-        return {**told, "problems": [str(error)]}
+        return {**state, "problems": [str(error)]}
     problems = []
     if published is not None and published != len(images):
-        problems.append(f"{len(images):,} images, published are {published:,}")
-    chosen = sorted(random.Random(0).sample(range(len(images)), min(_SAMPLE, len(images))))
-    read = 0
-    for index in show_progress(chosen, f"reading {images.split}"):
+        problems.append(f"{len(images):,} images, expected {published:,}")
+    sample = random.Random(0).sample(range(len(images)), min(_SAMPLE_SIZE, len(images)))
+    for index in show_progress(sorted(sample), f"reading {images.split}"):
         try:
             images[index]
-            read += 1
+            state["read"] += 1
         except DataError as error:
             problems.append(str(error))
-    told |= {"split": images.split, "images": len(images), "read": read}
-    return {**told, "problems": problems}
+    return {**state, "split": images.split, "images": len(images), "problems": problems}
+
+
+def _format_state(state: Mapping[str, Any]) -> list[str]:
+    published = state["published"]
+    expected = f" of {published:,} published" if published is not None else ""
+    problems = [f"  {to_one_line(problem)}" for problem in state["problems"]]
+    verdict = f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else "ok"
+    counts = f"{state['images']:,} images{expected}, sample of {state['read']} read"
+    return [f"{state['role']:<10} {counts}: {verdict}", *problems]
+
+
+def _format_classes(
+    source: Source, unread: Any, dataset: Dataset, states: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return a line with the class names of a dataset, empty if they are unknown."""
+    names = _class_names(source, unread)
+    if source.name == "ade20k":
+        root = Path(unread.root)
+        inside = root / "ADEChallengeData2016"
+        names = ade20k_class_names(inside if inside.is_dir() else root)
+    if names:
+        return f"classes    {len(names)}: {', '.join(names)}"
+    if "classification" in dataset.supports and not any(state["problems"] for state in states):
+        names = dataset.train().class_names
+        return f"classes    {len(names)}: {first_of(names)}"
+    return ""
+
+
+def _faulty_dataset(
+    source: Source, root: str | None, states: Sequence[Mapping[str, Any]]
+) -> DataError:
+    """Return the error for a dataset with problems, and how to get a complete one."""
+    faulty = [state for state in states if state["problems"]]
+    count = sum(len(state["problems"]) for state in faulty)
+    message = (
+        f"{source.name} in {root} has {count} problem{'s' * (count > 1)}, first in "
+        f"{faulty[0]['role']}: {faulty[0]['problems'][0]}"
+    )
+    # All images can be read, but some of the published ones are missing.
+    is_subset = all(
+        0 < state["images"] < (state["published"] or 0) and len(state["problems"]) == 1
+        for state in faulty
+    )
+    subset = ("--subset",) if is_subset else ()
+    fetch = ()
+    if source.downloads:
+        fetch = (
+            *("ssl-bench", "data", "download", source.name),
+            *("--data-root", escape_braces(str(root))),
+        )
+    elif source.by_hand and source.counts:
+        message += f". To get it: {source.by_hand}"
+    return DataError(message, hint=join_alternatives(subset, fetch))
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Compare the files below a folder with the list of their sha256, or write that list."""
+    """Compare the files of a folder with the list of their sha256, or write that list.
+
+    Raises:
+        DataError: A listed file is missing or has changed.
+    """
     if options.target is None:
-        raise ConfigurationError("data verify needs the folder of a dataset")
+        raise ConfigurationError(
+            "data verify needs a folder", hint=("ssl-bench", "data", "verify", "{folder}")
+        )
     root = expand_path(options.target)
     manifest = expand_path(options.manifest) if options.manifest else root / MANIFEST
     if options.update or not manifest.exists():
         count = write_manifest(root, manifest)
-        say(f"{count} files listed in {manifest}; `ssl-bench data verify {root}` compares them")
+        say(f"wrote the sha256 of {count} files to {manifest}. Run the command again to compare.")
         if options.json:
             print(dump_json({"manifest": str(manifest), "listed": count}, indent=None))
         return 0
-    expected, names = read_manifest(manifest), _files(root, manifest)
+    expected, names = read_manifest(manifest), _find_files(root, manifest)
     digests = _digests(root, [name for name in names if name in expected])
     changed = [name for name, digest in digests if digest != expected[name]]
     missing = sorted(expected.keys() - set(names))
     added = [name for name in names if name not in expected]
     if options.json:
-        told = {"changed": changed, "missing": missing, "added": added}
-        print(dump_json({"manifest": str(manifest), **told}))
-    for what, some in (("new, not in the list", added), ("missing", missing)):
-        if some:
-            say(f"{len(some)} {what}: {first_of(some)}")
-    # Files that came later are no damage.
+        lists = {"changed": changed, "missing": missing, "added": added}
+        print(dump_json({"manifest": str(manifest), **lists}))
+    if added:
+        say(f"{len(added)} files are not in the list: {first_of(added)}")
+    # Added files are not an error.
     if changed or missing:
         raise DataError(
-            f"{len(changed)} files below {root} differ from {manifest} and {len(missing)} are "
-            f"missing: {first_of([*changed, *missing])}; fetch them again, or accept the changes",
+            f"{root} differs from {manifest}: {len(changed)} changed and {len(missing)} missing "
+            f"files ({first_of([*changed, *missing])}). Restore them, or write the list again",
             hint=("--update",),
         )
-    say(f"all files below {root} are as {manifest} lists them")
+    say(f"{root} agrees with {manifest}")
     return 0
 
 
 def write_manifest(root: Path, manifest: Path) -> int:
-    """List the sha256 of every file below a folder, and count them.
+    """Write the sha256 of every file below a folder and return their number.
 
-    Hidden files and the list itself are left out.
+    Hidden files and the manifest itself are left out.
     """
-    names = _files(root, manifest)
+    names = _find_files(root, manifest)
     if not names:
-        raise DataError(f"{root} holds no file; name the folder of a dataset")
+        raise DataError(f"{root} has no files, expected the folder of a dataset")
     lines = []
     for name, digest in _digests(root, names):
         escaped = name.replace("\\", "\\\\").replace("\n", "\\n")
@@ -415,43 +462,49 @@ def write_manifest(root: Path, manifest: Path) -> int:
 
 
 def read_manifest(manifest: Path) -> Mapping[str, str]:
-    """Path to sha256, of lines `DIGEST  PATH`."""
+    """Return the sha256 of each path in a file with lines `SHA256  PATH`."""
     try:
         lines = read_regular(manifest).decode(errors="surrogateescape").split("\n")
     except OSError as error:
-        raise DataError(f"cannot read {manifest} ({error.strerror}); write it anew") from error
-    found: dict[str, str] = {}
+        raise DataError(
+            f"cannot read {manifest} ({error.strerror}). Write it again", hint=("--update",)
+        ) from error
+    digests: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
-        match = _LINE.fullmatch(line)
-        if match is None and line:
-            raise DataError(
-                f"{manifest} line {number} is not `SHA256  PATH`; write it anew", hint=("--update",)
-            )
+        match = _MANIFEST_LINE.fullmatch(line)
         if match is not None:
-            name = re.sub(r"\\(.)", lambda one: "\n" if one[1] == "n" else one[1], match[2])
-            found[name] = match[1]
-    if not found:
-        raise DataError(f"{manifest} lists no file; write it anew")
-    return found
+            name = re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], match[2])
+            digests[name] = match[1]
+        elif line:
+            raise DataError(
+                f"{manifest} line {number} is invalid, expected `SHA256  PATH`. Write it again",
+                hint=("--update",),
+            )
+    if not digests:
+        raise DataError(f"{manifest} lists no files. Write it again", hint=("--update",))
+    return digests
 
 
-def _files(root: Path, manifest: Path) -> list[str]:
+def _find_files(root: Path, manifest: Path) -> list[str]:
+    """Return the sorted paths of all files below a folder, without hidden ones."""
     if not root.is_dir():
-        raise DataError(f"{root} is not a folder; name the folder of a dataset")
-    own = resolve_links(manifest)
+        raise DataError(f"{root} is not a folder, expected the folder of a dataset")
+    excluded = resolve_links(manifest)
     found = []
     for folder, children, names in os.walk(root):
         children[:] = [child for child in children if child[0] != "."]
         paths = (Path(folder) / name for name in names if name[0] != ".")
-        found += [p.relative_to(root).as_posix() for p in paths if resolve_links(p) != own]
+        found += [p.relative_to(root).as_posix() for p in paths if resolve_links(p) != excluded]
     return sorted(found)
 
 
 def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield each path with its sha256, computed in threads."""
+
     def digest(name: str) -> str:
         try:
             return file_sha256(root / name)
         except OSError as error:
-            raise DataError(f"{root / name} cannot be read ({error.strerror})") from error
+            raise DataError(f"cannot read {root / name} ({error.strerror})") from error
 
     return in_threads(digest, show_progress(names, f"reading {root.name}"))

@@ -1,22 +1,22 @@
-"""`ssl-bench doctor`: what this machine has, what is missing and what to do about it."""
+"""`ssl-bench doctor`: show versions, devices and caches, and report what must be repaired."""
 
 import argparse
 import importlib
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import constants as hub
 from packaging.requirements import Requirement
 
 from ssl_bench import __version__
-from ssl_bench.composition.choices import choices, config_folder
+from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import add_data_root, build, compose_config
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
@@ -38,133 +38,128 @@ PACKAGES = (
     ("pandas", "pandas"),
     ("pyarrow", "pyarrow"),
 )
+"""Imported module and installed distribution of each required package."""
 EXTRAS = (
     ("submitit", "ssl-bench[slurm]", "sweep --slurm"),
     ("tensorboard", "ssl-bench[track]", "train.tensorboard"),
     ("wandb", "wandb", "train.wandb"),
 )
-"""Packages that something optional needs, what to install for it, and what needs it."""
-CACHE_VARIABLES = (
-    *("HF_HOME", "HF_HUB_CACHE", *OFFLINE_VARIABLES, "TORCH_HOME", "XDG_CACHE_HOME"),
-)
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
+"""Optional distribution, argument of `pip install`, and the feature that needs it."""
+CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", *OFFLINE_VARIABLES, "TORCH_HOME", "XDG_CACHE_HOME")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
+SPLITS_OF_ROLES = {
+    "segmentation": ("train", "val"),
+    "classification": ("train", "val"),
+    "correspondence": ("val",),
+    "discovery": ("discovery",),
+    "saliency": ("val",),
+    "images": ("images",),
+}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
+class Finding(NamedTuple):
+    """One line of the output.
 
     Attributes:
-        broken: Commands will fail until this is mended.
+        name: What was examined, such as "torch".
+        value: Its version, size or state.
+        broken: Whether commands fail until this is repaired.
     """
 
     name: str
     value: str
     broken: bool = False
 
-    def line(self) -> str:
-        return f"{'BROKEN' if self.broken else self.name:<12} {self.value}"
-
 
 def command(options: argparse.Namespace) -> int:
-    """Print one line per finding; exit code 5 when a needed package is not as it must be."""
-    findings = list(_findings(options.data_root))
-    # What is broken comes last, where it is read.
-    findings.sort(key=lambda finding: finding.broken)
-    broken = any(finding.broken for finding in findings)
+    """Print one line for each finding and return 5 if a required package is broken, else 0."""
+    # Broken packages come last, where they are noticed.
+    findings = sorted(_find_all(options.data_root), key=lambda finding: finding.broken)
+    has_broken = any(finding.broken for finding in findings)
     if options.json:
-        rows = [asdict(finding) for finding in findings]
-        print(dump_json({"broken": broken, "findings": rows}))
+        rows = [finding._asdict() for finding in findings]
+        print(dump_json({"broken": has_broken, "findings": rows}))
     else:
-        print(escape_lines(finding.line() for finding in findings))
-    return 5 if broken else 0
+        print(
+            escape_lines(
+                f"{'BROKEN' if finding.broken else finding.name:<12} {finding.value}"
+                for finding in findings
+            )
+        )
+    return 5 if has_broken else 0
 
 
-def _findings(data_root: str | None) -> Iterator[Finding]:
+def _find_all(data_root: str | None) -> Iterator[Finding]:
     yield Finding("ssl-bench", f"{__version__} ({source_commit() or 'installed wheel'})")
     yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
-    yield from (_package(module, distribution) for module, distribution in PACKAGES)
-    yield from _unmet_requirements()
-    for distribution, wanted, purpose in EXTRAS:
+    for module, distribution in PACKAGES:
+        yield _find_package(module, distribution)
+    yield from _find_unmet_requirements()
+    for distribution, requirement, purpose in EXTRAS:
         try:
             yield Finding(distribution, metadata.version(distribution))
         except metadata.PackageNotFoundError:
-            text = f"none; only {purpose} needs it: pip install '{wanted}'"
-            yield Finding(distribution, text)
-    yield from _processors()
-    yield from _gpus()
-    yield from _disks()
-    # What moves them and whether the network is asked; docs/daily.md has all of them.
-    network = "offline" if offline_variable() else "the network is asked for what is not there"
-    yield Finding("caches", f"{_set(CACHE_VARIABLES) or 'where they usually are'}; {network}")
-    none = "no sbatch in PATH; sweep --print works everywhere"
-    yield Finding("slurm", shutil.which("sbatch") or none)
-    yield Finding("configs", str(config_folder()))
-    yield Finding("probes", ", ".join(choices("probe")))
-    yield Finding("datasets", ", ".join(choices("dataset")))
-    yield from _data(data_root)
+            advice = f"not installed, only for {purpose} (pip install '{requirement}')"
+            yield Finding(distribution, advice)
+    yield from _find_processors()
+    yield from _find_gpus()
+    yield from _find_caches()
+    if data_root is not None:
+        yield from _find_datasets(data_root)
 
 
-def _package(module: str, distribution: str) -> Finding:
+def _find_package(module: str, distribution: str) -> Finding:
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except Exception as error:
-        reason = to_one_line(error)
-        text = f"{module} does not import ({reason}); install {distribution} again"
+        text = f"{module} cannot be imported ({to_one_line(error)}). Reinstall {distribution}"
         return Finding(module, text, broken=True)
-    version = getattr(found, "__version__", None) or metadata.version(distribution)
-    searches = ""
-    if module == "faiss" and (count := getattr(found, "get_num_gpus", lambda: 0)()):
-        many = f"{count} GPU{'s' * (count > 1)}"
-        searches = f", searches on the CPU, and with probe.engine=faiss on {many}"
-    elif module == "faiss":
-        why = "no GPU found" if hasattr(found, "StandardGpuResources") else "built without GPU"
-        searches = f", searches on the CPU ({why})"
-    return Finding(module, f"{version}{searches}")
+    version = getattr(imported, "__version__", None) or metadata.version(distribution)
+    if module == "faiss":
+        gpus = getattr(imported, "get_num_gpus", lambda: 0)()
+        version += f", {gpus} GPU{'s' * (gpus != 1)} for probe.engine=faiss"
+    return Finding(module, version)
 
 
-def _set(names: Sequence[str]) -> str:
-    """Those of the environment variables that are set, with their values."""
-    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-
-
-def _unmet_requirements() -> Iterator[Finding]:
-    """Packages that this version of ssl-bench was not made for."""
+def _find_unmet_requirements() -> Iterator[Finding]:
+    """Yield required packages that are missing or have an unsupported version."""
     try:
         requirements = metadata.requires("ssl-bench") or ()
     except metadata.PackageNotFoundError:
-        yield Finding("ssl-bench", "runs from its folder, not installed; packages are not compared")
+        yield Finding("ssl-bench", "not installed, so the versions of packages were not checked")
         return
     for text in requirements:
-        needed = Requirement(text)
-        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+        required = Requirement(text)
+        if required.marker is not None and not required.marker.evaluate({"extra": ""}):
             continue
-        remedy = f"run: pip install '{needed.name}{needed.specifier}'"
+        install = f"Run: pip install '{required.name}{required.specifier}'"
         try:
-            version = metadata.version(needed.name)
+            version = metadata.version(required.name)
         except metadata.PackageNotFoundError:
-            yield Finding(needed.name, f"{needed.name} is not installed; {remedy}", broken=True)
+            yield Finding(
+                required.name, f"{required.name} is not installed. {install}", broken=True
+            )
             continue
-        if not needed.specifier.contains(version, prereleases=True):
-            text = f"{needed.name} is {version}, expected {needed.specifier}; {remedy}"
-            yield Finding(needed.name, text, broken=True)
+        if not required.specifier.contains(version, prereleases=True):
+            text = f"{required.name} is {version}, expected {required.specifier}. {install}"
+            yield Finding(required.name, text, broken=True)
 
 
-def _processors() -> Iterator[Finding]:
+def _find_processors() -> Iterator[Finding]:
     cores, threads = count_usable_cores(), torch.get_num_threads()
-    advice = f"; more threads than cores: set OMP_NUM_THREADS={cores}" if threads > cores else ""
+    advice = f" (set OMP_NUM_THREADS={cores} to use one per core)" if threads > cores else ""
     yield Finding("cpu", f"{cores} cores, torch uses {threads} threads{advice}")
-    yield Finding("threads", _set(THREADS) or f"no limit by {', '.join(THREADS[:3])}")
+    yield Finding("threads", _format_environment(THREAD_VARIABLES) or "no variables set")
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total / 2**30
-        advice = "; little for data workers: train.num_workers=0" if size < 1 else ""
+        advice = " (too small for data workers, set train.num_workers=0)" if size < 1 else ""
         yield Finding("shm", f"{size:.1f} GiB in {shared}{advice}")
 
 
-def _gpus() -> Iterator[Finding]:
+def _find_gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        yield Finding("gpu", "none; everything runs on the CPU")
+        yield Finding("gpu", "none, everything runs on the CPU")
     for index in range(torch.cuda.device_count()):
         name = torch.cuda.get_device_properties(index).name
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
@@ -172,54 +167,56 @@ def _gpus() -> Iterator[Finding]:
         yield Finding(f"gpu {index}", f"{name}, {free:.0f} of {total:.0f} GiB free, {kind}")
 
 
-def _disks() -> Iterator[Finding]:
-    """Free space where results, runs and downloads go."""
-    places = {
+def _find_caches() -> Iterator[Finding]:
+    """Yield the free space of all folders that are written, and the variables that move them."""
+    folders = {
         "disk": Path.cwd(),
         "results": Path("results"),
         "runs": Path("runs"),
         "torch cache": Path(torch.hub.get_dir()),
         "hub cache": Path(hub.HF_HUB_CACHE),
     }
-    for name, folder in places.items():
+    for name, folder in folders.items():
         existing = next(
             p for p in (resolve_links(folder), *resolve_links(folder).parents) if p.is_dir()
         )
         free = shutil.disk_usage(existing).free / 2**30
-        advice = "" if os.access(existing, os.W_OK) else f"; {existing} cannot be written"
+        advice = "" if os.access(existing, os.W_OK) else f", but {existing} is not writable"
         yield Finding(name, f"{free:.0f} GiB free in {folder}{advice}")
+    network = "offline" if offline_variable() else "missing files are downloaded"
+    variables = _format_environment(CACHE_VARIABLES) or "default folders"
+    yield Finding("caches", f"{variables}, {network}")
 
 
-def _data(text: str | None) -> Iterator[Finding]:
-    if text is None:
-        yield Finding("data", "not looked for; pass --data-root DIR or DATASET=DIR,DATASET=DIR")
-        return
-    # Not above: this takes the encoders' libraries along, which may be what is broken.
+def _format_environment(names: tuple[str, ...]) -> str:
+    """Return NAME=VALUE of the environment variables that are set, separated by commas."""
+    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+
+
+def _find_datasets(text: str) -> Iterator[Finding]:
+    # Imported only now: it imports the libraries of encoders, which may be what is broken.
     from ssl_bench.request import parse_data_roots
 
     roots = parse_data_roots(text, choices("dataset"))
-    found = [Finding("data", line) for name, root in roots.items() if (line := _roles(name, root))]
-    yield from found or [Finding("data", f"none of {', '.join(roots)} in {text}; see docs/data.md")]
+    findings = [
+        Finding("data", line)
+        for name, root in roots.items()
+        if (line := _describe_dataset(name, root))
+    ]
+    none = f"no dataset in {text} (looked for {', '.join(roots)}), see docs/data.md"
+    yield from findings or [Finding("data", none)]
 
 
-def _roles(name: str, root: str) -> str | None:
-    """What a dataset can be used for, None where it is not there or not asked for its files."""
+def _describe_dataset(name: str, root: str) -> str | None:
+    """Return the roles and split sizes of a dataset, or None if the folder does not hold it."""
     config = compose_config("data", add_data_root([f"dataset={name}"], root))
     dataset: Dataset = build(config, "dataset")
     if not hasattr(dataset, "root"):
         return None
-    opened = {
-        "segmentation": ("train", "val"),
-        "classification": ("train", "val"),
-        "correspondence": ("val",),
-        "discovery": ("discovery",),
-        "saliency": ("val",),
-        "images": ("images",),
-    }
     roles = []
-    for role in sorted(dataset.supports & opened.keys()):
+    for role in sorted(dataset.supports & SPLITS_OF_ROLES.keys()):
         with suppress(SslBenchError):
-            sets: list[ImageSet] = [getattr(dataset, split)() for split in opened[role]]
-            counts = ", ".join(f"{len(images)} {images.split}" for images in sets)
+            splits: list[ImageSet] = [getattr(dataset, split)() for split in SPLITS_OF_ROLES[role]]
+            counts = ", ".join(f"{len(images)} {images.split}" for images in splits)
             roles.append(f"{role} ({counts})")
     return f"{name} in {root}: {', '.join(roles)}" if roles else None

@@ -1,4 +1,4 @@
-"""`ssl-bench keys`: every KEY=VALUE with what it takes and its default."""
+"""`ssl-bench keys`: list KEY=VALUE options with their legal values, defaults and meaning."""
 
 import argparse
 import json
@@ -34,219 +34,226 @@ from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.request import probing_config
 from ssl_bench.system.progress import say
 
-_RUN = ("model", "objective", "optimizer", "experiment")
-_PROBING = ("probe", "dataset")
-_GROUPS = (*_PROBING, *_RUN)
-_MOST_LISTED = 50
+_RUN_GROUPS = ("model", "objective", "optimizer", "experiment")
+_PROBING_GROUPS = ("probe", "dataset")
+_GROUPS = (*_PROBING_GROUPS, *_RUN_GROUPS)
+_MAX_LISTED = 50
 _COMMANDS = {
     "probe": "`ssl-bench probe` and `sweep`",
     "dataset": "`ssl-bench probe`, `sweep`, `features` and `data check`",
 }
-_ALL = "all of one run; also train, data or monitor alone"
-
 
 _MEANINGS = {
-    "dataset.root": "the folder of the data; --data-root",
-    "data.root": "the folder of the data; --data-root",
-    "data.fingerprint": "by what files are known again: their bytes, or size and time",
-    "data.bits": "how many bits pictures of 16 bits use",
-    "data.limit": "at most so many images of each split, spread over it; --limit",
-    "data.first": "the first so many images of each split",
-    "data.allow_overlap": "let images be scored that something was fitted to",
-    "data.std": "deviation of red, green and blue that images are divided by",
-    "corrupt": "corruption and severity of the scored images, such as gaussian_noise:3",
-    "seed": "whence all that is random is drawn; --seed",
-    "dtype": "of the encoder's numbers",
-    "protocol": "whose procedure, with all of its values",
-    "guesses": "what its paper leaves open",
-    "num_workers": "processes that read images",
-    "batch_size": "images, or features, taken at once",
-    "encoder_batch_size": "images that the encoder takes at once",
-    "image_size": "side in pixels at which images are shown",
-    "train_images": "how many training images are taken",
-    "views": "how images are cut before the encoder sees them",
-    "max_iterations": "steps of the solver at most",
-    "mask_suffix": "what follows the common part of the names of masks",
-    "train_split": "name of the split to train on, or a share such as train:0-75%",
-    "val_split": "name of the split to score, or a share such as train:75-100%",
-    "year": "of the challenge",
-    "epochs": "passes over the training images",
-    "schedule": "how the learning rate falls",
-    "optimizer": "what updates the weights",
-    "optimizer.eps": "added to the root of the second moment",
-    "betas": "how long the two moments remember",
-    "weight_decay": "pull of the weights towards 0",
-    "final_weight_decay": "weight decay at the end of its cosine",
-    "final_lr": "learning rate at the end of its cosine",
-    "checkpoint_minutes": "minutes between two saved states",
+    "dataset.root": "folder of the dataset (--data-root)",
+    "data.root": "folder of the dataset (--data-root)",
+    "data.fingerprint": "whether files are identified by their content or by size and time",
+    "data.bits": "number of bits that 16-bit images use",
+    "data.limit": "maximum number of images per split, evenly spaced (--limit)",
+    "data.first": "number of images at the start of each split to use",
+    "data.allow_overlap": "allow scoring of images that were used for fitting",
+    "data.std": "standard deviation of red, green and blue for normalisation",
+    "corrupt": "corruption and severity of the scored images, e.g. gaussian_noise:3",
+    "seed": "random seed (--seed)",
+    "dtype": "number format of the encoder",
+    "protocol": "published procedure that sets all values of the probe",
+    "guesses": "settings that the paper does not state",
+    "num_workers": "number of processes that read images",
+    "batch_size": "number of images or features per batch",
+    "encoder_batch_size": "number of images that the encoder processes at once",
+    "image_size": "side in pixels to which images are resized",
+    "train_images": "number of training images to use",
+    "views": "crops and augmentations of the encoder's input",
+    "max_iterations": "maximum number of iterations of the solver",
+    "mask_suffix": "end of the names of masks after the name of the image",
+    "train_split": "split to train on, or a share such as train:0-75%",
+    "val_split": "split to score, or a share such as train:75-100%",
+    "year": "year of the challenge",
+    "epochs": "number of passes over the training images",
+    "schedule": "schedule of the learning rate",
+    "optimizer": "optimizer of the weights",
+    "optimizer.eps": "constant added to the root of the second moment",
+    "betas": "decay rates of the first and second moment",
+    "weight_decay": "weight decay",
+    "final_weight_decay": "weight decay at the end of its cosine schedule",
+    "final_lr": "learning rate at the end of its cosine schedule",
+    "checkpoint_minutes": "minutes between two checkpoints",
     "bottleneck_dim": "width of the head before its last layer",
     "hidden_dim": "width of the hidden layers of the head",
-    "center_momentum": "how slowly the centre of the teacher moves",
-    "student_temperature": "of the student's softmax",
-    "teacher_temperature": "of the teacher's softmax, after the warm-up",
-    "teacher_temperature_start": "of the teacher's softmax, at the first step",
-    "decoder_depth": "blocks of the decoder",
+    "center_momentum": "momentum of the teacher's centre",
+    "student_temperature": "temperature of the student's softmax",
+    "teacher_temperature": "temperature of the teacher's softmax after the warm-up",
+    "teacher_temperature_start": "temperature of the teacher's softmax at the first step",
+    "decoder_depth": "number of blocks of the decoder",
     "decoder_dim": "width of the decoder",
-    "decoder_heads": "heads of the decoder's attention",
-    "num_locals": "small crops of an image",
-    "flip_probability": "share of the crops that are mirrored",
-    "grey_probability": "share of the crops that lose their colours",
-    "jitter_probability": "share of the crops whose colours change",
-    "contrast": "how far contrast may change",
-    "saturation": "how far saturation may change",
+    "decoder_heads": "number of attention heads of the decoder",
+    "num_locals": "number of local crops per image",
+    "flip_probability": "probability of a horizontal flip",
+    "grey_probability": "probability of a conversion to grey",
+    "jitter_probability": "probability of colour jitter",
+    "contrast": "maximum relative change of contrast",
+    "saturation": "maximum relative change of saturation",
     "depth": "number of blocks",
-    "dim": "width of a token",
-    "norm": "what stands before attention and MLP",
-    "num_heads": "heads of attention",
+    "dim": "width of the tokens",
+    "norm": "normalisation before attention and MLP",
+    "num_heads": "number of attention heads",
     "patch_size": "side of a patch in pixels",
-    "qkv_bias": "whether queries, keys and values have biases",
+    "qkv_bias": "whether queries, keys and values have a bias",
 }
+"""Meanings of keys without a documented attribute, by the end of the key."""
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print a line for each key of what is named, or what can be named."""
+    """Print one line for each key of a target, or the possible targets."""
     if options.target is None:
-        print("\n".join(_listing()))
-    else:
-        lines = _lines(options.target, overrides)
-        say(f"keys of {_COMMANDS.get(options.target.partition('.')[0], '`ssl-bench pretrain`')}")
-        print("\n".join(_fitted(lines) if sys.stdout.isatty() else lines))
+        print("\n".join(_list_targets()))
+        return 0
+    lines = _describe_target(options.target, overrides)
+    group = options.target.partition(".")[0]
+    say(f"keys of {_COMMANDS.get(group, '`ssl-bench pretrain`')}")
+    print("\n".join(_wrap_lines(lines) if sys.stdout.isatty() else lines))
     return 0
 
 
-def _fitted(lines: Sequence[str]) -> list[str]:
-    """What is wider than the terminal goes on in the next line, behind some blanks."""
+def _wrap_lines(lines: Sequence[str]) -> list[str]:
+    """Wrap lines at the width of the terminal and indent the continuations."""
     width = max(40, shutil.get_terminal_size().columns)
-    found = []
+    wrapped = []
     for line in lines:
-        text, _, words = line.partition("  ")
-        short = line if len(line) <= width else f"{text}  {words.strip()}"
-        found += textwrap.wrap(short, width, subsequent_indent="    ", break_on_hyphens=False)
-    return found
+        text, _, description = line.partition("  ")
+        unpadded = line if len(line) <= width else f"{text}  {description.strip()}"
+        wrapped += textwrap.wrap(unpadded, width, subsequent_indent="    ", break_on_hyphens=False)
+    return wrapped
 
 
-def _listing() -> list[str]:
-    lines = [f"pretrain         {_ALL}"]
+def _list_targets() -> list[str]:
+    lines = ["pretrain         all keys of a run, or only those of train, data or monitor"]
     for group in _GROUPS:
         names = choices(group)
-        many = f"{len(names)} of them: ssl-bench keys {group}"
-        lines += _wrapped(f"{group}.NAME", many if len(names) > _MOST_LISTED else ", ".join(names))
-    return [*lines, "`ssl-bench keys probe.tokencut` lists the keys of one, with what they take"]
+        count = f"{len(names)} names, run `ssl-bench keys {group}` to list them"
+        lines += _list_names(f"{group}.NAME", count if len(names) > _MAX_LISTED else names)
+    return [*lines, "Run `ssl-bench keys probe.tokencut` to list the keys of one target."]
 
 
-def _wrapped(head: str, words: str) -> list[str]:
-    found = textwrap.wrap(words, 100, break_on_hyphens=False)
-    return [f"{before:<16} {part}" for before, part in zip_longest([head], found, fillvalue="")]
+def _list_names(label: str, names: str | Sequence[str]) -> list[str]:
+    text = names if isinstance(names, str) else ", ".join(names)
+    wrapped = textwrap.wrap(text, 100, break_on_hyphens=False)
+    return [f"{start:<16} {line}" for start, line in zip_longest([label], wrapped, fillvalue="")]
 
 
-def _lines(target: str, overrides: Sequence[str]) -> list[str]:
-    """The keys that a name like "probe.tokencut", "train" or "train.epochs" stands for."""
+def _describe_target(target: str, overrides: Sequence[str]) -> list[str]:
+    """Return the lines of all keys of a target such as "probe.tokencut", "train.epochs" or "train".
+
+    Raises:
+        ConfigurationError: There is no such target or key.
+    """
     group, _, rest = target.partition(".")
     name, _, field = rest.partition(".")
-    named = f"{group}.{field}" if field else group
-    if group in _PROBING and rest:
-        kind, hint = (
-            "task" if group == "probe" else group,
-            ("ssl-bench", "keys", f"{group}.{{near}}"),
-        )
+    key = f"{group}.{field}" if field else group
+    if group in _PROBING_GROUPS and rest:
+        kind = "task" if group == "probe" else group
+        hint = ("ssl-bench", "keys", f"{group}.{{near}}")
         require_choice(kind, name, choices(group), hint=hint)
         if group == "dataset":
             config = compose_config("data", [f"dataset={name}", *overrides])
-            return _within(config, (named, *([] if field else ["data"])))
+            return _describe_keys_below(config, (key, *([] if field else ["data"])))
         shared = [] if field else ["data", "seed", "corrupt", "dtype"]
-        return _within(probing_config(name, "toy", overrides), (named, *shared))
-    if group in _RUN and name in choices(group):
+        return _describe_keys_below(probing_config(name, "toy", overrides), (key, *shared))
+    if group in _RUN_GROUPS and name in choices(group):
         config = compose_config("pretraining", [f"{group}={name}", *overrides])
-        return _within(config, () if group == "experiment" else (named,))
+        return _describe_keys_below(config, () if group == "experiment" else (key,))
     if target == "experiment":
-        return _wrapped("experiment.NAME", ", ".join(choices(target)))
+        return _list_names("experiment.NAME", choices(target))
     if group == "experiment":
         hint = ("ssl-bench", "keys", "experiment.{near}")
         require_choice(group, name, choices(group), hint=hint)
-    if group in _PROBING:
+    if group in _PROBING_GROUPS:
         names = choices(group)
         raise ConfigurationError(
-            f"name one: {', '.join(f'{group}.{one}' for one in names)}",
+            f"expected one of {', '.join(f'{group}.{name}' for name in names)}, got {group}",
             hint=("ssl-bench", "keys", f"{group}.{names[0]}"),
         )
     config = compose_config("pretraining", overrides)
-    return _within(config, () if target == "pretrain" else (target,))
+    return _describe_keys_below(config, () if target == "pretrain" else (target,))
 
 
-def _within(config: dict[str, Any], within: Sequence[str]) -> list[str]:
-    lines = _key_lines(config, within)
-    if not lines:
-        named = [f"{one}.{within[0]}" for one in sorted(_GROUPS) if within[0] in choices(one)]
-        if named:
-            ways = [("ssl-bench", "keys", target) for target in named]
-            raise ConfigurationError(
-                f"no key is called {within[0]!r}", hint=join_alternatives(*ways)
-            )
-        known = {key.rsplit(".", depth)[0] for key in list_keys(config) for depth in (0, 1)}
-        known |= {"pretrain", "probe", "dataset", *_RUN}
-        message, hint = f"no key is called {within[0]!r}", ("ssl-bench", "keys", "{near}")
-        raise unknown_name_error(message, within[0], known, hint=hint)
-    return lines
+def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
+    """Return the lines of all keys that equal or lie below one of the parents, all without any.
 
-
-def _key_lines(config: dict[str, Any], within: Sequence[str]) -> list[str]:
-    """Lines such as "train.seed=0  a whole number in [0, 4294967295]: whence numbers are drawn".
-
-    Of the keys that `within` names, and those below them; of all without any.
+    Raises:
+        ConfigurationError: There are none.
     """
-    said, shown = describe_keys(config), {}
-    legal = {key: takes for key, (takes, _) in said.items()}
-    legal |= {key: describe_type(kind) for key, kind in SHARED.items()}
-    for key, value in flatten_config(config).items():
-        owner, _, last = key.rpartition(".")
-        group, name = _named(config, owner if last == TARGET else key, value)
+    lines = _describe_keys(config, parents)
+    if lines:
+        return lines
+    name = parents[0]
+    message = f"unknown key {name!r}"
+    if targets := [f"{group}.{name}" for group in sorted(_GROUPS) if name in choices(group)]:
+        ways = [("ssl-bench", "keys", target) for target in targets]
+        raise ConfigurationError(message, hint=join_alternatives(*ways))
+    known = {key.rsplit(".", depth)[0] for key in list_keys(config) for depth in (0, 1)}
+    known |= {"pretrain", "probe", "dataset", *_RUN_GROUPS}
+    raise unknown_name_error(message, name, known, hint=("ssl-bench", "keys", "{near}"))
+
+
+def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
+    """Return lines such as "train.seed=0  a whole number in [0, 4294967295]: random seed"."""
+    descriptions = describe_keys(config)
+    types = {key: kind for key, (kind, _) in descriptions.items()}
+    types |= {key: describe_type(kind) for key, kind in SHARED.items()}
+    values = {}
+    for full_key, value in flatten_config(config).items():
+        owner, _, last = full_key.rpartition(".")
+        key = owner if last == TARGET else full_key
+        group, name = _chosen_file(config, key, value)
         if group:
-            named = owner if last == TARGET else key
-            shown[named], legal[named] = name, " or ".join(choices(group))
+            values[key], types[key] = name, " or ".join(choices(group))
         elif last != TARGET:
-            shown[key] = json.dumps(value)
-    texts = {
+            values[key] = json.dumps(value)
+    assignments = {
         key: f"{key}={value}"
-        for key, value in shown.items()
-        if not within or any(f"{key}.".startswith(f"{one}.") for one in within)
+        for key, value in values.items()
+        if not parents or any(f"{key}.".startswith(f"{parent}.") for parent in parents)
     }
-    width = min(max(map(len, texts.values()), default=0), MAX_NAME_LENGTH)
+    width = min(max(map(len, assignments.values()), default=0), MAX_NAME_LENGTH)
     lines = []
-    for key, text in texts.items():
-        meaning = said.get(key, ("", ""))[1] or _meaning(key)
-        words = ": ".join(part for part in (legal.get(key, ""), meaning) if part)
-        lines.append(f"{text:{width}}  {words}".rstrip())
+    for key, assignment in assignments.items():
+        meaning = descriptions.get(key, ("", ""))[1] or _find_meaning(key)
+        description = ": ".join(part for part in (types.get(key, ""), meaning) if part)
+        lines.append(f"{assignment:{width}}  {description}".rstrip())
     return lines
 
 
-def _meaning(key: str) -> str:
-    """What keys mean that belong to no class, or whose name its class explains no further."""
-    parts = key.split(".")
-    names = (".".join(parts[start:]) for start in range(len(parts)))
+def _find_meaning(key: str) -> str:
+    """Return the meaning of a key whose class does not document it."""
     if ".init_options." in key:
-        return "any value: what `model.init` takes, if it does"
-    return next((_MEANINGS[name] for name in names if name in _MEANINGS), "")
+        return "any value: argument of the function `model.init`"
+    parts = key.split(".")
+    endings = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((_MEANINGS[ending] for ending in endings if ending in _MEANINGS), "")
 
 
-def _named(plain: Mapping[str, Any], key: str, value: Any) -> tuple[str | None, str]:
-    """The folder whose files a key can be, and which of them it is; None where it takes values."""
+def _chosen_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str | None, str]:
+    """Return the group of files that a key selects from, and the selected name.
+
+    The group is None for a key that has an ordinary value.
+    """
     top, _, field = key.partition(".")
-    parts = plain.get(top)
-    if not (isinstance(parts, Mapping) and TARGET in parts):
+    component = config.get(top)
+    if not (isinstance(component, Mapping) and TARGET in component):
         return None, ""
-    kind = component_class(parts[TARGET], top)
+    kind = component_class(component[TARGET], top)
     group = choice_group(key, {top: getattr(kind, "task", None)})
     if group is None:
         return None, ""
-    call = parts[field]
-    return group, _name_in(group, call) if isinstance(call, Mapping) else str(value)
+    part = component[field]
+    return group, _find_file(group, part) if isinstance(part, Mapping) else str(value)
 
 
-def _name_in(group: str, call: Mapping[str, Any]) -> str:
-    """The file that makes a component, or the first of its class where values differ."""
-    known = {
+def _find_file(group: str, component: Mapping[str, Any]) -> str:
+    """Return the name of the file with these values, or of the first file of the same class."""
+    contents = {
         name: read_file(config_folder() / group / f"{name}.yaml") for name in config_names(group)
     }
-    equal = sorted(name for name, said in known.items() if fill_defaults(said, "") == call)
-    alike = sorted(name for name, said in known.items() if said[TARGET] == call[TARGET])
+    equal = sorted(n for n, values in contents.items() if fill_defaults(values, "") == component)
+    alike = sorted(n for n, values in contents.items() if values[TARGET] == component[TARGET])
     return [*equal, *alike][0]

@@ -1,4 +1,4 @@
-"""The command `ssl-bench models`: what can be loaded, and what a file is."""
+"""`ssl-bench models`: list the supported checkpoints, or describe given ones."""
 
 import argparse
 import sys
@@ -13,14 +13,12 @@ from ssl_bench.models.loading.layouts import LAYOUTS
 from ssl_bench.system.escaping import dump_json, escape_lines, to_one_line
 from ssl_bench.system.files import open_regular
 
-_SHOWN = 3
-_NO_KEYS = (
-    "no queries, keys and values known (attn.qkv in each block); probes look at tokens instead"
-)
+_MAX_NAMES = 3
+_NO_KEYS = "queries, keys and values are unknown (no attn.qkv in each block), probes use tokens"
 
 
 class Address(NamedTuple):
-    """A way to name an encoder."""
+    """A form of the URI that `--checkpoint` accepts."""
 
     form: str
     example: str
@@ -28,76 +26,85 @@ class Address(NamedTuple):
 
 
 ADDRESSES = (
-    Address("FOLDER", "runs/skip", "a run of this suite, its last.safetensors"),
-    Address("FOLDER@EPOCH", "runs/skip@200", "the encoder a run kept after an epoch"),
-    Address("FILE.safetensors", "runs/skip/last.safetensors", "a checkpoint of this suite"),
-    Address("FILE", "dinov2_vits14_pretrain.pth", "weights in one of the layouts below"),
-    Address("FILE.py:NAME", "my_model.py:encoder", "a module of one's own; its file is run"),
-    Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published with timm"),
-    Address("timm:NAME@FILE", "timm:vit_small_patch16_224@mine.pth", "timm's architecture, a file"),
-    Address("timm:NAME", "timm:vit_small_patch16_224", "timm's architecture, random weights"),
+    Address("FOLDER", "runs/skip", "run folder (its last.safetensors)"),
+    Address("FOLDER@EPOCH", "runs/skip@200", "encoder that a run kept at an epoch"),
+    Address("FILE.safetensors", "runs/skip/last.safetensors", "checkpoint of ssl-bench"),
+    Address("FILE", "dinov2_vits14_pretrain.pth", "weights in a layout listed below"),
+    Address("FILE.py:NAME", "my_model.py:encoder", "your own module (runs the file)"),
+    Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published timm weights"),
+    Address(
+        "timm:NAME@FILE", "timm:vit_small_patch16_224@mine.pth", "timm model with your weights"
+    ),
+    Address("timm:NAME", "timm:vit_small_patch16_224", "timm model with random weights"),
     Address("hf-hub:ORG/NAME@REVISION", "hf-hub:facebook/dinov2-small", "timm or transformers"),
     Address(
-        "local-dir:FOLDER", "local-dir:/models/dinov2-small", "config.json + model.safetensors"
+        "local-dir:FOLDER", "local-dir:/models/dinov2-small", "config.json and model.safetensors"
     ),
     Address(
         "torchhub:REPOSITORY:NAME",
         "torchhub:facebookresearch/dino:dino_vits16",
-        "weights of a hub, whose code is not run",
+        "weights of torch hub (its code is not run)",
     ),
-    Address("demo:NAME", "demo:skip", "skip or skipless: ours, for demonstration"),
+    Address("demo:NAME", "demo:skip", "built-in encoder (skip or skipless)"),
     Address(
         "mean=0.5,std=0.5:URI",
         "mean=0.5,std=0.5:my.pth",
-        "a file that does not say what it was trained with",
+        "checkpoint with this image normalisation",
     ),
-    Address("random:URI", "random:runs/skip", "any of these before it was trained (--baselines)"),
-    Address("colours:PATCH", "colours:16", "no encoder: the colours of each patch (--baselines)"),
+    Address("random:URI", "random:runs/skip", "same encoder with random weights"),
+    Address("colours:PATCH", "colours:16", "raw colours of patches of this size"),
 )
 TIMM_PATTERNS = (
     *("vit_*", "deit*", "flexivit_*", "eva*", "beit3_*", "aimv2_*", "vitamin_*"),
     *("vit_*dinov2", "vit_*dinov3", "vit_*siglip*", "vit_*clip*", "vit_*rope*", "vit_pe_*"),
 )
-"""Families of timm with blocks that take images of any size; the rest is refused by name."""
+"""Names of timm models whose blocks accept images of any size."""
 
 
 def command(options: argparse.Namespace) -> int:
-    """List what can be loaded; with files, say what each is.
+    """List the supported checkpoints, or describe the given ones.
 
-    Files that cannot be loaded are told in a line each, and the exit code is that of the first.
+    A checkpoint that cannot be loaded is reported in one line, and the others are still described.
+
+    Returns:
+        The exit code of the first checkpoint that cannot be loaded, else 0.
     """
     if not options.uris:
-        print(dump_json(_listing(), indent=2) if options.json else "\n".join(_listing_lines()))
+        if options.json:
+            print(dump_json(_list_as_json(), indent=2))
+        else:
+            print("\n".join(_format_list()))
         return 0
-    code, found = 0, []
+    exit_code, descriptions = 0, []
     for uri in options.uris:
         try:
-            report = file_report(load_encoder(uri))
+            description = describe_encoder(load_encoder(uri))
         except SslBenchError as error:
-            code = code or error.exit_code
-            found.append({"uri": uri, "error": to_one_line(error)})
-            print(f"ssl-bench: {found[-1]['error']}", file=sys.stderr)
+            exit_code = exit_code or error.exit_code
+            descriptions.append({"uri": uri, "error": to_one_line(error)})
+            print(f"ssl-bench: {to_one_line(error)}", file=sys.stderr)
             continue
-        found.append(report)
         if not options.json:
-            print(escape_lines([*([""] if len(found) > 1 else []), *_lines(report)]))
+            separator = [""] if descriptions else []
+            print(escape_lines([*separator, *_format_description(description)]))
+        descriptions.append(description)
     if options.json:
-        print(dump_json(found, indent=2))
-    return code
+        print(dump_json(descriptions, indent=2))
+    return exit_code
 
 
-def file_report(encoder: Encoder) -> dict[str, Any]:
-    """What is known of an encoder, as JSON types; its weights stay where they are.
+def describe_encoder(encoder: Encoder) -> dict[str, Any]:
+    """Return the properties of an encoder and its file, as JSON types.
 
-    `size` in bytes, `largest_patch` and `image_size` in pixels; `used` tensors of `total` in their
-    container; `ignored` those that are not, and why; `colours_from` who says what mean and
-    deviation are.
+    `size` is in bytes, `largest_patch` and `image_size` are in pixels. `used` and `total` count
+    tensors, `ignored` maps each unused tensor to the reason, and `colours_from` names the source of
+    `mean` and `std`.
     """
     contents = encoder.contents
     return {
         "uri": encoder.uri,
         "name": encoder.name,
-        "format": _format(contents.file),
+        "format": _file_format(contents.file),
         "size": contents.file.stat().st_size if contents.file else 0,
         "layout": contents.layout,
         "source": contents.source,
@@ -121,11 +128,12 @@ def file_report(encoder: Encoder) -> dict[str, Any]:
     }
 
 
-def _format(file: Path | None) -> str:
+def _file_format(file: Path | None) -> str:
     if file is None:
         return "no file"
-    if named := {".safetensors": "safetensors", ".onnx": "ONNX", ".py": "Python"}.get(file.suffix):
-        return named
+    formats = {".safetensors": "safetensors", ".onnx": "ONNX", ".py": "Python"}
+    if file.suffix in formats:
+        return formats[file.suffix]
     try:
         with open_regular(file) as opened:
             return "PyTorch zip" if opened.read(2) == b"PK" else "PyTorch pickle"
@@ -133,45 +141,48 @@ def _format(file: Path | None) -> str:
         raise CheckpointError(f"cannot read {file} ({error.strerror})") from error
 
 
-def _lines(report: Mapping[str, Any]) -> list[str]:
-    megabytes = f", {report['size'] / 1e6:.1f} MB" if report["size"] else ""
-    source = f"({report['source']})" if report["source"] else ""
-    is_own = report["layout"] == "module"
-    without = ", heads not known" if is_own else ", no attention"
-    heads = f", {report['heads']} heads" if report["heads"] else without
-    first, last = report["patch_size"], report["largest_patch"]
+def _format_description(encoder: Mapping[str, Any]) -> list[str]:
+    is_own_module = encoder["layout"] == "module"
+    size = f", {encoder['size'] / 1e6:.1f} MB" if encoder["size"] else ""
+    source = f" ({encoder['source']})" if encoder["source"] else ""
+    no_heads = "heads not known" if is_own_module else "no attention"
+    heads = f"{encoder['heads']} heads" if encoder["heads"] else no_heads
+    first, last = encoder["patch_size"], encoder["largest_patch"]
     patches = f"{first} to {last}" if first != last else f"{first}"
-    mean, std = ("/".join(f"{one:g}" for one in report[name]) for name in ("mean", "std"))
-    height, width = report["image_size"]
-    by_reason: dict[str, list[str]] = {}
-    for name, why in sorted(report["ignored"].items()):
-        by_reason.setdefault(why, []).append(name)
-    tensors = f"{report['used']} of {report['total']} used" if report["total"] else ""
+    mean, std = ("/".join(f"{value:g}" for value in encoder[name]) for name in ("mean", "std"))
+    height, width = encoder["image_size"]
+    if encoder["total"]:
+        tensors = f"{encoder['used']} of {encoder['total']} used"
+    else:
+        tensors = "as the module initialised them" if is_own_module else "random"
+    ignored: dict[str, list[str]] = {}
+    for name, reason in sorted(encoder["ignored"].items()):
+        ignored.setdefault(reason, []).append(name)
     rows = [
-        ("file", f"{report['format']}{megabytes}"),
-        ("layout", f"{report['layout']} {source}".strip()),
-        ("encoder", f"{report['depth']} blocks, width {report['width']}{heads}"),
+        ("file", f"{encoder['format']}{size}"),
+        ("layout", f"{encoder['layout']}{source}"),
+        ("encoder", f"{encoder['depth']} blocks, width {encoder['width']}, {heads}"),
         (
             "tokens",
-            f"patches of {patches} pixels, {report['class_tokens']} [CLS], "
-            f"{report['registers']} registers",
+            f"patches of {patches} pixels, {encoder['class_tokens']} [CLS], "
+            f"{encoder['registers']} registers",
         ),
-        ("images", f"{height} x {width}, mean {mean}, deviation {std} ({report['colours_from']})"),
-        ("parameters", f"{report['parameters']:,}"),
-        ("tensors", tensors or ("as the module made them" if is_own else "random")),
-        *([("note", report["note"])] if report["note"] else []),
-        *(("left out", f"{_some(names)}: {why}") for why, names in by_reason.items()),
-        ("sha256", report["sha256"]),
+        ("images", f"{height} x {width}, mean {mean}, std {std} ({encoder['colours_from']})"),
+        ("parameters", f"{encoder['parameters']:,}"),
+        ("tensors", tensors),
+        *([("note", encoder["note"])] if encoder["note"] else []),
+        *(("ignored", f"{_shorten(names)}: {reason}") for reason, names in ignored.items()),
+        ("sha256", encoder["sha256"]),
     ]
-    return [report["uri"], *(f"  {label:<11} {text}" for label, text in rows)]
+    return [encoder["uri"], *(f"  {label:<11} {text}" for label, text in rows)]
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
+def _shorten(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(names[:_MAX_NAMES])}{more}"
 
 
-def _listing() -> dict[str, object]:
+def _list_as_json() -> dict[str, object]:
     return {
         "addresses": [address._asdict() for address in ADDRESSES],
         "layouts": [{"name": layout.name, "source": layout.source} for layout in LAYOUTS],
@@ -180,18 +191,18 @@ def _listing() -> dict[str, object]:
     }
 
 
-def _listing_lines() -> list[str]:
+def _format_list() -> list[str]:
     return [
-        "What --checkpoint takes:",
+        "Values of --checkpoint:",
         *(f"  {a.form:<25} {a.meaning:<42} {a.example}" for a in ADDRESSES),
         "",
-        "Layouts that are recognised in a FILE:",
+        "Layouts that are recognised in FILE:",
         *(f"  {layout.name:<25} {layout.source}" for layout in reversed(LAYOUTS)),
         "",
-        "Weights with a torchhub: address, fetched once:",
+        "Weights for torchhub:REPOSITORY:NAME, downloaded once:",
         *(f"  {repository:<25} {', '.join(names)}" for repository, names in HUB_WEIGHTS.items()),
         "",
         f"Architectures of timm: {', '.join(TIMM_PATTERNS)}",
         "",
-        "`ssl-bench models FILE` says what a file is; docs/models.md has the rest.",
+        "Run `ssl-bench models FILE` to describe a file. See docs/models.md for details.",
     ]

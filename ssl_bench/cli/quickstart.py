@@ -1,4 +1,4 @@
-"""`ssl-bench quickstart`: from nothing to a report on encoders, without a network."""
+"""`ssl-bench quickstart`: pretrain, probe and report a tiny encoder, without a network."""
 
 import argparse
 import io
@@ -23,8 +23,8 @@ from ssl_bench.tables.drawing import draw_curves
 DEMOS = ("demo:skip", "demo:skipless")
 MODEL = "vit_tiny_skip"
 
-# Sizes of the demonstration encoders; steps and not minutes, so that every machine computes the
-# same.
+# The model has the size of the demonstration encoders. Its length is given in steps, not minutes,
+# so that every machine computes the same.
 PRETRAINING = (
     "model.dim=128",
     "model.num_heads=2",
@@ -46,52 +46,53 @@ PROBES = (
     ("--task", "knn,classification", "--dataset", "toy_objects", "--limit", "200",
      "probe.training.c_values=[1e-3,1e-2,1e-1]", "probe.image_size=64"),
 )  # fmt: skip
-SHOWN_BLOCKS = 4
+NUM_BLOCKS = 4
+"""Number of blocks in the printed table."""
 
 
 def command(options: argparse.Namespace) -> int:
-    """Pretrain for some steps, probe its blocks and those of the demonstration encoders."""
+    """Pretrain for a few steps, then probe this encoder and the demonstration encoders."""
     start = time.monotonic()
     out = Path(options.out)
     results = out / "results"
-    own = out / MODEL
-    if (own / "last.safetensors").is_file() and not options.overwrite:
-        say(f"{own} is pretrained already, skipped (--overwrite)")
+    run_folder = out / MODEL
+    if (run_folder / "last.safetensors").is_file() and not options.overwrite:
+        say(f"{run_folder} is already pretrained, skipped (--overwrite trains it again)")
     else:
-        # A folder without weights is a run that was stopped; it is begun anew.
-        again = ["--overwrite"] if own.exists() else []
-        _run("pretrain", f"model={MODEL}", *PRETRAINING, "--out", str(own), *again)
-    where = [word for encoder in (*DEMOS, str(own)) for word in ("--checkpoint", encoder)]
-    where += ["--out", str(results), *(["--overwrite"] if options.overwrite else [])]
+        # A folder without weights is a run that was interrupted. It starts again.
+        overwrite = ["--overwrite"] if run_folder.exists() else []
+        _run_command(
+            "pretrain", f"model={MODEL}", *PRETRAINING, "--out", str(run_folder), *overwrite
+        )
+    encoders = (*DEMOS, str(run_folder))
+    flags = [word for encoder in encoders for word in ("--checkpoint", encoder)]
+    flags += ["--out", str(results), *(["--overwrite"] if options.overwrite else [])]
     for probes in PROBES:
-        # One table at the end says more to a beginner than all of them in between.
+        # The tables of single probes are hidden. One overview at the end is easier to read.
         with redirect_stdout(io.StringIO()):
-            _run("probe", *probes, *where)
-    _run("report", "--out", str(results), "--pair", *DEMOS)
+            _run_command("probe", *probes, *flags)
+    _run_command("report", "--out", str(results), "--pair", *DEMOS)
     records = ResultStore(results).records()
     panels = select_headline_panels(group_into_panels(records, list_checkpoints(records)))
     shown = [record for panel in panels for record in panel.records]
     draw_curves(depth_tables(shown), results / "curves.png")
-    print("\n" + headline_table(panels))
+    print("\n" + format_headlines(panels))
     say("")
-    say(
-        f"{MODEL} took a few steps and knows next to nothing; {' and '.join(DEMOS)} trained for an "
-        "hour or two each"
-    )
-    say(f"it took {format_duration(time.monotonic() - start)}; to look at:")
+    say(f"{MODEL} was trained for a few steps only, {' and '.join(DEMOS)} for one to two hours")
+    say(f"finished in {format_duration(time.monotonic() - start)}. Open the report:")
     say(f"  {results / 'report' / 'index.html'}")
-    say("the same for a model and photographs of your own:")
+    say("to do the same with your own encoder and photographs, run:")
     own_model = "timm:vit_small_patch16_224.dino --dataset folder --data-root my_photos"
     say(f"  ssl-bench probe --task all --checkpoint {own_model}")
     say("  ssl-bench report")
     return 0
 
 
-def headline_table(panels: Sequence[Panel]) -> str:
-    """A row a task and encoder: its headline metric at some blocks from the first to the last."""
+def format_headlines(panels: Sequence[Panel]) -> str:
+    """Return a table with the headline metric of each task and encoder at a few blocks."""
     depth = max(layer for panel in panels for layer in panel.layers)
-    last = SHOWN_BLOCKS - 1
-    layers = list(dict.fromkeys(round(depth * n / last) for n in range(SHOWN_BLOCKS)))
+    last = NUM_BLOCKS - 1
+    layers = list(dict.fromkeys(round(depth * n / last) for n in range(NUM_BLOCKS)))
     rows = [("task", "metric", "encoder", *(f"block {layer}" for layer in layers))]
     rows += [
         (
@@ -104,7 +105,7 @@ def headline_table(panels: Sequence[Panel]) -> str:
     return align_columns(rows)
 
 
-def _run(*words: str) -> None:
+def _run_command(*words: str) -> None:
     say("")
     say(f"$ ssl-bench {quote_command(words)}")
     run(words)

@@ -249,7 +249,7 @@ def describe_type(kind: Any) -> str:
     if origin is Annotated and isinstance(parts[1], PathRule):
         return "a path"
     if origin is Annotated and isinstance(parts[1], ListLength):
-        return f"{describe_type(parts[0])}, {parts[1]} of them"
+        return f"a list of {parts[1]} items, each {describe_type(get_args(parts[0])[0])}"
     if origin is Annotated:
         return f"{_WORDS[parts[0]]} in {parts[1]}"
     if origin is Literal:

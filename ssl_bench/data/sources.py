@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES
 from ssl_bench.data.roles import PUBLISHED
-from ssl_bench.network import Published
+from ssl_bench.network import PublishedFile
 
 _COCO = "http://images.cocodataset.org"
 _VOC = "https://thor.robots.ox.ac.uk/pascal/VOC"
@@ -25,7 +25,7 @@ class Download:
     """
 
     name: str
-    published: Published
+    published: PublishedFile
     size: int
     into: str = ""
 
@@ -69,7 +69,7 @@ class Source:
 
 
 def _known(url: str, sha256: str, size: int, into: str = "") -> Download:
-    published = Published(url, sha256, size=size)
+    published = PublishedFile(url, sha256, size=size)
     return Download(url.rpartition("/")[2], published, size, into)
 
 
@@ -159,7 +159,7 @@ _COCO_STUFF = Source(
         # list its members to the end, and each of them carries a checksum of its own.
         Download(
             "stuffthingmaps_trainval2017.zip",
-            Published(
+            PublishedFile(
                 "http://calvin.inf.ed.ac.uk/wp-content/uploads/data/cocostuffdataset/"
                 "stuffthingmaps_trainval2017.zip",
                 None,

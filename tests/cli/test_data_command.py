@@ -103,18 +103,16 @@ def test_one_dataset_is_shown_with_tree_files_and_classes(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
-        ("list toy a=1", "takes no 'a=1'"),
-        ("download", "name a dataset: voc2012"),
-        ("download cityscapes", "has no free address: register at"),
+        ("list toy a=1", "'a=1'"),
+        ("download cityscapes", "https://www.cityscapes-dataset.com"),
         ("download voc2012", "--data-root FOLDER"),
-        ("check toy --data-root x", "is generated and takes no --data-root"),
-        ("verify", "needs the folder of a dataset"),
+        ("check toy --data-root x", "--data-root"),
     ],
 )
-def test_what_a_command_lacks_or_does_not_take_is_said(capsys, words, said):
-    assert said in fails(capsys, ["data", *words.split()], 2)
+def test_missing_and_useless_arguments_are_refused(capsys, words, expected):
+    assert expected in fails(capsys, ["data", *words.split()], 2)
 
 
 @pytest.mark.parametrize("kind", ["tar", "zip"])
@@ -130,7 +128,7 @@ def test_a_download_is_unpacked_passes_the_check_and_is_not_fetched_again(
         assert (root / name).read_bytes() == (made / name).read_bytes()
     assert check(root) == 0
     said = capsys.readouterr().out
-    assert "train      4 images of 4 published, 4 read as a sample: ok" in said
+    assert "train      4 images of 4 published, sample of 4 read: ok" in said
     assert "discovery  7 images of 7 published" in said
     (root / f"voc.{kind}").unlink()
     assert download(root) == 0
@@ -145,7 +143,7 @@ def test_a_disk_that_is_too_small_is_told_before_and_what_is_there_needs_no_spac
     free = len(content) + len(content) // 2 + 1
     monkeypatch.setattr(data_command.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     assert download(root) == 5
-    assert "0.0 GB are free" in capsys.readouterr().err
+    assert "use `--data-root FOLDER`" in capsys.readouterr().err
     assert server.ranges == []
 
     root.mkdir(parents=True, exist_ok=True)
@@ -208,7 +206,7 @@ def test_a_damaged_member_is_told_and_the_dataset_is_not_taken_for_complete(
         (lambda base: (base / "JPEGImages/t1.jpg").write_bytes(b""), "t1.jpg"),
         (
             lambda base: (base / "ImageSets/Segmentation/train.txt").write_text("t1\n"),
-            "1 images, published are 4",
+            "1 images, expected 4",
         ),
         (lambda base: (base / "Annotations/t2.xml").write_text("<a>"), "t2.xml"),
         (shutil.rmtree, "does not hold voc2012"),
@@ -238,7 +236,7 @@ def test_folders_of_ones_own_are_checked_as_overrides_say(tmp_path, capsys):
         "dataset.train_split=train:0-50%", "dataset.val_split=train:50-100%",
     ]  # fmt: skip
     assert main([*words, *keys]) == 0
-    assert "3 images, 3 read as a sample: ok" in capsys.readouterr().out
+    assert "3 images, sample of 3 read: ok" in capsys.readouterr().out
     assert main([*words, *keys, "dataset.numbers=[0,1]"]) == 3
     assert "label 8" in capsys.readouterr().err
 
@@ -246,7 +244,7 @@ def test_folders_of_ones_own_are_checked_as_overrides_say(tmp_path, capsys):
 @pytest.mark.slow
 def test_toy_scenes_need_no_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(data_command, "_SAMPLE", 2)
+    monkeypatch.setattr(data_command, "_SAMPLE_SIZE", 2)
     drawn = cache(Painter.scene)
     # Copies of the first do for counting.
     monkeypatch.setattr(Painter, "scene", lambda painter, _: drawn(painter, 0))
@@ -258,11 +256,9 @@ def test_a_part_of_a_dataset_is_checked_as_it_is(tmp_path, capsys):
     base = voc(tmp_path)
 
     assert check(tmp_path) == 3
-    said = capsys.readouterr().err
-    assert "is a part of what is published" in said
-    assert "`--subset`" in said
+    assert "`--subset`" in capsys.readouterr().err
     assert check(tmp_path, "--subset") == 0
-    assert "4 images, 4 read as a sample: ok" in capsys.readouterr().out
+    assert "4 images, sample of 4 read: ok" in capsys.readouterr().out
     (base / "JPEGImages/t1.jpg").write_bytes(b"cut")
     assert check(tmp_path, "--subset") == 3
 

@@ -61,7 +61,7 @@ def test_the_only_size_of_an_encoder_is_no_other_question(place, capsys, task):
     said(capsys, f"{words} probe.image_size=32")
     first = ResultStore(place / "results").records()
 
-    assert "skipped" in said(capsys, words)[1]
+    assert "use `--overwrite`" in said(capsys, words)[1]
     assert ResultStore(place / "results").records() == first
     assert all("image_size" not in record.changed for record in first)
     said(capsys, f"{words} --out other")

@@ -19,7 +19,7 @@ import pretrain
 import probes
 import ssl_bench
 from ssl_bench import errors
-from ssl_bench.cli.parser import WITH_OVERRIDES, build_parser
+from ssl_bench.cli.parser import COMMANDS_WITH_OVERRIDES, build_parser
 from ssl_bench.cli.parser import run as run_line
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import (
@@ -136,7 +136,9 @@ EXPRESSIONS = {
     "lower + patch": "64",
     "max(late)": "200",
     "mean": "[0.5,0.5,0.5]",
-    "meant": "pretrain",
+    "near_command": "pretrain",
+    "near_flags[0]": "overwrite",
+    "command": "probe",
     "most": "3",
     "names[0]": "knn",
     "near": "9",
@@ -155,13 +157,13 @@ EXPRESSIONS = {
     "str(block)": "11",
     "str(count)": "4",
     "str(len(images))": "4",
+    "str(world_size)": "4",
     "table": "table2",
     "target": "model.vit_tiny_skip",
     "text_key": "probe.facet",
     "timm_name": "vit_small_patch16_224",
     "value": "token",
     "widths": "[24,48,96,192]",
-    "world_size": "4",
 }
 """Example value of each expression in a hint. Text from a user must be in `escape_braces`."""
 
@@ -213,6 +215,7 @@ def complete(words: Sequence[str]) -> list[str]:
         if word.startswith("<*"):
             completed += EXPRESSIONS[word[1:-1]].split()
         else:
+            # A KeyError means that the table lacks the expression, or `escape_braces` is missing.
             completed.append(re.sub("<([^<>]+)>", lambda match: EXPRESSIONS[match[1]], word))
     before_near = " ".join(completed).partition("{near}")[0]
     examples = PLACEHOLDERS | {"near": NEAREST.get(before_near, "")}
@@ -240,7 +243,7 @@ def can_be_typed(words: Sequence[str]) -> bool:
     if words[0] == "ssl-bench":
         return is_accepted(words[1:])
     has_settings = any(re.match(r"[a-z][\w.]*=", word) for word in words)
-    commands = WITH_OVERRIDES if has_settings else COMMANDS
+    commands = COMMANDS_WITH_OVERRIDES if has_settings else COMMANDS
     return any(is_accepted((name, *REQUIRED.get(name, ()), *words)) for name in commands)
 
 
@@ -260,7 +263,7 @@ def is_accepted(words: Sequence[str]) -> bool:
     if not settings:
         return True
     root = "pretraining" if options.command == "pretrain" else "probing"
-    return options.command in WITH_OVERRIDES and is_composed(root, tuple(settings))
+    return options.command in COMMANDS_WITH_OVERRIDES and is_composed(root, tuple(settings))
 
 
 @cache

@@ -119,8 +119,8 @@ def test_of_a_module_of_ones_own_nothing_is_said_that_nobody_knows(tmp_path, cap
     said = shown(capsys, f"{tmp_path / 'mine.py'}:encoder")
 
     assert "2 blocks, width 4, heads not known" in said
-    assert "tensors     as the module made them" in said
-    assert "no queries, keys and values known" in said
+    assert "tensors     as the module initialised them" in said
+    assert "queries, keys and values are unknown" in said
     assert "random" not in said
 
 

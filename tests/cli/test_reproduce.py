@@ -21,14 +21,14 @@ from ssl_bench.cli.parser import build_parser
 from ssl_bench.cli.parser import run as run_line
 from ssl_bench.cli.reproduce import (
     TRAINING_GB,
-    Asked,
     Plan,
-    carry_out,
+    PlanOptions,
+    find_tables,
     full_name,
     plan_table,
-    printed_lines,
     read_run_state,
-    tables_of,
+    run_steps,
+    shell_commands,
 )
 from ssl_bench.composition.choices import experiments
 from ssl_bench.composition.compose import compose_config, flatten_config
@@ -52,13 +52,13 @@ SMALL = (
 
 
 def plan_of(name: str, *overrides: str, **asked) -> Plan:
-    (table,) = tables_of(name)
+    (table,) = find_tables(name)
     places = {"runs": Path("runs"), "out": Path("results"), "roots": {}}
-    return plan_table(table, Asked(**{**places, "overrides": overrides, **asked}))
+    return plan_table(table, PlanOptions(**{**places, "overrides": overrides, **asked}))
 
 
 def words(plan: Plan, *, of_runs: bool) -> list[str]:
-    return [" ".join(step.words) for step in plan.steps if step.is_run == of_runs]
+    return [" ".join(step.words) for step in plan.steps if step.is_training == of_runs]
 
 
 def test_the_plan_of_table_2_is_four_runs_and_a_probe_for_each_cell():
@@ -96,14 +96,14 @@ def test_overrides_reach_the_runs_or_the_probes_and_leave_out_what_they_make_imp
     assert all(
         line.endswith("probe.training.epochs=2 --device cpu") for line in words(plan, of_runs=False)
     )
-    assert plan.unreached == ("skipless, adamw, 200 epochs", "skipless, soap, 200 epochs")
+    assert plan.unreachable_rows == ("skipless, adamw, 200 epochs", "skipless, soap, 200 epochs")
     assert len(words(plan, of_runs=False)) == 4 * 6
     own = plan_of("table2", "train.max_steps=20", "train.warmup_epochs=0").steps[0].words
     assert "train.warmup_epochs=null" not in own
     # No warm-up in this recipe, and nothing to shorten.
     assert "null" not in " ".join(plan_of("mnist", "train.max_steps=20").steps[0].words)
-    assert plan_of("table2", "train.epochs=100").unreached == plan.unreached
-    assert plan_of("table2", "train.epochs=200").unreached == ()
+    assert plan_of("table2", "train.epochs=100").unreachable_rows == plan.unreachable_rows
+    assert plan_of("table2", "train.epochs=200").unreachable_rows == ()
 
 
 @pytest.mark.parametrize("asked", ["train.max_steps=2", "train.epochs=1"])
@@ -120,7 +120,7 @@ def test_whatever_recipes_count_in_epochs_fits_a_short_run(asked):
         places = {"runs": Path("runs"), "out": Path("results"), "roots": {}}
         (step,) = [
             step
-            for step in plan_table(table, Asked(**places, overrides=(asked,))).steps
+            for step in plan_table(table, PlanOptions(**places, overrides=(asked,))).steps
             if step.run == run.name
         ]
         own = [word for word in step.words if word.endswith("_epochs=null")]
@@ -142,7 +142,7 @@ def test_whatever_recipes_count_in_epochs_fits_a_short_run(asked):
 def test_lines_for_several_gpus_share_trainings_and_spread_probes():
     plan = plan_of("figure3", gpus=3, datasets=("voc2012", "coco20k"))
 
-    lines = list(printed_lines(plan))
+    lines = list(shell_commands(plan))
 
     assert len(lines) == len(plan.steps)
     assert lines[0] == (
@@ -158,10 +158,10 @@ def test_lines_for_several_gpus_share_trainings_and_spread_probes():
 def test_torchrun_takes_every_printed_training_as_it_is(table):
     plan = plan_of(full_name(table), "train.max_steps=20", gpus=8, roots={"imagenet1k": "/my in"})
 
-    for step, line in zip(plan.steps, printed_lines(plan), strict=True):
+    for step, line in zip(plan.steps, shell_commands(plan), strict=True):
         program, *words = shlex.split(line)
-        assert (program == "torchrun") == step.is_run
-        if step.is_run:
+        assert (program == "torchrun") == step.is_training
+        if step.is_training:
             typed = get_args_parser().parse_args(words)
             assert (typed.nproc_per_node, typed.module) == ("8", True)
             assert (typed.training_script, typed.training_script_args) == (
@@ -243,7 +243,7 @@ def test_every_command_of_every_table_is_one_that_the_parser_takes(table):
         options, overrides = PARSER.parse_known_args(list(step.words))
         assert options.command in ("pretrain", "probe")
         assert all("=" in word for word in overrides)
-    assert set(plan.checkpoints) | set(plan.without) == set(table.rows)
+    assert set(plan.checkpoints) | set(plan.rows_without_run) == set(table.rows)
 
 
 def test_what_runs_train_on_has_a_size_unless_it_is_ones_own_or_generated():
@@ -263,12 +263,12 @@ def test_looking_takes_no_torch_and_shows_what_it_needs(tmp_path):
 
     said = said_without_torch(tmp_path, commands)
 
-    listed = "linear segmentation with DINO encoders; 6 rows, all by 4 runs"
+    listed = "linear segmentation with DINO encoders (6 rows, all reproduced by 4 runs)"
     assert f"cutting_the_skip/table2   table 2: {listed}" in said
     assert "4 runs, 4 not finished" in said
     assert "voc2012 2 GB" in said
-    assert "left out, because the runs end before their epoch: 'skipless, adamw, 200" in said
-    assert "ssl-bench pretrain experiment=supervised_imagenet_skip_adamw monitor.results=" in (said)
+    assert "skipped, because the runs end earlier: 'skipless, adamw, 200" in said
+    assert "ssl-bench pretrain experiment=supervised_imagenet_skip_adamw monitor.results=" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -327,13 +327,13 @@ def carried(plan: Plan, endings) -> dict[str, tuple[str, int]]:
             if error := endings.get(name):
                 raise error
             steps = 1 if name in endings else 2
-            folder = plan.asked.runs / name
+            folder = plan.options.runs / name
             run_folder(folder, step=steps, epoch=0.0, train="{epochs: 9, max_steps: 2}")
         return 0
 
     return {
         step.title: (outcome.state, outcome.exit_code)
-        for step, outcome in carry_out(plan, execute, debug=False)
+        for step, outcome in run_steps(plan, execute, debug=False)
     }
 
 

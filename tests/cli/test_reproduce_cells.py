@@ -27,7 +27,7 @@ from ssl_bench.composition.compose import build
 from ssl_bench.data.samples import Dataset
 from ssl_bench.data.splits import as_asked, shared_values
 from ssl_bench.evaluation import Probe
-from ssl_bench.layers import layers_of
+from ssl_bench.layers import select_layers
 from ssl_bench.models import ViTConfig, build_encoder, identify_encoder
 from ssl_bench.models.loading import checkpoint
 from ssl_bench.request import probing_config
@@ -96,7 +96,7 @@ class StandIn:
 
     def _probe(self, options: Any, overrides: tuple[str, ...]) -> None:
         probe, dataset, values = composed(options.task, options.dataset, overrides)
-        layers = layers_of(probe.asked_facets, options.layer, DEPTH)
+        layers = select_layers(probe.facet_spec, options.layer, DEPTH)
         record(
             Path(options.out),
             options.checkpoint[0],
@@ -150,7 +150,7 @@ def reproduced(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: A
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
     monkeypatch.setattr("ssl_bench.models.identify_encoder", reproduce_identity)
     monkeypatch.setattr(reproduce_command, "default_format", lambda: "json")
-    roots = {run.images for run in reproduce_command.runs_of(table)} - {"copying"}
+    roots = {run.images for run in reproduce_command.list_runs(table)} - {"copying"}
     roots |= {column.dataset for column in table.columns if column.is_probed}
     words = ["--data-root", ",".join(f"{name}=/data/{name}" for name in roots)] if roots else []
     assert main(["reproduce", full_name(table), "--run", *words, f"model.depth={DEPTH}"]) == 0

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.cli.reproduce import tables_of
+from ssl_bench.cli.reproduce import find_tables
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import add_data_root, compose_config, has_key
 from ssl_bench.data.layouts.toy import Painter, Scene
@@ -209,7 +209,7 @@ def cut_down(words: Sequence[str], place: Path) -> list[str]:
     if found[0] == "pretrain":
         return _trained_briefly(found, _pretraining(found))
     if found[0] == "reproduce" and "--run" in found:
-        (table,) = tables_of(found[1])
+        (table,) = find_tables(found[1])
         name = next(iter(table.runs.values()))
         return _trained_briefly(found, compose_config("pretraining", [f"experiment={name}"]))
     if found[:2] == ["data", "check"] and "--subset" not in found and "DIR" not in found:

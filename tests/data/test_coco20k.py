@@ -13,7 +13,7 @@ from ssl_bench.data.layouts.coco20k import LIST, Coco20k, read_boxes
 from ssl_bench.data.roles import PUBLISHED
 from ssl_bench.data.samples import Dataset, Sample
 from ssl_bench.errors import DataError
-from ssl_bench.network import Published
+from ssl_bench.network import PublishedFile
 from tests.support.faults import coco20k
 
 # Image 7 has two objects and a crowd, image 9 a crowd only, image 12 nothing; 3 is not listed.
@@ -118,7 +118,7 @@ def test_a_complete_list_must_be_the_published_one(root, dataset, monkeypatch):
 
     with pytest.raises(DataError, match=f"has md5 [0-9a-f]{{32}}, published was {LIST.digest}"):
         dataset.discovery()
-    own = Published(LIST.url, hashlib.md5(path.read_bytes()).hexdigest(), "md5")
+    own = PublishedFile(LIST.url, hashlib.md5(path.read_bytes()).hexdigest(), "md5")
     monkeypatch.setattr(layout, "LIST", own)
     assert dataset.discovery().name == "coco20k"
 

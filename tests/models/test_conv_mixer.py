@@ -11,7 +11,7 @@ from torch import nn
 
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
-from ssl_bench.cli.models import file_report
+from ssl_bench.cli.models import describe_encoder
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
@@ -149,7 +149,7 @@ def test_a_report_says_that_there_is_no_attention(tmp_path, capsys):
     assert main(["models", str(path)]) == 0
 
     assert "3 blocks, width 12, no attention" in capsys.readouterr().out
-    assert file_report(load_encoder(str(path)))["class_tokens"] == 0
+    assert describe_encoder(load_encoder(str(path)))["class_tokens"] == 0
 
 
 @pytest.mark.parametrize(("name", "skip"), [("conv_mixer", True), ("conv_mixer_skipless", False)])

@@ -27,7 +27,7 @@ import torch
 
 from ssl_bench import sweep
 from ssl_bench.cli import __main__ as cli
-from ssl_bench.cli.parser import WITH_OVERRIDES, build_parser
+from ssl_bench.cli.parser import COMMANDS_WITH_OVERRIDES, build_parser
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import compose_config, list_keys
 from ssl_bench.results import ResultStore
@@ -132,7 +132,7 @@ class Draw:
         for action in self.commands[name]._actions:
             if action.dest not in LEFT_OUT and (action.required or self.chance.random() < 0.2):
                 words += self.flag(action)
-        words += self.overrides(name) if name in WITH_OVERRIDES else []
+        words += self.overrides(name) if name in COMMANDS_WITH_OVERRIDES else []
         if self.chance.random() < 0.04:
             words.insert(self.chance.randrange(len(words) + 1), self.chance.choice(WORDS))
         return [word if word != "download" else "list" for word in words]

@@ -7,7 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-from ssl_bench.network import Published
+from ssl_bench.network import PublishedFile
 
 
 class WebServer(ThreadingHTTPServer):
@@ -37,10 +37,12 @@ class WebServer(ThreadingHTTPServer):
         self.headers: dict[str, str | None] = {}
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
-    def publish(self, content: bytes, algorithm: Literal["md5", "sha256"] = "sha256") -> Published:
+    def publish(
+        self, content: bytes, algorithm: Literal["md5", "sha256"] = "sha256"
+    ) -> PublishedFile:
         self.content = content
         digest = hashlib.new(algorithm, content).hexdigest()
-        return Published(self.url, digest, algorithm, len(content))
+        return PublishedFile(self.url, digest, algorithm, len(content))
 
     @property
     def url(self) -> str:

@@ -17,14 +17,14 @@ from ssl_bench.data.files.fingerprints import digest_of
 from ssl_bench.data.roles import Layout, find_root, first_folder, name_of_images
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.network import Published, download
+from ssl_bench.network import PublishedFile, download
 from ssl_bench.scores import index_coco
 from ssl_bench.system.files import read_regular, write_atomically
 from ssl_bench.system.paths import cache_folder, expand_path
 from ssl_bench.system.process import reraise_out_of_memory
 
 # The digest is that of the file in commit fcedbec.
-LIST = Published(
+LIST = PublishedFile(
     "https://raw.githubusercontent.com/valeoai/LOST/master/datasets/coco_20k_filenames.txt",
     "133cea5ffcea93dccbaeb62c38b24e7c",
     "md5",

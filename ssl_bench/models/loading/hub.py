@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ssl_bench.errors import CheckpointError, DataError, join_alternatives
-from ssl_bench.network import NotFetched, Published, download, open_url
+from ssl_bench.network import DownloadError, PublishedFile, download, open_url
 from ssl_bench.system.files import file_sha256, open_regular
 
 _FILES = "https://dl.fbaipublicfiles.com"
@@ -55,8 +55,8 @@ def downloaded_file(url: str) -> Path:
     """The file of `url` in torch's hub cache, fetched if it is not there."""
     target = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", maxsplit=1)[-1]
     try:
-        return download(Published(url, None), target, _require_weights)
-    except (NotFetched, DataError) as error:
+        return download(PublishedFile(url, None), target, _require_weights)
+    except (DownloadError, DataError) as error:
         raise CheckpointError(f"{error}; or {_elsewhere(url)}", hint=_LOCAL_WAYS) from error
 
 
@@ -99,7 +99,7 @@ def hugging_face_file(
         # That there is an answer is enough.
         with suppress(urllib.error.HTTPError):
             open_url(urllib.request.Request(url, method="HEAD")).close()
-    except NotFetched as error:
+    except DownloadError as error:
         raise CheckpointError(f"{error}; {_elsewhere(url)}", hint=_LOCAL_WAYS) from error
     for name in names:
         with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
