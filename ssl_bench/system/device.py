@@ -20,11 +20,11 @@ from ssl_bench.system.process import get_process_info
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the requested device and make it the current one; the default is a GPU if present.
+    """Return the requested device and make it the current one.
 
-    TF32 is turned off on a GPU, so that float32 means float32. By default torch uses TF32 in
-    convolutions, and some containers turn it on for matrix products
-    (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
+    The default device is a GPU if there is one. TF32 is turned off on it, so that float32 means
+    float32. torch itself uses TF32 in convolutions, and some containers turn it on for matrix
+    products (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
 
     Args:
         name: Name as in torch, such as "cpu" or "cuda:1". A process of torchrun uses the GPU with
