@@ -84,7 +84,7 @@ def test_fault_65_a_bomb_that_is_true_needs_the_space_it_claims(
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.png", bytes(16 * MEBIBYTE))
     monkeypatch.setattr(data_command.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**7))
-    assert "0.0 GB are free" in fails(capsys, fetched(content.getvalue(), "voc.zip"), 5)
+    assert "use `--data-root FOLDER`" in fails(capsys, fetched(content.getvalue(), "voc.zip"), 5)
     assert not list(Path("data").rglob("*.png"))
 
 
