@@ -144,7 +144,7 @@ def training_together(device: torch.device, timeout: timedelta) -> Generator[Tra
         ConfigurationError: as `get_process_info`.
         MachineError: they cannot meet.
     """
-    count = get_process_info().count
+    count = get_process_info().world_size
     if count == 1:
         yield TrainingRanks(device)
         return

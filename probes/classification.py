@@ -62,7 +62,7 @@ from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import central_square
-from ssl_bench.layers import INNER_FACETS, AskedFacets
+from ssl_bench.layers import INNER_FACETS, FacetSpec
 from ssl_bench.metrics import LabelledFeatures, class_rank
 from ssl_bench.system.device import to_device
 from ssl_bench.system.paths import cache_folder
@@ -173,7 +173,7 @@ class LinearClassification(Probe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_block_a_head(self.asked_facets, self.layers_mode)
+        require_one_block_a_head(self.facet_spec, self.layers_mode)
         require_one_way_to_draw(self.shots, self.train_images)
         usual = LinearClassification.facet, LinearClassification.layers_mode
         is_attentive = isinstance(self.pool, AttentivePooling)
@@ -185,10 +185,10 @@ class LinearClassification(Probe):
             )
 
     @property
-    def asked_facets(self) -> AskedFacets | None:
+    def facet_spec(self) -> FacetSpec | None:
         if isinstance(self.pool, AttentivePooling):
-            return AskedFacets((ATTENTIVE_FACET,), None)
-        return super().asked_facets
+            return FacetSpec((ATTENTIVE_FACET,), None)
+        return super().facet_spec
 
     def settings(self) -> dict[str, Any]:
         # Said by the metric, or without a meaning, where images of each class are drawn; where not.

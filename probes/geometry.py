@@ -297,7 +297,9 @@ class Passes:
         role: str,
     ) -> None:
         """Take in the features of some images."""
-        features, sums = extractor.unchecked(to_device(pixels, self.context.device).float() / 255)
+        features, sums = extractor.extract_unchecked(
+            to_device(pixels, self.context.device).float() / 255
+        )
         kept = [place for place, row in enumerate(rows) if row in self.paired]
         pairs: list[Tensor] = []
         for facet in self.facets:
@@ -368,7 +370,7 @@ class Passes:
     ) -> list[Float[Tensor, "layers views _dim"]]:
         parts = []
         for part in crops.split(self.at_once):
-            features, sums = extractor.unchecked(to_device(part, self.context.device))
+            features, sums = extractor.extract_unchecked(to_device(part, self.context.device))
             vectors = [image_vectors(features, facet) for facet in self.facets]
             parts.append(checked(extractor, sums, [image_id] * len(part), vectors))
         return [torch.cat(some, 1) for some in zip(*parts, strict=True)]

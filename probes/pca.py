@@ -207,7 +207,7 @@ def features_of(
             image = resize(sample.image, side, extractor.patch_size)
         else:
             image = resized_photograph(sample.image, probe.squash, probe.squash)
-        blocks, sums = extractor.unchecked(image[None])
+        blocks, sums = extractor.extract_unchecked(image[None])
         maps = [facets[probe.scored_facet][0] for facets in blocks.values()]
         maps = checked(extractor, sums, [sample.image_id], maps)
         found = dict(zip(blocks, maps, strict=True))

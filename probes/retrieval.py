@@ -30,9 +30,9 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
-from ssl_bench.layers import AskedFacets
+from ssl_bench.layers import FacetSpec
 from ssl_bench.metrics import class_counts, confusion_counts
-from ssl_bench.neighbours import faiss_nearest, takes_faiss, unit_vectors, zero_vectors_warning
+from ssl_bench.neighbours import faiss_nearest, prefers_faiss, unit_vectors, zero_vectors_warning
 from ssl_bench.results import Baseline
 from ssl_bench.scores import IGNORED, matched_mean_iou
 from ssl_bench.system.device import to_device, to_host
@@ -93,7 +93,7 @@ class Retrieval(Probe):
     excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib", "engine")
 
     @property
-    def asked_facets(self) -> AskedFacets:
+    def facet_spec(self) -> FacetSpec:
         return asked_patches(self.facet, self.norm)
 
     @property
@@ -337,7 +337,7 @@ def nearest_patches(
     Raises:
         MachineError: faiss is asked for on a GPU and was built without its kernels.
     """
-    if takes_faiss(queries, memory, engine):
+    if prefers_faiss(queries, memory, engine):
         return faiss_nearest(queries, memory, count)
     rows = max(1, _SIMILARITIES // len(memory))
     found = [(some @ memory.T).topk(count) for some in queries.split(rows)]

@@ -66,7 +66,7 @@ from ssl_bench.data.splits import sampled, sampled_numbers
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
-from ssl_bench.layers import AskedFacets
+from ssl_bench.layers import FacetSpec
 from ssl_bench.metrics import class_counts
 from ssl_bench.scores import IGNORED, mean_iou
 from ssl_bench.system.device import to_device
@@ -186,7 +186,7 @@ class Segmentation(Probe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_block_a_head(self.asked_facets, self.layers_mode)
+        require_one_block_a_head(self.facet_spec, self.layers_mode)
         if self.crops == "whole" and self.views > 2:
             raise ConfigurationError(
                 f"whole images have one view or two, got {self.views}",
@@ -247,7 +247,7 @@ class Segmentation(Probe):
         return "-".join([self.protocol, *features])
 
     @property
-    def asked_facets(self) -> AskedFacets:
+    def facet_spec(self) -> FacetSpec:
         return asked_patches(self.facet, self.norm)
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:

@@ -20,7 +20,7 @@ from ssl_bench import models
 from ssl_bench.composition.choices import parse_names
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import ConfigurationError, DataError, hints_for_python
-from ssl_bench.features import FeatureExtractor, Features, squashed
+from ssl_bench.features import FeatureExtractor, Features, resize_image
 from ssl_bench.layers import Facet, resolve_layers
 from ssl_bench.models import Encoder
 from ssl_bench.models.encoder import OwnModule
@@ -29,7 +29,7 @@ from ssl_bench.request import ProbeRequest
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device, preserve_process_state, restore_tensor_storage
 from ssl_bench.system.progress import say_once
-from ssl_bench.tables.depth import DepthTable, depth_tables
+from ssl_bench.tables.depth import Pivot, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.sheets import render_tables
 
@@ -117,7 +117,7 @@ class Results:
     def _repr_markdown_(self) -> str:
         return self.table("markdown")
 
-    def _tables(self, **filters: str | None) -> list[DepthTable]:
+    def _tables(self, **filters: str | None) -> list[Pivot]:
         records = list(self.records)
         for column, text in filters.items():
             if text is not None:
@@ -336,7 +336,7 @@ def _resize_to_square(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 
             "expected an array of height x width x 3 of numpy.uint8, 0 to 255, got one of "
             f"{' x '.join(map(str, image.shape))} of {image.dtype}"
         )
-    return squashed(image, size)
+    return resize_image(image, size)
 
 
 def _require_unit_range(images: Tensor, dimensions: int) -> Tensor:

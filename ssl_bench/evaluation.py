@@ -31,8 +31,8 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import OpenedOnce
 from ssl_bench.errors import ConfigurationError, UnfitEncoder, with_hint
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.intervals import holds
-from ssl_bench.layers import AskedFacets, Facet, asked_facets
+from ssl_bench.intervals import interval_contains
+from ssl_bench.layers import Facet, FacetSpec, parse_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import (
     Record,
@@ -283,14 +283,14 @@ class Probe:
         raise NotImplementedError
 
     @property
-    def asked_facets(self) -> AskedFacets | None:
+    def facet_spec(self) -> FacetSpec | None:
         """Return the parsed `facet` field: facet names, and the block if a name includes one."""
-        return asked_facets(self.facet, self.known_facets) if self.known_facets else None
+        return parse_facets(self.facet, self.known_facets) if self.known_facets else None
 
     @property
     def facets(self) -> tuple[Facet, ...]:
         """Return the facets to score, as records name them."""
-        return self.asked_facets.names if self.asked_facets else ()
+        return self.facet_spec.names if self.facet_spec else ()
 
     @property
     def scored_facet(self) -> Facet:
@@ -541,7 +541,7 @@ def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score
     An interval that excludes its own value is meaningless and is dropped with a message. Plain
     numbers keep no contributions of images.
     """
-    if score.ci95 and not holds(score.ci95, score.value):
+    if score.ci95 and not interval_contains(score.ci95, score.value):
         low, high = score.ci95
         say(
             f"{task}: block {score.layer}: {score.metric} of {score.facet} is {score.value:.6g}, "

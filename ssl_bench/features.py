@@ -1,6 +1,8 @@
-"""The only gate between encoders and probes: images in [0, 1] in, features of any block out.
+"""Extract features of the blocks of a frozen encoder.
 
-And the square that most probes cut out of a photograph for it.
+All probes use `FeatureExtractor`. Images with values in [0, 1] go in, and one forward pass yields
+the features of any number of blocks and facets. The module also has the image transforms that
+several probes share.
 """
 
 import difflib
@@ -25,7 +27,7 @@ from ssl_bench.errors import (
     escape_braces,
     join_alternatives,
 )
-from ssl_bench.layers import FACETS, INNER_FACETS, REGISTERS, Facet, submodule_of
+from ssl_bench.layers import FACETS, INNER_FACETS, REGISTERS, Facet, submodule_name
 from ssl_bench.models import Encoder
 from ssl_bench.system.device import autocast, evaluation_mode, to_device, to_host
 from ssl_bench.system.process import is_out_of_memory
@@ -33,16 +35,17 @@ from ssl_bench.system.progress import say
 
 Features = dict[int, dict[Facet, Tensor]]
 Grid = tuple[int, int]
-# Where a hook puts what it hears: features of the layer, its grid, images of the batch.
-_Place = tuple[dict[Facet, Tensor], Grid, int]
+# Where a hook stores features: those of its layer by facet, the layer's grid, and the batch size.
+_Destination = tuple[dict[Facet, Tensor], Grid, int]
 Layout = Literal["tokens", "channels_first", "channels_last"]
 
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
 _TOKENS = ("probe.facet=token", "or", "--facet", "token")
-# Rows and columns of the patches of the first pass; no square, so that it shows what is a row.
+# Rows and columns of patches of the trial pass. They differ, so that a map's layout is unambiguous.
 _TRIAL_GRID = (2, 3)
-# Of timm's blocks the first also takes in LayerScale and, in post-norm blocks, the norm.
-_BEFORE_SKIP = {
+# The first of these submodules that a block has gives the output of the sublayer. In timm's blocks
+# "drop_path" comes after LayerScale and, in post-norm blocks, after the norm.
+_SUBLAYER_OUTPUT = {
     "attn_out": ("drop_path1", "drop_path", "attn"),
     "mlp_out": ("drop_path2", "drop_path", "mlp"),
 }
@@ -50,25 +53,37 @@ _SUBLAYER = {"attn_out": "attn", "attn_skip": "attn", "mlp_hidden": "mlp", "mlp_
 
 
 class FeatureExtractor:
-    """Features of a frozen encoder's blocks, all from one forward pass.
+    """Extract features of a frozen encoder's blocks, all from one forward pass.
 
     Args:
-        encoder: Is moved to `device`.
-        layers: Block indices from 0 to depth - 1.
-        facets: "token": patches after the block; "token_normed": the same through the encoder's
-            final norm; "cls", "cls_normed": the first token, before and after it; "key", "query",
-            "value": thirds of the qkv layer's output, heads concatenated; "attn_out",
-            "mlp_out": what a sublayer adds to its skip, after LayerScale; "attn_skip": the tokens
-            behind the skip of attention, as "token" is behind that of the MLP; "mlp_hidden": what
-            enters the MLP's last layer; "blocks.*.NAME": what submodule NAME of the block gives;
-            "registers": tokens between [CLS] and the patches.
-        device: As torch names it.
-        dtype: Below float32 the encoder runs under autocast; features are float32 always.
-        pad: Pad right and bottom to a multiple of the patch with zeros, after normalisation, as
-            TokenCut does; without it other sizes are refused.
+        encoder: The encoder. It is moved to `device`.
+        layers: Block indices, 0-based.
+        facets: Which features of a block to extract:
 
-    Of layers that differ in what their tokens stand for, each has its own grid, and the patch is
-    the largest; see `ssl_bench.models.Encoder.stages` for those that are alike.
+            - "token": patch tokens after the block.
+            - "token_normed": patch tokens after the block and the encoder's final norm.
+            - "cls", "cls_normed": the first token, without and with the final norm.
+            - "key", "query", "value": parts of the qkv layer's output, heads concatenated.
+            - "attn_out", "mlp_out": output of a sublayer after LayerScale, before the skip
+              connection.
+            - "attn_skip": patch tokens after the skip connection of attention.
+            - "mlp_hidden": input of the MLP's last layer.
+            - "blocks.*.NAME": output of the block's submodule NAME.
+            - "registers": register tokens, which lie between [CLS] and the patches.
+        device: Device of the computation.
+        dtype: Precision of the encoder. Below float32 it runs under autocast. Features are always
+            float32.
+        pad: Pad images with zeros on the right and at the bottom to a multiple of the patch size,
+            after normalisation, as TokenCut does. Otherwise other sizes raise an error.
+
+    Attributes:
+        encoder, device, dtype, pad: See the arguments.
+        layers, facets: See the arguments, without duplicates.
+        patch_size: Largest stride of the layers in pixels. Layers of hierarchical encoders differ
+            in stride, so each layer has a grid of its own. `Encoder.stages` groups layers that are
+            alike.
+        dim: Width of the last layer.
+        depth: Number of blocks of the encoder.
     """
 
     def __init__(
@@ -81,98 +96,105 @@ class FeatureExtractor:
         dtype: torch.dtype = torch.float32,
         pad: bool = False,
     ) -> None:
-        _require_asked(encoder, layers, facets)
+        _check_request(encoder, layers, facets)
         self.encoder = encoder
         self.layers = tuple(dict.fromkeys(layers))
         self.facets = tuple(dict.fromkeys(facets))
         self.device = torch.device(device)
         self.dtype = dtype
         self.pad = pad
-        self._at_once = sys.maxsize
+        self._max_batch = sys.maxsize
         self.patch_size = max(map(encoder.stride, self.layers))
         self.dim, self.depth = encoder.width(max(self.layers)), encoder.depth
         self._module = encoder.module.to(self.device)
         self._mean = torch.tensor(encoder.mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(encoder.std, device=self.device).view(3, 1, 1)
-        inner = [f for f in self.facets if f in INNER_FACETS or submodule_of(f) is not None]
-        self._taps = [_tap(encoder, layer, facet) for layer in self.layers for facet in inner]
+        inner = [f for f in self.facets if f in INNER_FACETS or submodule_name(f) is not None]
+        self._taps = [_find_tap(encoder, layer, facet) for layer in self.layers for facet in inner]
         self._layouts: dict[tuple[int, Facet], Layout] = {}
         self._widths = dict.fromkeys(self.facets, self.dim)
         if self._taps:
-            patch = max((*encoder.strides, self.patch_size))
-            trial = [n * patch for n in _TRIAL_GRID] if encoder.any_size else encoder.native_size
-            found, _ = self.unchecked(torch.zeros(2, 3, *trial))
-            widths: dict[Facet, int] = {}
-            for tap in self._taps:
-                width = found[tap.layer][tap.facet].shape[-1]
-                if widths.setdefault(tap.facet, width) != width:
-                    raise UnfitEncoder(
-                        f"{tap.facet} of {encoder.name} has {width} channels in block {tap.layer} "
-                        f"and {widths[tap.facet]} in others, expected one number; ask for blocks "
-                        "that are alike"
-                    )
-            self._widths |= widths
+            self._widths |= self._measure_widths()
+
+    def _measure_widths(self) -> dict[Facet, int]:
+        """Return the widths of facets inside of blocks, from a trial pass of two zero images."""
+        encoder = self.encoder
+        patch = max((*encoder.strides, self.patch_size))
+        trial = [n * patch for n in _TRIAL_GRID] if encoder.any_size else encoder.native_size
+        features, _ = self.extract_unchecked(torch.zeros(2, 3, *trial))
+        widths: dict[Facet, int] = {}
+        for tap in self._taps:
+            width = features[tap.layer][tap.facet].shape[-1]
+            if widths.setdefault(tap.facet, width) != width:
+                raise UnfitEncoder(
+                    f"{tap.facet} of {encoder.name} has {width} channels in block {tap.layer}, but "
+                    f"{widths[tap.facet]} in an earlier one, expected the same in all blocks"
+                )
+        return widths
 
     def width(self, facet: Facet) -> int:
-        """Of its features, in the last layer where they differ."""
+        """Return the number of channels of a facet, that of the last layer if layers differ."""
         return self._widths[facet]
 
     def __call__(
         self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str] = ()
     ) -> Features:
-        """Features by layer and facet, float32.
+        """Return the features of images by layer and facet, float32.
 
         Args:
-            images: RGB in [0, 1]; normalised here.
-            ids: What to call them in messages.
+            images: RGB images in [0, 1]. They are normalised here.
+            ids: Names of the images for error messages.
 
         Returns:
-            "batch dim" for "cls" and "cls_normed", "batch registers dim" for "registers",
-            "batch rows cols dim" for all others.
+            Tensors of the shape "batch dim" for "cls" and "cls_normed", "batch registers dim" for
+            "registers", and "batch rows cols dim" for all other facets.
 
         Raises:
-            ConfigurationError: The patch does not divide height and width, and `pad` is off.
-            CheckpointError: Features are not finite, or the encoder does not compute them.
+            ConfigurationError: Height or width is no multiple of the patch size, and `pad` is off.
+            CheckpointError: Features are not finite.
+            UnfitEncoder: The encoder does not compute a facet, or does not accept the size.
         """
-        found, sums = self.unchecked(images)
-        self.check(to_host([sums])[0], ids)
-        return found
+        features, sums = self.extract_unchecked(images)
+        self.require_finite(to_host([sums])[0], ids)
+        return features
 
-    # Not inference_mode: heads trained on the features need to save them for backward.
+    # inference_mode would keep heads that are trained on the features from running backward.
     @torch.no_grad()
-    def unchecked(
+    def extract_unchecked(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
-        """As a call, but features may not be finite; `check` takes the sums and says so.
+        """Extract features like `__call__`, without the check that they are finite.
 
-        For work that fetches something from the device in any case: the sums go along with it, and
-        the host waits once. Where memory does not suffice, the batch is halved, here and from then
-        on.
+        Pass the returned sums to `require_finite`, together with other data that moves to the host,
+        so that the host waits for the device only once. If memory does not suffice, the batch is
+        halved, also in later calls.
+
+        Returns:
+            The features, and their sums over all axes except the batch, in the order of layers and
+            facets.
         """
         while True:
-            at_once = max(1, min(self._at_once, len(images)))
+            batch = max(1, min(self._max_batch, len(images)))
             try:
-                found = [self._of_part(part) for part in images.split(at_once)]
+                parts = [self._extract_batch(part) for part in images.split(batch)]
                 break
             except RuntimeError as error:
-                if at_once == 1 or not is_out_of_memory(error):
+                if batch == 1 or not is_out_of_memory(error):
                     raise
-            # Not inside the handler: the error keeps alive what filled the memory.
-            self._at_once = at_once // 2
+            # Outside of the handler, because the exception keeps the tensors in memory alive.
+            self._max_batch = batch // 2
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            say(
-                f"memory does not suffice for {at_once} images at once: {self._at_once} from now on"
-            )
-        if len(found) == 1:
-            return found[0]
+            say(f"out of memory at batch size {batch}, continuing with {self._max_batch}")
+        if len(parts) == 1:
+            return parts[0]
         joined: Features = {
-            layer: {f: torch.cat([part[layer][f] for part, _ in found]) for f in self.facets}
+            layer: {f: torch.cat([part[layer][f] for part, _ in parts]) for f in self.facets}
             for layer in self.layers
         }
-        return joined, torch.cat([sums for _, sums in found], 1)
+        return joined, torch.cat([sums for _, sums in parts], 1)
 
-    def _of_part(
+    def _extract_batch(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
         images = (to_device(images, self.device).to(torch.float32) - self._mean) / self._std
@@ -182,93 +204,105 @@ class FeatureExtractor:
         self.require_size(height, width)
         strides = {layer: self.encoder.stride(layer) for layer in self.layers}
         grids = {layer: (height // n, width // n) for layer, n in strides.items()}
-        found: Features = {layer: {} for layer in self.layers}
+        captured: Features = {layer: {} for layer in self.layers}
         with (
             evaluation_mode(self._module),
-            self._listening(found, grids, len(images)),
+            self._hooks_installed(captured, grids, len(images)),
             autocast(self.device, self.dtype),
             suppress(_DeepestLayerDone),
         ):
             self._module(images)
-        for layer, features in found.items():
-            silent = [facet for facet in self.facets if facet not in features]
-            if unheard := [facet for facet in silent if facet not in _QKV_PARTS]:
+        for layer, features in captured.items():
+            missing = [facet for facet in self.facets if facet not in features]
+            if never_called := [facet for facet in missing if facet not in _QKV_PARTS]:
                 raise UnfitEncoder(
-                    f"{self.encoder.name} never calls {', '.join(unheard)} of block {layer} in a "
-                    "pass; ask for a submodule that it calls"
+                    f"{self.encoder.name} never calls {', '.join(never_called)} of block {layer} "
+                    "in a forward pass, so it has no output"
                 )
-            if silent:
+            if missing:
                 raise UnfitEncoder(
-                    f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
-                    "qkv layer",
+                    f"block {layer} of {self.encoder.name} has no qkv layer that computes "
+                    f"{', '.join(missing)}",
                     hint=_TOKENS,
                 )
-        # Sums, because they are one pass without a copy.
-        sums = [value.flatten(1).sum(1) for item in found.values() for value in item.values()]
+        # A sum is finite only if all of its terms are, and needs no copy of the features.
+        sums = [value.flatten(1).sum(1) for item in captured.values() for value in item.values()]
         ordered: Features = {
             layer: {facet: features[facet] for facet in self.facets}
-            for layer, features in found.items()
+            for layer, features in captured.items()
         }
         return ordered, torch.stack(sums)
 
-    def check(self, sums: Float[Tensor, "features batch"], ids: Sequence[str] = ()) -> None:
-        """Raise a CheckpointError if the sums that `unchecked` gave are not finite."""
-        spoilt = (~sums.isfinite()).nonzero()
-        if len(spoilt):
-            index, image = spoilt[0].tolist()
+    def require_finite(
+        self, sums: Float[Tensor, "features batch"], ids: Sequence[str] = ()
+    ) -> None:
+        """Raise a CheckpointError if sums from `extract_unchecked` are not finite.
+
+        Args:
+            sums: The sums, on the host.
+            ids: Names of the images for the message.
+        """
+        invalid = (~sums.isfinite()).nonzero()
+        if len(invalid):
+            index, image = invalid[0].tolist()
             name = ids[image] if ids else f"image {image} of the batch"
+            layer = self.layers[index // len(self.facets)]
             raise CheckpointError(
-                f"layer {self.layers[index // len(self.facets)]} of {self.encoder.name} gives "
-                f"features that are not finite for {name}; its training diverged, or it needs "
-                "float32",
+                f"block {layer} of {self.encoder.name} has NaN or infinite features for {name}: "
+                "its training diverged, or it needs float32",
                 hint=("dtype=float32",),
             )
 
     def require_size(self, height: int, width: int) -> None:
-        """Refuse images that the encoder does not take as they are; with `pad` they are filled up.
+        """Raise an error if the encoder does not accept images of this size in pixels.
+
+        With `pad`, check the size after padding.
 
         Raises:
-            UnfitEncoder: It takes one other size alone.
-            ConfigurationError: The patch does not divide height and width.
+            UnfitEncoder: The encoder only accepts one other size.
+            ConfigurationError: Height or width is no multiple of the patch size.
         """
         if not self.encoder.any_size and (height, width) != self.encoder.native_size:
             rows, cols = self.encoder.native_size
             raise UnfitEncoder(
-                f"{self.encoder.name} takes images of {rows} x {cols} pixels alone, got {height} x "
-                f"{width}; ask for that size, or let its forward resize its positions"
+                f"{self.encoder.name} only accepts images of {rows} x {cols} pixels, "
+                f"got {height} x {width}"
             )
         if height % self.patch_size or width % self.patch_size:
             near = [
                 max(1, round(side / self.patch_size)) * self.patch_size for side in (height, width)
             ]
             raise ConfigurationError(
-                f"height and width must be multiples of the patch size {self.patch_size}, got "
-                f"{height} x {width}; the nearest are {near[0]} x {near[1]}"
+                f"image height and width must be multiples of the patch size {self.patch_size}, "
+                f"got {height} x {width} (nearest: {near[0]} x {near[1]})"
             )
 
     @contextmanager
-    def _listening(self, found: Features, grids: dict[int, Grid], batch: int) -> Generator[None]:
-        """Hooks that fill `found` during a forward pass; gone afterwards, whatever happens."""
+    def _hooks_installed(
+        self, captured: Features, grids: dict[int, Grid], batch: int
+    ) -> Generator[None]:
+        """Install hooks that fill `captured` in a forward pass, and remove them in any case."""
         blocks = self._module.get_submodule("blocks")
         handles = []
         try:
             for layer in self.layers:
                 block = blocks.get_submodule(str(layer))
-                keep = partial(self._keep_tokens, found[layer], grids[layer])
-                handles.append(block.register_forward_hook(keep))
-                # Some of timm's blocks have none, which is told after the pass.
+                capture = partial(self._capture_tokens, captured[layer], grids[layer])
+                handles.append(block.register_forward_hook(capture))
+                # Some of timm's blocks have no qkv layer. `_extract_batch` reports that.
                 qkv = dict(block.named_modules()).get("attn.qkv")
                 if qkv is not None and any(facet in _QKV_PARTS for facet in self.facets):
-                    keep = partial(self._keep_qkv, layer, (found[layer], grids[layer], batch))
-                    handles.append(qkv.register_forward_hook(keep))
+                    destination = (captured[layer], grids[layer], batch)
+                    capture = partial(self._capture_qkv, layer, destination)
+                    handles.append(qkv.register_forward_hook(capture))
             for tap in self._taps:
-                place = (found[tap.layer], grids[tap.layer], batch)
-                hear = partial(self._keep_inner, tap, place, [])
+                destination = (captured[tap.layer], grids[tap.layer], batch)
+                capture = partial(self._capture_inner, tap, destination, [])
                 for module in tap.modules:
                     if tap.side == "input":
-                        handles.append(module.register_forward_pre_hook(hear))
+                        handles.append(module.register_forward_pre_hook(capture))
                     else:
-                        handles.append(module.register_forward_hook(hear))
+                        handles.append(module.register_forward_hook(capture))
             deepest = blocks.get_submodule(str(max(self.layers)))
             handles.append(deepest.register_forward_hook(_stop))
             yield
@@ -276,10 +310,10 @@ class FeatureExtractor:
             for handle in handles:
                 handle.remove()
 
-    # Hooks are given the module, what goes in, and, behind it, what comes out.
-    def _keep_tokens(self, features: dict[Facet, Tensor], grid: Grid, *heard: Any) -> None:
-        tokens = tokens_among(heard[-1])
-        # Blocks of convolutions and of windows give maps; their norm, like all, takes tokens.
+    # torch calls a hook with the module, its inputs and, after the forward pass, its output.
+    def _capture_tokens(self, features: dict[Facet, Tensor], grid: Grid, *arguments: Any) -> None:
+        tokens = block_tokens(arguments[-1])
+        # Convolutional and windowed blocks give maps. The final norm expects tokens.
         if tokens.ndim != 3:
             last = self.encoder.channels_last
             tokens = tokens.flatten(1, 2) if last else tokens.flatten(2).transpose(1, 2)
@@ -297,53 +331,56 @@ class FeatureExtractor:
             if "cls_normed" in self.facets:
                 features["cls_normed"] = normed[:, 0].float()
 
-    def _keep_qkv(self, layer: int, place: _Place, *heard: Any) -> None:
-        (features, grid, batch), output = place, heard[-1]
+    def _capture_qkv(self, layer: int, destination: _Destination, *arguments: Any) -> None:
+        (features, grid, batch), output = destination, arguments[-1]
         tokens = self.encoder.num_prefix_tokens + grid[0] * grid[1]
         if output.shape[:2] != (batch, tokens):
             raise UnfitEncoder(
-                f"layer {layer} of {self.encoder.name} computes queries, keys and values of "
-                f"windows, expected those of an image",
+                f"block {layer} of {self.encoder.name} computes queries, keys and values in "
+                "windows, but they are needed for the whole image",
                 hint=_TOKENS,
             )
         for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
             if facet in self.facets:
-                # A copy, so that the other two thirds can go.
-                features[facet] = self._patches(part.contiguous(), grid)
+                features[facet] = self._patches(part, grid)
 
-    def _keep_inner(
-        self, tap: "_Tap", place: _Place, owners: list[nn.Module], module: nn.Module, *heard: Any
+    def _capture_inner(
+        self,
+        tap: "_Tap",
+        destination: _Destination,
+        called: list[nn.Module],
+        module: nn.Module,
+        *arguments: Any,
     ) -> None:
-        if module in owners:
+        if module in called:
             raise UnfitEncoder(
-                f"{self.encoder.name} calls {tap.name} more than once in a pass, expected "
-                "once; ask for a submodule that is called once"
+                f"{self.encoder.name} calls {tap.name} more than once in a forward pass, "
+                "expected one call"
             )
-        owners.append(module)
-        if len(owners) > 1:
+        called.append(module)
+        if len(called) > 1:
             return
-        value = heard[-1] if tap.side == "output" else next(iter(heard[0]), None)
+        value = arguments[-1] if tap.side == "output" else next(iter(arguments[0]), None)
         if not isinstance(value, Tensor):
             raise UnfitEncoder(
-                f"{tap.name} of {self.encoder.name} gives a {type(value).__name__}, expected one "
-                "tensor; ask for a submodule of it"
+                f"{tap.name} of {self.encoder.name} returns a {type(value).__name__}, expected "
+                "one tensor"
             )
-        features, grid, batch = place
-        possible = _layouts(value.shape, batch, grid, self.encoder.num_prefix_tokens)
+        features, grid, batch = destination
+        possible = _find_layouts(value.shape, batch, grid, self.encoder.num_prefix_tokens)
         layout = self._layouts.get((tap.layer, tap.facet), next(iter(possible), None))
         if layout is None or layout not in possible:
             raise UnfitEncoder(
                 f"{tap.facet} of block {tap.layer} of {self.encoder.name} has the shape "
                 f"{tuple(value.shape)} for {batch} images of {grid[0]} x {grid[1]} patches, "
-                "expected tokens (batch, tokens, channels) or a map of patches; ask for another "
-                "submodule"
+                "expected tokens (batch, tokens, channels) or a map of patches"
             )
         self._layouts[tap.layer, tap.facet] = layout
         if layout == "tokens":
             value = value[:, value.shape[1] - grid[0] * grid[1] :].unflatten(1, grid)
         elif layout == "channels_first":
             value = value.permute(0, 2, 3, 1)
-        # A copy: what comes next in the block may work in place.
+        # A copy, because later modules of the block may modify the tensor in place.
         features[tap.facet] = value.float().clone()
 
     def _patches(
@@ -352,18 +389,18 @@ class FeatureExtractor:
         return tokens[:, self.encoder.num_prefix_tokens :].unflatten(1, grid).float()
 
 
-def _require_asked(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> None:
-    """Refuse what cannot be asked of an encoder before any image passes it."""
+def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> None:
+    """Raise an error if the encoder cannot have these layers or facets."""
     outside = [layer for layer in layers if not 0 <= layer < encoder.depth]
     if outside or not layers:
         raise ConfigurationError(
             f"layers must lie in 0..{encoder.depth - 1} for this encoder, "
             f"got {', '.join(map(str, outside)) or 'none'}"
         )
-    unknown = [f for f in facets if f not in (*FACETS, REGISTERS) and submodule_of(f) is None]
+    unknown = [f for f in facets if f not in (*FACETS, REGISTERS) and submodule_name(f) is None]
     if unknown or not facets:
         raise ConfigurationError(
-            f"facets must be among {', '.join(FACETS)} or blocks.*.NAME, "
+            f"facets must be in {', '.join(FACETS)} or of the form blocks.*.NAME, "
             f"got {', '.join(unknown) or 'none'}"
         )
     if {"cls", "cls_normed"} & set(facets) and not encoder.has_cls:
@@ -375,19 +412,19 @@ def _require_asked(encoder: Encoder, layers: Sequence[int], facets: Sequence[Fac
     if narrow and {"token_normed", "cls_normed"} & set(facets):
         fit = [str(layer) for layer in range(encoder.depth) if encoder.width(layer) == last]
         raise UnfitEncoder(
-            f"layer {narrow[0]} of {encoder.name} has width {encoder.width(narrow[0])}, its final "
-            f"norm {last}; ask for blocks of the last stage, {','.join(fit)}, or for a "
-            "facet that no norm changes, such as token, attn_out or mlp_out"
+            f"block {narrow[0]} of {encoder.name} has width {encoder.width(narrow[0])}, but the "
+            f"final norm has width {last}",
+            hint=("--layer", ",".join(fit), "or", *_TOKENS),
         )
 
 
-def tokens_among(output: Any) -> Tensor:
-    """What a block gives; those of transformers and of one's own may give more beside it."""
+def block_tokens(output: Any) -> Tensor:
+    """Return the tokens from a block's output, which may be a tuple that starts with them."""
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
 class _DeepestLayerDone(Exception):
-    """Ends the forward pass early."""
+    """Raised to end the forward pass after the deepest requested layer."""
 
 
 def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
@@ -396,12 +433,14 @@ def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
 
 @dataclass(frozen=True)
 class _Tap:
-    """Where a facet from inside of one block is.
+    """Position in one block where a facet is captured.
 
     Attributes:
-        name: In messages.
-        modules: The first of them that is called gives it.
-        side: Whether it goes in there or comes out.
+        layer: Block index, 0-based.
+        facet: Name of the facet.
+        name: Name of the position in messages.
+        modules: Submodules. The first one that is called gives the facet.
+        side: Whether the facet is the input or the output of the submodule.
     """
 
     layer: int
@@ -411,58 +450,71 @@ class _Tap:
     side: Literal["input", "output"]
 
 
-def _tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
+def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
+    """Return where to capture a facet.
+
+    Raises:
+        UnfitEncoder: The block has no such submodule.
+    """
     block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
     parts = dict(block.named_modules())
-    path = submodule_of(facet)
+    path = submodule_name(facet)
     if path is not None:
         if path not in parts:
-            near = difflib.get_close_matches(path, [n for n in parts if n], n=1)
+            similar = difflib.get_close_matches(path, [n for n in parts if n], n=1)
             parent = path
             while parent not in parts:
                 parent = parent.rpartition(".")[0]
             where = f"blocks.{layer}.{parent}".rstrip(".")
             raise UnfitEncoder(
-                f"{encoder.name} has no blocks.{layer}.{path}; {where} has "
-                f"{_children(list(parts), parent)}",
+                f"{encoder.name} has no submodule blocks.{layer}.{path} (submodules of {where}: "
+                f"{_list_children(list(parts), parent)})",
                 hint=join_alternatives(
-                    *[(f"probe.facet=blocks.*.{escape_braces(part)}",) for part in near]
+                    *[(f"probe.facet=blocks.*.{escape_braces(part)}",) for part in similar]
                 ),
             )
         return _Tap(layer, facet, f"blocks.{layer}.{path}", (parts[path],), "output")
-    found, side = _named(parts, facet)
-    if not found:
+    modules, side = _find_modules(parts, facet)
+    if not modules:
         raise UnfitEncoder(
-            f"block {layer} of {encoder.name} has no {facet}, only {_children(list(parts), '')}; "
-            "take a submodule as blocks.*.NAME, or the tokens",
-            hint=_TOKENS,
+            f"block {layer} of {encoder.name} has no {facet} (its submodules: "
+            f"{_list_children(list(parts), '')})",
+            hint=("probe.facet=blocks.*.{name}", "or", *_TOKENS),
         )
-    return _Tap(layer, facet, f"{facet} of block {layer}", found, side)
+    return _Tap(layer, facet, f"{facet} of block {layer}", modules, side)
 
 
-def _named(
+def _find_modules(
     parts: dict[str, nn.Module], facet: Facet
 ) -> tuple[tuple[nn.Module, ...], Literal["input", "output"]]:
+    """Return the submodules of a block that give one of `INNER_FACETS`, none if it lacks them.
+
+    Args:
+        parts: The submodules of the block by name.
+        facet: One of `INNER_FACETS`.
+    """
     if _SUBLAYER[facet] not in parts:
         return (), "output"
-    if facet in _BEFORE_SKIP:
-        return tuple(parts[name] for name in _BEFORE_SKIP[facet] if name in parts)[:1], "output"
+    if facet in _SUBLAYER_OUTPUT:
+        return tuple(parts[name] for name in _SUBLAYER_OUTPUT[facet] if name in parts)[:1], "output"
     if facet == "mlp_hidden":
         names = ("mlp.fc2", "mlp.w3", "mlp.w2")
         return tuple(parts[name] for name in names if name in parts)[:1], "input"
-    # The norm before the MLP; in post-norm blocks the MLP comes first.
+    # "attn_skip" is the input of the norm before the MLP, or of the MLP in post-norm blocks.
     pair = [parts[name] for name in ("norm2", "mlp") if name in parts]
     return (tuple(pair) if len(pair) == 2 else ()), "input"
 
 
-def _children(names: list[str], parent: str) -> str:
-    start = f"{parent}." if parent else ""
-    found = [n.removeprefix(start) for n in names if n.startswith(start) and n != parent]
-    return ", ".join(name for name in found if "." not in name) or "no submodules"
+def _list_children(names: list[str], parent: str) -> str:
+    prefix = f"{parent}." if parent else ""
+    below = [n.removeprefix(prefix) for n in names if n.startswith(prefix) and n != parent]
+    return ", ".join(name for name in below if "." not in name) or "none"
 
 
-def _layouts(shape: Sequence[int], batch: int, grid: Grid, num_prefix_tokens: int) -> list[Layout]:
-    """How a tensor may lie on a grid of patches; at most one way where that is no square."""
+def _find_layouts(
+    shape: Sequence[int], batch: int, grid: Grid, num_prefix_tokens: int
+) -> list[Layout]:
+    """Return the layouts that a tensor's shape allows, at most one if the grid is not square."""
     patches = grid[0] * grid[1]
     with_prefix = (patches, num_prefix_tokens + patches)
     fits: dict[Layout, bool] = {
@@ -473,10 +525,15 @@ def _layouts(shape: Sequence[int], batch: int, grid: Grid, num_prefix_tokens: in
     return [layout for layout, is_so in fits.items() if is_so and shape[0] == batch]
 
 
-def squashed(
+def resize_image(
     image: UInt8[np.ndarray, "height width 3"], size: tuple[int, int]
 ) -> Float[Tensor, "3 new_height new_width"]:
-    """The whole image at another size, RGB in [0, 1]; over all pixels where it shrinks."""
+    """Resize a whole image, bilinear with antialiasing, to RGB values in [0, 1].
+
+    Args:
+        image: RGB image, 0 to 255.
+        size: Height and width of the result in pixels. The aspect ratio is not kept.
+    """
     pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None].float() / 255
     return F.interpolate(pixels, size=size, mode="bilinear", antialias=True)[0]
 
@@ -484,7 +541,7 @@ def squashed(
 def pad_to_patch(
     images: Float[Tensor, "*batch 3 height width"], patch_size: int
 ) -> Float[Tensor, "*batch 3 padded_height padded_width"]:
-    """Zeros right and bottom, up to the next multiple of the patch."""
+    """Pad images with zeros on the right and at the bottom to a multiple of the patch size."""
     height, width = images.shape[-2:]
     return F.pad(images, (0, -width % patch_size, 0, -height % patch_size))
 
@@ -492,21 +549,21 @@ def pad_to_patch(
 def central_square(
     image: UInt8[np.ndarray, "height width 3"], size: int, *, share: float
 ) -> UInt8[Tensor, "3 {size} {size}"]:
-    """Resize an image, bicubic with antialiasing, and cut the square out of its middle.
+    """Resize an image, bicubic with antialiasing, and crop the square at its centre.
 
-    Only what lies in the square is computed. Equal to torchvision's `Resize` of the shorter side
-    and `CenterCrop`, with which DINO is evaluated, up to rounding.
+    Only the pixels of the square are computed. Up to rounding, the result equals torchvision's
+    `Resize` of the shorter side followed by `CenterCrop`, as in DINO's evaluation.
 
     Args:
-        image: RGB, 0 to 255.
+        image: RGB image, 0 to 255.
         size: Side of the result in pixels.
-        share: Side of the square, relative to the image's shorter side; .875 resizes to 256 where
-            `size` is 224. In (0, 1].
+        share: Side of the square relative to the shorter side of the image, in (0, 1]. For example,
+            0.875 with `size` 224 resizes the shorter side to 256.
     """
     sides, short = image.shape[:2], max(size, round(size / share))
     scaled = [short * side // min(sides) for side in sides]
     first = [round((side - size) / 2) for side in scaled]
-    # Pixels around the box count at its rim, as if the whole had been resized.
+    # `box` lets the filter read pixels outside of the square, as if the whole image was resized.
     top, left = (start * side / new for start, side, new in zip(first, sides, scaled, strict=True))
     bottom, right = (
         (start + size) * side / new for start, side, new in zip(first, sides, scaled, strict=True)

@@ -1,7 +1,8 @@
-"""95 % intervals of scores over images: where the score of very many such images lies.
+"""Compute 95 % confidence intervals of scores, and p-values of differences.
 
-How often they hold it in simulations, and how often other intervals would, is in
-results/tables/intervals.md.
+The images are treated as a sample, so an interval estimates the score on infinitely many images of
+the same kind. results/tables/intervals.md has the coverage of these intervals in simulations, and
+that of alternatives.
 """
 
 import math
@@ -12,51 +13,55 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Integer, Shaped
 
-from ssl_bench.scores import iou_of, mean_of_known, pixel_accuracy
+from ssl_bench.scores import iou_from_counts, mean_without_nan, pixel_accuracy
 
 Interval = tuple[float, float]
 _PerImage = Shaped[np.ndarray, "images *values"]
 _Score = Callable[[Shaped[np.ndarray, "..."]], Float64[np.ndarray, "*some"]]
 
 FEW_IMAGES = 60
-"""Below it the intervals of mean IoU may hold the truth in less than 90 % of all cases."""
+"""Number of images below which intervals of mean IoU may cover the true value in under 90 %."""
 
 _TAIL = 0.025
 
 SIGNIFICANT = 2 * _TAIL
-"""Below it the p of a difference goes with a 95 % interval that leaves out 0."""
+"""Significance level. The 95 % interval of a difference excludes 0 if p is below it."""
 
 _DRAWS, _DRAWS_AT_ONCE = 1000, 50
-# Scores are percent; what images change less is rounding.
+# Scores are percentages, so smaller differences than this are rounding errors.
 _NO_CHANGE = 1e-9
 
 
 @runtime_checkable
 class Estimate(Protocol):
-    """A score in percent of some images, which knows what each of them does to it."""
+    """A score in percent together with the data for its interval."""
 
     @property
     def value(self) -> float: ...
 
     def ci95(self) -> Interval | None:
-        """None where the images do not tell: a single one, or none that makes a difference."""
+        """Return the 95 % interval. None for a single image, or if all images have equal effect."""
         ...
 
     def difference_ci95(self, first: Any) -> Interval | None:
-        """Of this score minus another one of the same kind and images."""
+        """Return the 95 % interval of this score minus another one on the same images."""
         ...
 
     def difference_p(self, first: Any) -> float:
-        """Return the two-sided p that belongs to `difference_ci95`; NaN if the images do not tell.
+        """Return the two-sided p-value of this score minus another one, NaN if it has no interval.
 
-        It is the smallest share for which the interval that misses as often leaves out 0.
+        It is the smallest significance level at which the interval of the difference excludes 0.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Percent of the images that are hits."""
+    """Percentage of images that are hits, with exact intervals for proportions.
+
+    Attributes:
+        hits: Whether each image is a hit.
+    """
 
     hits: Bool[np.ndarray, " images"]
 
@@ -65,20 +70,20 @@ class Share:
         return 100.0 * float(self.hits.mean())
 
     def ci95(self) -> Interval:
-        """Holds the truth in at least 95 % of all cases, whatever it is.
+        """Return the exact interval, which covers the true value in at least 95 % of all cases.
 
         Source: Clopper and Pearson, Biometrika 26, 1934.
         """
-        # Here and below, because a table without intervals need not wait for scipy.
+        # scipy is imported in functions, because tables without intervals do not need it.
         from scipy.special import betaincinv
 
-        right, wrong = int(self.hits.sum()), int((~self.hits).sum())
-        low = betaincinv(right, wrong + 1, _TAIL) if right else 0.0
-        high = betaincinv(right + 1, wrong, 1 - _TAIL) if wrong else 1.0
+        hits, misses = int(self.hits.sum()), int((~self.hits).sum())
+        low = betaincinv(hits, misses + 1, _TAIL) if hits else 0.0
+        high = betaincinv(hits + 1, misses, 1 - _TAIL) if misses else 1.0
         return 100.0 * float(low), 100.0 * float(high)
 
     def difference_ci95(self, first: "Share") -> Interval:
-        """As if two more images had been seen, one right in each score alone.
+        """Return the interval after adding two images, a hit of one score and a hit of the other.
 
         Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37, 2012.
         """
@@ -95,7 +100,7 @@ class Share:
         return 2 * float(ndtr(-abs(difference) / error))
 
     def _difference(self, first: "Share") -> tuple[float, float]:
-        """Return the share gained minus the one lost, and its standard error."""
+        """Return the difference of the proportions and its standard error."""
         total = len(self.hits) + 2
         gained = (int((self.hits & ~first.hits).sum()) + 1) / total
         lost = (int((~self.hits & first.hits).sum()) + 1) / total
@@ -104,71 +109,87 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Jackknife:
-    """A score in percent of all images, and of all images but one.
+    """Jackknife estimate of a score in percent.
+
+    Attributes:
+        value: Score of all images.
+        leave_one_out: Scores of all images except one, for each image.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11.
     """
 
     value: float
-    without: Float64[np.ndarray, " images"]
+    leave_one_out: Float64[np.ndarray, " images"]
 
     @property
     def correction(self) -> float:
-        """What the value lacks because there are so few images, to the first order."""
-        return (len(self.without) - 1) * (self.value - float(self.without.mean()))
+        """Return the first-order bias correction, to be added to the value."""
+        return (len(self.leave_one_out) - 1) * (self.value - float(self.leave_one_out.mean()))
 
     @property
     def margin(self) -> float:
-        """Half the width of an interval of Student's t; NaN where the images do not tell."""
+        """Return half the width of the Student t interval, NaN if there is none."""
         from scipy.special import stdtrit
 
-        others = len(self.without) - 1
-        if not others or not np.ptp(self.without) > _NO_CHANGE:
+        others = len(self.leave_one_out) - 1
+        if not others or not np.ptp(self.leave_one_out) > _NO_CHANGE:
             return np.nan
-        return -float(stdtrit(others, _TAIL) * np.sqrt(others * self.without.var()))
+        return -float(stdtrit(others, _TAIL) * np.sqrt(others * self.leave_one_out.var()))
 
     def ci95(self) -> Interval | None:
-        return _within(self.value - self.margin, self.value + self.margin, least=0.0)
+        return _clip_interval(self.value - self.margin, self.value + self.margin, least=0.0)
 
     def difference_ci95(self, first: "Jackknife") -> Interval | None:
-        """Without a correction: most of the bias is that of both scores."""
-        both = self._minus(first)
-        return _within(both.value - both.margin, both.value + both.margin, least=-100.0)
+        """Return the interval of the difference.
+
+        No bias correction is applied, because most of the bias cancels.
+        """
+        difference = self._subtract(first)
+        return _clip_interval(
+            difference.value - difference.margin, difference.value + difference.margin, least=-100.0
+        )
 
     def difference_p(self, first: "Jackknife") -> float:
-        both = self._minus(first)
-        return _p_of_student(both.value, both.margin, len(both.without) - 1)
+        difference = self._subtract(first)
+        return _p_of_student(difference.value, difference.margin, len(difference.leave_one_out) - 1)
 
-    def _minus(self, first: "Jackknife") -> "Jackknife":
-        return Jackknife(self.value - first.value, self.without - first.without)
+    def _subtract(self, first: "Jackknife") -> "Jackknife":
+        return Jackknife(self.value - first.value, self.leave_one_out - first.leave_one_out)
 
 
 @dataclass(frozen=True, eq=False)
 class MeanIoU(Jackknife):
-    """Mean IoU of a dataset, which few images of many classes make too small.
+    """Mean IoU of a dataset. It is biased downwards if there are few images and many classes.
 
     Attributes:
-        of_true: Mean over the classes that are true in some image. The value has a class that is
-            only predicted as 0, though nobody knows how it does where it is true.
+        over_true_classes: Mean IoU over the classes with true pixels. `value` also counts classes
+            that are only predicted, as 0.
     """
 
-    of_true: float
+    over_true_classes: float
 
     def ci95(self) -> Interval | None:
-        """From the value up to what it may become with images of all classes, and the margin.
+        """Return an interval that extends upwards by the bias correction.
 
-        Holds the mean IoU of very many images, and what other sets of as many images give.
+        Its upper end starts from `over_true_classes`: the IoU of classes that are only predicted is
+        unknown on images that show them. The interval covers the mean IoU of infinitely many
+        images, and that of other image sets of the same size.
         """
         low = self.value + min(self.correction, 0.0) - self.margin
-        high = self.of_true + max(self.correction, 0.0) + self.margin
-        return _within(low, high, least=0.0)
+        high = self.over_true_classes + max(self.correction, 0.0) + self.margin
+        return _clip_interval(low, high, least=0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Bootstrap:
-    """A score in percent of some images, and of as many that were drawn from them with replacement.
+    """Bootstrap estimate of a score in percent.
 
-    Equal numbers of images give equal draws, so that the draws of two scores are pairs.
+    The draws depend only on the number of images, so the draws of two scores are paired.
+
+    Attributes:
+        value: Score of all images.
+        drawn: Score of each bootstrap sample.
+        num_images: Number of images.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
     """
@@ -179,7 +200,10 @@ class Bootstrap:
 
     @property
     def margin(self) -> float:
-        """Student's t times the deviation of draws, which is too small by (n - 1) / n; or NaN."""
+        """Return Student's t times the standard error, NaN if there is no interval.
+
+        The variance of the draws is too small by (n - 1) / n for n images, which is corrected.
+        """
         from scipy.special import stdtrit
 
         known, others = self.drawn[~np.isnan(self.drawn)], self.num_images - 1
@@ -188,7 +212,7 @@ class Bootstrap:
         return -float(stdtrit(others, _TAIL) * known.std() * np.sqrt(self.num_images / others))
 
     def ci95(self) -> Interval | None:
-        """Symmetric in the logarithm of the odds: small scores vary less than larger ones."""
+        """Return an interval that is symmetric on the logit scale, so that it stays in 0..100 %."""
         from scipy.special import expit, logit
 
         share = self.value / 100
@@ -199,87 +223,90 @@ class Bootstrap:
         return float(low), float(high)
 
     def difference_ci95(self, first: "Bootstrap") -> Interval | None:
-        both = self._minus(first)
-        return _within(both.value - both.margin, both.value + both.margin, least=-100.0)
+        difference = self._subtract(first)
+        return _clip_interval(
+            difference.value - difference.margin, difference.value + difference.margin, least=-100.0
+        )
 
     def difference_p(self, first: "Bootstrap") -> float:
-        both = self._minus(first)
-        return _p_of_student(both.value, both.margin, both.num_images - 1)
+        difference = self._subtract(first)
+        return _p_of_student(difference.value, difference.margin, difference.num_images - 1)
 
-    def _minus(self, first: "Bootstrap") -> "Bootstrap":
+    def _subtract(self, first: "Bootstrap") -> "Bootstrap":
         return Bootstrap(self.value - first.value, self.drawn - first.drawn, self.num_images)
 
 
 def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
-    """Of a score of counts that are summed over images.
+    """Return the bootstrap estimate of a score that is computed from summed counts.
 
-    For scores that jump where a single image is left out, so that `Jackknife` says nothing.
+    It is meant for scores that are not smooth in single images, for which `Jackknife` fails.
 
     Args:
-        per_image: Counts.
-        score: Of summed counts, whose first axes it keeps.
+        per_image: Counts of each image.
+        score: Computes the score of counts summed over images. Leading axes of its argument are
+            batch axes.
     """
     images, generator = len(per_image), np.random.default_rng(0)
     counts, drawn = per_image.reshape(images, -1).astype(np.float64), []
     for _ in range(_DRAWS // _DRAWS_AT_ONCE):
-        chosen = generator.integers(images, size=(_DRAWS_AT_ONCE, images))
-        times = np.stack([np.bincount(one, minlength=images) for one in chosen])
+        samples = generator.integers(images, size=(_DRAWS_AT_ONCE, images))
+        times = np.stack([np.bincount(sample, minlength=images) for sample in samples])
         drawn.append(score((times @ counts).reshape(len(times), *per_image.shape[1:])))
     value = score(per_image.sum(0, dtype=np.int64))
     return Bootstrap(float(value), np.concatenate(drawn), images)
 
 
 def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> MeanIoU:
-    """From `class_counts` of each image."""
-    right, predicted, true = per_image.astype(np.int64).swapaxes(0, 1)
-    union = predicted + true - right
-    iou = iou_of(right.sum(0), union.sum(0))
-    without = iou_of(right.sum(0) - right, union.sum(0) - union)
+    """Return the estimate of mean IoU from the `class_counts` of each image."""
+    correct, predicted, true = per_image.astype(np.int64).swapaxes(0, 1)
+    union = predicted + true - correct
+    iou = iou_from_counts(correct.sum(0), union.sum(0))
+    leave_one_out = iou_from_counts(correct.sum(0) - correct, union.sum(0) - union)
     return MeanIoU(
-        value=float(mean_of_known(iou)),
-        without=mean_of_known(without),
-        of_true=float(mean_of_known(iou[true.sum(0) > 0])),
+        value=float(mean_without_nan(iou)),
+        leave_one_out=mean_without_nan(leave_one_out),
+        over_true_classes=float(mean_without_nan(iou[true.sum(0) > 0])),
     )
 
 
 def pixel_accuracy_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> Jackknife:
-    """From `class_counts` of each image."""
+    """Return the estimate of pixel accuracy from the `class_counts` of each image."""
     summed = per_image.sum(-1, keepdims=True, dtype=np.int64)
     total = summed.sum(0)
     return Jackknife(float(pixel_accuracy(total)), pixel_accuracy(total - summed))
 
 
 def mean_estimate(values: Float[np.ndarray, " images"]) -> Jackknife:
-    """Mean of what is known of each image alone, in percent."""
+    """Return the estimate of the mean of per-image values in percent."""
     exact = values.astype(np.float64)
     others = max(1, len(exact) - 1)
     return Jackknife(float(exact.mean()), (exact.sum() - exact) / others)
 
 
 def few_images_warning(num_images: int) -> list[str]:
-    """What a record of a mean IoU says of its interval, if anything."""
+    """Return a warning for the record of a mean IoU if there are few images, else an empty list."""
     if num_images >= FEW_IMAGES:
         return []
     rarely = "may hold the truth in less than 90 % of all cases"
     return [f"fewer than {FEW_IMAGES} images: the interval of a mean IoU {rarely}"]
 
 
-def holds(ci95: Interval | None, value: float) -> bool:
-    """Whether a value lies in its interval, but for rounding; an end that is NaN bounds nothing."""
+def interval_contains(ci95: Interval | None, value: float) -> bool:
+    """Return whether a value lies in its interval, up to rounding. A NaN end is no bound."""
     if ci95 is None:
         return True
     ascending = ((ci95[0], value), (value, ci95[1]), ci95)
     return not any(
-        one > other and not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
-        for one, other in ascending
+        low > high and not math.isclose(low, high, rel_tol=1e-9, abs_tol=1e-9)
+        for low, high in ascending
     )
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Correct some p for their number; each is significant where its corrected one is.
+    """Return p-values corrected for multiple tests by Holm's method.
 
-    NaN stays NaN and does not count: there was no test. An error of the first kind in any of the
-    tests is as rare as it was in one, however they depend on each other.
+    The correction bounds the probability of any false positive, whatever the dependence between the
+    tests. NaN means that there was no test: it stays NaN and is not counted.
 
     Source: Holm, Scandinavian Journal of Statistics 6, 1979.
     """
@@ -291,7 +318,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def _p_of_student(value: float, margin: float, others: int) -> float:
-    """Return the two-sided p of a value whose 95 % interval has this margin; NaN without one."""
+    """Return the two-sided p-value for a 95 % interval of this margin, NaN if the margin is NaN."""
     from scipy.special import stdtr, stdtrit
 
     if math.isnan(margin):
@@ -299,5 +326,6 @@ def _p_of_student(value: float, margin: float, others: int) -> float:
     return 2 * float(stdtr(others, stdtrit(others, _TAIL) * abs(value) / margin))
 
 
-def _within(low: float, high: float, *, least: float) -> Interval | None:
+def _clip_interval(low: float, high: float, *, least: float) -> Interval | None:
+    """Return the interval within [least, 100], or None if an end is NaN."""
     return None if np.isnan(low + high) else (max(low, least), min(high, 100.0))

@@ -1,4 +1,4 @@
-"""What can be asked of an encoder: which of its blocks, and what of them."""
+"""Parse which blocks of an encoder, and which facets of them, a user requests."""
 
 import re
 from collections.abc import Sequence
@@ -7,141 +7,164 @@ from dataclasses import dataclass
 from ssl_bench.errors import ConfigurationError
 
 Facet = str
-"""One of `FACETS`, or a submodule of every block: "blocks.*.mlp.fc1"."""
+"""A kind of feature of a block: one of `FACETS`, or a submodule such as "blocks.*.mlp.fc1"."""
 
 INNER_FACETS: tuple[Facet, ...] = ("attn_out", "attn_skip", "mlp_hidden", "mlp_out")
-"""From inside of a block, before and after its skip connections."""
+"""Facets from inside a block, before and after its skip connections."""
 FACETS: tuple[Facet, ...] = (
     *("token", "token_normed", "cls", "cls_normed", "key", "query", "value"),
     *INNER_FACETS,
 )
-"""See `ssl_bench.features.FeatureExtractor`."""
+"""All facets with a name of their own. `ssl_bench.features.FeatureExtractor` defines each."""
 REGISTERS: Facet = "registers"
-"""Tokens before the patches that are no [CLS]; few encoders have them."""
+"""Register tokens. Only few encoders have them, so they are not among `FACETS`."""
 
 _SUBMODULE = re.compile(r"blocks\.(\*|0|[1-9][0-9]{0,5})\.(\w+(?:\.\w+)*)")
-_EVERY = "blocks.*."
-_SPAN = re.compile(r"(-?\d{1,4})(?:\.\.(-?\d{1,4})|-(\d{1,4}))")
+_EVERY_BLOCK = "blocks.*."
+_RANGE = re.compile(r"(-?\d{1,4})(?:\.\.(-?\d{1,4})|-(\d{1,4}))")
 
 
 @dataclass(frozen=True)
-class AskedFacets:
-    """What a probe looks at.
+class FacetSpec:
+    """The facets that a probe scores.
 
     Attributes:
-        names: As records have them, where the layer says the block: "blocks.*.mlp.fc1".
-        block: The only one that is asked, where a name says it.
+        names: Facet names as stored in records. A submodule's name has * for the block, as in
+            "blocks.*.mlp.fc1", because the record's layer states the block.
+        block: Block index that the user typed in a submodule's name. None if there is none.
     """
 
     names: tuple[Facet, ...]
     block: int | None
 
 
-def asked_facets(
+def parse_facets(
     facet: str | Sequence[str], known: Sequence[Facet], key: str = "probe.facet"
-) -> AskedFacets:
-    """From one name or several to what is asked: names of `known`, in its order, then submodules.
+) -> FacetSpec:
+    """Parse one facet name or several.
 
-    "blocks.7.mlp.fc1" is the output of a submodule of block 7, "blocks.*.mlp.fc1" that of each
-    block.
+    "blocks.7.mlp.fc1" is the output of a submodule of block 7. "blocks.*.mlp.fc1" is the output of
+    that submodule in every block.
+
+    Args:
+        facet: The names that the user typed.
+        known: Facets that the probe accepts, apart from submodules.
+        key: Config key for error messages.
+
+    Returns:
+        The facets in the order of `known`, followed by the submodules.
 
     Raises:
-        ConfigurationError: none, one that is not known, or submodules of several blocks.
+        ConfigurationError: There is no name, a name is unknown, or the names include several
+            blocks.
     """
-    asked = [facet] if isinstance(facet, str) else list(facet)
-    matches = {name: _SUBMODULE.fullmatch(name) for name in asked}
+    requested = [facet] if isinstance(facet, str) else list(facet)
+    matches = {name: _SUBMODULE.fullmatch(name) for name in requested}
     unknown = [name for name, match in matches.items() if match is None and name not in known]
-    if not asked or unknown:
+    if not requested or unknown:
         raise ConfigurationError(
-            f"{key} must be among {', '.join(known)}, or a submodule as in blocks.7.mlp.fc1 or, of "
-            f"every block, blocks.*.mlp.fc1, got {', '.join(unknown) or 'none'}"
+            f"{key} must be one of {', '.join(known)}, or a submodule such as blocks.7.mlp.fc1 "
+            f"(one block) or blocks.*.mlp.fc1 (every block), got {', '.join(unknown) or 'none'}"
         )
     submodules = [match for match in matches.values() if match]
     blocks = sorted({match[1] for match in submodules})
     if len(blocks) > 1:
         raise ConfigurationError(
-            f"{key} must name one block, or every one with *, got {', '.join(blocks)}; "
-            "ask for other blocks in a call of their own"
+            f"{key} must name submodules of one block or of every block (*), "
+            f"got blocks {', '.join(blocks)}"
         )
-    names = [name for name in known if name in asked]
-    names += dict.fromkeys(_EVERY + match[2] for match in submodules)
-    return AskedFacets(tuple(names), None if blocks in ([], ["*"]) else int(blocks[0]))
+    names = [name for name in known if name in requested]
+    names += dict.fromkeys(_EVERY_BLOCK + match[2] for match in submodules)
+    return FacetSpec(tuple(names), None if blocks in ([], ["*"]) else int(blocks[0]))
 
 
-def submodule_of(facet: Facet) -> str | None:
-    """Its name within a block; None for one of `FACETS`."""
-    return facet.removeprefix(_EVERY) if facet.startswith(_EVERY) else None
+def submodule_name(facet: Facet) -> str | None:
+    """Return the submodule's name within a block, or None for other facets."""
+    return facet.removeprefix(_EVERY_BLOCK) if facet.startswith(_EVERY_BLOCK) else None
 
 
-def layers_of(
-    facets: AskedFacets | None, layers: str | int | Sequence[int], depth: int
+def select_layers(
+    spec: FacetSpec | None, layers: str | int | Sequence[int], depth: int
 ) -> tuple[int, ...]:
-    """As `resolve_layers`; "all" is the one block that a facet names, where it does.
+    """Return the block indices to score, where a facet's name may already state the block.
+
+    Args:
+        spec: Facets of the probe. None for probes without facets.
+        layers: Layers that the user typed, as in `resolve_layers`. "all" becomes the block of
+            `spec`, if there is one.
+        depth: Number of blocks of the encoder.
 
     Raises:
-        ConfigurationError: the facet names another block than those that are asked.
+        ConfigurationError: `layers` and the facet's name state different blocks.
     """
-    asked = resolve_layers(layers, depth)
-    block = facets.block if facets else None
+    requested = resolve_layers(layers, depth)
+    block = spec.block if spec else None
     if block is None:
-        return asked
-    named = resolve_layers(block, depth)
-    if layers != "all" and asked != named:
+        return requested
+    from_facet = resolve_layers(block, depth)
+    if layers != "all" and requested != from_facet:
         raise ConfigurationError(
-            f"the facet names block {block}, got {', '.join(map(str, asked))}; put * for the "
-            "block, or ask for that one",
+            f"the facet's name states block {block}, but the requested layers are "
+            f"{', '.join(map(str, requested))}",
             hint=("--layer", str(block)),
         )
-    return named
+    return from_facet
 
 
 def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, ...]:
-    """Block indices from what people type: "11", "-1", "0,5,11", "0-3", "all", or numbers.
+    """Return the 0-based block indices that a text or numbers select.
 
-    Negative ones count from the end. The order is kept, what comes twice is dropped.
+    Args:
+        layers: "all", one index ("11"), a list ("0,5,11"), a range with both ends ("0-3"), or
+            integers. Negative indices count from the last block.
+        depth: Number of blocks of the encoder.
+
+    Returns:
+        The indices in the given order, without duplicates.
 
     Raises:
-        ConfigurationError: Not numbers, or outside the encoder.
+        ConfigurationError: The text is not understood, or an index is out of range.
     """
     if layers == "all":
         return tuple(range(depth))
-    wanted = numbered_layers(layers, depth)
-    outside = [layer for layer in wanted if not -depth <= layer < depth]
-    if outside or not wanted:
+    numbers = parse_layer_numbers(layers, depth)
+    outside = [layer for layer in numbers if not -depth <= layer < depth]
+    if outside or not numbers:
         raise ConfigurationError(
-            f"layers must lie in 0..{depth - 1} for this encoder, or -{depth}..-1 from its end, "
-            f"got {', '.join(str(layer) for layer in outside) or 'none'}"
+            f"layers must lie in 0..{depth - 1} for this encoder, or in -{depth}..-1 to count from "
+            f"the last block, got {', '.join(str(layer) for layer in outside) or 'none'}"
         )
-    return tuple(dict.fromkeys(layer % depth for layer in wanted))
+    return tuple(dict.fromkeys(layer % depth for layer in numbers))
 
 
-def numbered_layers(layers: str | int | Sequence[int], depth: int = 0) -> list[int]:
-    """Numbers from what people type, but for "all"; 0-3 and 0..3 hold both of their ends.
+def parse_layer_numbers(layers: str | int | Sequence[int], depth: int = 0) -> list[int]:
+    """Return the numbers of a layer selection other than "all".
 
     Args:
-        layers: As of `resolve_layers`.
-        depth: Of the encoder, where it is known: 4..-1 ends with its last block.
+        layers: See `resolve_layers`. The ranges 0-3 and 0..3 both include their ends.
+        depth: Number of blocks of the encoder if it is known, so that 4..-1 ends with the last
+            block.
 
     Raises:
-        ConfigurationError: Not numbers, or a range whose last block comes before its first.
+        ConfigurationError: The text is not understood, or a range is in descending order.
     """
     if isinstance(layers, int):
         return [layers]
-    found: list[int] = []
+    numbers: list[int] = []
     for part in layers.split(",") if isinstance(layers, str) else layers:
-        span = _SPAN.fullmatch(str(part).strip())
+        match = _RANGE.fullmatch(str(part).strip())
         try:
-            ends = [int(span[1]), int(span[2] or span[3])] if span else [int(part)]
+            ends = [int(match[1]), int(match[2] or match[3])] if match else [int(part)]
         except ValueError as error:
             raise ConfigurationError(
-                f"layers must be all, an index, a range like 0-3, or a list like 0,5,11, got "
-                f"{layers!r}"
+                f"layers must be all, an index, a range such as 0-3, or a list such as 0,5,11, "
+                f"got {layers!r}"
             ) from error
         if (ends[0] < 0) != (ends[-1] < 0):
             ends = [end + depth if end < 0 else end for end in ends]
         if ends[-1] < ends[0]:
             raise ConfigurationError(
-                f"layers must go from the first block of a range to its last, got {part}"
+                f"layers must be given as ascending ranges, such as 0-3, got {part}"
             )
-        found += range(ends[0], ends[-1] + 1)
-    return found
+        numbers += range(ends[0], ends[-1] + 1)
+    return numbers

@@ -1,4 +1,7 @@
-"""What scores are made of, counted where the features are: classes of pixels, places of classes."""
+"""Count what scores are computed from, with torch on the device of the features.
+
+`ssl_bench.scores` turns the counts into percentages.
+"""
 
 from dataclasses import dataclass
 
@@ -15,17 +18,19 @@ def class_counts(
     target: UInt8[Tensor, "*pixels"],
     num_classes: int,
 ) -> Int64[Tensor, "heads 3 classes"]:
-    """Count by class the pixels that are right, predicted and true; target 255 does not count.
+    """Count the correct, predicted and true pixels of each class. Target 255 is ignored.
 
-    All that IoU and pixel accuracy need of a confusion matrix, in 3 / classes of its size; int64,
-    because float32 counts stop growing at 2^24 pixels.
+    IoU and pixel accuracy need no more of a confusion matrix, and this is 3 / num_classes of its
+    size. The counts are int64, because float32 counts stop growing at 2^24 pixels.
     """
-    true, given = target.flatten(), predicted.flatten(1)
-    # One head after the other stays in a processor's cache; a device would rather have all at once.
-    at_once = 1 if target.device.type == "cpu" else max(1, len(given))
-    found = torch.cat([_wrong_and_right(some, true, num_classes) for some in given.split(at_once)])
-    of_true = value_counts(true, IGNORED + 1)[:num_classes].expand(len(given), -1)
-    return torch.stack([found[:, 1], found.sum(1), of_true], 1)
+    true, by_head = target.flatten(), predicted.flatten(1)
+    # One head at a time stays in a CPU's cache. A GPU is faster with all heads at once.
+    batch = 1 if target.device.type == "cpu" else max(1, len(by_head))
+    counts = torch.cat(
+        [_count_wrong_and_correct(some, true, num_classes) for some in by_head.split(batch)]
+    )
+    true_counts = value_counts(true, IGNORED + 1)[:num_classes].expand(len(by_head), -1)
+    return torch.stack([counts[:, 1], counts.sum(1), true_counts], 1)
 
 
 def confusion_counts(
@@ -33,26 +38,28 @@ def confusion_counts(
     target: UInt8[Tensor, "*pixels"],
     num_classes: int,
 ) -> Int64[Tensor, "heads classes classes"]:
-    """Count the pixels of each true class, by row, and predicted class; target 255 does not count.
+    """Return confusion matrices: true classes in rows, predicted classes in columns.
 
-    Unlike `class_counts` it tells which class was taken for which, at num_classes / 3 of its size.
+    Target 255 is ignored. Prefer `class_counts` if it suffices, since it is smaller.
     """
-    true, heads = target.flatten(), []
-    for given in predicted.flatten(1):
-        cells = true.int() * num_classes + given
+    true, matrices = target.flatten(), []
+    for labels in predicted.flatten(1):
+        cells = true.int() * num_classes + labels
         cells.masked_fill_(true == IGNORED, num_classes**2)
-        heads.append(value_counts(cells, num_classes**2 + 1)[:-1].view(num_classes, num_classes))
-    return torch.stack(heads)
+        matrix = value_counts(cells, num_classes**2 + 1)[:-1]
+        matrices.append(matrix.view(num_classes, num_classes))
+    return torch.stack(matrices)
 
 
-def _wrong_and_right(
-    given: UInt8[Tensor, "heads pixels"], true: UInt8[Tensor, " pixels"], num_classes: int
+def _count_wrong_and_correct(
+    predicted: UInt8[Tensor, "heads pixels"], true: UInt8[Tensor, " pixels"], num_classes: int
 ) -> Int64[Tensor, "heads 2 classes"]:
-    heads, size = len(given), 2 * num_classes
-    # int32: heads have fewer than 2^31 / 512 pixels an image, and bincount reads half the bytes.
-    first = torch.arange(heads, dtype=torch.int32, device=true.device)[:, None] * size
-    cells = (given == true).int().mul_(num_classes).add_(given).add_(first)
-    # What does not count goes behind all classes: a device would have to say how much is left.
+    """Count the pixels by predicted class: wrong ones in row 0, correct ones in row 1."""
+    heads, size = len(predicted), 2 * num_classes
+    # int32 suffices (an image has fewer than 2^31 / 512 pixels) and halves the memory traffic.
+    offsets = torch.arange(heads, dtype=torch.int32, device=true.device)[:, None] * size
+    cells = (predicted == true).int().mul_(num_classes).add_(predicted).add_(offsets)
+    # Ignored pixels go to one extra cell at the end. Removing them would synchronise the device.
     cells.masked_fill_(true == IGNORED, heads * size)
     return value_counts(cells.flatten(), heads * size + 1)[:-1].view(heads, 2, num_classes)
 
@@ -62,31 +69,32 @@ def value_counts(
     size: int,
     weights: Float[Tensor, " places"] | None = None,
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
-    """How often each number from 0 to `size` - 1 occurs, or the sum of its weights.
+    """Return how often each number from 0 to `size` - 1 occurs, or the sum of its weights.
 
-    As `torch.bincount`, which makes the host wait for the extremes of what lies on a device.
+    On a CPU this is `torch.bincount`. On other devices `torch.bincount` would make the host wait,
+    so `scatter_value_counts` is used.
     """
     if values.device.type == "cpu":
         return torch.bincount(values, weights, size)
-    return scattered_counts(values, size, weights)
+    return scatter_value_counts(values, size, weights)
 
 
-def scattered_counts(
+def scatter_value_counts(
     values: Integer[Tensor, " places"],
     size: int,
     weights: Float[Tensor, " places"] | None = None,
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
-    """`value_counts` by additions on the spot, which a device does without being asked."""
+    """Return the same as `value_counts`, by `scatter_add_`, which needs no synchronisation."""
     if weights is None:
         ones = torch.ones(1, dtype=torch.int64, device=values.device)
         return ones.new_zeros(size).scatter_add_(0, values.long(), ones.expand(len(values)))
-    wide = to_float64(weights)
-    return wide.new_zeros(size).scatter_add_(0, values.long().to(wide.device), wide)
+    exact = to_float64(weights)
+    return exact.new_zeros(size).scatter_add_(0, values.long().to(exact.device), exact)
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledFeatures:
-    """Features of images, of any length, and the class of each image."""
+    """One feature vector and one class label for each image."""
 
     features: Float[Tensor, "images dim"]
     labels: Int64[Tensor, " images"]
@@ -98,9 +106,10 @@ class LabelledFeatures:
 def class_rank(
     scores: Float[Tensor, "*heads queries classes"], targets: Int64[Tensor, " queries"]
 ) -> Int64[Tensor, "*heads queries"]:
-    """How many classes come before the true one; of equal scores the lower class is the first.
+    """Return the rank of the true class, 0 if it has the highest score.
 
-    Where a score is not finite, nothing is known and all classes come before it.
+    Of classes with equal scores, the one with the lower index ranks first. The rank is the number
+    of classes if any score of the image is not finite.
     """
     num_classes = scores.shape[-1]
     own = scores.gather(-1, targets.expand(scores.shape[:-1])[..., None])

@@ -43,7 +43,7 @@ from ssl_bench.errors import (
     join_alternatives,
 )
 from ssl_bench.evaluation import Evaluation, FeatureCache, Probe, fit_size
-from ssl_bench.layers import layers_of
+from ssl_bench.layers import select_layers
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.request import BATCH_SIZES, ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
@@ -252,7 +252,7 @@ def evaluate(
     for number, planned in enumerate(plan, start=1):
         count = f"{number} of {len(plan)}: " if len(plan) > 1 else ""
         try:
-            indices = layers_of(planned.probe.asked_facets, layers, encoder.depth)
+            indices = select_layers(planned.probe.facet_spec, layers, encoder.depth)
             probe = planned.fit_to(encoder)
             _log_adaptations(planned, probe, encoder)
             changed = changed_settings(probe)

@@ -1,7 +1,8 @@
-"""Scores in percent from what was counted of images, in numpy: tables and reports need no torch.
+"""Compute scores in percent from counts per image.
 
-Counts are integers, so only the mean over classes is rounded, in an order that is numpy's own and
-the same on every machine.
+This module uses numpy only, so that tables and reports need not import torch. Counts are integers,
+so the only rounding is in the mean over classes. Its order is numpy's own and the same on every
+machine.
 """
 
 import io
@@ -13,112 +14,119 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64, Integer, Real
 
 IGNORED = 255
-"""Label of the pixels that do not count."""
+"""Label of the pixels that are ignored."""
 ABSENT_CLASS_POLICY = "absent_from_both_is_nan"
 
 Counts = Integer[np.ndarray, "*some 3 classes"]
-"""By class the pixels that are right, predicted and true; see `ssl_bench.metrics.class_counts`."""
+"""Numbers of correct, predicted and true pixels of each class. See
+`ssl_bench.metrics.class_counts`."""
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
-"""From which IoU on a box is right, in turn."""
+"""IoU thresholds of COCO AP. A box is correct at a threshold if its IoU is at least as large."""
 MOST_DETECTIONS = 100
-"""Boxes that count of an image, the surest."""
+"""Number of boxes that are scored in each image, those with the highest confidence."""
 _RECALLS = np.linspace(0, 1, 101)
 
 _BETA_SQUARED = 0.3
 
 ObjectCounts = Integer[np.ndarray, "*some 4"]
-"""Pixels of an image: of the object in the answer and in truth, in the answer, in truth, and all
-that count."""
+"""Numbers of pixels of an image: object in both prediction and ground truth, object in the
+prediction, object in the ground truth, and all pixels that are not ignored."""
 
 DetectionCounts = Real[np.ndarray, "*some ranks_and_truth thresholds_and_all"]
-"""Of boxes of an image or of many: at [0, 0] those that are true; at [1 + rank, 0] those that were
-found, the surest rank first, and at [1 + rank, 1 + number] those of them that are right at an
-IoU."""
+"""Numbers of boxes of one image or of several.
+
+- [0, 0]: ground-truth boxes.
+- [1 + rank, 0]: predicted boxes of this rank. Rank 0 has the highest confidence.
+- [1 + rank, 1 + n]: those of them that are correct at `IOU_THRESHOLDS[n]`.
+"""
 
 
 def iou_per_class(counts: Counts) -> Float64[np.ndarray, "*some classes"]:
-    """Intersection over union in percent; NaN for a class in neither."""
-    right, predicted, true = (counts[..., which, :].astype(np.int64) for which in range(3))
-    return iou_of(right, predicted + true - right)
+    """Return the intersection over union of each class in percent, NaN for absent classes.
+
+    A class is absent if it occurs neither in the prediction nor in the ground truth.
+    """
+    correct, predicted, true = (counts[..., row, :].astype(np.int64) for row in range(3))
+    return iou_from_counts(correct, predicted + true - correct)
 
 
-def iou_of(
-    right: Integer[np.ndarray, "*some classes"], union: Integer[np.ndarray, "*some classes"]
+def iou_from_counts(
+    intersection: Integer[np.ndarray, "*some classes"], union: Integer[np.ndarray, "*some classes"]
 ) -> Float64[np.ndarray, "*some classes"]:
-    """Intersection over union in percent; NaN for a class in neither."""
-    return np.where(union > 0, 100.0 * right / np.maximum(union, 1), np.nan)
+    """Return the intersection over union of each class in percent, NaN where the union is 0."""
+    return np.where(union > 0, 100.0 * intersection / np.maximum(union, 1), np.nan)
 
 
 def mean_iou(counts: Counts) -> Float64[np.ndarray, "*some"]:
-    """Mean of the class IoUs of a whole dataset, in percent, over the classes that occur."""
-    return mean_of_known(iou_per_class(counts))
+    """Return the mean IoU of a whole dataset in percent, over the classes that occur."""
+    return mean_without_nan(iou_per_class(counts))
 
 
 def matched_mean_iou(
     confusion: Integer[np.ndarray, "classes classes"],
 ) -> tuple[float, Integer[np.ndarray, " classes"]]:
-    """Compute the largest mean IoU, in percent, that renaming predicted classes one to one gives.
+    """Compute the mean IoU in percent after the best one-to-one matching of predicted classes.
 
-    The mean is over all classes: one that is in neither truth nor prediction counts as 0.
+    The mean is over all classes. An absent class counts as 0.
 
     Args:
-        confusion: Pixels by true and predicted class.
+        confusion: Numbers of pixels by true class (rows) and predicted class (columns).
 
     Returns:
-        The mean, and the new name of each predicted class.
+        The mean IoU, and the true class that each predicted class is matched to.
 
     Source: Hungarian matching of PredsmIoU in https://github.com/vpariza/open-hummingbird-eval.
     """
-    # Here, because a table need not wait for scipy.
+    # Imported here, because importing scipy slows down `table`.
     from scipy.optimize import linear_sum_assignment
 
     union = confusion.sum(1, keepdims=True) + confusion.sum(0, keepdims=True) - confusion
     iou = confusion / np.maximum(union, 1)
-    predicted, names = linear_sum_assignment(iou.T, maximize=True)
-    return 100.0 * float(iou[names, predicted].mean()), names
+    predicted, matched = linear_sum_assignment(iou.T, maximize=True)
+    return 100.0 * float(iou[matched, predicted].mean()), matched
 
 
-def of_constant_class(
+def predict_constant_class(
     counts: Integer[np.ndarray, "3 classes"],
 ) -> tuple[int, Integer[np.ndarray, "3 classes"]]:
-    """The class that most pixels are of, and the counts of naming it at all of them.
+    """Return the most frequent true class, and the counts of predicting it for every pixel.
 
     No other constant class has a larger mean IoU or accuracy on these pixels.
     """
     true = counts[2]
-    named = int(true.argmax())
-    answered = np.zeros_like(counts)
-    answered[2] = true
-    answered[0, named], answered[1, named] = true[named], true.sum()
-    return named, answered
+    most_frequent = int(true.argmax())
+    constant = np.zeros_like(counts)
+    constant[2] = true
+    constant[0, most_frequent], constant[1, most_frequent] = true[most_frequent], true.sum()
+    return most_frequent, constant
 
 
-def mean_of_known(values: Float64[np.ndarray, "*some classes"]) -> Float64[np.ndarray, "*some"]:
-    """Mean over the last axis without NaN; NaN where nothing is known."""
-    known = ~np.isnan(values)
-    count = known.sum(-1)
-    total = np.where(known, values, 0.0).sum(-1)
+def mean_without_nan(values: Float64[np.ndarray, "*some classes"]) -> Float64[np.ndarray, "*some"]:
+    """Return the mean over the last axis without NaN values, NaN where all values are NaN."""
+    is_number = ~np.isnan(values)
+    count = is_number.sum(-1)
+    total = np.where(is_number, values, 0.0).sum(-1)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def pixel_accuracy(counts: Counts) -> Float64[np.ndarray, "*some"]:
-    """Percent of counted pixels whose class is right; NaN where none was counted."""
-    right, true = (counts[..., which, :].sum(-1, dtype=np.int64) for which in (0, 2))
-    return np.where(true > 0, 100.0 * right / np.maximum(true, 1), np.nan)
+    """Return the percentage of pixels whose class is correct, NaN if there are no pixels."""
+    correct, true = (counts[..., row, :].sum(-1, dtype=np.int64) for row in (0, 2))
+    return np.where(true > 0, 100.0 * correct / np.maximum(true, 1), np.nan)
 
 
 def object_f_beta(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
-    """F-beta with beta squared = .3 in percent, of each image alone.
+    """Return the F-beta score of each image in percent, with beta squared = 0.3.
 
-    An answer without a pixel has precision 1, an image without an object recall 1, and where both
-    precision and recall are 0 so is this.
+    An empty prediction has precision 1, and an image without an object has recall 1. The score is
+    0 if precision and recall are both 0.
 
     Source: metric.py of unsupervised_saliency_detection in
     https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
     """
-    both, found, true, _ = (counts[..., which].astype(np.float64) for which in range(4))
-    precision = np.where(found > 0, both / np.maximum(found, 1), 1.0)
+    both, predicted, true, _ = (counts[..., n].astype(np.float64) for n in range(4))
+    precision = np.where(predicted > 0, both / np.maximum(predicted, 1), 1.0)
     recall = np.where(true > 0, both / np.maximum(true, 1), 1.0)
     total = _BETA_SQUARED * precision + recall
     weighted = (1 + _BETA_SQUARED) * precision * recall
@@ -126,19 +134,20 @@ def object_f_beta(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
 
 
 def object_iou(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
-    """Intersection over union in percent, of each image alone; 100 where neither has a pixel."""
-    both, found, true, _ = (counts[..., which].astype(np.int64) for which in range(4))
-    union = found + true - both
+    """Return the intersection over union of each image in percent, 100 where the union is empty."""
+    both, predicted, true, _ = (counts[..., n].astype(np.int64) for n in range(4))
+    union = predicted + true - both
     return np.where(union > 0, 100.0 * both / np.maximum(union, 1), 100.0)
 
 
 def object_accuracy(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
-    """Percent of the pixels on whose side answer and truth agree, of each image alone.
+    """Return the percentage of correct pixels of each image, 100 if all pixels are ignored.
 
-    100 where no pixel counts.
+    A pixel is correct if prediction and ground truth agree on whether it belongs to the object.
     """
-    both, found, true, all_ = (counts[..., which].astype(np.int64) for which in range(4))
-    return np.where(all_ > 0, 100.0 * (all_ - found - true + 2 * both) / np.maximum(all_, 1), 100.0)
+    both, predicted, true, total = (counts[..., n].astype(np.int64) for n in range(4))
+    correct = total - predicted - true + 2 * both
+    return np.where(total > 0, 100.0 * correct / np.maximum(total, 1), 100.0)
 
 
 OBJECT_SCORES: Mapping[str, Callable[[ObjectCounts], Float64[np.ndarray, "*some"]]] = {
@@ -146,16 +155,20 @@ OBJECT_SCORES: Mapping[str, Callable[[ObjectCounts], Float64[np.ndarray, "*some"
     "iou": object_iou,
     "accuracy": object_accuracy,
 }
-"""By metric what is said of each image; its value is the mean over images.
+"""Score of single images by metric. The value of the metric is the mean over images.
 
-The largest mean F-beta over thresholds (`max_f_beta`) is that at any threshold below 1, because an
-answer is 0 or 1 at every pixel."""
+`max_f_beta` is the maximum over thresholds of the mean F-beta. All thresholds below 1 give the same
+mean, because a prediction is 0 or 1 at every pixel, so `object_f_beta` needs no threshold."""
 
 
 def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 4"]) -> bool:
-    """Whether a box overlaps any ground-truth box with IoU >= 1/2.
+    """Return whether a box overlaps any ground-truth box with an IoU of at least 0.5.
 
-    Compared as 2 * intersection >= union, which is exact for whole pixels.
+    The test is 2 * intersection >= union, which is exact for integer coordinates.
+
+    Args:
+        box: (x0, y0, x1, y1) in pixels.
+        ground_truth: Boxes in the same format.
     """
     low = np.maximum(box[:2], ground_truth[:, :2])
     high = np.minimum(box[2:], ground_truth[:, 2:])
@@ -165,70 +178,73 @@ def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 
 
 
 def corloc(hits: Bool[np.ndarray, " images"]) -> float:
-    """Correct localisation: percent of images whose box is a hit."""
+    """Return the correct localisation score: the percentage of images whose box is a hit."""
     return 100.0 * float(hits.mean())
 
 
 def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
-    """Mean over IoUs and 101 recalls of the best precision at that recall or more, in percent.
+    """Return the average precision (AP) in percent, NaN if there is no ground-truth box.
 
-    Boxes of one rank are as sure as each other, so no order of theirs is better than another: part
-    of a rank has the share of right ones that the whole rank has. NaN where no box is true.
+    AP is the mean over IoU thresholds and 101 recalls of the highest precision at that recall or
+    above. Boxes of one rank have equal confidence, so their order must not matter: every part of
+    a rank has the same fraction of correct boxes as the whole rank.
 
-    Source: COCOeval, https://github.com/cocodataset/cocoapi/tree/8c9bcc3, whose `stats[0]` it is
-    (of one threshold: `stats[1]`) where no two boxes share a rank. Of equal scores that takes the
-    boxes in the order in which it was given the images, and its AP hangs on it.
+    If no two boxes share a rank, the result equals `stats[0]` of COCOeval (`stats[1]` for a single
+    threshold). If boxes have equal scores, COCOeval's AP depends on the order of the images.
+
+    Source: COCOeval, https://github.com/cocodataset/cocoapi/tree/8c9bcc3.
     """
     true = counts[..., 0, 0][..., None]
-    found = counts[..., 1:, :1].cumsum(-2, dtype=np.float64)
-    right = counts[..., 1:, 1:].cumsum(-2, dtype=np.float64)
-    precision = right / np.maximum(found, 1)
-    recall = right / np.maximum(true[..., None], 1)
-    best = np.zeros((*right.shape[:-2], right.shape[-1], 1))
+    predicted = counts[..., 1:, :1].cumsum(-2, dtype=np.float64)
+    correct = counts[..., 1:, 1:].cumsum(-2, dtype=np.float64)
+    precision = correct / np.maximum(predicted, 1)
+    recall = correct / np.maximum(true[..., None], 1)
+    best = np.zeros((*correct.shape[:-2], correct.shape[-1], 1))
     at_recall = np.zeros((*best.shape[:-1], len(_RECALLS)))
-    # From the last rank to the first, so that the first one that reaches a recall has the word.
-    for rank in reversed(range(right.shape[-2])):
+    # From the last rank to the first: the first rank that reaches a recall decides its precision.
+    for rank in reversed(range(correct.shape[-2])):
         best = np.maximum(best, precision[..., rank, :, None])
-        within = _within_rank(right, found, rank, _RECALLS * true[..., None])
+        within = _precision_within_rank(correct, predicted, rank, _RECALLS * true[..., None])
         reached = recall[..., rank, :, None] >= _RECALLS
         at_recall = np.where(reached, np.maximum(best, within), at_recall)
     return np.where(true[..., 0] > 0, 100.0 * at_recall.mean((-2, -1)), np.nan)
 
 
 def coco_average_precision(
-    found: Sequence[Float64[np.ndarray, "_found 4"]], true: Sequence[Float64[np.ndarray, "_true 4"]]
+    predicted: Sequence[Float64[np.ndarray, "_predicted 4"]],
+    true: Sequence[Float64[np.ndarray, "_true 4"]],
 ) -> float:
-    """Compute the average precision of boxes by COCOeval (its `stats[0]`), in percent.
+    """Return the average precision of boxes by COCOeval (its `stats[0]`) in percent.
 
-    Boxes of one rank come in the order of the images, so that the value depends on that order,
-    unlike `average_precision`.
+    Boxes of equal rank are sorted by image, so the value depends on the order of the images, unlike
+    `average_precision`.
 
     Args:
-        found: Boxes (x0, y0, x1, y1) of each image, the surest first.
-        true: The true boxes of the same images.
+        predicted: Boxes (x0, y0, x1, y1) of each image, in descending order of confidence.
+        true: Ground-truth boxes of the same images.
 
     Returns:
-        NaN where no box is true.
+        The average precision, NaN if there is no ground-truth box.
     """
-    # Here, because few need it.
+    # Imported here, because few commands need it.
     from pycocotools.cocoeval import COCOeval
 
-    judged = COCOeval(_indexed(true), _indexed(found), "bbox")
-    judged.params.maxDets = [MOST_DETECTIONS]
-    # Of boxes of any size alone, which is a quarter of the work.
-    judged.params.areaRng = judged.params.areaRng[:1]
+    evaluator = COCOeval(_index_boxes(true), _index_boxes(predicted), "bbox")
+    evaluator.params.maxDets = [MOST_DETECTIONS]
+    # Only the range "boxes of any size", which saves three quarters of the work.
+    evaluator.params.areaRng = evaluator.params.areaRng[:1]
     with silence_stdout():
-        judged.evaluate()
-        judged.accumulate()
-    return 100.0 * float(judged.eval["precision"].mean()) if any(map(len, true)) else np.nan
+        evaluator.evaluate()
+        evaluator.accumulate()
+    return 100.0 * float(evaluator.eval["precision"].mean()) if any(map(len, true)) else np.nan
 
 
-def _indexed(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
-    """Boxes of images, the surest first, as pycocotools' index has them, of one category."""
-    owned = [(n, rank, box) for n, some in enumerate(boxes) for rank, box in enumerate(some)]
+def _index_boxes(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
+    """Return pycocotools' index of boxes of one category, those with the highest score first."""
+    ranked = [(n, rank, box) for n, some in enumerate(boxes) for rank, box in enumerate(some)]
     annotations = [
         {
-            # 0 means that nothing was matched.
+            # Starts at 1, because pycocotools uses 0 for "not matched".
             "id": number,
             "image_id": n,
             "category_id": 1,
@@ -237,45 +253,56 @@ def _indexed(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
             "area": (box[2:] - box[:2]).prod(),
             "score": -rank,
         }
-        for number, (n, rank, box) in enumerate(owned, start=1)
+        for number, (n, rank, box) in enumerate(ranked, start=1)
     ]
     images = [{"id": n} for n in range(len(boxes))]
     return index_coco({"images": images, "categories": [{"id": 1}], "annotations": annotations})
 
 
 def average_recall(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
-    """Mean over IoUs of the true boxes that are found, in percent; NaN where no box is true.
+    """Return the recall in percent, averaged over IoU thresholds; NaN without ground-truth boxes.
 
-    `stats[8]` of COCOeval.
+    It equals `stats[8]` of COCOeval.
     """
     true = counts[..., 0, 0]
-    right = counts[..., 1:, 1:].sum(-2, dtype=np.float64).mean(-1)
-    return np.where(true > 0, 100.0 * right / np.maximum(true, 1), np.nan)
+    correct = counts[..., 1:, 1:].sum(-2, dtype=np.float64).mean(-1)
+    return np.where(true > 0, 100.0 * correct / np.maximum(true, 1), np.nan)
 
 
-def _within_rank(
-    right: Float64[np.ndarray, "*some ranks thresholds"],
-    found: Float64[np.ndarray, "*some ranks 1"],
+def _precision_within_rank(
+    correct: Float64[np.ndarray, "*some ranks thresholds"],
+    predicted: Float64[np.ndarray, "*some ranks 1"],
     rank: int,
-    wanted: Float64[np.ndarray, "*some 1 recalls"],
+    needed: Float64[np.ndarray, "*some 1 recalls"],
 ) -> Float64[np.ndarray, "*some thresholds recalls"]:
-    """Precision where boxes of a rank were taken until as many are right as wanted; 0 for none."""
-    start = (right[..., rank - 1, :], found[..., rank - 1, :]) if rank else (0.0, 0.0)
-    more_right = (right[..., rank, :] - start[0])[..., None]
-    more_found = (found[..., rank, :] - start[1])[..., None]
-    before = np.broadcast_to(start[0], right[..., rank, :].shape)[..., None]
-    share = np.maximum(wanted - before, 0) / np.where(more_right > 0, more_right, np.inf)
-    taken = np.broadcast_to(start[1], found[..., rank, :].shape)[..., None] + share * more_found
-    return np.where(share > 0, wanted / np.where(taken > 0, taken, np.inf), 0.0)
+    """Return the precision if boxes of a rank are added until enough of them are correct.
+
+    Args:
+        correct: Cumulative number of correct boxes up to each rank.
+        predicted: Cumulative number of boxes up to each rank.
+        rank: Index of the rank.
+        needed: Number of correct boxes that each recall needs.
+
+    Returns:
+        The precision, 0 for a recall that needs no box of this rank.
+    """
+    start = (correct[..., rank - 1, :], predicted[..., rank - 1, :]) if rank else (0.0, 0.0)
+    rank_correct = (correct[..., rank, :] - start[0])[..., None]
+    rank_predicted = (predicted[..., rank, :] - start[1])[..., None]
+    before = np.broadcast_to(start[0], correct[..., rank, :].shape)[..., None]
+    fraction = np.maximum(needed - before, 0) / np.where(rank_correct > 0, rank_correct, np.inf)
+    earlier = np.broadcast_to(start[1], predicted[..., rank, :].shape)[..., None]
+    total = earlier + fraction * rank_predicted
+    return np.where(fraction > 0, needed / np.where(total > 0, total, np.inf), 0.0)
 
 
 def index_coco(content: Mapping[str, Any]) -> Any:
     """Return pycocotools' index of the content of a COCO file of instances.
 
     Raises:
-        Exception: Whatever pycocotools raises if the content is something else.
+        Exception: Any error of pycocotools if the content has another format.
     """
-    # Here, because few commands need it.
+    # Imported here, because few commands need it.
     from pycocotools.coco import COCO
 
     index: Any = COCO()
@@ -287,6 +314,6 @@ def index_coco(content: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def silence_stdout() -> Generator[None]:
-    """Keep pycocotools from printing what it does."""
+    """Suppress the progress messages of pycocotools."""
     with redirect_stdout(io.StringIO()):
         yield

@@ -30,7 +30,7 @@ from ssl_bench.evaluation import (
     result_keys,
     result_settings,
 )
-from ssl_bench.layers import layers_of
+from ssl_bench.layers import select_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_of_encoder
 from ssl_bench.models.loading.asked import announced_encoder, encoder_addresses, require_layers
@@ -113,7 +113,7 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
                 say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
                 continue
             requested = layers_of_encoder(encoder.uri, request.layers)
-            layers = layers_of(probe.asked_facets, requested, encoder.depth)
+            layers = select_layers(probe.facet_spec, requested, encoder.depth)
             shares = _split_layers(planned, probe, layers, images, min_shares)
             for share in shares:
                 keys = result_keys(
@@ -309,7 +309,7 @@ def run_in_processes(
                 load[device] -= 1
 
     for job, outcome in _run_pool(jobs, count, acquire_device):
-        if outcome.wants_memory and count > 1:
+        if outcome.ran_out_of_memory and count > 1:
             is_certain = is_out_of_memory(MachineError(outcome.error))
             reason = "ran out of memory" if is_certain else "was killed (lack of memory?)"
             say(f"{job.title} {reason} and is retried alone after the other jobs")
@@ -352,9 +352,9 @@ def _run_pool(
             error = last.removeprefix("ssl-bench: ") or f"exit code {code}"
         # The system kills processes with this signal if memory is short.
         is_killed = code == -getattr(signal, "SIGKILL", 9)
-        wants_memory = is_killed or is_out_of_memory(MachineError(error))
+        no_memory = is_killed or is_out_of_memory(MachineError(error))
         code = code if code >= 0 else MachineError.exit_code
-        return job, Outcome(time.monotonic() - start, code, error, wants_memory=wants_memory)
+        return job, Outcome(time.monotonic() - start, code, error, ran_out_of_memory=no_memory)
 
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(compute, job) for job in jobs]

@@ -13,7 +13,7 @@ from scipy.stats import random_table
 
 from ssl_bench.intervals import FEW_IMAGES, Interval, Jackknife
 from ssl_bench.results import Baseline
-from ssl_bench.scores import iou_of, mean_of_known
+from ssl_bench.scores import iou_from_counts, mean_without_nan
 
 Met = Int64[np.ndarray, "*some clusters classes"]
 """How many images, or pixels, of each class are in each cluster."""
@@ -126,12 +126,12 @@ def ious(met: Met, standing: Standing) -> Float64[np.ndarray, "*some classes"]:
     right = (met * stands).sum(-2)
     given = (met.sum(-1, keepdims=True) * stands).sum(-2)
     true = met.sum(-2)
-    return np.where(true > 0, iou_of(right, given + true - right), np.nan)
+    return np.where(true > 0, iou_from_counts(right, given + true - right), np.nan)
 
 
 def miou(met: Met, standing: Standing) -> Scores:
     """Mean IoU in percent over the classes that occur."""
-    return mean_of_known(ious(met, standing))
+    return mean_without_nan(ious(met, standing))
 
 
 def accuracy(met: Met, standing: Standing) -> Scores:
@@ -343,7 +343,7 @@ def image_intervals(met: Met) -> dict[str, Interval | None]:
 
     scores = {"ami": SCORES["ami"], "ari": SCORES["ari"], "of many": _information_of_many}
     found = {
-        name: Jackknife(one.value, np.repeat(one.without, times))
+        name: Jackknife(one.value, np.repeat(one.leave_one_out, times))
         for name, one in _without_each(met, each(), scores).items()
     }
     many = found["of many"]

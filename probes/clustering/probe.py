@@ -251,7 +251,7 @@ class Clustering(Probe):
         first = 0
         for batch in batches(enumerate(shown), self.batch_size):
             together = to_device(torch.stack([pixels for _, pixels in batch]), context.device)
-            features, sums = extractor.unchecked(together)
+            features, sums = extractor.extract_unchecked(together)
             numbers = [number for number, _ in batch]
             places = [within[number] + patches * n for n, number in enumerate(numbers)]
             where = to_device(torch.cat(places), context.device)
@@ -283,7 +283,7 @@ class Clustering(Probe):
         shown = context.progress(items, "scored images", len(images))
         for batch in batches(shown, self.batch_size):
             together = to_device(torch.stack([pixels for pixels, _ in batch]), context.device)
-            features, sums = extractor.unchecked(together)
+            features, sums = extractor.extract_unchecked(together)
             parts = [
                 nearest(patch_directions(features, cell), some) for cell, some in centres.items()
             ]

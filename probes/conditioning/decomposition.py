@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from probes.features.views import resized_photograph
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
-from ssl_bench.features import FeatureExtractor, tokens_among
+from ssl_bench.features import FeatureExtractor, block_tokens
 from ssl_bench.models import Encoder
 from ssl_bench.system.device import float64_device
 from ssl_bench.system.process import reraise_out_of_memory
@@ -205,7 +205,7 @@ class BlockPass:
 
     def whole(self, tokens: Tensor) -> Tensor:
         """The block itself, as a function of one image's tokens."""
-        return tokens_among(self.block(tokens[None]))[0]
+        return block_tokens(self.block(tokens[None]))[0]
 
 
 Passes = dict[int, list[BlockPass]]
@@ -248,7 +248,7 @@ def block_passes(
     for layer, block in asked.items():
 
         def keep(_block: nn.Module, inputs: Any, output: Any, layer: int = layer) -> None:
-            seen[layer] = (inputs[0][0], tokens_among(output)[0])
+            seen[layer] = (inputs[0][0], block_tokens(output)[0])
 
         handles.append(block.register_forward_hook(keep, prepend=True))
     found: Passes = {layer: [] for layer in context.layers}

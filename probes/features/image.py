@@ -99,7 +99,7 @@ class ImagePass:
             pixels = to_device(torch.stack([pixels for pixels, _ in batch]), self.context.device)
             rows = slice(first, first + len(batch))
             ids = [images.ids[index] for index in indices[rows]]
-            by_layer, sums = extractor.unchecked(pixels.float() / 255)
+            by_layer, sums = extractor.extract_unchecked(pixels.float() / 255)
             vectors = [image_vectors(by_layer, facet) for facet in found]
             parts = checked(extractor, sums, ids, vectors)
             for values, part in zip(found.values(), parts, strict=True):

@@ -19,7 +19,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share, mean_estimate
-from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.layers import INNER_FACETS, Facet, FacetSpec, parse_facets
 from ssl_bench.results import Baseline
 
 # The layers whose features, concatenated, one head sees.
@@ -44,13 +44,13 @@ def sources_of(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
     return [(layer,) for layer in sorted(layers)]
 
 
-def asked_patches(facet: str, norm: str) -> AskedFacets:
+def asked_patches(facet: str, norm: str) -> FacetSpec:
     """What a head or a memory sees of patches, where a block's output may pass the final norm.
 
     Raises:
         ConfigurationError: not known, or not what a block gives although it is to be normed.
     """
-    asked = asked_facets(facet, _PATCHES)
+    asked = parse_facets(facet, _PATCHES)
     if norm != "final":
         return asked
     if asked.names != ("token",):
@@ -59,10 +59,10 @@ def asked_patches(facet: str, norm: str) -> AskedFacets:
             f"{facet}",
             hint=("probe.facet=token",),
         )
-    return AskedFacets(("token_normed",), None)
+    return FacetSpec(("token_normed",), None)
 
 
-def require_one_block_a_head(asked: AskedFacets | None, layers_mode: str) -> None:
+def require_one_block_a_head(asked: FacetSpec | None, layers_mode: str) -> None:
     """Refuse a block by name where heads see several, by a ConfigurationError."""
     if asked and asked.block is not None and layers_mode != "single":
         raise ConfigurationError(

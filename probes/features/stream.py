@@ -78,7 +78,7 @@ def checked(
         CheckpointError: the features are not finite.
     """
     sums, *found = to_host([sums, *tensors])
-    extractor.check(sums, ids)
+    extractor.require_finite(sums, ids)
     return found
 
 
@@ -90,9 +90,9 @@ def extract(
     Raises:
         CheckpointError: they are not finite, where the host need not wait to know.
     """
-    features, sums = extractor.unchecked(images)
+    features, sums = extractor.extract_unchecked(images)
     if not sums.is_cuda:
-        extractor.check(sums, ids)
+        extractor.require_finite(sums, ids)
     (facet,) = extractor.facets
     return {layer: facets[facet] for layer, facets in features.items()}, sums
 

@@ -27,8 +27,8 @@ from ssl_bench.scores import (
     ABSENT_CLASS_POLICY,
     iou_per_class,
     mean_iou,
-    of_constant_class,
     pixel_accuracy,
+    predict_constant_class,
 )
 
 # Of the longer side to the shorter one, beyond which an image is shrunk further.
@@ -231,7 +231,7 @@ def mask_score(
     estimate = pixel_accuracy_estimate if is_accuracy else mean_iou_estimate
     source, value = head
     total, per_image = counts.total[source], counts.of(source, value)
-    named, constant = of_constant_class(total[0])
+    named, constant = predict_constant_class(total[0])
     baseline = Baseline(f"constant class {class_names[named]}", float(score(constant)))
     return Score(
         *cell,

@@ -430,7 +430,7 @@ def find_in_batch(
     grids = [grid_of(sample, extractor.patch_size) for sample in samples]
     height, width = (extractor.patch_size * side for side in grids[0].shape)
     images = padded_batch(samples, (height, width), extractor.encoder.mean)
-    features, sums = extractor.unchecked(images)
+    features, sums = extractor.extract_unchecked(images)
     names = [cell_name(layer, facet) for layer, facets in features.items() for facet in facets]
     maps = [one for facets in features.values() for one in facets.values()]
     maps = checked(extractor, sums, [sample.image_id for sample in samples], maps)

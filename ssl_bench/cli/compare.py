@@ -22,8 +22,8 @@ from ssl_bench.tables.comparison import (
     Comparison,
     EpochComparison,
     code_warning,
+    compare_encoders,
     compare_runs,
-    comparisons,
 )
 from ssl_bench.tables.depth import group_by_run
 
@@ -119,7 +119,7 @@ def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[C
                 f"{name} has no record of {' '.join(flags)} in {store.root}, only of {tasks}",
                 hint=(*probe, "--checkpoint", escape_braces(name), *out),
             )
-    tables, reasons = comparisons(store, records, encoders)
+    tables, reasons = compare_encoders(store, records, encoders)
     for task, reason in reasons.items():
         say(f"left out: {task}: {reason}")
     return tables

@@ -25,7 +25,7 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import as_asked, shared_values
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import unreadable_ids
-from ssl_bench.features import FeatureExtractor, squashed
+from ssl_bench.features import FeatureExtractor, resize_image
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models.loading.asked import announced_encoder, newest_checkpoint, require_layers
 from ssl_bench.request import parse_on_bad_image
@@ -216,7 +216,7 @@ def _extract(
         try:
             # Images are resized one by one, because a batch of photographs would fill the memory.
             batch = [
-                (squashed(sample.image, size), sample.image_id, sample.label)
+                (resize_image(sample.image, size), sample.image_id, sample.label)
                 for sample in map(images.__getitem__, indices[start : start + batch_size])
             ]
         except UnreadableImage as error:

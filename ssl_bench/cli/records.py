@@ -10,18 +10,18 @@ from typing import Any
 
 from ssl_bench.composition.choices import choices, parse_names, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
-from ssl_bench.layers import numbered_layers
+from ssl_bench.layers import parse_layer_numbers
 from ssl_bench.results import SUPERVISED, Record, RecordedEncoder, ResultStore, encoder_id
 from ssl_bench.results.record import MAX_FILE_BYTES
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.files import read_digests, read_untrusted
 from ssl_bench.system.paths import file_name
 from ssl_bench.system.progress import say
-from ssl_bench.tables.depth import DepthTable
+from ssl_bench.tables.depth import Pivot
 from ssl_bench.tables.entries import choose_main_metric, model_names
 from ssl_bench.tables.sheets import (
     FORMATS,
-    Printable,
+    Table,
     as_parquet,
     default_format,
     render_tables,
@@ -36,7 +36,7 @@ MAX_TABLES = 4
 _MISMATCH = "does not match its record, or is a link"
 
 
-def print_tables(tables: Sequence[Printable], style: str) -> None:
+def print_tables(tables: Sequence[Table], style: str) -> None:
     """Print tables in one of `FORMATS`.
 
     Raises:
@@ -52,9 +52,9 @@ def print_tables(tables: Sequence[Printable], style: str) -> None:
     print(render_tables(tables, style), end="" if style in ("csv", "json") else "\n")
 
 
-def print_main_tables(tables: Sequence[DepthTable], store: ResultStore) -> None:
+def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
     """Print all tables of a task that has few, and those of the main metric of other tasks."""
-    by_task: dict[str, list[DepthTable]] = defaultdict(list)
+    by_task: dict[str, list[Pivot]] = defaultdict(list)
     for table in tables:
         by_task[table.record.task].append(table)
     main = main_metrics([table.record for table in tables])
@@ -188,7 +188,7 @@ def requested_layers(layers: str) -> set[int] | None:
     if layers == "all":
         return None
     try:
-        return set(numbered_layers(layers))
+        return set(parse_layer_numbers(layers))
     except ConfigurationError as error:
         raise ConfigurationError(
             f"expected block indices such as 11, -1, 0,5,11 or 0-3, or all, got {layers!r}",

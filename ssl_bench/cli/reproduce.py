@@ -229,7 +229,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _require_single_process(options: argparse.Namespace) -> None:
     """Raise ConfigurationError if torchrun started this process together with others."""
-    count = get_process_info().count
+    count = get_process_info().world_size
     if count > 1:
         table = escape_braces(options.name) if options.name else "{table}"
         raise ConfigurationError(

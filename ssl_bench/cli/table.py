@@ -20,14 +20,13 @@ from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.per_image import check_values
 from ssl_bench.results.store import PACKED
 from ssl_bench.system.progress import say
-from ssl_bench.tables.depth import DepthTable, depth_tables, epoch_tables
+from ssl_bench.tables.depth import Pivot, depth_tables, epoch_tables
 from ssl_bench.tables.drawing import draw_curves
+from ssl_bench.tables.encoders import encoder_table
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.paper import paper_table
-from ssl_bench.tables.pivot import pivot_table
 from ssl_bench.tables.published import PublishedTable, load_published_table
-from ssl_bench.tables.severities import SeverityTable, severity_tables
-from ssl_bench.tables.sheets import Printable
+from ssl_bench.tables.severities import severity_tables
 
 
 def command(options: argparse.Namespace) -> int:
@@ -43,14 +42,13 @@ def command(options: argparse.Namespace) -> int:
         records = load_selected_records(options, store)
         check_values(store, records)
         tables = _make_tables(options, records, store)
-        by_block = [table for table in tables if isinstance(table, DepthTable)]
         if _is_overview(options):
-            print_main_tables(by_block, store)
+            print_main_tables(tables, store)
         else:
             print_tables(tables, style)
         if options.figure:
-            by_severity = [table.curves() for table in tables if isinstance(table, SeverityTable)]
-            draw_curves(by_block or by_severity or depth_tables(records), Path(options.figure))
+            curves = [curve for table in tables if (curve := table.curves()) is not None]
+            draw_curves(curves or depth_tables(records), Path(options.figure))
             say(f"figure: {options.figure}")
     return 0
 
@@ -92,12 +90,12 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _make_tables(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
-) -> Sequence[Printable]:
+) -> Sequence[Pivot]:
     if options.pivot:
         # Files for programs have all columns.
         if options.metric is None and options.format not in ("csv", "json", "parquet"):
             records = _select_main(records)
-        return [pivot_table(records, store, options.best_layer or "holdout")]
+        return [encoder_table(records, store, options.best_layer or "holdout")]
     if options.over_epochs:
         return epoch_tables(records)
     if options.over_severity:

@@ -117,8 +117,10 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPo
 
 def unknown_key_error(key: str, valid: Iterable[str]) -> ConfigurationError:
     """Return the error for a key that does not exist. Its hint has the nearest keys."""
-    message = f"unknown key {format_value(key)}"
-    return unknown_name_error(message, key, valid, hint=("{near}={value}",))
+    message, known = f"unknown key {format_value(key)}", sorted(valid)
+    if not _nearest_names(key, known):
+        return ConfigurationError(message, hint=("ssl-bench", "keys"))
+    return unknown_name_error(message, key, known, hint=("{near}={value}",))
 
 
 def unknown_name_error(

@@ -154,10 +154,11 @@ def _parse_override(override: str) -> tuple[str, Any]:
         raise ConfigurationError(
             f"expected KEY=VALUE, got {format_value(override)}", hint=("ssl-bench", "keys")
         )
-    # The value of an environment variable would be written to records that others read.
-    if "${" in text:
+    # "${" refers to another key or to an environment variable, which would be written to records
+    # that others read. "???" stands for a missing value.
+    if "${" in text or text == "???":
         raise ConfigurationError(
-            f"{key[:MAX_NAME_LENGTH]} expects a value, got the reference {format_value(text)}"
+            f"{key[:MAX_NAME_LENGTH]} expects a value, got the placeholder {format_value(text)}"
         )
     value = _parse_value(override, text)
     if reserved := [name for name in _all_names({key: value}) if name in _RESERVED]:
@@ -240,7 +241,7 @@ def _compose_files(folder: Path, root: str, files: tuple[str, ...]) -> dict[str,
             composed = compose(root, [*merged, *_WITHOUT_HYDRA])
         values: Any = OmegaConf.to_container(composed, resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(_one_line(error)) from error
+        raise ConfigurationError(" ".join(str(error).split())) from error
     for path, part in parts.items():
         group, _, field, _ = path.split("/")
         values[group][field] = part
@@ -268,15 +269,8 @@ def _set_value(config: dict[str, Any], key: str, value: Any) -> None:
 
 def _resolve(config: dict[str, Any]) -> dict[str, Any]:
     """Replace references to other keys, such as ${data.root}, by their values."""
-    try:
-        values: Any = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigurationError(_one_line(error)) from error
+    values: Any = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
     return values
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def build(config: Mapping[str, Any], part: str = "") -> Any:

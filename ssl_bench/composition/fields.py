@@ -17,7 +17,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ssl_bench.errors import ConfigurationError, escape_braces
-from ssl_bench.system.paths import LEGAL, is_valid_path
+from ssl_bench.system.paths import is_valid_path
 
 _MANY = 10**9
 _SHORT = reprlib.Repr()
@@ -74,7 +74,7 @@ class PathRule:
         return is_valid_path(value)
 
     def __str__(self) -> str:
-        return LEGAL
+        return "a path"
 
 
 Count = Annotated[int, Bounds(1, _MANY)]
@@ -247,9 +247,9 @@ def describe_type(kind: Any) -> str:
         return _WORDS[kind]
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated and isinstance(parts[1], PathRule):
-        return LEGAL
+        return "a path"
     if origin is Annotated and isinstance(parts[1], ListLength):
-        return f"{describe_type(parts[0])}, {parts[1]} of them"
+        return f"a list of {parts[1]} items, each {describe_type(get_args(parts[0])[0])}"
     if origin is Annotated:
         return f"{_WORDS[parts[0]]} in {parts[1]}"
     if origin is Literal:

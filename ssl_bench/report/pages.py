@@ -158,7 +158,7 @@ def build_index_page(report: Report) -> Page:
         "notes": [
             *list_unreadable_images(headlines),
             explain_missing_values(entries),
-            dagger_meaning(entry.arbitrary for panel in panels for entry in panel.entries),
+            dagger_meaning(entry.degenerate_percent for panel in panels for entry in panel.entries),
         ],
         "strips": select_strips(
             checkpoints, report.galleries, [panel.record for panel in headlines]
@@ -266,7 +266,7 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         "scores": group_block_tables([(p, line) for p, line in lines if p.task in ranked]),
         "properties": group_block_tables([(p, line) for p, line in lines if p.task not in ranked]),
         "notes": [
-            dagger_meaning(entry.arbitrary for entry in entries),
+            dagger_meaning(entry.degenerate_percent for entry in entries),
             *list_unreadable_images(panels),
             explain_missing_values(entries),
         ],
@@ -362,7 +362,7 @@ def _draw_comparison(pair: Pair, comparison: PanelComparison) -> dict[str, Any]:
     y_label = f"difference in {comparison.panel.metric} (points)"
     records = [r for row in comparison.blocks for r in (*row.first, *row.second)]
     return {
-        "compared": comparison,
+        "comparison": comparison,
         "chart": draw_chart([curve], y_label=y_label) if points else None,
         "sizes": image_size_note(records),
         "notes": [*difference_footnotes([differences]), comparison.panel.footnote],
@@ -372,7 +372,9 @@ def _draw_comparison(pair: Pair, comparison: PanelComparison) -> dict[str, Any]:
 def build_epochs_page(epochs: Sequence[PanelTrends]) -> Page:
     """Return scores over epochs, panel by panel."""
     panels = [trends.panel for trends in epochs]
-    drawn = sorted((run for trends in epochs for run in trends.drawn), key=lambda run: run.depth)
+    drawn = sorted(
+        (run for trends in epochs for run in trends.drawn_trends), key=lambda run: run.depth
+    )
     # Each block has the style that it has in the deepest encoder.
     blocks = {curve.number: curve for run in drawn for curve in run.make_curves()}
     return {

@@ -16,7 +16,7 @@ from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.comparison import (
     Comparison,
     Difference,
-    code_of,
+    code_versions,
     compare_best_blocks,
     compare_block_by_block,
 )
@@ -45,7 +45,7 @@ class Side(NamedTuple):
     Attributes:
         checkpoint: The encoder.
         curve: Per-image values by block.
-        scored: Scores computed from them.
+        estimates: Scores computed from them.
         image_names: Names of the images, in the order of the values.
         records: Records by block.
         seed: Seed of the records.
@@ -53,7 +53,7 @@ class Side(NamedTuple):
 
     checkpoint: Checkpoint
     curve: ImageCurve
-    scored: CurveEstimates
+    estimates: CurveEstimates
     image_names: Sequence[str]
     records: Mapping[int, Record]
     seed: int
@@ -133,7 +133,7 @@ def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side 
     return Side(
         checkpoint=checkpoint,
         curve=curve,
-        scored=CurveEstimates.from_curve(curve),
+        estimates=CurveEstimates.from_curve(curve),
         image_names=_name_images(store, records[0], number),
         records={layer: by_layer[layer] for layer in values},
         seed=seed,
@@ -161,11 +161,11 @@ def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | 
             [second.records[layer] for layer in second_layers],
         )
 
-    blocks = compare_block_by_block(first.scored, second.scored)
-    summary = compare_best_blocks(first.scored, second.scored)
-    layers = (first.scored.best, second.scored.best)
+    blocks = compare_block_by_block(first.estimates, second.estimates)
+    summary = compare_best_blocks(first.estimates, second.estimates)
+    layers = (first.estimates.best, second.estimates.best)
     values = (first.curve.per_image[layers[0]], second.curve.per_image[layers[1]])
-    have_best = first.scored.has_best and second.scored.has_best
+    have_best = first.estimates.has_best and second.estimates.has_best
     encoders = tuple(next(iter(side.records.values())) for side in (first, second))
     names = (first.checkpoint.name, second.checkpoint.name)
     return PanelComparison(
@@ -176,7 +176,7 @@ def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | 
             names=names,
             encoders=encoders,
             code={
-                name: code_of(side.records.values())
+                name: code_versions(side.records.values())
                 for name, side in zip(names, (first, second), strict=True)
             },
         ),

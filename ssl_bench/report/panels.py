@@ -301,7 +301,7 @@ class Panel:
     @cached_property
     def dagger_note(self) -> str:
         """Meaning of the dagger beside its numbers, or an empty string without daggers."""
-        return dagger_meaning(entry.arbitrary for entry in self.entries)
+        return dagger_meaning(entry.degenerate_percent for entry in self.entries)
 
     @cached_property
     def baselines(self) -> tuple[tuple[str, float], ...]:

@@ -10,8 +10,7 @@ from ssl_bench.report.drawing import Chart, Curve, draw_chart
 from ssl_bench.report.panels import MAX_LINES, Panel, list_baselines, make_point
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import (
-    DepthTable,
-    Row,
+    Pivot,
     epoch_table,
     require_one_encoder_per_epoch,
     runs_with_several_epochs,
@@ -33,7 +32,7 @@ class Trend:
     """
 
     name: str
-    table: DepthTable
+    table: Pivot
 
     @property
     def depth(self) -> int:
@@ -47,16 +46,16 @@ class Trend:
         entries = self.table.entries.values()
         return max((entry.value for entry in entries if entry.is_rankable), default=-math.inf)
 
-    def find_entry(self, row: Row, block: str) -> Entry | None:
+    def find_entry(self, row: float, block: str) -> Entry | None:
         """Return the score of a block at an epoch or severity, or None."""
         return self.table.entries.get((row, block))
 
     def make_curves(self) -> list[Curve]:
         """Return one curve per block."""
         curves = []
-        for block in self.table.models:
-            entries = {x: entry for x in self.table.layers if (entry := self.find_entry(x, block))}
-            name = f"{self.name}, {block}, {self.table.rows}"
+        for block in self.table.columns:
+            entries = {x: entry for x in self.table.rows if (entry := self.find_entry(x, block))}
+            name = f"{self.name}, {block}, {self.table.row_name}"
             layer = next(iter(entries.values())).layer
             points = [make_point(entry, x, f"{name} {x:g}") for x, entry in entries.items()]
             curves.append(Curve(block, style_block(layer, self.depth), layer, points))
@@ -77,15 +76,15 @@ class PanelTrends(NamedTuple):
     problems: Sequence[str]
 
     @property
-    def drawn(self) -> Sequence[Trend]:
+    def drawn_trends(self) -> Sequence[Trend]:
         """The `MAX_LINES` runs with the highest values, in the order of their names."""
         ordered = sorted(self.trends, key=lambda trend: -trend.highest)
         names = {trend.name for trend in ordered[:MAX_LINES]}
         return [trend for trend in self.trends if trend.name in names]
 
-    def draw(self) -> list[tuple[Trend, Chart]]:
+    def draw_charts(self) -> list[tuple[Trend, Chart]]:
         """Draw one chart per run, all on the same axes."""
-        panel, curves = self.panel, [trend.make_curves() for trend in self.drawn]
+        panel, curves = self.panel, [trend.make_curves() for trend in self.drawn_trends]
         charts = [
             draw_chart(
                 own,
@@ -97,7 +96,7 @@ class PanelTrends(NamedTuple):
             )
             for own in curves
         ]
-        return list(zip(self.drawn, charts, strict=True))
+        return list(zip(self.drawn_trends, charts, strict=True))
 
 
 def find_epoch_trends(panels: Sequence[Panel]) -> tuple[PanelTrends, ...]:

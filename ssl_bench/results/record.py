@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from ssl_bench.errors import DataError
-from ssl_bench.intervals import holds
+from ssl_bench.intervals import interval_contains
 from ssl_bench.system.escaping import is_file_name, to_plain_json
 from ssl_bench.system.files import read_untrusted
 from ssl_bench.system.paths import file_name
@@ -494,7 +494,9 @@ class RecordReader:
             OSError: The file cannot be read.
             ValueError, TypeError, KeyError, OverflowError, RecursionError: As `parse` raises.
         """
-        content = read_untrusted(self._root, path, MAX_FILE_BYTES, known=self._checked_folders)
+        content = read_untrusted(
+            self._root, path, MAX_FILE_BYTES, checked_folders=self._checked_folders
+        )
         return self.parse(content, path)
 
     def parse(self, content: bytes, path: Path) -> Record:
@@ -520,7 +522,7 @@ class RecordReader:
         if not _FINGERPRINT.fullmatch(record.dataset_fingerprint):
             raise ValueError(f"dataset_fingerprint is {record.dataset_fingerprint!r}")
         _require_possible_values(record)
-        if not holds(record.ci95, record.value):
+        if not interval_contains(record.ci95, record.value):
             raise ValueError(f"value is {record.value}, outside of its ci95 {record.ci95}")
         # Computing it from the cached JSON saves seconds for thousands of records.
         texts = {name: self._shared[key][1] for name, key in keys.items()}

@@ -46,8 +46,8 @@ from ssl_bench.system.escaping import to_plain_json
 from ssl_bench.system.files import (
     NAMES,
     RECORDS,
-    read_folder_within,
     read_untrusted,
+    read_untrusted_folder,
     remove_orphans,
     remove_orphans_below,
     require_writable,
@@ -325,7 +325,7 @@ class ResultStore:
     def _scan(self) -> Iterator[tuple[str, bytes]]:
         """Yield the path and the content of each record, which is b"" if it cannot be read."""
         for folder in sorted(self.root.glob(RECORDS.rpartition("/")[0])):
-            yield from read_folder_within(self.root, folder, ".json", MAX_FILE_BYTES)
+            yield from read_untrusted_folder(self.root, folder, ".json", MAX_FILE_BYTES)
         for path, row in self._packed().items():
             if self._is_record(path) and not path.exists():
                 yield str(path), row.content

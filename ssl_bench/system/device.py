@@ -1,4 +1,4 @@
-"""The device of the work, tensors on their way there and back, half precision, provenance."""
+"""The device and precision of computations, and the torch state of the caller around them."""
 
 import os
 import platform
@@ -19,37 +19,42 @@ from ssl_bench.system.process import get_process_info
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The asked device, or a GPU if there is one; it is the current one from here on.
+    """Return the requested device and make it the current one; the default is a GPU if present.
 
-    Float32 is float32 there: without TF32, which torch allows in convolutions unless told, and
-    which some containers switch on for products (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
+    TF32 is turned off on a GPU, so that float32 means float32. By default torch uses TF32 in
+    convolutions, and some containers turn it on for matrix products
+    (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
+
+    Args:
+        name: Name as in torch, such as "cpu" or "cuda:1". A process of torchrun uses the GPU with
+            the number LOCAL_RANK if the name is "cuda".
 
     Raises:
-        ConfigurationError: torch does not know the name, or `get_process_info` this process.
-        MachineError: the device is not there.
+        ConfigurationError: The name or torchrun's environment is wrong.
+        MachineError: The device does not work here.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    place = get_process_info()
-    if name.split(":")[0] == "cuda" and place.count > 1:
-        # Without a number of its own every process would take memory of the first device.
-        if place.local_rank is None:
+    process = get_process_info()
+    if name.split(":")[0] == "cuda" and process.world_size > 1:
+        # Without its own number every process would use memory of the first GPU.
+        if process.local_rank is None:
             raise ConfigurationError(
-                f"LOCAL_RANK expects the GPU of each of {place.count} processes, and is not set; "
-                "start them with torchrun"
+                "environment variable LOCAL_RANK is not set, expected the number of this process's "
+                f"GPU because WORLD_SIZE is {process.world_size}. Start the processes with torchrun"
             )
-        name = f"cuda:{place.local_rank}"
-    device = _usable(name)
+        name = f"cuda:{process.local_rank}"
+    device = _require_usable(name)
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
         if device.index is not None:
-            # Events and streams that name no device are those of the current one.
+            # Events and streams that are created without a device use the current one.
             torch.cuda.set_device(device)
     return device
 
 
 def parse_device(name: str) -> torch.device:
-    """The device of a name, whether it is there or not.
+    """Return the device with this name without checking that it exists.
 
     Raises:
         ConfigurationError: torch does not know the name.
@@ -58,50 +63,53 @@ def parse_device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"expected cpu, cuda or cuda:N, got the device {name!r}", hint=("--device", "cpu")
+            f"unknown device {name!r}, expected cpu, cuda or cuda:N", hint=("--device", "cpu")
         ) from error
 
 
-def _usable(name: str) -> torch.device:
+def _require_usable(name: str) -> torch.device:
     device = parse_device(name)
     try:
-        # The device "meta" makes tensors, but none that holds a number.
+        # Read a number, because the device "meta" creates tensors without any.
         float(torch.zeros(1, device=device))
     except (RuntimeError, AssertionError) as error:
-        raise MachineError(f"device {name} is not usable here", hint=("--device", "cpu")) from error
+        raise MachineError(
+            f"device {name} is not available on this machine", hint=("--device", "cpu")
+        ) from error
     return device
 
 
-def float64_device(device: torch.device) -> torch.device:
-    """Where float64 is computed for a device: there, or on the CPU for MPS, which has none."""
-    return torch.device("cpu") if device.type == "mps" else device
-
-
-def to_float64(tensor: Tensor) -> Tensor:
-    """A tensor in float64, where `float64_device` says."""
-    return tensor.to(float64_device(tensor.device)).double()
-
-
 def visible_devices() -> list[str]:
-    """GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
 
-    What the user, SLURM or a container set there counts, whether numbers or names.
+    The names are numbers or UUIDs that the user, SLURM or a container has set.
     """
-    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = map(str, range(count)) if named is None else named.split(",")
+    count, variable = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(count)) if variable is None else variable.split(",")
     return [name.strip() for name in names][:count]
 
 
+def describe_device(device: torch.device) -> str:
+    """Return the hardware of a device, such as "cuda: NVIDIA H200, TF32 off".
+
+    A CPU is described by its architecture and threads: "cpu: x86_64, 2 threads".
+    """
+    if device.type == "cuda":
+        tf32 = "on" if torch.backends.cudnn.allow_tf32 else "off"
+        return f"cuda: {torch.cuda.get_device_name(device)}, TF32 {tf32}"
+    return f"{device.type}: {platform.machine()}, {torch.get_num_threads()} threads"
+
+
 def free_gpu_memory(device: torch.device) -> int:
-    """Bytes that tensors may still take on a GPU, those among them that torch keeps for reuse."""
+    """Return the bytes that new tensors can use on a GPU, including torch's cached blocks."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, without a wait for what the device was given before.
+    """Copy a tensor to a device without waiting for earlier work on the device.
 
-    What comes from memory that is not pinned would wait; a pinned copy costs the host less.
+    The tensor is copied to pinned memory first, because a copy from other memory would wait.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -109,18 +117,28 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in host memory, with one wait for all of them; those that are there stay."""
+    """Copy tensors to CPU memory and wait for the device once, not once for each tensor."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    found = []
+    copies = []
     for tensor in tensors:
         if tensor.is_cuda:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            found.append(host.copy_(tensor, non_blocking=True))
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies.append(pinned.copy_(tensor, non_blocking=True))
         else:
-            found.append(tensor.cpu())
+            copies.append(tensor.cpu())
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
-    return found
+    return copies
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Return the device for float64 computations: the CPU for MPS, which has no float64."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """Convert a tensor to float64, on the device that `float64_device` returns."""
+    return tensor.to(float64_device(tensor.device)).double()
 
 
 _PRODUCTS = frozenset(
@@ -130,43 +148,48 @@ _PRODUCTS = frozenset(
         *(torch.addmm, torch.baddbmm, functional.scaled_dot_product_attention),
     )
 )
-# torch's names of processors whose bfloat16 oneDNN does not multiply.
-_WITHOUT = ("DEFAULT", "NO AVX", "AVX2")
-
-
-def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Products keep the precision of their factors meanwhile."""
-    # Tensors without values, on which FLOPs are counted, have none.
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+# torch's names of instruction sets for which oneDNN has no bfloat16 product.
+_CPUS_WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
 
 
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
-    """Products in a precision below float32, as `torch.autocast` has them; float32 switches it off.
+    """Compute matrix products and convolutions in `dtype`, as `torch.autocast` does.
 
-    Where a processor has no bfloat16, factors are rounded to it, multiplied in float32, and the
-    result is rounded, which spares torch's slow products there. The two differ in the order of
-    sums alone.
+    float32 turns autocast off. On a CPU without bfloat16 instructions, torch's bfloat16 products
+    are slow. There the factors are rounded to bfloat16 and multiplied in float32, and the result is
+    rounded to bfloat16. The two ways only differ in the order of sums.
     """
-    rounded = autocast_dtype(device, dtype) != dtype
+    is_emulated = autocast_dtype(device, dtype) != dtype
     with (
         torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
-        RoundedProducts() if rounded else nullcontext(),
+        RoundedProducts() if is_emulated else nullcontext(),
     ):
         yield
 
 
+def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which products keep the precision of their factors."""
+    # FLOPs are counted on the device "meta", for which torch has no autocast.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """In what `autocast` multiplies: float32 where a processor has no bfloat16."""
-    without = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in _WITHOUT
-    return torch.float32 if without and dtype == torch.bfloat16 else dtype
+    """Return the precision in which `autocast` multiplies.
+
+    This is float32 instead of bfloat16 on a CPU without bfloat16 instructions.
+    """
+    if dtype != torch.bfloat16 or device.type != "cpu":
+        return dtype
+    capability = torch.backends.cpu.get_cpu_capability()
+    return torch.float32 if capability in _CPUS_WITHOUT_BFLOAT16 else dtype
 
 
 class RoundedProducts(TorchFunctionMode):
-    """Products of factors rounded to bfloat16, computed in float32 and rounded again.
+    """Emulation of bfloat16 products: round the factors, multiply in float32, round the result.
 
-    Only inside of `torch.autocast`, and not where that is switched off. Gradients are rounded
-    where those of `torch.autocast` are, as every cast rounds what flows back through it.
+    It acts inside `torch.autocast` and not where autocast is disabled. Gradients are rounded at the
+    same places as with `torch.autocast`, because the backward pass of a cast is a cast.
     """
 
     def __torch_function__(
@@ -176,118 +199,111 @@ class RoundedProducts(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = (tuple(args), dict(kwargs or {}))
+        inputs = (tuple(args), dict(kwargs or {}))
         if func not in _PRODUCTS or not torch.is_autocast_enabled("cpu"):
-            return func(*given[0], **given[1])
+            return func(*inputs[0], **inputs[1])
         with torch.autocast("cpu", enabled=False):
-            factors, options = tree_map_only(Tensor, _rounded, given)
-            product = func(*factors, **options)
+            rounded_args, rounded_kwargs = tree_map_only(Tensor, _round_factor, inputs)
+            product = func(*rounded_args, **rounded_kwargs)
         return product.to(torch.bfloat16) if product.dtype == torch.float32 else product
 
 
-def _rounded(factor: Tensor) -> Tensor:
-    # As autocast: no indices, masks or float64.
+def _round_factor(factor: Tensor) -> Tensor:
+    # Like autocast, leave indices, masks and float64 as they are.
     if not factor.is_floating_point() or factor.dtype == torch.float64:
         return factor
     return factor.to(torch.bfloat16).float()
 
 
-def describe_device(device: torch.device) -> str:
-    """The hardware and how it computes: "cuda: NVIDIA H200, TF32 off", "cpu: x86_64, 2 threads"."""
-    if device.type == "cuda":
-        tf32 = "on" if torch.backends.cudnn.allow_tf32 else "off"
-        return f"cuda: {torch.cuda.get_device_name(device)}, TF32 {tf32}"
-    return f"{device.type}: {platform.machine()}, {torch.get_num_threads()} threads"
-
-
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Generator[None]:
-    """Switch a module to evaluation mode, and give each submodule its own mode back afterwards.
+    """Switch a module to evaluation mode, then restore the mode of each submodule.
 
-    Only the attribute `training` changes. A `train` of the module's own may do more, such as merge
-    weights, and a second call need not undo that exactly.
+    Only the attribute `training` is set. A `train` method of the module's own may do more, such as
+    merge weights, and a second call may not undo it exactly.
     """
-    training = [part for part in module.modules() if part.training]
+    submodules = [submodule for submodule in module.modules() if submodule.training]
     try:
-        for part in training:
+        for part in submodules:
             part.training = False
         yield
     finally:
-        for part in training:
+        for part in submodules:
             part.training = True
 
 
 @contextmanager
 def restore_tensor_storage(module: nn.Module) -> Generator[None]:
-    """Give the tensors of a module that is moved to another device their memory back afterwards.
+    """Let a module move to another device, then give its tensors their previous memory back.
 
-    The optimizer of a training and modules that share weights may hold the same tensors.
+    An optimizer of the caller, or a module that shares weights, may hold the same tensors.
     """
-    tensors = [one for p in module.parameters() for one in (p, p.grad) if one is not None]
-    memory = [(one, one.data) for one in tensors]
-    buffers = [(part, dict(part._buffers)) for part in module.modules()]
+    tensors = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
+    previous_data = [(tensor, tensor.data) for tensor in tensors]
+    previous_buffers = [(part, dict(part._buffers)) for part in module.modules()]
     try:
         yield
     finally:
-        for tensor, before in memory:
-            if tensor.device != before.device:
-                tensor.data = before
-        for part, own in buffers:
-            for name, buffer in own.items():
-                now = part._buffers.get(name)
-                if now is not None and buffer is not None and now.device != buffer.device:
+        for tensor, data in previous_data:
+            if tensor.device != data.device:
+                tensor.data = data
+        for part, buffers in previous_buffers:
+            for name, buffer in buffers.items():
+                current = part._buffers.get(name)
+                if current is not None and buffer is not None and current.device != buffer.device:
                     part._buffers[name] = buffer
 
 
 @contextmanager
 def preserve_process_state() -> Generator[None]:
-    """Compute as in a new process, and leave the caller's process as it was.
+    """Compute with torch's default settings, then restore the settings of the caller.
 
-    Inside, torch records gradients and has its own defaults: no autocast, float32, the CPU.
-    Afterwards these are the caller's again, as are the current GPU, TF32 and the states of all
-    random number generators, so that a training goes on as if nothing had happened.
+    Inside, torch records gradients, has no autocast, and uses float32 and the CPU by default.
+    Afterwards the default dtype and device, the current GPU, TF32 and the states of all random
+    number generators are as before. A training that calls a probe continues bit for bit.
     """
-    numbers = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    on_gpu = torch.cuda.is_initialized()
-    of_gpus = torch.cuda.get_rng_state_all() if on_gpu else []
-    current = torch.cuda.current_device() if on_gpu else 0
-    precision = _precision()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    torch_state = torch.get_rng_state()
+    has_cuda = torch.cuda.is_initialized()
+    cuda_states = torch.cuda.get_rng_state_all() if has_cuda else []
+    current_gpu = torch.cuda.current_device() if has_cuda else 0
+    tf32_settings = _tf32_settings()
     dtype = torch.get_default_dtype()
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            # Without its cache, which torch empties at the end of the outermost autocast alone.
-            for kind in ("cpu", "cuda"):
-                stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
-            # Not always, because each call of torch takes longer inside.
+            # Without autocast's cache, which torch only clears when the outermost context ends.
+            for device_type in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(device_type, enabled=False, cache_enabled=False))
+            # Only if needed, because this context makes each call of torch slower.
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
             torch.set_default_dtype(torch.float32)
             yield
     finally:
         torch.set_default_dtype(dtype)
-        for backend, name, value in precision:
+        for backend, name, value in tf32_settings:
             setattr(backend, name, value)
         if torch.cuda.is_initialized():
-            torch.cuda.set_device(current)
-            torch.cuda.set_rng_state_all(of_gpus)
-        random.setstate(numbers[0])
-        np.random.set_state(numbers[1])
-        torch.set_rng_state(numbers[2])
+            torch.cuda.set_device(current_gpu)
+            torch.cuda.set_rng_state_all(cuda_states)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
 
 
-def _precision() -> list[tuple[Any, str, Any]]:
-    """Return what decides on TF32 as (owner, attribute, value), in torch's old or new names.
+def _tf32_settings() -> list[tuple[Any, str, Any]]:
+    """Return torch's TF32 settings as (owner, attribute, value).
 
-    torch refuses to read the old names once one of the new ones was set.
+    torch has old and new names for them. It refuses to read an old name once the new one was set.
     """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
-    found: list[tuple[Any, str, Any]] = []
-    for backend, new in ((matmul, [matmul]), (cudnn, [cudnn, cudnn.conv, cudnn.rnn])):
+    settings: list[tuple[Any, str, Any]] = []
+    for backend, owners in ((matmul, [matmul]), (cudnn, [cudnn, cudnn.conv, cudnn.rnn])):
         try:
-            found.append((backend, "allow_tf32", backend.allow_tf32))
+            settings.append((backend, "allow_tf32", backend.allow_tf32))
         except RuntimeError:
-            found += [(one, "fp32_precision", one.fp32_precision) for one in new]
-    return found
+            settings += [(owner, "fp32_precision", owner.fp32_precision) for owner in owners]
+    return settings

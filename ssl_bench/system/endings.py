@@ -1,4 +1,4 @@
-"""How a command begins and ends: streams that can be used, errors that say what to do."""
+"""How a command ends: signals, and errors as one line on stderr with an exit code."""
 
 import io
 import os
@@ -13,18 +13,24 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
-from ssl_bench.errors import INTERRUPTED, MachineError, Preempted, SslBenchError, broken_file_error
+from ssl_bench.errors import (
+    INTERRUPTED,
+    MachineError,
+    Preempted,
+    SslBenchError,
+    broken_file_error,
+)
 from ssl_bench.system.escaping import to_one_line
 from ssl_bench.system.process import is_main_process, is_out_of_memory, out_of_memory_error
 from ssl_bench.system.progress import format_duration
 
-_LONGEST = 1000
-# What schedulers, shutdowns and terminals that are closed send.
 STOP_SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1")
+"""Signals that schedulers, shutdowns and closed terminals send."""
+_MAX_CHARACTERS = 1000
 
 
 class StopSignal(KeyboardInterrupt):
-    """One of `STOP_SIGNALS` came. It ends what Ctrl-C ends, in the same way."""
+    """One of `STOP_SIGNALS` arrived; code that handles Ctrl-C handles it in the same way."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -34,103 +40,108 @@ class StopSignal(KeyboardInterrupt):
 def handle_signals(
     names: Sequence[str], handler: Callable[[int, FrameType | None], None]
 ) -> Generator[None]:
-    """Let the main thread handle signals, but for a SIGHUP that is ignored, as under nohup."""
+    """Call a handler for these signals, then restore the previous handlers.
+
+    Nothing happens outside the main thread, where Python allows no handlers. An ignored SIGHUP
+    stays ignored, as `nohup` expects. SIGHUP also redirects the output of a closed terminal.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers}
-    hang_up = getattr(signal, "SIGHUP", None)
-    if before.get(hang_up) == signal.SIG_IGN:
-        del before[hang_up]
+    previous = {number: signal.getsignal(number) for number in numbers}
+    sighup = getattr(signal, "SIGHUP", None)
+    if previous.get(sighup) == signal.SIG_IGN:
+        del previous[sighup]
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == hang_up:
-            _leave_terminal()
+        if number == sighup:
+            _discard_lost_output()
         handler(number, frame)
 
-    for number in before:
+    for number in previous:
         signal.signal(number, handle)
     try:
         yield
     finally:
-        for number, old in before.items():
+        for number, old in previous.items():
             signal.signal(number, old)
 
 
-def raise_stop_signal(number: int, frame: FrameType | None) -> None:
-    """The handler of a command that has nothing to save first."""
-    del frame
-    raise StopSignal(number)
+def _discard_lost_output() -> None:
+    """Redirect stdout and stderr to /dev/null if their terminal or pipe is closed.
 
-
-def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> int:
-    """Say in a line that somebody ended the command; its exit code."""
-    name = next(iter(reason.args), "") if isinstance(reason, StopSignal) else ""
-    if is_main_process():
-        what = f"asked to stop ({name})" if name else "interrupted"
-        # A folder that holds a run takes no other one.
-        resume = " with --resume" if "pretrain" in arguments[:1] else ""
-        print(
-            f"ssl-bench: {what}; what was finished is saved; the same command{resume} goes on "
-            "with the rest",
-            file=sys.stderr,
-        )
-    return Preempted.exit_code if name else INTERRUPTED
-
-
-def _leave_terminal() -> None:
-    """Write into nothing from now on what went to a terminal that was closed, or to its programs.
-
-    What cannot be said must not end what still has to be saved.
+    A failed print would otherwise end the command before it has saved its results.
     """
-    # The programs behind a pipe get the same signal, and end.
+    # Programs behind a pipe get the same signal. Wait until they have ended.
     time.sleep(0.1)
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)
-        if any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0)):
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, descriptor)
-            os.close(nothing)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, descriptor)
+            os.close(devnull)
+
+
+def raise_stop_signal(number: int, frame: FrameType | None) -> None:
+    """Raise `StopSignal`: the signal handler of commands that have nothing to save first."""
+    del frame
+    raise StopSignal(number)
 
 
 def repair_standard_streams() -> None:
-    """Make standard streams usable, whichever of them the caller closed."""
-    # Otherwise the next file to be opened would get the number of the output or of errors.
+    """Open the standard streams that the caller closed, and let stdout print any text.
+
+    Otherwise the next opened file would get the number of a closed stream, and messages would be
+    written into it. Characters that the terminal's encoding lacks are printed as escapes.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
     if sys.stderr is None:
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that knows only ASCII, or a file's name that is no text, ends no command.
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> int:
+    """Print why a command was stopped and how to continue it; return its exit code."""
+    name = next(iter(reason.args), "") if isinstance(reason, StopSignal) else ""
+    if is_main_process():
+        event = f"stopped by {name}" if name else "interrupted"
+        # `pretrain` does not write into the folder of a run without this flag.
+        resume = " with --resume" if "pretrain" in arguments[:1] else ""
+        print(
+            f"ssl-bench: {event}. Finished work is saved. Run the same command again{resume} to "
+            "continue",
+            file=sys.stderr,
+        )
+    return Preempted.exit_code if name else INTERRUPTED
+
+
 def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
-    """Say an error in one line; its exit code, or None for a fault of this program.
+    """Print an error in one line and return its exit code, or None for a bug of this program.
 
-    Not in `main`, whose frame the error's traceback holds: the two would keep each other, and with
-    them data workers and memory.
+    `main` must not do this itself. Its frame is part of the error's traceback, so the two would
+    keep each other alive, and with them data workers and memory.
     """
-    known = _known(error, next(iter(arguments), ""))
-    if known is None:
+    reported = _convert_error(error, next(iter(arguments), ""))
+    if reported is None:
         return None
-    if known is not error:
-        # What is still to be written there would only fail again.
+    if reported is not error:
+        # The disk or a library failed, so flushing the rest of stdout would fail again.
         sys.stdout = None
-    if known.is_raised_on_all_ranks and not is_main_process():
-        return known.exit_code
-    line = to_one_line(known)
-    # Somebody's text may be of any length.
-    line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
+    if reported.is_raised_on_all_ranks and not is_main_process():
+        return reported.exit_code
+    line = to_one_line(reported)
+    line = line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]} ..."
     print(f"ssl-bench: {line}", file=sys.stderr)
-    return known.exit_code
+    return reported.exit_code
 
 
-def _known(error: Exception, command: str) -> SslBenchError | None:
-    """An error as one that says what to do; None for a fault of this program."""
+def _convert_error(error: Exception, command: str) -> SslBenchError | None:
+    """Return the error to report to the user, or None for a bug of this program."""
     if isinstance(error, SslBenchError):
         return error
     if is_out_of_memory(error):
@@ -138,52 +149,60 @@ def _known(error: Exception, command: str) -> SslBenchError | None:
     if isinstance(error, ImportError | SyntaxError):
         return broken_file_error(error)
     if isinstance(error, OSError):
-        return MachineError(f"{error}; look at the disk and its rights", hint=("--debug",))
+        return MachineError(
+            f"{error}. Check the disk and its permissions, or add `--debug` to see a traceback",
+            hint=("--debug",),
+        )
     return None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part of a command, such as a job of a sweep, while other parts go on.
+    """How one part of a command ended, such as a job of a sweep. Other parts continue.
 
     Attributes:
-        exit_code: As a command of its own would end.
-        error: One line, empty where it finished.
-        wants_memory: Whether it ended because memory did not suffice.
+        seconds: Duration of the part.
+        exit_code: Exit code of the part as a command of its own, 0 if it finished.
+        error: Error in one line, empty if it finished.
+        ran_out_of_memory: Whether it failed because memory ran out.
     """
 
     seconds: float
     exit_code: int = 0
     error: str = ""
-    wants_memory: bool = False
+    ran_out_of_memory: bool = False
 
     @property
     def state(self) -> Literal["finished", "failed"]:
         return "failed" if self.exit_code else "finished"
 
     def line(self, count: str, title: str) -> str:
-        """Such as "finished 2 of 9 in 40 s, pca on toy val, skip"."""
-        said = f": {self.error}" if self.error else ""
-        return f"{self.state} {count} in {format_duration(self.seconds)}, {title}{said}"
+        """Return a progress line such as "finished 2 of 9 in 40 s, pca on toy val, skip"."""
+        error = f": {self.error}" if self.error else ""
+        return f"{self.state} {count} in {format_duration(self.seconds)}, {title}{error}"
 
 
 def run_and_catch(work: Callable[[], int | None], command: str, *, debug: bool) -> Outcome:
-    """Do a part of a command, whose errors end that part alone; `debug` raises them.
+    """Run one part of a command and return how it ended, so that other parts can continue.
+
+    Args:
+        work: The part; returns its exit code, where None means 0.
+        command: Name of the command, for the advice in out-of-memory errors.
+        debug: Raise errors instead of catching them.
 
     Raises:
-        Preempted, KeyboardInterrupt: somebody asked to stop, and everything is saved.
+        Preempted, KeyboardInterrupt: The user or a scheduler stopped the command.
     """
     start = time.monotonic()
-    code, text = 0, ""
+    code, message = 0, ""
     try:
         code = work() or 0
     except Preempted:
         raise
-    # Whatever it is, memory that does not suffice included: the other parts may fare better.
     except Exception as error:
         if debug:
             raise
-        known = _known(error, command)
-        code = 1 if known is None else known.exit_code
-        text = to_one_line(known or f"{type(error).__name__}: {error}")
-    return Outcome(time.monotonic() - start, code, text)
+        reported = _convert_error(error, command)
+        code = 1 if reported is None else reported.exit_code
+        message = to_one_line(reported or f"{type(error).__name__}: {error}")
+    return Outcome(time.monotonic() - start, code, message)

@@ -1,7 +1,7 @@
-"""How text from outside is written, one function a border, so that none of it acts there.
+"""Escape text from outside, with one function for each place that it is written to.
 
-Names of files, fields of records, metadata of checkpoints and messages of errors come from
-anywhere: they may hold commands of a terminal, of TeX, of a spreadsheet or of a browser.
+File names, fields of records, metadata of checkpoints and error messages may come from anybody.
+They may contain commands of a terminal, TeX, a spreadsheet or a browser.
 """
 
 import json
@@ -27,22 +27,23 @@ _LATEX = {
     "‡": r"$\ddagger$",
     "§": r"\S{}",
 }
-# A bar of a table, tags, code, emphasis, attribute lists and mathematics; underscores at the edge
-# of a word, brackets before an address, and addresses that become links by themselves.
+# Table bars, tags, code, emphasis, attribute lists and mathematics; underscores at the edge of a
+# word; brackets before an address; and addresses that become links by themselves.
 _MARKDOWN = re.compile(
     r"[|&<>\\`*{}~$]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[])|:(?=//)|(?<=\bwww)\.|(?<=\w)@(?=\w)",
     re.IGNORECASE,
 )
-# Behind a semicolon too: it ends a cell where the comma is the sign of fractions. The last four
-# are the wide forms of the signs before.
+# A semicolon starts a new cell where the comma is the decimal mark. The last four characters are
+# full-width forms of "=+-@".
 _FORMULA = re.compile(r"(^|;)(\s*)(?=[=+\-@\uff1d\uff0b\uff0d\uff20])")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
 
 
 def escape_unprintable(text: str) -> str:
-    r"""The text in one line that is only seen: an escape sequence begins with `\x1b` written out.
+    r"""Replace unprintable characters by Python escapes, so that the text stays on one line.
 
-    So are line ends, marks that turn the direction of writing, and bytes that are no text.
+    An escape sequence then begins with the visible text `\x1b`. Line ends, marks that change the
+    direction of writing, and undecodable bytes of file names are replaced too.
     """
     if text.isprintable():
         return text
@@ -50,41 +51,41 @@ def escape_unprintable(text: str) -> str:
 
 
 def to_one_line(message: object) -> str:
-    """A message for a terminal; its lines become one."""
+    """Join the lines of a message by spaces and escape it for a terminal."""
     return escape_unprintable(" ".join(str(message).split()))
 
 
 def escape_lines(lines: Iterable[str]) -> str:
-    """Lines of our own, one below the other, with whatever in them."""
+    """Escape each line for a terminal and join them by line ends."""
     return "\n".join(map(escape_unprintable, lines))
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of as many cells each, the cells of a column below each other."""
+    """Escape the cells of a table for a terminal and pad them to equal column widths."""
     cells = [[escape_unprintable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def escape_latex(text: str) -> str:
-    """A cell of a LaTeX table."""
+    """Escape a cell of a LaTeX table."""
     escaped = "".join(_LATEX.get(character, character) for character in escape_unprintable(text))
-    # After the \\ of the line above they would be read as its argument or its star.
+    # A leading bracket or star would become an argument of the \\ that ends the row above.
     return f"{{{escaped[0]}}}{escaped[1:]}" if escaped.startswith(("[", "*")) else escaped
 
 
 def escape_markdown(text: str) -> str:
-    """A line or cell of Markdown, as GitHub and the pages of the project read it."""
-    named = {"|": "\\|", "&": "&amp;", "<": "&lt;", ">": "&gt;"}
+    """Escape a line or cell of Markdown as GitHub and MkDocs read it."""
+    entities = {"|": "\\|", "&": "&amp;", "<": "&lt;", ">": "&gt;"}
     return _MARKDOWN.sub(
-        lambda sign: named.get(sign[0], f"&#{ord(sign[0])};"), escape_unprintable(text)
+        lambda match: entities.get(match[0], f"&#{ord(match[0])};"), escape_unprintable(text)
     )
 
 
 def escape_csv(value: Any) -> Any:
-    """A field of CSV: a text that a spreadsheet would compute begins with an apostrophe.
+    """Put an apostrophe before a text that a spreadsheet would run as a formula.
 
-    Numbers, also as text and with a sign, stay as they are.
+    Numbers stay as they are, also as text with a sign.
     """
     if not isinstance(value, str) or _NUMBER.fullmatch(value):
         return value
@@ -94,25 +95,33 @@ def escape_csv(value: Any) -> Any:
 def dump_json(
     value: Any, *, indent: int | None = 1, text: Callable[[str], str] | None = None
 ) -> str:
-    """JSON in ASCII that every reader takes: null for what is no number, no half characters.
+    """Return a value as ASCII JSON that every parser accepts.
+
+    NaN and infinity become null. Undecodable bytes of file names become escapes.
 
     Args:
-        value: What is to be written.
-        indent: Of the lines; None for a single line.
-        text: What to do with each text, instead of leaving it whole.
+        value: Mappings, sequences, numbers and texts.
+        indent: Spaces for each level, or None to write a single line.
+        text: Function that is applied to each text instead.
     """
     separators = (",", ":") if indent is None else None
-    whole = text or (lambda one: one.encode(errors="backslashreplace").decode())
-    plain = to_plain_json(value, text=whole)
+    decodable = text or (lambda string: string.encode(errors="backslashreplace").decode())
+    plain = to_plain_json(value, text=decodable)
     return json.dumps(plain, indent=indent, separators=separators, default=list)
 
 
 def to_plain_json(
     value: Any, *, infinity: str | None = None, text: Callable[[str], str] = str
 ) -> Any:
-    """Values of which JSON has all: null for what is no number, `infinity` for infinity."""
+    """Convert a nested value to JSON types, with null for NaN and infinity.
+
+    Args:
+        value: Mappings, sequences, numbers and texts; other values stay as they are.
+        infinity: Text to write instead of null for positive infinity.
+        text: Function that is applied to each text and key.
+    """
+    # The frequent types come first, because the check for a mapping is slow.
     if value is None or type(value) in (int, bool):
-        # Asked first, because whether something is a mapping takes long to know.
         return value
     if isinstance(value, str):
         return text(value)
@@ -131,24 +140,27 @@ def to_plain_json(
 
 
 def escape_in_template(value: Any) -> Any:
-    """What a template prints; markup of the templates themselves is no plain `str`."""
+    """Make a text printable before an HTML template prints it; markup objects pass unchanged.
+
+    The template engine escapes HTML itself.
+    """
     return escape_unprintable(value) if type(value) is str else value
 
 
 def escape_matplotlib(text: str) -> str:
-    """A text in a drawing of matplotlib, which reads mathematics between dollars."""
+    """Escape a text for a figure, because matplotlib reads mathematics between dollar signs."""
     return escape_unprintable(text).replace("$", r"\$")
 
 
 def safe_file_name(name: str) -> str:
-    """A name that any file system and address can hold."""
+    """Return a name of at most 80 characters that is valid in every file system and URL."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:80]
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file may be called so: it names nothing but itself, here and on other systems.
+    """Return whether a text is the name of a single file, without folders, on any system.
 
-    Bytes that are no text may be in it, and no half characters.
+    Undecodable bytes of file names are allowed. Lone surrogates that stand for nothing are not.
     """
     try:
         os.fsencode(name)
@@ -158,10 +170,13 @@ def is_file_name(name: str) -> bool:
 
 
 def quote_command(words: Sequence[str]) -> str:
-    """A command that can be shown and typed; bash and zsh read `$'...'` as it was."""
+    """Return a command line that is printable and that bash and zsh read as the same words.
+
+    A word with unprintable characters is written as `$'...'`.
+    """
     plain = {*range(32, 127)} - {*b"\\'"}
-    typed = []
+    quoted = []
     for word in words:
-        signs = (chr(b) if b in plain else f"\\x{b:02x}" for b in os.fsencode(word))
-        typed.append(shlex.quote(word) if word.isprintable() else f"$'{''.join(signs)}'")
-    return " ".join(typed)
+        characters = (chr(b) if b in plain else f"\\x{b:02x}" for b in os.fsencode(word))
+        quoted.append(shlex.quote(word) if word.isprintable() else f"$'{''.join(characters)}'")
+    return " ".join(quoted)

@@ -1,7 +1,4 @@
-"""Paths that users write, and names of our files for what is named outside.
-
-`expand_path` is the one door for the first: `~` is expanded, and what can be no path is refused.
-"""
+"""Paths that users type, and file names for models, datasets and images of any name."""
 
 import os
 import re
@@ -10,52 +7,58 @@ from pathlib import Path
 
 from ssl_bench.errors import ConfigurationError, MachineError
 
-LEGAL = "a path"
-_LEGAL_NAMES = "a path of names up to 255 bytes, of which ~ or ~USER may be the first"
-# Of a name in any usual file system, in bytes.
-_LONGEST_NAME = 255
-_LONGEST = 4095
-_DIGITS = 16
-_ENDS_LIKE_OURS = re.compile(rf".*~[0-9a-f]{{{_DIGITS}}}", re.DOTALL)
-_SHA_DIGITS = 8
+# Limits of common file systems, in bytes.
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
+_DIGEST_DIGITS = 16
+_ENDS_IN_DIGEST = re.compile(rf".*~[0-9a-f]{{{_DIGEST_DIGITS}}}", re.DOTALL)
+_SHORT_DIGITS = 8
 
 PACKAGE = Path(__file__).parents[1]
-"""Where `ssl_bench` is installed; beside it lies the rest of a checkout."""
+"""Folder of the installed package `ssl_bench`; its parent is the checkout, if there is one."""
 
 
 def expand_path(text: str | Path) -> Path:
-    """A path with the home folder in place of `~`.
+    """Return a path that a user typed, with `~` replaced by the home folder.
 
     Raises:
-        ConfigurationError: no such user, or nothing that the system takes for a path.
+        ConfigurationError: There is no such user, or the text is not a valid path.
     """
     if not is_valid_path(text):
-        raise ConfigurationError(f"expected {_LEGAL_NAMES}, got {str(text)[:100]!r}")
+        raise ConfigurationError(
+            f"invalid path {str(text)[:100]!r}, expected names of at most {_MAX_NAME_BYTES} bytes, "
+            "of which the first may be ~ or ~USER"
+        )
     return Path(text).expanduser()
 
 
 def is_valid_path(text: str | Path) -> bool:
-    """Whether the system can be asked for it; an empty text is often an unset variable."""
+    """Return whether a text can be the path of a file.
+
+    An empty text is not, because it is often an unset variable of a script.
+    """
     try:
         path = os.fsencode(Path(text).expanduser())
-    # No home folder; or a text that no name of a file can be.
+    # There is no such home folder, or a lone surrogate cannot be encoded.
     except (RuntimeError, ValueError):
         return False
-    names = path.split(b"/")
-    is_short = len(path) <= _LONGEST and all(len(name) <= _LONGEST_NAME for name in names)
+    is_short = len(path) <= _MAX_PATH_BYTES
+    is_short = is_short and all(len(name) <= _MAX_NAME_BYTES for name in path.split(b"/"))
     return bool(str(text)) and b"\0" not in path and is_short
 
 
 def resolve_links(path: Path) -> Path:
-    """A path without links; unlike `Path.resolve`, also of a link that leads to itself."""
+    """Return the absolute path without links.
+
+    Unlike `Path.resolve`, this also works for a link that leads to itself.
+    """
     return Path(os.path.realpath(path))
 
 
 def cache_folder(configured: str | Path | None) -> Path:
-    """The configured folder, else this program's own below the user's cache (XDG).
+    """Return the configured cache folder, by default `ssl-bench` in the user's cache (XDG).
 
     Raises:
-        MachineError: neither the environment nor the system names one.
+        MachineError: There is no home folder and XDG_CACHE_HOME is not set.
     """
     if configured is not None:
         return expand_path(configured)
@@ -63,80 +66,91 @@ def cache_folder(configured: str | Path | None) -> Path:
     try:
         return (base if base.is_absolute() else Path.home() / ".cache") / "ssl-bench"
     except RuntimeError as error:
-        raise MachineError(f"no folder for a cache ({error}); set XDG_CACHE_HOME=DIR") from error
+        raise MachineError(
+            f"no folder for the cache ({error}). Set XDG_CACHE_HOME to a folder"
+        ) from error
 
 
 def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
-    """The name of a file or folder for something that is named outside.
+    """Return a valid file name for a text, which is the text itself wherever possible.
 
-    It is the text itself wherever that can be, with `_` for `/`. What is too long, hidden, or ends
-    as a shortened name does, ends in `~` and sixteen digits of the sha256 of the text, so that no
-    two texts share a name because one was shortened.
+    "/" becomes "_". A name that would be hidden or too long ends in "~" and 16 digits of the text's
+    sha256. So does a text that already looks like such a name. Therefore no two texts share a name
+    because one of them was shortened.
 
     Args:
-        text: Of any length.
-        added: Bytes of what will stand before and behind it.
-        distinct: No two texts share a name at all: one with `/` ends in these digits too.
+        text: Text of any length, such as the name of a model.
+        added: Bytes that the caller adds before and after the name.
+        distinct: Add the digits to every text with "/" as well, so that no two texts share a name.
     """
     plain = os.fsencode(re.sub(r"[/\0]", "_", text))
     is_hidden = plain.startswith(b".") or not plain
-    is_fine = len(plain) + added <= _LONGEST_NAME and "\0" not in text and not is_hidden
-    is_shared = _ENDS_LIKE_OURS.fullmatch(text) or (distinct and "/" in text)
-    if is_fine and not is_shared:
+    is_valid = len(plain) + added <= _MAX_NAME_BYTES and "\0" not in text and not is_hidden
+    is_ambiguous = _ENDS_IN_DIGEST.fullmatch(text) or (distinct and "/" in text)
+    if is_valid and not is_ambiguous:
         return os.fsdecode(plain)
-    digest = sha256(os.fsencode(text)).hexdigest()[:_DIGITS]
+    digest = sha256(os.fsencode(text)).hexdigest()[:_DIGEST_DIGITS]
     if is_hidden:
         plain = b"_" + plain
-    count = max(0, _LONGEST_NAME - added - 1 - _DIGITS)
-    while count < len(plain) and plain[count] & 0xC0 == 0x80:
-        # Not within a character.
-        count -= 1
-    return f"{os.fsdecode(plain[:count])}~{digest}"
+    length = max(0, _MAX_NAME_BYTES - added - 1 - _DIGEST_DIGITS)
+    # Do not cut within a character of UTF-8.
+    while length < len(plain) and plain[length] & 0xC0 == 0x80:
+        length -= 1
+    return f"{os.fsdecode(plain[:length])}~{digest}"
 
 
 def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Key that sorts names as people count: `run@10` before `run@100`, and that after `run@50`."""
+    """Return a key that sorts numbers in names by value: `run@10` comes before `run@100`."""
+    # Texts and numbers alternate. A number may have more digits than `int` accepts, so it is
+    # compared by its length and then by its digits.
     parts = re.split(r"([0-9]+)", name)
-    # Texts and numbers by turns. A number is known by its length first, for it may be any.
-    numbers = (part.lstrip("0") for part in parts[1::2])
     keys = [(0, part) for part in parts]
+    numbers = (part.lstrip("0") for part in parts[1::2])
     keys[1::2] = [(len(number), number) for number in numbers]
     return keys, name
 
 
 def figure_file_name(image_id: str, *, before: str = "") -> str:
-    """File name of the picture of an image: no two ids, which may hold folders, share one."""
+    """Return the name of the PNG file for an image; different ids have different names.
+
+    Args:
+        image_id: Id of the image, which may contain folders.
+        before: Text at the start of the name.
+    """
     added = len(before) + len(".png")
     return f"{before}{file_name(image_id, added=added, distinct=True)}.png"
 
 
 def figure_title(name: str) -> str:
-    """For readers, what `figure_file_name` gave without its ending; two images may share it."""
-    return name[: -1 - _DIGITS] if _ENDS_LIKE_OURS.fullmatch(name) else name
+    """Return a title for readers: the stem of a `figure_file_name` without its digest.
+
+    Two images may share a title.
+    """
+    return name[: -1 - _DIGEST_DIGITS] if _ENDS_IN_DIGEST.fullmatch(name) else name
 
 
-def encoder_folder_prefix(model: str) -> str:
-    """The first part of `encoder_folder`."""
-    return file_name(model, added=2 * (1 + _SHA_DIGITS))
+def figures_folder(encoder_folder: str, fingerprint: str) -> str:
+    """Return the name of the folder for the figures of an encoder and a set of images.
+
+    A changed image changes the fingerprint, so figures of different images have different folders.
+
+    Args:
+        encoder_folder: The name that `encoder_folder` returns.
+        fingerprint: Fingerprint of the images, with or without a prefix such as "stat-".
+    """
+    return f"{encoder_folder}-{short_fingerprint(fingerprint)}"
 
 
 def encoder_folder(model: str, encoder_id: str) -> str:
-    """How the folders for the pictures of an encoder begin."""
-    return f"{encoder_folder_prefix(model)}-{encoder_id[:_SHA_DIGITS]}"
+    """Return how the names of all folders for the figures of an encoder start."""
+    return f"{encoder_folder_prefix(model)}-{encoder_id[:_SHORT_DIGITS]}"
 
 
-def figures_folder(encoder: str, fingerprint: str) -> str:
-    """Name of the folder for the pictures of an encoder and of the images with a fingerprint.
-
-    Of other images, or of the same after one was replaced, the pictures are elsewhere.
-
-    Args:
-        encoder: Its `encoder_folder`.
-        fingerprint: Of the images, with or without a mark.
-    """
-    return f"{encoder}-{short_fingerprint(fingerprint)}"
+def encoder_folder_prefix(model: str) -> str:
+    """Return the part of `encoder_folder` that depends on the name of the model."""
+    return file_name(model, added=2 * (1 + _SHORT_DIGITS))
 
 
 def short_fingerprint(fingerprint: str) -> str:
-    """What names of folders hold of a fingerprint."""
-    return fingerprint.rpartition("-")[2][:_SHA_DIGITS]
+    """Return the digits of a fingerprint that occur in folder names."""
+    return fingerprint.rpartition("-")[2][:_SHORT_DIGITS]

@@ -1,4 +1,4 @@
-"""Which of the processes that `torchrun` starts this one is, most often a single one; its cores."""
+"""The running process: its rank among the processes of torchrun, its cores and its memory."""
 
 import gc
 import os
@@ -9,61 +9,69 @@ from pathlib import Path
 
 from ssl_bench.errors import ConfigurationError, MachineError
 
-_MOST = 1_000_000
+_MAX_PROCESSES = 1_000_000
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """What torchrun's environment variables say of this process.
+    """The position of this process among all processes of a command, in torchrun's terms.
 
     Attributes:
-        count: Processes of the command; without others nothing else is said.
-        local_rank: Number on this machine, where the variables say it.
-        here: Processes that this machine has.
+        rank: Number of this process, from 0 to `world_size` - 1.
+        world_size: Number of processes on all machines.
+        local_rank: Number of this process on its machine, or None if LOCAL_RANK is not set.
+        local_world_size: Number of processes on this machine.
     """
 
     rank: int = 0
-    count: int = 1
+    world_size: int = 1
     local_rank: int | None = None
-    here: int = 1
+    local_world_size: int = 1
 
 
 def get_process_info() -> ProcessInfo:
-    """Which of how many processes this is; a single one where WORLD_SIZE is not there or 1.
+    """Read torchrun's environment variables; without WORLD_SIZE there is a single process.
 
     Raises:
-        ConfigurationError: a variable is missing or no such number.
+        ConfigurationError: A variable is missing or has a wrong value.
     """
-    count = _number("WORLD_SIZE", range(1, _MOST), "1")
-    if count == 1:
-        _number("RANK", range(1), "0")
+    world_size = _read_number("WORLD_SIZE", range(1, _MAX_PROCESSES), "1")
+    if world_size == 1:
+        _read_number("RANK", range(1), "0")
         return ProcessInfo()
     if not os.environ.get("MASTER_ADDR"):
-        raise _wrong("MASTER_ADDR", "an address")
-    _number("MASTER_PORT", range(1, 65_536))
-    local_rank = _number("LOCAL_RANK", range(count)) if os.environ.get("LOCAL_RANK") else None
-    here = _number("LOCAL_WORLD_SIZE", range(1, count + 1), "1")
-    return ProcessInfo(_number("RANK", range(count)), count, local_rank, here)
+        raise _wrong_variable("MASTER_ADDR", "an address")
+    _read_number("MASTER_PORT", range(1, 65_536))
+    local_rank = None
+    if os.environ.get("LOCAL_RANK"):
+        local_rank = _read_number("LOCAL_RANK", range(world_size))
+    local_world_size = _read_number("LOCAL_WORLD_SIZE", range(1, world_size + 1), "1")
+    rank = _read_number("RANK", range(world_size))
+    return ProcessInfo(rank, world_size, local_rank, local_world_size)
 
 
-def _number(name: str, legal: range, default: str = "") -> int:
+def _read_number(name: str, allowed: range, default: str = "") -> int:
     text = os.environ.get(name) or default
-    if text.isascii() and text.isdecimal() and int(text) in legal:
+    if text.isascii() and text.isdecimal() and int(text) in allowed:
         return int(text)
-    raise _wrong(name, f"a number of {legal[0]} to {legal[-1]}" if len(legal) > 1 else "0")
+    bounds = f"a number from {allowed[0]} to {allowed[-1]}" if len(allowed) > 1 else "0"
+    raise _wrong_variable(name, bounds)
 
 
-def _wrong(name: str, expected: str) -> ConfigurationError:
-    size, came = (os.environ.get(key) or "not set" for key in ("WORLD_SIZE", name))
+def _wrong_variable(name: str, expected: str) -> ConfigurationError:
+    value, world_size = (os.environ.get(key) or "not set" for key in (name, "WORLD_SIZE"))
+    reason = "" if name == "WORLD_SIZE" else f" because WORLD_SIZE is {world_size}"
     return ConfigurationError(
-        f"the environment variable {name} expects {expected} where WORLD_SIZE is {size}, got "
-        f"{came}; start several processes with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK "
-        "for a single one"
+        f"environment variable {name} is {value}, expected {expected}{reason}. Start several "
+        "processes with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK to run a single process"
     )
 
 
 def is_main_process() -> bool:
-    """Whether this process says what all of a command meet; of several, one is enough."""
+    """Return whether this process has rank 0, which prints for all processes.
+
+    It is also true if torchrun's variables are wrong, so that their error is printed.
+    """
     try:
         return get_process_info().rank == 0
     except ConfigurationError:
@@ -71,57 +79,51 @@ def is_main_process() -> bool:
 
 
 def local_world_size() -> int:
-    """How many processes of the command this machine has."""
-    return get_process_info().here
+    """Return the number of processes of this command on this machine."""
+    return get_process_info().local_world_size
 
 
 def require_single_process(command: str) -> None:
-    """Refuse to do the same work in several processes.
+    """Raise an error if torchrun started a command that would do the same work in each process.
 
     Raises:
-        ConfigurationError: there are others, or as `get_process_info`.
+        ConfigurationError: There are several processes, or torchrun's variables are wrong.
     """
-    count = get_process_info().count
-    if count > 1:
+    world_size = get_process_info().world_size
+    if world_size > 1:
         raise ConfigurationError(
-            f"`ssl-bench {command}` expects one process, got {count} (WORLD_SIZE); start it alone, "
-            "or let jobs share probes",
-            hint=("ssl-bench", "sweep", "--jobs", str(count)),
+            f"`ssl-bench {command}` expects one process, but WORLD_SIZE is {world_size}. Start it "
+            f"without torchrun, or share its probes with `ssl-bench sweep --jobs {world_size}`",
+            hint=("ssl-bench", "sweep", "--jobs", str(world_size)),
         )
 
 
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_OPENMP_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def count_usable_cores() -> int:
-    """How many cores this process may use; a scheduler gives fewer than the machine has."""
-    # Not every system tells.
-    asked = getattr(os, "sched_getaffinity", None)
-    return len(asked(0)) if asked else os.cpu_count() or 1
+    """Return the number of CPU cores that this process may use.
+
+    A scheduler may allow fewer cores than the machine has.
+    """
+    # Windows and macOS lack this function.
+    get_affinity = getattr(os, "sched_getaffinity", None)
+    return len(get_affinity(0)) if get_affinity else os.cpu_count() or 1
 
 
 def use_passive_openmp_waiting() -> None:
-    """Threads of OpenMP that wait for each other sleep, unless the environment says otherwise.
+    """Let waiting OpenMP threads sleep, unless the environment sets another policy.
 
-    Their default is to keep the processor busy while they wait. Whoever shares the machine then
-    waits for threads that do nothing: see results/tables/waiting_threads.md. OpenMP reads this
-    when torch is imported, so that later calls change nothing.
+    By default a waiting thread keeps its core busy, which slows down all other programs on the
+    machine (results/tables/waiting_threads.md). OpenMP reads the variable when torch is imported,
+    so call this function before.
     """
-    if not any(name in os.environ for name in _WAITING):
-        os.environ[_WAITING[0]] = "PASSIVE"
+    if not any(name in os.environ for name in _OPENMP_WAIT_VARIABLES):
+        os.environ[_OPENMP_WAIT_VARIABLES[0]] = "PASSIVE"
 
 
-_SHARED = "/dev/shm"
-_CGROUPS = Path("/sys/fs/cgroup")
-# Limit and use of a group, in version 2 and in version 1.
-_LIMITS = (
-    ("memory.max", "memory.current"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
-# In memory.stat of a group; version 1 has the same words for the group without those below it.
-_FILES = ("active_file", "inactive_file")
-# NumPy, Pillow and Python raise MemoryError; the rest says it in words alone.
-_WORDS = (
+# NumPy, Pillow and Python raise MemoryError. Other libraries only say so in the message.
+_OUT_OF_MEMORY_PHRASES = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
@@ -135,61 +137,90 @@ _WORDS = (
     "unable to mmap",
     "failed to map segment",
 )
-_REMEDIES = {
-    "probe": "lower probe.batch_size (of linear heads probe.training.batch_size), "
-    "probe.image_size or probe.memory_gib where the task has them, or ask for fewer --layer",
-    "sweep": "take --jobs 1, lower probe.batch_size or probe.memory_gib, or ask for fewer --layer",
-    "pretrain": "lower train.batch_size, raise train.accumulation, take train.num_workers=0 or a "
-    "smaller model",
-}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or what caused it, says that memory did not suffice."""
-    one: BaseException | None = error
-    while one is not None:
-        text = str(one).lower()
-        is_ending = isinstance(one, KeyboardInterrupt | SystemExit)
-        if isinstance(one, MemoryError) or (not is_ending and any(w in text for w in _WORDS)):
+    """Return whether an error, or one of its causes, means that CPU or GPU memory ran out."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, MemoryError):
             return True
-        one = one.__cause__
+        is_exit = isinstance(current, KeyboardInterrupt | SystemExit)
+        text = str(current).lower()
+        if not is_exit and any(phrase in text for phrase in _OUT_OF_MEMORY_PHRASES):
+            return True
+        current = current.__cause__
     return False
 
 
 def reraise_out_of_memory(error: Exception) -> None:
-    """Raise an error of memory once more, where any other means that a file is damaged."""
+    """Raise the error again if memory ran out.
+
+    Code that treats any other error as a damaged file calls this function first.
+    """
     if is_out_of_memory(error):
         raise error
 
 
+def out_of_memory_error(error: BaseException, command: str) -> MachineError:
+    """Return the error that a command prints if memory ran out, with the settings to change."""
+    detail = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    hint: tuple[str, ...] = ()
+    if command == "probe":
+        hint = (
+            "probe.batch_size={smaller}", "or", "probe.image_size={smaller}",
+            "or", "probe.training.batch_size={smaller}", "or", "--layer", "{blocks}",
+        )  # fmt: skip
+    elif command == "sweep":
+        hint = ("--jobs", "1", "or", "probe.batch_size={smaller}", "or", "--layer", "{blocks}")
+    elif command == "pretrain":
+        hint = (
+            "train.batch_size={smaller}", "or", "train.accumulation={larger}",
+            "or", "train.num_workers=0",
+        )  # fmt: skip
+    return MachineError(f"out of memory ({detail[:200]})", hint=hint)
+
+
+_SHARED_MEMORY = "/dev/shm"
+_CGROUPS = Path("/sys/fs/cgroup")
+# Files with the limit and the use of a control group, in version 2 and in version 1.
+_LIMIT_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+# Entries of memory.stat that count cached files. Version 1 uses the same names.
+_CACHE_ENTRIES = ("active_file", "inactive_file")
+
+
 def free_shared_memory() -> int | None:
-    """Bytes that processes may still share through /dev/shm; None where there is no such place."""
+    """Return the free bytes in /dev/shm, or None on a system without it."""
     try:
-        found = os.statvfs(_SHARED)
+        status = os.statvfs(_SHARED_MEMORY)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize
 
 
 def free_host_memory() -> int:
-    """Bytes that this process may still take of the machine's memory.
+    """Return the bytes of CPU memory that this process can still allocate.
 
-    What a scheduler or a container leaves to its group counts, where the system tells it.
+    This is the memory that the machine has left, or less if a scheduler or container sets a limit
+    for the control group of the process.
     """
-    return min([_available(), *_left_to_groups()])
+    return min([_free_machine_memory(), *_free_cgroup_memory()])
 
 
-def _available() -> int:
+def _free_machine_memory() -> int:
     with suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         return int(line.split()[1]) * 1024
-    # Other systems tell how much there is, and not how much of it is free.
+    # Other systems only report how much memory there is, so half of it is assumed to be free.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _left_to_groups() -> Iterator[int]:
-    """What each group that this process is in leaves, from its own up to the outermost."""
+def _free_cgroup_memory() -> Iterator[int]:
+    """Yield the bytes left in each control group of the process, from the innermost outwards."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -198,37 +229,32 @@ def _left_to_groups() -> Iterator[int]:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        inner = _CGROUPS / controllers / path.lstrip("/")
-        for group in (inner, *inner.parents):
-            for limit, use in _LIMITS:
-                # "max" where there is no limit.
+        innermost = _CGROUPS / controllers / path.lstrip("/")
+        for group in (innermost, *innermost.parents):
+            for limit_file, use_file in _LIMIT_FILES:
+                # The limit is "max" if there is none.
                 with suppress(OSError, ValueError):
-                    most = int((group / limit).read_text())
-                    yield max(0, most - int((group / use).read_text()) + _of_files(group))
+                    limit = int((group / limit_file).read_text())
+                    used = int((group / use_file).read_text())
+                    yield max(0, limit - used + _file_cache_bytes(group))
             if group == _CGROUPS:
                 break
 
 
-def _of_files(group: Path) -> int:
-    """Bytes of files that the group has read, which the system takes back where it needs them."""
+def _file_cache_bytes(group: Path) -> int:
+    """Return the bytes of cached files in a control group, which the system frees on demand."""
     with suppress(OSError, ValueError):
         lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return sum(int(number) for name, number in lines if name in _FILES)
+        return sum(int(number) for name, number in lines if name in _CACHE_ENTRIES)
     return 0
-
-
-def out_of_memory_error(error: BaseException, command: str) -> MachineError:
-    """What a command says, with what to lower."""
-    remedy = _REMEDIES.get(command, "end other programs or take a machine with more")
-    first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return MachineError(f"memory does not suffice ({first[:200]}); {remedy}")
 
 
 @contextmanager
 def pause_garbage_collection() -> Generator[None]:
-    """Python looks for no cycles meanwhile: records have none, and are many objects to look at.
+    """Turn off Python's search for reference cycles while many records are read.
 
-    What is in no cycle is freed as always.
+    Records form no cycles, so the search would only cost time. Objects outside of cycles are still
+    freed at once.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,11 +1,10 @@
-"""What the user is told on stderr: lines, and on a terminal progress with rate and time left."""
+"""Messages and progress on stderr: a bar on a terminal, lines in a log."""
 
 import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, MutableMapping, Sized
 from functools import cache
 from typing import Any, TypeVar
 
@@ -13,131 +12,14 @@ from ssl_bench.system.escaping import escape_unprintable
 from ssl_bench.system.process import is_main_process
 
 T = TypeVar("T")
-_FIRST_SECONDS, _LATEST_SECONDS = 20.0, 600.0
-_REMEMBERED = 1000
-
-
-def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
-    """Give back the items unchanged while stderr shows how far they are and what time is left.
-
-    On a terminal that is a bar. Elsewhere, in a log, it is a line after 20 seconds, then whenever
-    the time has doubled, and every ten minutes at the latest. Of several processes the first alone
-    shows its own.
-    """
-    if not is_main_process():
-        return items
-    if total is None and isinstance(items, Sized):
-        total = len(items)
-    if not sys.stderr.isatty():
-        return _logged(items, description, total)
-    durations = deque[float](maxlen=_REMEMBERED)
-    bar = bar_class()(
-        _timed(items, durations),
-        desc=escape_unprintable(description),
-        total=total,
-        disable=None,
-        dynamic_ncols=True,
-        leave=False,
-    )
-    bar.durations = durations
-    return iter(bar)
-
-
-@cache
-def bar_class() -> Any:
-    """Tqdm's bar, with a lock that no other process can hold, and the time left of the usual item.
-
-    tqdm shares its own with processes that are forked: one that is killed while it writes would
-    keep all others from writing for ever. Its time left, from the mean, would go on with the first
-    item, which waited for what is loaded once; here `durations` are those of the last items.
-    """
-    # Where it is needed: tqdm takes as long to import as `--help` does for all the rest.
-    from tqdm import tqdm
-
-    class Bar(tqdm):  # pyrefly: ignore[implicit-any-type-argument]
-        durations: Sequence[float] = ()
-
-        @property
-        def format_dict(self) -> MutableMapping[str, Any]:
-            shown = super().format_dict
-            if len(self.durations) > 1 and (usual := typical_duration(self.durations)) > 0:
-                shown["rate"] = 1 / usual
-            return shown
-
-    # One of its own for each process; a thread that holds it at a fork is not there to let it go.
-    os.register_at_fork(after_in_child=lambda: Bar.set_lock(threading.RLock()))
-    return Bar
-
-
-def _timed(items: Iterable[T], durations: deque[float]) -> Iterator[T]:
-    last = time.monotonic()
-    for item in items:
-        yield item
-        now = time.monotonic()
-        durations.append(now - last)
-        last = now
-
-
-def _logged(items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
-    start = last = time.monotonic()
-    wait, durations = _FIRST_SECONDS, deque[float](maxlen=_REMEMBERED)
-    for done, item in enumerate(items, 1):
-        yield item
-        now = time.monotonic()
-        durations.append(now - last)
-        last, passed = now, now - start
-        if passed >= wait:
-            wait = passed + min(passed, _LATEST_SECONDS)
-            say(_line(description, done, total, passed, durations))
-
-
-def _line(
-    description: str, done: int, total: int | None, seconds: float, durations: Sequence[float]
-) -> str:
-    if not total:
-        return f"{description}: {done} in {format_duration(seconds)}"
-    if done == 1 < total:
-        # It waited for what is loaded once.
-        return f"{description}: {done} of {total} in {format_duration(seconds)}"
-    left = typical_duration(durations) * (total - done)
-    about = f"about {format_duration(left)}" if left >= 1 else "less than a second"
-    return f"{description}: {done} of {total}, {about} left"
-
-
-def typical_duration(durations: Sequence[float]) -> float:
-    """Seconds of the median item, whose batch came as a whole if others followed it at once.
-
-    Of the first batch, whose images come at once before all of them are waited for, the mean.
-    """
-    longest = max(durations)
-    if 2 * longest > sum(durations) and longest > durations[0]:
-        return sum(durations) / len(durations)
-    # The longest may have waited for what is loaded once.
-    second = sorted(durations)[-2:][0]
-    batches: list[list[float]] = []
-    for duration in durations:
-        if not batches or duration > second / 10:
-            batches.append([])
-        batches[-1].append(duration)
-    each = sorted(sum(batch) / len(batch) for batch in batches for _ in batch)
-    return each[(len(each) - 1) // 2]
-
-
-def format_duration(seconds: float) -> str:
-    """Such as "40 s", "12 min" or "3 h 05 min"."""
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 1 else "< 1 s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def format_size(size: int) -> str:
-    """Such as "12.3 MB", of bytes."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{max(size / 1e6, 0.1):.1f} MB"
+_FIRST_LINE_SECONDS, _MAX_SECONDS_BETWEEN_LINES = 20.0, 600.0
 
 
 def say(line: str) -> None:
-    """Tell the user on stderr, beside bars; stdout is for tables. The first process alone does."""
+    """Print a message on stderr without breaking a progress bar; stdout is for tables.
+
+    If torchrun started several processes, only the first one prints.
+    """
     if not is_main_process():
         return
     with bar_class().external_write_mode(file=sys.stderr):
@@ -146,5 +28,102 @@ def say(line: str) -> None:
 
 @cache
 def say_once(line: str) -> None:
-    """As `say`, the first time in a process alone."""
+    """Print a message like `say`, but only the first time in a process."""
     say(line)
+
+
+def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
+    """Yield the items unchanged while stderr shows how many are done and the time left.
+
+    A terminal shows a bar. A log gets a line after 20 seconds, then whenever the elapsed time has
+    doubled, and at least every ten minutes. Only the first of several processes shows progress.
+
+    Args:
+        items: Items to yield.
+        description: Text before the numbers.
+        total: Number of items; by default their length, if they have one.
+    """
+    if not is_main_process():
+        return items
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    show = _show_bar if sys.stderr.isatty() else _log_progress
+    return show(items, description, total)
+
+
+def _show_bar(items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
+    text = escape_unprintable(description)
+    with bar_class()(desc=text, total=total, dynamic_ncols=True, leave=False) as bar:
+        for item in items:
+            yield item
+            bar.update()
+
+
+@cache
+def bar_class() -> Any:
+    """Return tqdm's progress bar, changed in two ways.
+
+    The time left is computed without the first item, which also waits for data and models to load.
+    Each process has its own lock. tqdm shares one lock with forked processes, and a process that is
+    killed while it prints would block all others forever.
+    """
+    # Imported here because the import takes as long as the rest of `--help`.
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # pyrefly: ignore[implicit-any-type-argument]
+        first_seconds: float | None = None
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if self.first_seconds is None:
+                self.first_seconds = super().format_dict["elapsed"]
+            return super().update(n)
+
+        @property
+        def format_dict(self) -> MutableMapping[str, Any]:
+            values = super().format_dict
+            if self.first_seconds is not None and not self.disable:
+                seconds = values["elapsed"] - self.first_seconds
+                later_items = self.n - self.initial - 1
+                if later_items > 0 and seconds > 0:
+                    values["rate"] = later_items / seconds
+            return values
+
+    # A thread that holds the lock during a fork does not exist in the child to release it.
+    os.register_at_fork(after_in_child=lambda: Bar.set_lock(threading.RLock()))
+    return Bar
+
+
+def _log_progress(items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
+    start = time.monotonic()
+    next_line, first_seconds = _FIRST_LINE_SECONDS, 0.0
+    for count, item in enumerate(items, 1):
+        yield item
+        elapsed = time.monotonic() - start
+        if count == 1:
+            first_seconds = elapsed
+        if elapsed >= next_line:
+            next_line = elapsed + min(elapsed, _MAX_SECONDS_BETWEEN_LINES)
+            say(f"{description}: {_format_progress(count, total, elapsed, first_seconds)}")
+
+
+def _format_progress(count: int, total: int | None, elapsed: float, first_seconds: float) -> str:
+    if not total:
+        return f"{count} in {format_duration(elapsed)}"
+    if count == 1 < total:
+        return f"{count} of {total} in {format_duration(elapsed)}"
+    seconds_left = (total - count) * (elapsed - first_seconds) / max(count - 1, 1)
+    left = f"about {format_duration(seconds_left)}" if seconds_left >= 1 else "less than a second"
+    return f"{count} of {total}, {left} left"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration as "40 s", "12 min" or "3 h 05 min"."""
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 1 else "< 1 s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_size(size: int) -> str:
+    """Format a number of bytes as "12.3 MB" or "1.2 GB"."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{max(size / 1e6, 0.1):.1f} MB"

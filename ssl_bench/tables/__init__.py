@@ -1,1 +1,1 @@
-"""What records say, as tables: over blocks, over encoders, in pairs, beside published ones."""
+"""Turn records into tables over blocks, epochs, severities or encoders, and compare encoders."""

@@ -1,9 +1,9 @@
-"""Is one better than the other? Paired over images: two checkpoints, two runs, blocks of one."""
+"""Paired differences over the same images: between two encoders, two runs, or blocks of one."""
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from ssl_bench.results import ENCODER_FIELDS, TRAINED_ON, Record, ResultStore, i
 from ssl_bench.results.per_image import CurveEstimates, load_curve
 from ssl_bench.tables.depth import (
     PROBE_EPOCHS,
-    epoch_of,
+    epoch_number,
     group_by_run,
     require_one_encoder_per_epoch,
 )
@@ -21,31 +21,33 @@ from ssl_bench.tables.entries import (
     comparable_groups,
     dagger,
     dagger_meaning,
-    differences,
     image_size_note,
-    title,
+    table_title,
+    table_titles,
     trusted_note,
 )
 from ssl_bench.tables.layer_selection import mixed_notes
-from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
-
-Layers = tuple[tuple[int, ...], tuple[int, ...]]
+from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet, Table
 
 _SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
-_SAME = ("task", "dataset", "metric", "facet", "protocol")
+_QUESTION = ("task", "dataset", "metric", "facet", "protocol")
+"""Fields in which two records must agree before their settings are compared."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """First minus second, in points, over the same images.
+    """First score minus second score in percentage points, over the same images.
 
     Attributes:
-        low: Of the 95 % interval, NaN where the images do not tell.
-        high: As `low`.
-        layers: The blocks behind both sides.
-        degenerate: Percent of degenerate images on both sides, where it is known.
-        p: Two-sided, of the same test as the interval; NaN where there is none.
-        p_holm: The same after Holm's correction over the blocks; NaN for what is no single block.
+        name: Name of the row, such as "11" for a block.
+        first: First score in percent; NaN without a value.
+        second: Second score.
+        low: Lower end of the 95 % interval of the difference; NaN without an interval.
+        high: Upper end of the interval.
+        layers: The blocks behind the first and behind the second score.
+        degenerate: Percentages of degenerate images of both sides; None where unknown.
+        p: Two-sided p-value of the test of the interval; NaN without an interval.
+        p_holm: The p-value after Holm's correction over single blocks; NaN for other rows.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Difference:
     second: float
     low: float
     high: float
-    layers: Layers
+    layers: tuple[tuple[int, ...], tuple[int, ...]]
     degenerate: tuple[float | None, float | None] = (None, None)
     p: float = math.nan
     p_holm: float = math.nan
@@ -63,210 +65,225 @@ class Difference:
         return self.first - self.second
 
     @property
-    def leaves_out_0(self) -> bool:
-        """Whether the interval does."""
+    def interval_excludes_0(self) -> bool:
         return self.low > 0 or self.high < 0
 
     @property
     def is_degenerate(self) -> bool:
-        """Whether rounding, not the images, decides most answers of a side."""
+        """Whether the answer of a side is arbitrary for most images."""
         return any(map(is_degenerate, self.degenerate))
 
     @property
-    def is_clear(self) -> bool:
-        """Whether the interval leaves out 0 and neither side is degenerate."""
-        return self.leaves_out_0 and not self.is_degenerate
+    def is_significant(self) -> bool:
+        """Whether the interval excludes 0 and neither side is degenerate."""
+        return self.interval_excludes_0 and not self.is_degenerate
 
     @property
-    def is_clear_among_blocks(self) -> bool:
-        """Whether it is clear after Holm's correction over the blocks too."""
-        return self.is_clear and self.p_holm < SIGNIFICANT
+    def is_significant_after_holm(self) -> bool:
+        """Whether the difference is also significant after Holm's correction over the blocks."""
+        return self.is_significant and self.p_holm < SIGNIFICANT
 
     @property
     def first_text(self) -> str:
-        """The value of the first with its dagger; a dash where it has none."""
-        return _shown(self.first, ".1f") + dagger(self.degenerate[0])
+        """The first score with its dagger."""
+        return _format_number(self.first, ".1f") + dagger(self.degenerate[0])
 
     @property
     def second_text(self) -> str:
-        return _shown(self.second, ".1f") + dagger(self.degenerate[1])
+        """The second score with its dagger."""
+        return _format_number(self.second, ".1f") + dagger(self.degenerate[1])
 
     @property
     def text(self) -> str:
-        """Such as "+2.5 [+1.0, +4.0] §"; a dash where one side has no value."""
+        """The difference, such as "+2.5 [+1.0, +4.0] §", or a dash if a side has no value."""
         if math.isnan(self.value) or math.isnan(self.low + self.high):
-            return _shown(self.value, "+z.1f")
-        sign = " §" if self.is_clear_among_blocks else ""
+            return _format_number(self.value, "+z.1f")
+        sign = " §" if self.is_significant_after_holm else ""
         return f"{self.value:+z.1f} [{self.low:+z.1f}, {self.high:+z.1f}]{sign}"
 
     def as_json(self) -> dict[str, Any]:
-        """Its numbers, null where they are none."""
+        """Return the numbers. NaN and infinity become null."""
         values = {"first": self.first, "second": self.second, "difference": self.value}
         values |= {"low": self.low, "high": self.high, "p": self.p, "p_holm": self.p_holm}
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
         first, second = self.degenerate
         return {
             **finite,
-            "interval_leaves_out_0": self.leaves_out_0,
-            "significant_after_holm": self.is_clear_among_blocks,
+            "interval_leaves_out_0": self.interval_excludes_0,
+            "significant_after_holm": self.is_significant_after_holm,
             "first_degenerate_percent": first,
             "second_degenerate_percent": second,
         }
 
 
+def _format_number(value: float, style: str) -> str:
+    return NO_VALUE if math.isnan(value) else f"{value:{style}}"
+
+
 class Side(NamedTuple):
-    """One side of a difference: a score, the blocks behind it, its percent of degenerate images."""
+    """One side of a difference: a score, its blocks and its percentage of degenerate images."""
 
     estimate: Estimate
     layers: tuple[int, ...]
     degenerate: float | None = None
 
 
-def block_side(scored: CurveEstimates, layer: int) -> Side:
+def block_side(curve: CurveEstimates, layer: int) -> Side:
     """Return the score of one block."""
-    return Side(scored.blocks[layer], (layer,), scored.degenerate.get(layer))
+    return Side(curve.blocks[layer], (layer,), curve.degenerate.get(layer))
 
 
-def held_out(scored: CurveEstimates) -> Side:
-    """Return the score with the blocks that other images choose, all of which took part."""
-    return Side(scored.held_out, tuple(scored.blocks), scored.held_out_degenerate_percent)
+def _held_out_side(curve: CurveEstimates) -> Side:
+    """Return the score with the held-out choice of a block, to which all blocks belong."""
+    return Side(curve.held_out, tuple(curve.blocks), curve.held_out_degenerate_percent)
 
 
 def difference(name: str, first: Side, second: Side) -> Difference:
-    """Compare two scores of the same images; nothing is uncertain between one and itself."""
-    one, other = first.estimate, second.estimate
-    interval = None if one is other else one.difference_ci95(other)
+    """Subtract the second score from the first. A score minus itself has no interval."""
+    is_same = first.estimate is second.estimate
+    interval = None if is_same else first.estimate.difference_ci95(second.estimate)
     low, high = interval or (math.nan, math.nan)
     return Difference(
         name,
-        one.value,
-        other.value,
+        first.estimate.value,
+        second.estimate.value,
         low,
         high,
         (first.layers, second.layers),
         (first.degenerate, second.degenerate),
-        math.nan if interval is None else one.difference_p(other),
+        math.nan if interval is None else first.estimate.difference_p(second.estimate),
     )
 
 
-def corrected_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
-    """Add Holm's correction to differences of single blocks; degenerate ones are not tested."""
+def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
+    """Add Holm-corrected p-values. Degenerate rows are not tested."""
     ps = holm([math.nan if row.is_degenerate else row.p for row in rows])
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]
 
 
 def compare_block_by_block(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
-    """The blocks that both have; and the last of each, where these are others."""
+    """Compare the blocks that both encoders have, and the last blocks if their indices differ."""
     pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
-    one, other = max(first.blocks), max(second.blocks)
-    if one != other:
-        pairs.append((f"last ({one}, {other})", one, other))
-    return corrected_over_blocks(
-        [difference(name, block_side(first, n), block_side(second, m)) for name, n, m in pairs]
+    last = max(first.blocks), max(second.blocks)
+    if last[0] != last[1]:
+        pairs.append((f"last ({last[0]}, {last[1]})", *last))
+    return _correct_over_blocks(
+        [difference(name, block_side(first, a), block_side(second, b)) for name, a, b in pairs]
     )
 
 
 def compare_best_blocks(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
-    """The best blocks, chosen on the scored images, and the held-out choice.
+    """Compare the best blocks on the scored images, and the held-out choices of a block.
 
-    The best block on the scored images flatters both sides; the held-out one is what somebody
-    gets who must choose a block before seeing the image. None where no block of a side may be
-    best.
+    The best block on the scored images is optimistic for both sides. The held-out choice is what a
+    user gets who must choose a block before seeing the image. The list is empty if no block of a
+    side may be the best.
     """
     if not (first.has_best and second.has_best):
         return []
     one, other = first.best, second.best
-    chosen = (_named(first.held_out_layers), _named(second.held_out_layers))
+    chosen = (_layer_list(first.held_out_layers), _layer_list(second.held_out_layers))
     name = f"held-out choice ({chosen[0]}; {chosen[1]})"
     return [
         difference(f"best ({one}, {other})", block_side(first, one), block_side(second, other)),
-        difference(name, held_out(first), held_out(second)),
+        difference(name, _held_out_side(first), _held_out_side(second)),
     ]
 
 
 def compare_checkpoints(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
-    """Block by block; then, of several, the best blocks and those that were chosen held out."""
+    """Compare two encoders block by block, and at their best blocks if both have several."""
     rows = compare_block_by_block(first, second)
-    several = len(first.blocks) > 1 and len(second.blocks) > 1
-    return rows + compare_best_blocks(first, second) if several else rows
+    have_several = len(first.blocks) > 1 and len(second.blocks) > 1
+    return rows + compare_best_blocks(first, second) if have_several else rows
 
 
-def between_blocks(scored: CurveEstimates) -> list[Difference]:
-    """Every block, and the held-out choice, minus the best block on the scored images.
+def _compare_blocks_of_one(curve: CurveEstimates) -> list[Difference]:
+    """Compare every block, and the held-out choice, with the best block on the scored images.
 
-    Where no block may be best, minus the last block, and nothing is chosen.
+    If no block may be the best, compare every block with the last one.
     """
-    best = block_side(scored, scored.best)
-    rows = corrected_over_blocks(
-        [difference(str(n), block_side(scored, n), best) for n in sorted(scored.blocks)]
+    best = block_side(curve, curve.best)
+    rows = _correct_over_blocks(
+        [difference(str(n), block_side(curve, n), best) for n in sorted(curve.blocks)]
     )
-    if not scored.has_best:
+    if not curve.has_best:
         return rows
-    name = f"held-out choice ({_named(scored.held_out_layers)})"
-    return [*rows, difference(name, held_out(scored), best)]
+    name = f"held-out choice ({_layer_list(curve.held_out_layers)})"
+    return [*rows, difference(name, _held_out_side(curve), best)]
+
+
+def _compare(sides: Sequence[CurveEstimates]) -> list[Difference]:
+    return _compare_blocks_of_one(sides[0]) if len(sides) == 1 else compare_checkpoints(*sides)
+
+
+def _layer_list(layers: Iterable[int]) -> str:
+    return ", ".join(str(layer) for layer in sorted(set(layers)))
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Differences of one metric as a table, over blocks.
+class Comparison(Table):
+    """A table of the differences of one metric over blocks.
 
     Attributes:
-        record: One of those that were compared; gives what they have in common.
-        names: Heads of the two columns of values.
-        encoders: A record of each that was compared, one or two.
-        differing: What sets it apart from others of the same title, see `entries.differences`.
-        without_best: Names of the encoders all of whose blocks are degenerate.
-        code: By name of a side the versions and commits that computed it, see `code_of`.
+        record: One of the compared records.
+        names: Heads of the two columns of scores.
+        encoders: A record of each compared encoder, one or two.
+        title: What was measured.
+        without_best: Names of encoders whose blocks are all degenerate.
+        code: The versions and commits that computed each side, see `code_versions`.
     """
 
     record: Record
     rows: tuple[Difference, ...]
     names: tuple[str, str]
     encoders: tuple[Record, ...]
-    differing: str = ""
+    title: str = ""
     without_best: tuple[str, ...] = ()
     code: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
-    def sheet(self, style: str) -> Sheet:
-        """Differences whose interval leaves out 0 are marked."""
-        del style
-        record = self.record
-        notes = [
-            f"paired over {record.num_images} images{image_size_note(self.encoders)}"
-            f"{trusted_note([record])}; marked where the interval leaves out 0, without a "
-            "correction for the number of rows"
-        ]
-        if not record.is_ranked:
-            notes.append("more of it is not better: no block is best")
-        if self.without_best:
-            words = " and ".join(self.without_best)
-            notes.append(f"no block of {words} is best: all are degenerate")
-        # Such as "held-out choice (9, 11)".
-        is_mixed = any(row.name.startswith("held-out") and "," in row.name for row in self.rows)
-        notes += mixed_notes([record.metric] if is_mixed else [])
-        first, second = self.rows[-1].layers
-        if len(self.encoders) > 1 and len(first) > 1 and set(first) != set(second):
-            one, other = self.names
-            notes.append(
-                "best block and held-out choice are among "
-                f"{_blocks(first)} of {one} and {_blocks(second)} of {other}"
-            )
+    def sheet(self) -> Sheet:
+        """Return the differences. Those that are significant without a correction are marked."""
         return Sheet(
-            title=f"{title(record)}, seed {record.seed}{self.differing}",
+            title=self.title,
             head=("block", *self.names, "first - second [95 %]"),
             rows=tuple(
                 (
                     *map(Cell, (row.name, row.first_text, row.second_text)),
-                    Cell(row.text, row.is_clear),
+                    Cell(row.text, is_best=row.is_significant),
                 )
                 for row in self.rows
             ),
-            notes=tuple(notes),
+            notes=tuple(self._notes()),
             marks=difference_footnotes([self.rows]),
         )
 
+    def _notes(self) -> list[str]:
+        notes = [
+            f"paired over {self.record.num_images} images{image_size_note(self.encoders)}"
+            f"{trusted_note([self.record])}",
+            "marked: the interval excludes 0 (not corrected for the number of rows)",
+        ]
+        if not self.record.is_ranked:
+            notes.append("no block is best, because higher is not better")
+        if self.without_best:
+            names = " and ".join(self.without_best)
+            notes.append(f"no block of {names} is best, because all are degenerate")
+        # For example "held-out choice (9, 11)".
+        is_mixed = any(row.name.startswith("held-out") and "," in row.name for row in self.rows)
+        notes += mixed_notes([self.record.metric] if is_mixed else [])
+        first, second = self.rows[-1].layers
+        if len(self.encoders) > 1 and len(first) > 1 and set(first) != set(second):
+            sides = [
+                f"{len(layers)} block{'s' if len(layers) > 1 else ''} ({_layer_list(layers)})"
+                for layers in (first, second)
+            ]
+            notes.append(
+                f"best block and held-out choice are among {sides[0]} of {self.names[0]} and "
+                f"{sides[1]} of {self.names[1]}"
+            )
+        return notes
+
     def csv_rows(self) -> list[dict[str, Any]]:
-        """A difference a row, with what tells the comparison from others."""
         return [
             {
                 **{name: getattr(self.record, name) for name in _SERIES},
@@ -280,7 +297,6 @@ class Comparison:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """The differences with what is needed to trust them."""
         return {
             "kind": "comparison",
             **{name: getattr(self.record, name) for name in _SERIES},
@@ -288,7 +304,7 @@ class Comparison:
             "settings": dict(self.record.settings),
             "num_images": self.record.num_images,
             "names": list(self.names),
-            **{name: [getattr(one, name) for one in self.encoders] for name in ENCODER_FIELDS},
+            **{name: [getattr(r, name) for r in self.encoders] for name in ENCODER_FIELDS},
             "version": self.record.version,
             "git_commit": self.record.git_commit,
             "device": self.record.device,
@@ -296,179 +312,118 @@ class Comparison:
         }
 
 
-def code_of(records: Iterable[Record]) -> frozenset[str]:
-    """Return the versions and commits that computed some records, such as "0.2.0 (3f9a01b2c4)"."""
-
-    def words(record: Record) -> str:
-        commit = record.git_commit or "unknown"
-        changed = "-dirty" if commit.endswith("-dirty") else ""
-        return f"{record.version} ({commit[:10]}{changed})"
-
-    return frozenset(map(words, records))
+def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
+    """Explain § and † in the rows of tables. Each table is corrected on its own."""
+    rows, notes = list(itertools.chain(*tables)), []
+    num_tested = [sum(not math.isnan(row.p_holm) for row in table) for table in tables]
+    if most := max(num_tested, default=0):
+        is_used = any(row.is_significant_after_holm for row in rows)
+        counts = " or ".join(map(str, sorted(set(num_tested))))
+        notes.append(
+            f"§{'' if is_used else ' (none here)'}: significant at 5 % after Holm's correction "
+            f"over {counts} block{'s' if most > 1 else ''}"
+            f"{' at each epoch' if len(tables) > 1 else ''}"
+        )
+    if meaning := dagger_meaning(percent for row in rows for percent in row.degenerate):
+        is_any = any(row.is_degenerate for row in rows)
+        notes.append(f"{meaning}, and its differences are never marked" if is_any else meaning)
+    return tuple(notes)
 
 
 def code_warning(tables: Iterable[Comparison]) -> str:
-    """Warn in one line if the sides of some comparisons come from different code; else empty."""
-    found: dict[str, set[str]] = defaultdict(set)
+    """Return a warning if the sides of a comparison come from different code, else ""."""
+    versions: dict[str, set[str]] = defaultdict(set)
     for table in tables:
-        # Each table alone: code that changed from one to another explains no difference.
+        # Only code that differs within a table can explain a difference.
         if len(set().union(*table.code.values())) > 1:
             for name, code in table.code.items():
-                found[name] |= code
-    if not found:
+                versions[name] |= code
+    if not versions:
         return ""
-    sides = "; ".join(f"{name}: {', '.join(sorted(code))}" for name, code in found.items())
+    sides = "; ".join(f"{name}: {', '.join(sorted(code))}" for name, code in versions.items())
     return (
-        f"warning: the compared results come from different code ({sides}), which may be why they "
-        "differ; `ssl-bench probe --overwrite` computes a side again"
+        f"warning: the compared results come from different code ({sides}). If that may matter, "
+        "compute a side again with `ssl-bench probe --overwrite`"
     )
 
 
-def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
-    """Explain the signs in the rows of one table, or of several, each corrected by itself."""
-    rows, marks = list(itertools.chain(*tables)), []
-    tested = [sum(not math.isnan(row.p_holm) for row in table) for table in tables]
-    if most := max(tested, default=0):
-        is_any = any(row.is_clear_among_blocks for row in rows)
-        which = "§: significant" if is_any else "§ (none here): significant"
-        counts = " or ".join(map(str, sorted(set(tested))))
-        blocks = f"{counts} block{'s' if most > 1 else ''}"
-        each = " at each epoch" if len(tables) > 1 else ""
-        marks.append(f"{which} at 5 % after Holm's correction over {blocks}{each}")
-    is_any = any(row.is_degenerate for row in rows)
-    dagger = dagger_meaning(percent for row in rows for percent in row.degenerate)
-    marks.append(f"{dagger}, nor is its difference marked" if is_any else dagger)
-    return tuple(filter(None, marks))
+def code_versions(records: Iterable[Record]) -> frozenset[str]:
+    """Return the versions and commits that computed records, such as "0.2.0 (3f9a01b2c4)"."""
+    versions = set()
+    for record in records:
+        commit = record.git_commit or "unknown"
+        dirty = "-dirty" if commit.endswith("-dirty") else ""
+        versions.add(f"{record.version} ({commit[:10]}{dirty})")
+    return frozenset(versions)
 
 
-def comparisons(
+def compare_encoders(
     store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]
 ) -> tuple[list[Comparison], dict[str, str]]:
-    """Everything that one checkpoint, block by block, or two can be compared in.
+    """Compare two encoders, or the blocks of one, in every task that allows it.
 
     Args:
-        store: Holds the images' contributions.
-        records: Those to look at.
-        encoders: One or two, by `Record.encoder_id` the name that somebody typed.
+        store: Contains the per-image values.
+        records: Records to consider.
+        encoders: One or two names that the user typed, by `Record.encoder_id`.
 
     Returns:
-        A table of each comparable group; and by task, of those that have none, the reason.
+        One table for each group of comparable records, and the reason by task for each task
+        without a table.
 
     Raises:
-        DataError: nothing can be compared.
+        DataError: Nothing can be compared.
     """
-    asked = list(encoders)
+    ids = list(encoders)
     by_id = {record.encoder_id: record for record in records}
-    names = [by_id[one].model if one in by_id else encoders[one] for one in asked]
+    names = [by_id[key].model if key in by_id else encoders[key] for key in ids]
     if len(set(names)) < len(names):
-        names = [f"{name} {one[:6]}" for one, name in zip(asked, names, strict=True)]
-    found = [
+        names = [f"{name} {key[:6]}" for key, name in zip(ids, names, strict=True)]
+    pairs = [
         (group, sides)
-        for group in _paired_groups(records)
-        if (sides := _sides_of(store, group, asked))
+        for group in _groups_by_seed(records)
+        if (sides := _load_sides(store, group, ids))
     ]
-    tasks = {r.task for r in records if r.encoder_id in encoders}
+    tasks = {record.task for record in records if record.encoder_id in encoders}
     reasons = {
-        task: _why_not(store, [r for r in records if r.task == task], encoders)
-        for task in sorted(tasks - {group[0].task for group, _ in found})
+        task: _explain_failure(store, [r for r in records if r.task == task], encoders)
+        for task in sorted(tasks - {group[0].task for group, _ in pairs})
     }
-    if not found:
-        why = "; ".join(f"{task}: {words}" for task, words in reasons.items())
+    if not pairs:
+        why = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
         raise DataError(
-            f"nothing to compare in {store.root}: no task was scored image by image for "
-            f"{'both checkpoints' if len(asked) > 1 else 'the checkpoint'} on the same images "
-            f"with the same settings and training images{f' ({why})' if why else ''}"
+            f"nothing to compare in {store.root}. No task has per-image values of "
+            f"{'both checkpoints' if len(ids) > 1 else 'the checkpoint'} for the same images, "
+            f"settings and training images{f' ({why})' if why else ''}"
         )
-    apart = differences([group[:1] for group, _ in found])
+    titles = table_titles([group[:1] for group, _ in pairs])
     tables = []
-    for (group, sides), differing in zip(found, apart, strict=True):
-        of = {record.encoder_id: record for record in group}
-        beside = names[1:] or ["best block" if sides[0].has_best else "last block"]
-        lacking = [
+    for (group, sides), title in zip(pairs, titles, strict=True):
+        second = names[1] if len(ids) > 1 else "best block" if sides[0].has_best else "last block"
+        without_best = [
             name
             for name, side in zip(names, sides, strict=True)
             if group[0].is_ranked and not side.has_best and len(side.blocks) > 1
         ]
+        by_encoder = [[r for r in group if r.encoder_id == key] for key in ids]
         tables.append(
             Comparison(
+                title=f"{title}, seed {group[0].seed}",
                 record=group[0],
-                rows=tuple(_rows_of(sides)),
-                names=(names[0], beside[0]),
-                encoders=tuple(of[one] for one in asked),
-                differing=differing,
-                without_best=tuple(lacking),
+                rows=tuple(_compare(sides)),
+                names=(names[0], second),
+                encoders=tuple(own[-1] for own in by_encoder),
+                without_best=tuple(without_best),
                 code={
-                    name: code_of(r for r in group if r.encoder_id == one)
-                    for name, one in zip(names, asked, strict=True)
+                    name: code_versions(own) for name, own in zip(names, by_encoder, strict=True)
                 },
             )
         )
     return tables, reasons
 
 
-def _sides_of(
-    store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
-) -> list[CurveEstimates]:
-    """Return one a side; none if the values of single images of a side were not kept."""
-    curves = [load_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
-    if not all(curve.per_image for curve in curves):
-        return []
-    return list(map(CurveEstimates.from_curve, curves))
-
-
-def _rows_of(sides: Sequence[CurveEstimates]) -> list[Difference]:
-    return between_blocks(sides[0]) if len(sides) == 1 else compare_checkpoints(*sides)
-
-
-def _why_not(store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]) -> str:
-    """Of one task why it cannot be compared, and where a command helps, which."""
-    task = records[0].task
-    sides = {word: [r for r in records if r.encoder_id == one] for one, word in encoders.items()}
-    for word, side in sides.items():
-        if not side:
-            others = sorted({r.dataset for r in records if r.encoder_id in encoders})
-            return (
-                f"no record of {word}; `ssl-bench probe --task {task} --dataset "
-                f"{','.join(others)}` with its --checkpoint leaves one"
-            )
-    (first, *_), (*_, second) = sides.values(), sides.values()
-    pairs = [
-        (one, other)
-        for one, other in itertools.product(first, second)
-        if all(getattr(one, name) == getattr(other, name) for name in _SAME)
-    ]
-    if not pairs:
-        asked = {
-            word: ", ".join(
-                sorted({f"{r.metric} {r.dataset} {r.facet} {r.protocol}" for r in side})
-            )
-            for word, side in sides.items()
-        }
-        return "; ".join(f"of {word} {what} alone" for word, what in asked.items())
-    kept = [{r.layer for r in side if store.has_per_image(r.key())} for side in (first, second)]
-    if not any(kept):
-        return "no values of single images are kept"
-    # The nearest; one that differs in nothing has another reason.
-    if differing := min(([*_differing(*pair)] for pair in pairs), key=len):
-        return "; ".join(differing)
-    again = f"`ssl-bench probe --task {task} --overwrite`"
-    if not all(kept):
-        return f"the values of single images are missing; {again} leaves them"
-    return f"the values of single images do not fit their records; {again} makes both anew"
-
-
-def _differing(one: Record, other: Record) -> Iterator[str]:
-    """In what the same question was put to two encoders in another way."""
-    beside: list[tuple[str, Any, Any]] = [("trained on", one.trained_on, other.trained_on)]
-    for name in ("split", "dataset_fingerprint", "seed"):
-        beside.append((name, getattr(one, name), getattr(other, name)))
-    for name in sorted((one.settings.keys() | other.settings.keys()) - {TRAINED_ON}):
-        beside.append((name, one.settings.get(name), other.settings.get(name)))
-    return (f"{name} {ours} and {theirs}" for name, ours, theirs in beside if ours != theirs)
-
-
-def _paired_groups(records: Sequence[Record]) -> list[list[Record]]:
-    """Records whose images may be paired, whatever the block and the model."""
+def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
+    """Group records whose images can be paired: comparable records of one seed."""
     seeds = sorted({record.seed for record in records})
     groups = [
         [r for r in group if r.seed == n] for group in comparable_groups(records) for n in seeds
@@ -476,40 +431,103 @@ def _paired_groups(records: Sequence[Record]) -> list[list[Record]]:
     return list(filter(None, groups))
 
 
+def _load_sides(
+    store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
+) -> list[CurveEstimates]:
+    """Return the estimates of each encoder, or nothing if one has no per-image values."""
+    curves = [load_curve(store, [r for r in group if r.encoder_id == key]) for key in encoders]
+    is_complete = all(curve.per_image for curve in curves)
+    return list(map(CurveEstimates.from_curve, curves)) if is_complete else []
+
+
+def _explain_failure(
+    store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]
+) -> str:
+    """Return why a task cannot be compared, and the command that helps if there is one.
+
+    Args:
+        store: Contains the per-image values.
+        records: The records of the task.
+        encoders: As in `compare_encoders`.
+    """
+    task = records[0].task
+    sides = {name: [r for r in records if r.encoder_id == key] for key, name in encoders.items()}
+    for name, side in sides.items():
+        if not side:
+            datasets = sorted({r.dataset for r in records if r.encoder_id in encoders})
+            return (
+                f"no record of {name}, which `ssl-bench probe --task {task} --dataset "
+                f"{','.join(datasets)} --checkpoint ...` computes"
+            )
+    (first, *_), (*_, second) = sides.values(), sides.values()
+    pairs = [
+        (a, b)
+        for a, b in itertools.product(first, second)
+        if all(getattr(a, name) == getattr(b, name) for name in _QUESTION)
+    ]
+    if not pairs:
+        measured = {
+            name: sorted({f"{r.metric} {r.dataset} {r.facet} {r.protocol}" for r in side})
+            for name, side in sides.items()
+        }
+        return "; ".join(f"{name} only has {', '.join(known)}" for name, known in measured.items())
+    has_images = [
+        {r.layer for r in side if store.has_per_image(r.key())} for side in (first, second)
+    ]
+    if not any(has_images):
+        return "no per-image values are stored"
+    # The pair with the fewest differences. If it has none, the reason lies in the stored values.
+    if differing := min((_list_differences(*pair) for pair in pairs), key=len):
+        return "; ".join(differing)
+    again = f"`ssl-bench probe --task {task} --overwrite`"
+    if not all(has_images):
+        return f"per-image values are missing, which {again} computes"
+    return f"per-image values do not match their records, and {again} replaces both"
+
+
+def _list_differences(first: Record, second: Record) -> list[str]:
+    """Return the settings and data in which two records of the same question differ."""
+    fields: list[tuple[str, Any, Any]] = [("trained on", first.trained_on, second.trained_on)]
+    for name in ("split", "dataset_fingerprint", "seed"):
+        fields.append((name, getattr(first, name), getattr(second, name)))
+    for name in sorted((first.settings.keys() | second.settings.keys()) - {TRAINED_ON}):
+        fields.append((name, first.settings.get(name), second.settings.get(name)))
+    return [f"{name} {a} and {b}" for name, a, b in fields if a != b]
+
+
 @dataclass(frozen=True)
-class EpochComparison:
-    """Differences of one metric between two runs, over blocks and epochs.
+class EpochComparison(Table):
+    """A table of the differences of one metric between two runs, over blocks and epochs.
 
     Attributes:
-        by_epoch: Of blocks alone, in the order of the epochs, at least one.
+        by_epoch: Differences of single blocks, by ascending epoch.
     """
 
     by_epoch: Mapping[float, Comparison]
 
     @property
     def record(self) -> Record:
-        """One of those that were compared."""
+        """One of the compared records."""
         return next(iter(self.by_epoch.values())).record
 
-    def sheet(self, style: str) -> Sheet:
-        """The epochs of a block below one another."""
-        sheets = {epoch: one.sheet(style) for epoch, one in self.by_epoch.items()}
-        whole = next(iter(sheets.values()))
+    def sheet(self) -> Sheet:
+        """Return the rows of all epochs, sorted by block and then by epoch."""
+        sheets = {epoch: comparison.sheet() for epoch, comparison in self.by_epoch.items()}
+        first = next(iter(sheets.values()))
         rows = [
             (row[0], Cell(f"{epoch:g}"), *row[1:])
             for epoch, sheet in sheets.items()
             for row in sheet.rows
         ]
         return replace(
-            whole,
-            head=(whole.head[0], "epoch", *whole.head[1:]),
-            # Stable: the epochs stay in their order.
+            first,
+            head=(first.head[0], "epoch", *first.head[1:]),
+            # The sort is stable, so epochs keep their order.
             rows=tuple(sorted(rows, key=lambda row: int(row[0].text))),
-            marks=difference_footnotes([one.rows for one in self.by_epoch.values()]),
+            marks=difference_footnotes([table.rows for table in self.by_epoch.values()]),
         )
 
     def csv_rows(self) -> list[dict[str, Any]]:
-        """A difference a row, with its epoch."""
         return [
             {"epoch": epoch, **row}
             for epoch, comparison in self.by_epoch.items()
@@ -517,67 +535,56 @@ class EpochComparison:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """A comparison an epoch."""
-        epochs = [{"epoch": epoch, **one.as_json()} for epoch, one in self.by_epoch.items()]
+        epochs = [{"epoch": epoch, **table.as_json()} for epoch, table in self.by_epoch.items()]
         return {"kind": "comparison_over_epochs", "epochs": epochs}
 
 
 def compare_runs(
     store: ResultStore, records: Sequence[Record], runs: tuple[str, str]
 ) -> list[EpochComparison]:
-    """First run minus second at every epoch of which both have a scored encoder.
+    """Compare two runs block by block at every epoch of which both have a scored encoder.
 
     Args:
-        store: Holds the images' contributions.
-        records: Those to look at.
-        runs: Their names: `RUN` for `RUN@100` and the like.
+        store: Contains the per-image values.
+        records: Records to consider.
+        runs: Names of the runs: `RUN` for encoders such as `RUN@100`.
 
     Raises:
-        DataError: a run has two encoders of an epoch, or nothing can be compared.
+        DataError: A run has two encoders of an epoch, or nothing can be compared.
     """
     tables = []
-    for group in _paired_groups(records):
+    for group in _groups_by_seed(records):
         encoders = []
         for run in runs:
-            those = group_by_run(group).get(run, [])
-            require_one_encoder_per_epoch(run, those)
-            encoders.append({epoch_of(record): record for record in those})
+            run_records = group_by_run(group).get(run, [])
+            require_one_encoder_per_epoch(run, run_records)
+            encoders.append({epoch_number(record): record for record in run_records})
         by_epoch = {}
         for epoch in sorted(encoders[0].keys() & encoders[1].keys()):
-            pair = tuple(of_epoch[epoch] for of_epoch in encoders)
-            sides = _sides_of(store, group, [record.encoder_id for record in pair])
-            rows = _rows_of(sides) if sides else []
-            # Not the best block: it is another one at each epoch.
+            pair = tuple(by_epoch_of_run[epoch] for by_epoch_of_run in encoders)
+            sides = _load_sides(store, group, [record.encoder_id for record in pair])
+            rows = _compare(sides) if sides else []
+            # The best block is left out, because it may be another one at each epoch.
             if blocks := tuple(row for row in rows if row.name.isdigit()):
                 code = {
-                    run: code_of(r for r in group if r.encoder_id == record.encoder_id)
+                    run: code_versions(r for r in group if r.encoder_id == record.encoder_id)
                     for run, record in zip(runs, pair, strict=True)
                 }
-                by_epoch[epoch] = Comparison(pair[0], blocks, runs, pair, code=code)
+                title = f"{table_title(pair[0])}, seed {pair[0].seed}"
+                by_epoch[epoch] = Comparison(pair[0], blocks, runs, pair, title, code=code)
         if by_epoch:
             tables.append(EpochComparison(by_epoch))
     if not tables:
-        known = [sorted({epoch_of(r) for r in group_by_run(records).get(run, [])}) for run in runs]
-        told = " and ".join(
-            f"{run} {', '.join(f'{epoch:g}' for epoch in epochs) or 'none'}"
-            for run, epochs in zip(runs, known, strict=True)
+        by_run = group_by_run(records)
+        epochs = {run: sorted({epoch_number(r) for r in by_run.get(run, [])}) for run in runs}
+        known = " and ".join(
+            f"{run} {', '.join(f'{epoch:g}' for epoch in own) or 'none'}"
+            for run, own in epochs.items()
         )
         raise DataError(
-            f"nothing to compare over epochs in {store.root}: no task was scored image by image "
-            "for both runs at a common epoch on the same images with the same settings (epochs "
-            f"with records: {told}); keep epochs of both runs and probe each",
+            f"nothing to compare over epochs in {store.root}. No task has per-image values of both "
+            "runs at a common epoch for the same images and settings (epochs with records: "
+            f"{known})",
             hint=PROBE_EPOCHS,
         )
     return tables
-
-
-def _named(layers: Sequence[int] | set[int]) -> str:
-    return ", ".join(str(layer) for layer in sorted(set(layers)))
-
-
-def _blocks(layers: Sequence[int]) -> str:
-    return f"{len(layers)} block{'s' if len(layers) > 1 else ''} ({_named(layers)})"
-
-
-def _shown(value: float, style: str) -> str:
-    return NO_VALUE if math.isnan(value) else f"{value:{style}}"

@@ -1,8 +1,8 @@
-"""Tables over depth, and over the epochs of a run that kept encoders, from records alone."""
+"""Tables of scores over the blocks of encoders, and over the epochs of a run."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,225 +13,246 @@ from ssl_bench.tables.entries import (
     Entry,
     comparable_groups,
     dagger_meaning,
-    differences,
-    footnote,
     mean_entries,
     model_names,
-    series_json,
-    title,
+    series_as_json,
+    table_notes,
+    table_titles,
 )
-from ssl_bench.tables.sheets import SPELT, Cell, Sheet
-
-Row = int | float
-"""A block, or an epoch."""
-
+from ssl_bench.tables.sheets import Cell, Sheet, Table
 
 PROBE_EPOCHS = (
     *("ssl-bench", "pretrain", "train.keep_epochs=[100,200]", "or"),
     *("ssl-bench", "probe", "--task", "all", "--checkpoint", "{run}@100"),
 )
-"""What to type to have records of several epochs of a run."""
+"""Hint for records of several epochs of a run."""
 
 
-@dataclass(frozen=True)
-class DepthTable:
-    """One metric over blocks (rows) and models (columns).
+@dataclass(frozen=True, kw_only=True)
+class Pivot(Table):
+    """Scores by row and column.
 
     Attributes:
-        rows: What they are: blocks, or something else that a score is followed over.
+        row_name: What a row is: "block", "epoch", "severity" or "encoder".
+        rows: Block indices, epochs, severities or names, in printed order.
+        columns: Names or severities, in printed order.
+        entries: Scores by row and column.
+        undecided: Rows and columns for which no block could be chosen.
+        notes: Lines below the table.
     """
 
     title: str
-    models: tuple[str, ...]
-    layers: tuple[Row, ...]
-    entries: dict[tuple[Row, str], Entry]
-    footnote: str
-    rows: str = "block"
-
-    @classmethod
-    def of(
-        cls,
-        records: Sequence[Record],
-        heading: str,
-        place: Callable[[Record], tuple[Row, str]],
-        rows: str = "block",
-    ) -> "DepthTable":
-        """Means over seeds of records, each at the row and column that `place` gives it."""
-        entries = mean_entries(records, place)
-        return cls(
-            title=heading,
-            models=tuple(sorted({model for _, model in entries}, key=natural_sort_key)),
-            layers=tuple(sorted({row for row, _ in entries})),
-            entries=entries,
-            footnote=footnote(records),
-            rows=rows,
-        )
+    row_name: str = "block"
+    rows: tuple[Any, ...]
+    columns: tuple[Any, ...]
+    entries: Mapping[tuple[Any, Any], Entry]
+    undecided: frozenset[tuple[Any, Any]] = frozenset()
+    notes: tuple[str, ...]
 
     @property
     def record(self) -> Record:
-        """One of those behind the values, which share what was asked."""
-        return next(iter(self.entries.values())).records[0]
+        """One of the records behind the scores."""
+        return next(entry.records[0] for _, _, entry in self.scores())
 
     @property
     def has_values(self) -> bool:
-        """Whether any of them has a meaning, unlike top-5 of two classes."""
-        return any(not math.isnan(entry.value) for entry in self.entries.values())
+        """Whether any score is a number. Top-5 accuracy of two classes, for example, has none."""
+        return any(not math.isnan(entry.value) for _, _, entry in self.scores())
 
-    def best_layer(self, model: str) -> Row | None:
-        """The block with the highest value of a model, if one may be best and they differ."""
-        return next(iter(self._ranked(model)), None)
+    @property
+    def footnote(self) -> str:
+        """The notes in one line."""
+        return "; ".join(self.notes)
 
-    def _ranked(self, model: str) -> list[Row]:
-        """Those that may be best, the highest first; none where all are equal."""
-        values = {
-            layer: entry.value for layer, entry in self._of(model).items() if entry.is_rankable
-        }
-        if len(values) > 1 and len(set(values.values())) == 1:
-            return []
-        return sorted(values, key=lambda layer: -values[layer])
+    @property
+    def dagger_meaning(self) -> str:
+        """Explanation of the dagger, empty if there is none in the table."""
+        return dagger_meaning(entry.degenerate_percent for _, _, entry in self.scores())
 
-    def _of(self, model: str) -> dict[Row, Entry]:
-        """Return the entries of a model by row."""
-        return {
-            layer: self.entries[layer, model]
-            for layer in self.layers
-            if (layer, model) in self.entries
-        }
+    def scores(self) -> Iterator[tuple[Any, Any, Entry]]:
+        """Yield row, column and entry of every score, row by row."""
+        for row in self.rows:
+            for column in self.columns:
+                if (row, column) in self.entries:
+                    yield row, column, self.entries[row, column]
 
-    def sheet(self, style: str) -> Sheet:
-        """The best of several blocks are marked, unless all are equal; the second in LaTeX alone.
+    def curves(self) -> "Pivot | None":
+        """Return the table whose columns a figure draws as curves over the rows."""
+        return self
 
-        Neighbouring blocks are close: which of them comes second says little.
+    def best_row(self, column: Any) -> Any:
+        """Return the row of the highest score of a column, or None if no score is best."""
+        if not self._ranking(column):
+            return None
+        entries = {row: entry for row, at, entry in self.scores() if at == column}
+        return max(
+            (row for row, entry in entries.items() if entry.is_rankable),
+            key=lambda row: entries[row].value,
+        )
+
+    def _ranking(self, column: Any) -> list[str]:
+        """Return the distinct printed scores of a column, highest first.
+
+        The list is empty, so that no score is marked, if the column has fewer than two scores, or
+        if all that may be best are equal.
         """
-        ranked = {model: self._ranked(model) for model in self.models}
+        known = [e for _, at, e in self.scores() if at == column and not math.isnan(e.value)]
+        values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)
+        printed = list(dict.fromkeys(f"{value:.1f}" for value in values))
+        is_tie = len(values) > 1 and len(printed) == 1
+        return [] if len(known) < 2 or is_tie else printed
+
+    def sheet(self) -> Sheet:
+        rankings = {column: self._ranking(column) for column in self.columns}
         strides = self._strides()
-        rows = [
-            (
-                Cell(f"{layer:g}"),
-                *([Cell(strides.get(layer, ""))] if strides else []),
-                *(self._word(layer, model, ranked, style) for model in self.models),
-            )
-            for layer in self.layers
-        ]
-        note = self.footnote
-        if style in SPELT and any(cell.marked for row in rows for cell in row):
-            note += "; marked: the highest of a column"
-        first = (self.rows, "stride") if strides else (self.rows,)
-        dagger = dagger_meaning(entry.arbitrary for entry in self.entries.values())
-        marks = (dagger,) if dagger else ()
-        return Sheet(self.title, (*first, *self.models), tuple(rows), (note,), marks)
+        rows = []
+        for row in self.rows:
+            first = row if isinstance(row, str) else f"{row:g}"
+            stride = [Cell(strides.get(row, ""))] if strides else []
+            scores = [self._cell(row, column, rankings[column]) for column in self.columns]
+            rows.append((Cell(first), *stride, *scores))
+        marked = ("marked: the highest score of each column",) if any(rankings.values()) else ()
+        return Sheet(
+            title=self.title,
+            head=(
+                self.row_name,
+                *(["stride"] if strides else []),
+                *map(self.column_label, self.columns),
+            ),
+            rows=tuple(rows),
+            notes=(*self.notes, *marked),
+            marks=self.marks(),
+        )
 
-    def _strides(self) -> dict[Row, str]:
-        """By block, those of all models; nothing where every model has one grid of patches."""
-        found: dict[Row, set[int]] = defaultdict(set)
-        for layer, _, entry in self._cells() if self.rows == "block" else ():
-            found[layer] |= {one.stride for one in entry.records if one.stride is not None}
-        return {layer: "/".join(map(str, sorted(those))) for layer, those in found.items() if those}
+    def column_label(self, column: Any) -> str:
+        """Return the head of a column."""
+        return str(column)
 
-    def _word(
-        self, layer: Row, model: str, ranked: Mapping[str, Sequence[Row]], style: str
-    ) -> Cell:
-        if (layer, model) not in self.entries:
-            return Cell("")
-        entry, best = self.entries[layer, model], ranked[model]
-        heights = sorted({self.entries[one, model].value for one in best}, reverse=True)
-        is_one_of_several = sum(not math.isnan(e.value) for e in self._of(model).values()) > 1
-        marked = is_one_of_several and layer in best and entry.value == heights[0]
-        second = style == "latex" and layer in best and heights[1:2] == [entry.value]
-        return Cell(entry.text(), marked=marked, second=second)
+    def marks(self) -> tuple[str, ...]:
+        """Return explanations of the signs in the table."""
+        return (self.dagger_meaning,) if self.dagger_meaning else ()
+
+    def entry_text(self, entry: Entry) -> str:
+        """Return the text of a score."""
+        return entry.text()
+
+    def missing_text(self, row: Any, column: Any) -> str:
+        """Return the text of a cell without a score."""
+        return "‡" if (row, column) in self.undecided else ""
+
+    def _cell(self, row: Any, column: Any, ranking: Sequence[str]) -> Cell:
+        entry = self.entries.get((row, column))
+        if entry is None:
+            return Cell(self.missing_text(row, column))
+        printed = f"{entry.value:.1f}" if entry.is_rankable else None
+        return Cell(
+            self.entry_text(entry),
+            is_best=ranking[:1] == [printed],
+            is_second=ranking[1:2] == [printed],
+        )
+
+    def _strides(self) -> dict[Any, str]:
+        """Return the strides of each block in pixels, or {} if every encoder has a single grid."""
+        strides: dict[Any, set[int]] = defaultdict(set)
+        for row, _, entry in self.scores():
+            strides[row] |= {r.stride for r in entry.records if r.stride is not None}
+        if self.row_name != "block":
+            return {}
+        return {row: "/".join(map(str, sorted(known))) for row, known in strides.items() if known}
 
     def csv_rows(self) -> list[dict[str, Any]]:
-        """Fields of every cell, by block and model."""
         return [
-            {"title": self.title, self.rows: layer, "model": model}
-            | _stride_of(entry)
+            {"title": self.title, self.row_name: row, "model": column}
+            | _stride_field(entry)
             | entry.csv_fields()
-            for layer, model, entry in self._cells()
+            for row, column, entry in self.scores()
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Cells with what is needed to trust them."""
-        row = "layer" if self.rows == "block" else self.rows
+        key = "layer" if self.row_name == "block" else self.row_name
         cells = [
-            {row: layer, "column": model} | _stride_of(entry) | entry.as_json()
-            for layer, model, entry in self._cells()
+            {key: row, "column": column} | _stride_field(entry) | entry.as_json()
+            for row, column, entry in self.scores()
         ]
-        series = series_json(self.record)
-        return {"kind": f"{self.rows}s", "title": self.title, **series, "cells": cells}
-
-    def _cells(self) -> list[tuple[Row, str, Entry]]:
-        return [
-            (layer, model, self.entries[layer, model])
-            for layer in self.layers
-            for model in self.models
-            if (layer, model) in self.entries
-        ]
+        series = series_as_json(self.record)
+        return {"kind": f"{self.row_name}s", "title": self.title, **series, "cells": cells}
 
 
-def _stride_of(entry: Entry) -> dict[str, int]:
+def _stride_field(entry: Entry) -> dict[str, int]:
     stride = entry.records[0].stride
     return {} if stride is None else {"stride": stride}
 
 
-def depth_tables(records: Sequence[Record]) -> list[DepthTable]:
-    """Group records into tables whose numbers are comparable.
-
-    Numbers that differ in dataset, protocol, facet, settings or images never share a table.
-    """
+def depth_tables(records: Sequence[Record]) -> list[Pivot]:
+    """Return one table of blocks against models for each group of comparable records."""
     groups, names = comparable_groups(records), model_names(records)
     return [
-        DepthTable.of(
-            group,
-            title(group[0]) + differing,
-            lambda record: (record.layer, names[record.encoder_id]),
-        )
-        for group, differing in zip(groups, differences(groups), strict=True)
+        _pivot(group, title, "block", lambda record: (record.layer, names[record.encoder_id]))
+        for group, title in zip(groups, table_titles(groups), strict=True)
     ]
 
 
-def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
-    """One table a run and metric: epochs as rows, blocks as columns.
+def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
+    """Return one table of epochs against blocks for each run and group of comparable records.
 
-    `RUN@100`, `RUN@200` and `RUN`, its last encoder, are one run.
+    The encoders `RUN@100`, `RUN@200` and `RUN` (the last one) belong to one run.
 
     Raises:
-        DataError: no run has records of two epochs, or two runs have the same name.
+        DataError: No run has records of two epochs, or two runs have the same name.
     """
     groups = comparable_groups(records)
     for group in groups:
-        for run, those in group_by_run(group).items():
-            require_one_encoder_per_epoch(run, those)
+        for run, run_records in group_by_run(group).items():
+            require_one_encoder_per_epoch(run, run_records)
     tables = [
-        epoch_table(those, f"{title(those[0])}{differing}, {run}")
-        for group, differing in zip(groups, differences(groups), strict=True)
-        for run, those in runs_with_several_epochs(group).items()
+        epoch_table(run_records, f"{title}, {run}")
+        for group, title in zip(groups, table_titles(groups), strict=True)
+        for run, run_records in runs_with_several_epochs(group).items()
     ]
     if not tables:
         raise DataError(
-            "no run has records of two epochs or more; keep epochs of a run and probe each",
+            "no run has records of two or more epochs: keep epochs of a run, and probe each",
             hint=PROBE_EPOCHS,
         )
     return tables
 
 
-def epoch_table(records: Sequence[Record], heading: str) -> DepthTable:
-    """Of one run, whose records are among those of `runs_with_several_epochs`."""
-    return DepthTable.of(
-        records, heading, lambda record: (epoch_of(record), f"block {record.layer}"), "epoch"
+def epoch_table(records: Sequence[Record], title: str) -> Pivot:
+    """Return a table of epochs against blocks from the comparable records of one run."""
+    return _pivot(
+        records, title, "epoch", lambda record: (epoch_number(record), f"block {record.layer}")
+    )
+
+
+def _pivot(
+    records: Sequence[Record],
+    title: str,
+    row_name: str,
+    key: Callable[[Record], tuple[float, str]],
+) -> Pivot:
+    """Average records over seeds and place them at the row and column that `key` returns."""
+    entries = mean_entries(records, key)
+    return Pivot(
+        title=title,
+        row_name=row_name,
+        rows=tuple(sorted({row for row, _ in entries})),
+        columns=tuple(sorted({column for _, column in entries}, key=natural_sort_key)),
+        entries=entries,
+        notes=tuple(table_notes(records)),
     )
 
 
 def runs_with_several_epochs(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Those of `group_by_run` that have records of two epochs or more, ordered by name."""
+    """Return the records of `group_by_run` of runs with at least two epochs, sorted by name."""
     return {
-        run: those
-        for run, those in sorted(group_by_run(records).items())
-        if len({epoch_of(record) for record in those}) > 1
+        run: run_records
+        for run, run_records in sorted(group_by_run(records).items())
+        if len({epoch_number(record) for record in run_records}) > 1
     }
 
 
 def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records of encoders whose epoch is known, by the name of their run."""
+    """Group the records that state the epoch of their encoder by the name of the run."""
     runs: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         epoch = record.details.get("epoch")
@@ -241,22 +262,22 @@ def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
-    """Two runs of the same name are no course of one.
+    """Raise an error if the records come from two runs of the same name.
 
     Raises:
-        DataError: two encoders are of the same epoch.
+        DataError: Two encoders have the same epoch.
     """
     encoders: dict[float, str] = {}
     for record in records:
-        epoch = epoch_of(record)
+        epoch = epoch_number(record)
         if encoders.setdefault(epoch, record.encoder_id) != record.encoder_id:
             raise DataError(
-                f"two encoders of runs called {run} are of epoch {epoch:g}; rename a run folder "
-                "and probe it again, or choose the results of one",
+                f"epoch {epoch:g} of run {run} has two encoders, so two runs have this name. "
+                "Rename a run folder and probe it again, or read a folder with results of one run",
                 hint=("--out", "{folder}"),
             )
 
 
-def epoch_of(record: Record) -> float:
-    """How long the encoder was trained; of a record of `group_by_run`."""
+def epoch_number(record: Record) -> float:
+    """Return the epoch of the encoder of a record from `group_by_run`."""
     return float(record.details["epoch"])

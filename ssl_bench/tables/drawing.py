@@ -1,4 +1,4 @@
-"""Curves over depth, drawn by matplotlib from tables."""
+"""Draw score curves over blocks, epochs or severities with matplotlib."""
 
 import io
 import math
@@ -11,141 +11,148 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import MAX_DEGENERATE_PERCENT
 from ssl_bench.system.escaping import escape_matplotlib, escape_unprintable
 from ssl_bench.system.files import write_atomically
-from ssl_bench.tables.depth import DepthTable
+from ssl_bench.tables.depth import Pivot
 from ssl_bench.tables.entries import baselines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PANELS_A_ROW = 3
+_PANELS_PER_ROW = 3
 _PANEL_INCHES = (4.2, 3.4)
 _LINE_INCHES = 0.18
-# Of text as wide as a panel; a key of the legend with its gaps is as wide as nine of them.
-_LETTERS, _KEY_LETTERS = 56, 9
+# A panel is as wide as this number of letters. The line of a legend entry takes nine of them.
+_PANEL_LETTERS, _KEY_LETTERS = 56, 9
 _HOLLOW: Mapping[str, Any] = {"marker": "o", "markersize": 5, "markerfacecolor": "white"}
 """Marker of a degenerate value."""
 
 
-def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
-    """Write `curves_figure`; the suffix of the path chooses the format, such as .png or .svg.
+def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
+    """Write `curves_figure` to a file, in the format of its suffix, such as .png or .svg.
 
     Raises:
-        ConfigurationError: The suffix names no format.
+        ConfigurationError: The suffix is not a known format.
         MachineError: The file cannot be written.
     """
-    figure, kind = curves_figure(tables), path.suffix.removeprefix(".").lower()
-    if kind not in figure.canvas.get_supported_filetypes():
+    figure, suffix = curves_figure(tables), path.suffix.removeprefix(".").lower()
+    if suffix not in figure.canvas.get_supported_filetypes():
         raise ConfigurationError(
             f"expected a figure that ends with .png, .svg or .pdf, got {path}",
             hint=("--figure", "{file}.png"),
         )
-    # In memory first: on a full disk matplotlib's own writers end with errors that hide that of it.
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=kind, dpi=120)
-    write_atomically(path, lambda file: file.write(drawn.getbuffer()))
+    # Drawn in memory first, because matplotlib hides the error of a full disk.
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix, dpi=120)
+    write_atomically(path, lambda file: file.write(buffer.getbuffer()))
 
 
-def curves_figure(tables: Sequence[DepthTable]) -> "Figure":
-    """Score over blocks or epochs, one panel a table, one line a model, with its 95 % band.
+def curves_figure(tables: Sequence[Pivot]) -> "Figure":
+    """Draw one panel per table and one line per column, with a band for the 95 % interval.
 
-    A model has the same colour in all panels.
+    A column has the same colour in all panels.
     """
-    # Of undefined values there is nothing to see.
+    # Tables without any number are left out, unless there is no other.
     tables = [table for table in tables if table.has_values] or tables
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    models = list(dict.fromkeys(model for table in tables for model in table.models))
-    if tables[0].rows == "block":
-        models.sort()
-        colours: dict[str, Any] = {model: f"C{number}" for number, model in enumerate(models)}
+    names = list(dict.fromkeys(column for table in tables for column in table.columns))
+    if tables[0].row_name == "block":
+        names.sort()
+        colours: dict[str, Any] = {name: f"C{number}" for number, name in enumerate(names)}
     else:
-        # Blocks have an order, which their colours show.
+        # The columns are blocks, whose order the colours show.
         shades = mpl.colormaps["viridis"]
-        colours = {model: shades(n / max(len(models) - 1, 1)) for n, model in enumerate(models)}
-    columns = min(len(tables), _PANELS_A_ROW)
-    titles = [_wrapped(table.title) for table in tables]
-    names = [_wrapped(model, _LETTERS - _KEY_LETTERS) for model in models]
-    lines = [Line2D([], [], color=colours[model], marker="o") for model in models]
-    if any(entry.is_degenerate for table in tables for entry in table.entries.values()):
-        names.append(f"more than {MAX_DEGENERATE_PERCENT:.0f} % degenerate")
+        colours = {name: shades(n / max(len(names) - 1, 1)) for n, name in enumerate(names)}
+    num_columns = min(len(tables), _PANELS_PER_ROW)
+    titles = [_wrap(table.title) for table in tables]
+    labels = [_wrap(name, _PANEL_LETTERS - _KEY_LETTERS) for name in names]
+    lines = [Line2D([], [], color=colours[name], marker="o") for name in names]
+    if any(entry.is_degenerate for table in tables for _, _, entry in table.scores()):
+        labels.append(f"more than {MAX_DEGENERATE_PERCENT:.0f} % degenerate")
         lines.append(Line2D([], [], color="0.4", linestyle="", **_HOLLOW))
-    names_a_row = _names_a_row(names, columns)
-    figure = Figure(
-        figsize=_inches(titles, columns, -(-len(names) // names_a_row)), layout="constrained"
-    )
-    axes = figure.subplots(-(-len(tables) // columns), columns, squeeze=False)
+    legend_columns = _count_legend_columns(labels, num_columns)
+    legend_lines = -(-len(labels) // legend_columns)
+    figure = Figure(figsize=_figure_inches(titles, num_columns, legend_lines), layout="constrained")
+    axes = figure.subplots(-(-len(tables) // num_columns), num_columns, squeeze=False)
     for axis, table, title in zip(axes.flat, tables, titles, strict=False):
         _draw_panel(axis, table, colours)
         axis.set_title(title, fontsize=8)
     for axis in axes.flat[len(tables) :]:
         axis.set_axis_off()
-    figure.legend(lines, names, loc="outside lower center", ncols=names_a_row, fontsize=8)
+    figure.legend(lines, labels, loc="outside lower center", ncols=legend_columns, fontsize=8)
     return figure
 
 
-def _wrapped(text: str, letters: int = _LETTERS) -> str:
-    """In lines that there is room for; a title goes on below its first part."""
+def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
+    """Break a text after its first comma and into lines of at most `letters` letters."""
     parts = escape_unprintable(text).split(", ", 1)
     return "\n".join(
         escape_matplotlib(line) for part in parts for line in textwrap.wrap(part, letters)
     )
 
 
-def _names_a_row(names: Sequence[str], columns: int) -> int:
-    """How many keys of the legend stand side by side below so many panels."""
-    longest = max(len(line) for name in names for line in name.splitlines())
-    return max(1, min(len(names), columns * _LETTERS // (longest + _KEY_LETTERS)))
+def _count_legend_columns(labels: Sequence[str], num_columns: int) -> int:
+    """Return how many legend entries fit side by side below a row of panels."""
+    longest = max(len(line) for label in labels for line in label.splitlines())
+    return max(1, min(len(labels), num_columns * _PANEL_LETTERS // (longest + _KEY_LETTERS)))
 
 
-def _inches(titles: Sequence[str], columns: int, keys: int) -> tuple[float, float]:
-    """Width and height that leave every panel its room below the longest title of its row."""
-    lines = [max(t.count("\n") for t in titles[n : n + columns])
-             for n in range(0, len(titles), columns)]  # fmt: skip
+def _figure_inches(
+    titles: Sequence[str], num_columns: int, legend_lines: int
+) -> tuple[float, float]:
+    """Return width and height with room for the longest title of each row and the legend."""
+    starts = range(0, len(titles), num_columns)
+    title_lines = [max(t.count("\n") for t in titles[n : n + num_columns]) for n in starts]
     width, height = _PANEL_INCHES
-    return width * columns, height * len(lines) + _LINE_INCHES * (sum(lines) + keys)
+    text_lines = sum(title_lines) + legend_lines
+    return width * num_columns, height * len(title_lines) + _LINE_INCHES * text_lines
 
 
-def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, Any]) -> None:
-    ends = [end for e in table.entries.values() for end in (e.value, e.low, e.high)]
-    records = [record for entry in table.entries.values() for record in entry.records]
-    answers = {answer: values[0] for answer, values in baselines(records).items()}
-    heights = [end for end in (*ends, *answers.values()) if end is not None and math.isfinite(end)]
+def _draw_panel(axis: Any, table: Pivot, colours: Mapping[str, Any]) -> None:
+    entries = [entry for _, _, entry in table.scores()]
+    ends = [end for e in entries for end in (e.value, e.low, e.high)]
+    records = [record for entry in entries for record in entry.records]
+    lowest_baselines = {answer: values[0] for answer, values in baselines(records).items()}
+    shown = [*ends, *lowest_baselines.values()]
+    heights = [end for end in shown if end is not None and math.isfinite(end)]
     lowest, highest = min(heights, default=0.0), max(heights, default=0.5)
-    # What is drawn at zero on a logarithmic axis lies at infinity, which ends no layout.
+    # A zero on a logarithmic axis would lie at minus infinity, and the layout would not end.
     if not table.record.unit and 0 < 5 * lowest < highest:
         axis.set_yscale("log")
     top = highest + (abs(highest) or 1.0)
-    for model in table.models:
-        _draw_curve(axis, table, model, colours[model], top)
-    for answer, value in answers.items():
+    for column in table.columns:
+        _draw_curve(axis, table, column, colours[column], top)
+    for answer, value in lowest_baselines.items():
         axis.axhline(value, color="0.4", linestyle=":", linewidth=1)
-        axis.annotate(escape_matplotlib(answer), (0, value), fontsize=6, va="bottom",
-                      xycoords=("axes fraction", "data"))  # fmt: skip
+        axis.annotate(
+            escape_matplotlib(answer),
+            (0, value),
+            fontsize=6,
+            va="bottom",
+            xycoords=("axes fraction", "data"),
+        )
     if math.inf in ends:
         axis.set_ylim(top=top)
-    if table.rows == "block":
+    if table.row_name == "block":
         axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.set_xlabel(table.rows)
+    axis.set_xlabel(table.row_name)
     axis.set_ylabel(table.record.unit)
     axis.grid(alpha=0.3)
 
 
-def _draw_curve(axis: Any, table: DepthTable, model: str, colour: Any, top: float) -> None:
-    """Infinity is drawn at the top."""
-    cells = {
-        layer: table.entries[layer, model]
-        for layer in table.layers
-        if (layer, model) in table.entries
+def _draw_curve(axis: Any, table: Pivot, column: str, colour: Any, top: float) -> None:
+    """Draw the curve of one column. Infinite values lie at `top`."""
+    entries = {row: entry for row, at, entry in table.scores() if at == column}
+    values = [min(entry.value, top) for entry in entries.values()]
+    axis.plot(list(entries), values, marker="o", markersize=3, color=colour)
+    hollow = {
+        row: value for row, value in zip(entries, values, strict=True) if entries[row].is_degenerate
     }
-    values = [min(entry.value, top) for entry in cells.values()]
-    axis.plot(list(cells), values, marker="o", markersize=3, color=colour)
-    hollow = {x: value for x, value in zip(cells, values, strict=True) if cells[x].is_degenerate}
     if hollow:
         axis.plot(list(hollow), list(hollow.values()), linestyle="", color=colour, **_HOLLOW)
-    for layer in (layer for layer, entry in cells.items() if entry.value == math.inf):
-        axis.annotate("∞", (layer, top), color=colour, ha="center", va="bottom")
-    low = [entry.value if entry.low is None else min(entry.low, top) for entry in cells.values()]
-    high = [entry.value if entry.high is None else min(entry.high, top) for entry in cells.values()]
-    axis.fill_between(list(cells), low, high, alpha=0.15, color=colour)
+    for row in (row for row, entry in entries.items() if entry.value == math.inf):
+        axis.annotate("∞", (row, top), color=colour, ha="center", va="bottom")
+    low = [e.value if e.low is None else min(e.low, top) for e in entries.values()]
+    high = [e.value if e.high is None else min(e.high, top) for e in entries.values()]
+    axis.fill_between(list(entries), low, high, alpha=0.15, color=colour)

@@ -1,7 +1,6 @@
-"""What tables are made of: numbers that may stand side by side, cells, and what stands below.
+"""Group comparable records, average them over seeds, and describe where the numbers come from.
 
-Three parts: which records are comparable and what tells groups of them apart; `Entry`, one cell,
-the mean over seeds with its interval; notes on where the numbers are from and what signs mean.
+An `Entry` is one value of a table. The notes below a table are written here too.
 """
 
 import hashlib
@@ -9,7 +8,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -27,8 +26,8 @@ from ssl_bench.results import (
 from ssl_bench.system.escaping import escape_unprintable
 from ssl_bench.tables.sheets import NO_VALUE
 
-K = TypeVar("K")
-_HEADLINES = (
+K = TypeVar("K", bound=Hashable)
+_MAIN_METRICS = (
     "miou_holdout",
     "ap50",
     "corloc",
@@ -46,56 +45,69 @@ _HEADLINES = (
 )
 
 SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
+"""Fields of a record that say what was measured."""
+_PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
 
 
 def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
-    """Records whose numbers may stand side by side, whatever the block, the model and the seed."""
+    """Group records whose values may share a table, and sort the groups.
+
+    Records of a group have the same task, dataset, split, metric, protocol, facet, images and
+    settings. Their block, encoder and seed may differ.
+    """
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
-    # By identity: records that were read together share their settings.
+    # Cached by identity, because records that were read together share one settings object.
     texts: dict[int, str] = {}
     for record in records:
-        place = id(record.settings)
-        if place not in texts:
-            texts[place] = settings_text(record)
+        settings = id(record.settings)
+        if settings not in texts:
+            texts[settings] = _settings_text(record)
         names = (record.task, record.dataset, record.split, record.metric, record.protocol)
-        groups[*names, record.facet, record.dataset_fingerprint, texts[place]].append(record)
+        key = (*names, record.facet, record.dataset_fingerprint, texts[settings])
+        groups[key].append(record)
     return [group for _, group in sorted(groups.items())]
 
 
-def differences(groups: Sequence[Sequence[Record]]) -> list[str]:
-    """What sets each group apart from the others whose title would be the same, in brackets."""
-    titles = [title(group[0]) for group in groups]
-    rivals: dict[str, list[Record]] = defaultdict(list)
-    for said, group in zip(titles, groups, strict=True):
-        rivals[said].append(group[0])
-    found = (
-        differing_settings(group[0], rivals[said])
-        for said, group in zip(titles, groups, strict=True)
-    )
-    return [f" [{', '.join(differing)}]" if differing else "" for differing in found]
+def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
+    """Return a title for each group of `comparable_groups`.
+
+    Groups with the same title get the settings in which they differ, in brackets.
+    """
+    titles = [table_title(group[0]) for group in groups]
+    namesakes: dict[str, list[Record]] = defaultdict(list)
+    for title, group in zip(titles, groups, strict=True):
+        namesakes[title].append(group[0])
+    differing = [
+        differing_settings(group[0], namesakes[title])
+        for title, group in zip(titles, groups, strict=True)
+    ]
+    return [
+        f"{title} [{', '.join(words)}]" if words else title
+        for title, words in zip(titles, differing, strict=True)
+    ]
 
 
 def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
-    """Settings and data by which a record differs from some of the others.
+    """List the settings and data in which a record differs from any of the others.
 
-    Without those that the title of a table says.
+    Settings that the title of a table contains anyway are left out.
     """
-    said = {*record.changed, TRAINED_ON, CORRUPTED}
+    in_title = {*record.changed, TRAINED_ON, CORRUPTED}
     differing = [
         f"{name}={value}"
         for name, value in sorted(record.settings.items())
-        if name not in said and any(rival.settings.get(name) != value for rival in rivals)
+        if name not in in_title and any(rival.settings.get(name) != value for rival in rivals)
     ]
     others = [r for r in rivals if r.dataset_fingerprint != record.dataset_fingerprint]
     if others:
-        # As from before an image was replaced.
-        older = "older " if any(other.created > record.created for other in others) else ""
-        differing.append(f"{older}data {shortened(record.dataset_fingerprint)}")
+        is_older = any(other.created > record.created for other in others)
+        data = f"data {shortened(record.dataset_fingerprint)}"
+        differing.append(f"older {data}" if is_older else data)
     return differing
 
 
-def title(record: Record) -> str:
-    """What was measured, on what and how."""
+def table_title(record: Record) -> str:
+    """Return what was measured, on which images and with which protocol."""
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
         f"{record.facet}, protocol {record.protocol_label}{training_suffix(record)}"
@@ -103,41 +115,48 @@ def title(record: Record) -> str:
 
 
 def training_suffix(record: Record) -> str:
-    """Such as ", trained on train (1464 images, 3f9a01)"; nothing where nothing was fitted."""
+    """Return, for example, ", trained on train (1464 images, 3f9a01)", or nothing if untrained."""
     return "" if record.trained_on is None else f", trained on {record.trained_on}"
 
 
 def metric_with_unit(record: Record) -> str:
-    """Such as "corloc (%)"."""
+    """Return, for example, "corloc (%)"."""
     return f"{record.metric} ({record.unit})" if record.unit else record.metric
 
 
 def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
-    """Name of each encoder by its id; of two of the same name with its first digits."""
+    """Return a unique name of each encoder by its `encoder_id`.
+
+    If two encoders share a name, the first digits of their ids are appended.
+    """
     names = {record.encoder_id: record.model for record in records}
     digits = 6
-    # Again, because a third one may be called as the first one is now.
+    # Repeated because the new name may already be the name of a third encoder.
     while len(set(names.values())) < len(names):
         uses = Counter(names.values())
         names = {
-            one: f"{name} {one[:digits]}" if uses[name] > 1 else name for one, name in names.items()
+            encoder: f"{name} {encoder[:digits]}" if uses[name] > 1 else name
+            for encoder, name in names.items()
         }
         digits = None
     return names
 
 
-def choose_main_metric(known: Sequence[tuple[str, bool]]) -> str:
-    """The metric that stands for a task: of the known ones, or the first in which more is better.
+def choose_main_metric(metrics: Sequence[tuple[str, bool]]) -> str:
+    """Return the metric that represents a task.
+
+    This is the first of a fixed list of well-known metrics that was measured. Otherwise it is the
+    first measured metric for which higher is better.
 
     Args:
-        known: Names of metrics, and whether more of them is better.
+        metrics: Name of each measured metric, and whether higher is better.
     """
-    metrics = [metric for metric, _ in sorted(known, key=lambda one: not one[1])]
-    return next((metric for metric in _HEADLINES if metric in metrics), metrics[0])
+    names = [name for name, _ in sorted(metrics, key=lambda metric: not metric[1])]
+    return next((name for name in _MAIN_METRICS if name in names), names[0])
 
 
-def series_json(record: Record) -> dict[str, Any]:
-    """What all numbers that are comparable with a record's have in common."""
+def series_as_json(record: Record) -> dict[str, Any]:
+    """Return what all values that are comparable with a record's have in common."""
     return {
         **{name: getattr(record, name) for name in SERIES},
         "dataset_fingerprint": record.dataset_fingerprint,
@@ -147,99 +166,105 @@ def series_json(record: Record) -> dict[str, Any]:
 
 
 def settings_digest(record: Record) -> str:
-    """Twelve hexadecimal digits that are the same for the same settings."""
-    return hashlib.sha256(settings_text(record).encode()).hexdigest()[:12]
+    """Return twelve hexadecimal digits that are equal for equal settings."""
+    return hashlib.sha256(_settings_text(record).encode()).hexdigest()[:12]
 
 
-def settings_text(record: Record) -> str:
-    """The same for the same settings."""
+def _settings_text(record: Record) -> str:
     return json.dumps(dict(record.settings), sort_keys=True, default=list)
-
-
-_PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One cell: the mean over seeds with its 95 % interval, in the unit of its records.
+    """One value of a table: the mean over seeds with its 95 % interval, in the unit of its records.
 
     Attributes:
-        low: Of the interval, the mean over seeds; None without one.
-        high: As `low`.
-        arbitrary: Percent of the images whose answer rounding chose; None where none can be.
-        records: What the numbers are from, one a seed, or several a seed where blocks are mixed.
-        says_seeds: Beside it are means of another number of seeds.
+        low: Lower end of the interval; None without an interval.
+        high: Upper end of the interval.
+        degenerate_percent: Percentage of images whose answer is arbitrary; None where this cannot
+            happen.
+        records: The records behind the value. There are several for several seeds, and for a
+            held-out choice of several blocks.
+        offered_layers: The blocks from which one was chosen; empty without a choice.
+        omitted_seeds: Seeds that are left out because other blocks were probed with them.
+        shows_seed_count: Whether the text states the number of seeds.
     """
 
     value: float
     low: float | None
     high: float | None
-    arbitrary: float | None
+    degenerate_percent: float | None
     records: tuple[Record, ...]
-    says_seeds: bool = False
+    offered_layers: tuple[int, ...] = ()
+    omitted_seeds: tuple[int, ...] = ()
+    shows_seed_count: bool = False
 
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(sorted({record.seed for record in self.records}))
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """The blocks behind the value, ascending."""
+        return tuple(sorted({record.layer for record in self.records}))
+
+    @property
     def layer(self) -> int:
-        """Its block, where it is of one."""
+        """The block of an entry of a single block."""
         return self.records[0].layer
 
     @property
     def is_degenerate(self) -> bool:
-        """Whether rounding, not the images, decides most of its answers."""
-        return is_degenerate(self.arbitrary)
+        """Whether the answer is arbitrary for most images."""
+        return is_degenerate(self.degenerate_percent)
 
     @property
     def is_rankable(self) -> bool:
-        """Whether it takes part where values are ranked."""
+        """Whether the value may be the best: higher is better, not NaN, not degenerate."""
         is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
         return is_ranked and not self.is_degenerate
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The value and what is behind it, which may stand below it."""
+        """The text split after the value, so that the rest can be printed below it."""
         return tuple(filter(None, self.text().partition(" ")[::2]))
 
     @property
     def reason(self) -> str:
-        """Why there is no value, as the record says it; else empty."""
+        """The recorded reason why the value is NaN, else an empty text."""
         reasons = (record.details.get("reason") for record in self.records)
-        return next((str(one) for one in reasons if one), "") if math.isnan(self.value) else ""
+        return next((str(text) for text in reasons if text), "") if math.isnan(self.value) else ""
 
     @property
     def sort_key(self) -> str:
-        """As JavaScript reads numbers; empty where there is no value."""
+        """The value as JavaScript reads it, or an empty text for NaN."""
         if math.isnan(self.value):
             return ""
         return "Infinity" if self.value == math.inf else str(self.value)
 
     def text(self) -> str:
-        """The value as a table shows it, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]"."""
+        """Return the value as tables print it, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]"."""
         if math.isnan(self.value):
             return NO_VALUE
         count = len(self.seeds)
-        said = f" ({count} seed{'s' if count > 1 else ''})" if self.says_seeds else ""
+        seeds = f" ({count} seed{'s' if count > 1 else ''})" if self.shows_seed_count else ""
         if self.records[0].unit != "%":
-            return _plain(self.value) + self._ends(_plain) + said
+            return _format_plain(self.value) + self._interval_text(_format_plain) + seeds
         below, above = (
             "" if end is None else f"{abs(end - self.value):.1f}" for end in (self.low, self.high)
         )
-        if below and below == above:
-            return f"{self.value:.1f} ± {above}{dagger(self.arbitrary)}{said}"
-        return f"{self.value:.1f}{self._ends('{:.1f}'.format)}{dagger(self.arbitrary)}{said}"
+        is_symmetric = below and below == above
+        interval = f" ± {above}" if is_symmetric else self._interval_text("{:.1f}".format)
+        return f"{self.value:.1f}{interval}{dagger(self.degenerate_percent)}{seeds}"
 
-    def _ends(self, shown: Callable[[float], str]) -> str:
-        """The interval, where it is not symmetric."""
+    def _interval_text(self, format_value: Callable[[float], str]) -> str:
         if self.low is None or self.high is None:
             return ""
-        low, high = shown(self.low), shown(self.high)
+        low, high = format_value(self.low), format_value(self.high)
         return "" if low == high else f" [{low}, {high}]"
 
     def csv_fields(self) -> dict[str, Any]:
-        """Value, interval and what tells the experiment from others."""
+        """Return the value, its interval and what identifies the experiment."""
         first = self.records[0]
         baseline = Baseline.from_details(first.details)
         return {
@@ -248,7 +273,9 @@ class Entry:
             "high_95": "" if self.high is None else self.high,
             "baseline": "" if baseline is None else baseline.value,
             "baseline_answer": "" if baseline is None else baseline.answer,
-            "degenerate_percent": "" if self.arbitrary is None else self.arbitrary,
+            "degenerate_percent": ""
+            if self.degenerate_percent is None
+            else self.degenerate_percent,
             **{name: getattr(first, name) for name in SERIES},
             "num_images": first.num_images,
             "seeds": " ".join(map(str, self.seeds)),
@@ -259,7 +286,7 @@ class Entry:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Value, interval and every record behind them."""
+        """Return the value, its interval and every record behind it."""
         first = self.records[0]
         return {
             "model": first.model,
@@ -268,7 +295,7 @@ class Entry:
             "value": self.value,
             "ci95": [self.low, self.high],
             "baseline": first.details.get("baseline"),
-            "degenerate_percent": self.arbitrary,
+            "degenerate_percent": self.degenerate_percent,
             "seeds": list(self.seeds),
             "records": [
                 {
@@ -284,207 +311,184 @@ class Entry:
         }
 
 
-def _plain(value: float) -> str:
+def _format_plain(value: float) -> str:
     return "∞" if value == math.inf else f"{value:.3g}"
 
 
-def mean_entry(seeds: Sequence[Record]) -> Entry:
-    """The mean of records of one block that differ in their seed alone."""
+def mean_entry(records: Sequence[Record]) -> Entry:
+    """Average records of one block that differ only in their seed."""
     entries = []
-    for record in seeds:
+    for record in records:
         low, high = record.ci95 or (None, None)
-        # An interval that knows one end alone says nothing.
+        # An interval of which only one end is known is dropped.
         if low is None or high is None or math.isnan(low + high):
             low = high = None
         entries.append(Entry(record.value, low, high, record.degenerate_percent, (record,)))
-    return mean_of(entries)
+    return average_entries(entries)
 
 
-def mean_of(entries: Sequence[Entry]) -> Entry:
-    """The mean over seeds, with all their records.
+def average_entries(entries: Sequence[Entry]) -> Entry:
+    """Average entries of several seeds.
 
-    Averaging keeps the width of one seed: it never claims more certainty than was measured.
+    The ends of the intervals are averaged, so the mean has the uncertainty of a single seed.
     """
     return Entry(
         value=sum(entry.value for entry in entries) / len(entries),
         low=mean_of_known([entry.low for entry in entries]),
         high=mean_of_known([entry.high for entry in entries]),
-        arbitrary=mean_of_known([entry.arbitrary for entry in entries]),
+        degenerate_percent=mean_of_known([entry.degenerate_percent for entry in entries]),
         records=tuple(record for entry in entries for record in entry.records),
     )
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """The mean of those that are not None; None where all are."""
+    """Return the mean of the values that are not None, or None if all are."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-def with_seeds_said(entries: Mapping[K, Entry]) -> dict[K, Entry]:
-    """What stands side by side; each says its number of seeds where it is not the same for all."""
-    uneven = len({len(entry.seeds) for entry in entries.values()}) > 1
-    return {at: replace(entry, says_seeds=uneven) for at, entry in entries.items()}
-
-
-def mean_entries(records: Iterable[Record], place: Callable[[Record], K]) -> dict[K, Entry]:
-    """Means over seeds that stand side by side, of the records that have the same place."""
-    cells: dict[K, list[Record]] = defaultdict(list)
+def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, Entry]:
+    """Average the records of each key over their seeds."""
+    groups: dict[K, list[Record]] = defaultdict(list)
     for record in records:
-        cells[place(record)].append(record)
-    return with_seeds_said({at: mean_entry(seeds) for at, seeds in cells.items()})
+        groups[key(record)].append(record)
+    return with_seed_counts({at: mean_entry(group) for at, group in groups.items()})
 
 
-_DEGENERATE = "degenerate: with patches so alike that rounding, not the image, decides the cut"
+def with_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
+    """Let all entries show their number of seeds if these numbers differ."""
+    differ = len({len(entry.seeds) for entry in entries.values()}) > 1
+    return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 
 
 def dagger(percent: float | None) -> str:
-    """Return the mark of a value with degenerate images, such as " †2"; empty if there are none."""
-    return f" †{percent:.{0 if percent >= 1 else 1}f}" if percent else ""
+    """Return the suffix of a value with degenerate images, such as " †24", else an empty text.
+
+    Percentages are rounded to whole numbers, below 1 to one decimal. A percentage slightly above
+    `MAX_DEGENERATE_PERCENT` keeps enough decimals to be recognised as above it.
+    """
+    if not percent:
+        return ""
+    decimals = 0 if percent >= 1 else 1
+    while is_degenerate(percent) and not is_degenerate(round(percent, decimals)):
+        decimals += 1
+    return f" †{percent:.{decimals}f}"
 
 
 def dagger_meaning(percents: Iterable[float | None]) -> str:
-    """Explain the dagger; empty if none of these percents of degenerate images has one."""
+    """Explain the dagger if any percentage of degenerate images is above 0, else return ""."""
     if not any(percents):
         return ""
     return (
-        f"†: percent of the images that are {_DEGENERATE}; a value with more than "
-        f"{MAX_DEGENERATE_PERCENT:.0f} is never the best"
+        "†N: N % of the images are degenerate. Rounding errors, not the image, decide their "
+        "result, for example because all patches are alike. "
+        f"A value above †{MAX_DEGENERATE_PERCENT:.0f} is never the best"
     )
 
 
 def metric_notes(records: Iterable[Record]) -> list[str]:
-    """What a word in the names of some metrics means."""
+    """Explain words in the names of some metrics."""
     metrics = {record.metric for record in records}
     notes = []
     if any(metric.endswith("_oracle") for metric in metrics):
         notes.append(
-            "oracle: of the rates that were tried the best on the scored images themselves, which "
-            "flatters; holdout chooses on others"
+            "oracle: the best hyperparameter on the scored images themselves, which is optimistic. "
+            "holdout: the hyperparameter is chosen on other images"
         )
     if "degenerate" in metrics:
-        notes.append(_DEGENERATE)
+        notes.append(
+            "degenerate: percentage of images whose result is decided by rounding errors, not by "
+            "the image, for example because all patches are alike"
+        )
     return notes
 
 
-def trusted_note(records: Iterable[Record]) -> str:
-    """What the numbers rest on where nobody read the files to know that they are the same."""
-    is_trusted = any(kind_of(record.dataset_fingerprint) == "stat" for record in records)
-    return ", their files known by size and time alone" if is_trusted else ""
-
-
-def corruption_note(records: Iterable[Record]) -> str:
-    """What the scored images went through, and that the others did not."""
-    found: dict[str, set[int]] = defaultdict(set)
-    fitted = False
-    for record in records:
-        if record.corrupted is not None:
-            found[record.corrupted.name].add(record.corrupted.severity)
-            fitted |= record.trained_on is not None
-    if not found:
-        return ""
-    words = [f"{name} {', '.join(map(str, sorted(at)))}" for name, at in sorted(found.items())]
-    clean = ", fitted to images as they are" if fitted else ""
-    return f", corrupted by {' and '.join(words)}{clean}"
-
-
 def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
-    """What answers that look at no image score, each value once, ascending, by the answer.
+    """Return the scores of image-independent baselines by their answer, such as "centre box".
 
-    One answer has several values where encoders are shown the images in several sizes.
+    The scores of an answer are distinct and ascending. There are several if encoders receive the
+    images in different sizes.
     """
-    found: dict[str, set[float]] = defaultdict(set)
+    scores: dict[str, set[float]] = defaultdict(set)
     for record in records:
         baseline = Baseline.from_details(record.details)
         if baseline is not None:
-            found[baseline.answer].add(baseline.value)
-    return {answer: sorted(values) for answer, values in found.items()}
+            scores[baseline.answer].add(baseline.value)
+    return {answer: sorted(values) for answer, values in scores.items()}
 
 
 def baseline_note(records: Sequence[Record]) -> str:
-    """Such as "without a look at the images: centre box 31.2"; empty where no record says it."""
-    words = []
+    """Return, for example, "image-independent baseline (centre box): 31.2", or an empty text."""
+    notes = []
     for answer, values in baselines(records).items():
         ends = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
-        words.append(f"{answer} {' to '.join(ends)}")
-    return f"without a look at the images: {', '.join(words)}" if words else ""
+        notes.append(f"image-independent baseline ({answer}): {' to '.join(ends)}")
+    return ", ".join(notes)
 
 
-def footnote(records: Sequence[Record]) -> str:
-    """All that stands below the numbers of one metric on one set of images, in one line.
+def table_notes(records: Sequence[Record]) -> list[str]:
+    """Return the notes below the values of one metric: baselines, warnings and provenance.
 
-    Without what the name of the protocol above them says.
+    The title of the table states the protocol with its changed settings, so the notes do not.
     """
-    notes = [*metric_notes(records), baseline_note(records)]
-    # One of a mean over seeds is that of the seeds that have one.
-    known = {record.layer for record in records if record.ci95}
-    lacking: dict[str, set[int]] = defaultdict(set)
-    reasons: dict[str, set[int]] = defaultdict(set)
+    notes = metric_notes(records)
+    if baseline := baseline_note(records):
+        notes.append(baseline)
+    # The mean over seeds has an interval if one of them has.
+    with_interval = {record.layer for record in records if record.ci95}
+    no_interval: dict[str, set[int]] = defaultdict(set)
+    no_value: dict[str, set[int]] = defaultdict(set)
     warned: dict[str, set[int]] = defaultdict(set)
     for record in records:
         warnings = record.details.get("warnings")
         for warning in warnings if isinstance(warnings, list) else ():
             warned[escape_unprintable(str(warning))].add(record.layer)
         if undefined := record.details.get("undefined"):
-            reasons[escape_unprintable(str(undefined))].add(record.layer)
-        why = record.details.get("no_interval", "these images do not tell" if known else "")
-        if why and record.layer not in known and "undefined" not in record.details:
-            lacking[escape_unprintable(str(why))].add(record.layer)
-    for why, layers in lacking.items():
-        of = f" of block {', '.join(map(str, sorted(layers)))}" if known else ""
-        notes.append(f"no interval{of}: {why}")
-    for why, layers in reasons.items():
-        notes.append(f"no number of block {', '.join(map(str, sorted(layers)))}: {why}")
+            no_value[escape_unprintable(str(undefined))].add(record.layer)
+            continue
+        default = "not defined for these images" if with_interval else ""
+        reason = record.details.get("no_interval", default)
+        if reason and record.layer not in with_interval:
+            no_interval[escape_unprintable(str(reason))].add(record.layer)
+    for reason, layers in no_interval.items():
+        blocks = f" for {_block_list(layers)}" if with_interval else ""
+        notes.append(f"no interval{blocks}: {reason}")
+    for reason, layers in no_value.items():
+        notes.append(f"no value for {_block_list(layers)}: {reason}")
     for warning, layers in warned.items():
-        is_of_all = layers == {record.layer for record in records}
-        of = "" if is_of_all else f"block {', '.join(map(str, sorted(layers)))}: "
-        notes.append(f"{of}{warning}")
-    limited = [r.details["rank_limit"] for r in records if r.details.get("limited_by_images")]
-    if limited:
-        notes.append(f"at most {max(limited)}, as there are so few images: more allow more")
-    return "; ".join(note for note in (*notes, provenance(records, records[0].changed)) if note)
+        concerns_all = layers == {record.layer for record in records}
+        notes.append(warning if concerns_all else f"{_block_list(layers)}: {warning}")
+    limits = [r.details["rank_limit"] for r in records if r.details.get("limited_by_images")]
+    if limits:
+        notes.append(f"values cannot exceed {max(limits)}, because there are so few images")
+    return [*notes, provenance(records, records[0].changed)]
 
 
-def image_size_note(records: Iterable[Record], said: Container[str] = ()) -> str:
-    """At which size encoders saw the images, where records say it; of several sizes whose."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for record in records:
-        settings = record.settings
-        # Either of them stands in the place of the encoder's size.
-        sizes = {name: settings[name] for name in ("longer_side", "squash") if settings.get(name)}
-        shown = {name: size for name, size in sizes.items() if name not in said}
-        if "image_size" in settings and not sizes:
-            own = record.details.get("image_size", record.architecture.get("image_size"))
-            shown["image_size"] = settings["image_size"] or own
-        words = "".join(f", {name}={size}" for name, size in shown.items() if size)
-        found[words].add(f"{record.task} of {escape_unprintable(record.model)}")
-    if len(found) == 1:
-        return next(iter(found))
-    return "".join(f"{words} ({', '.join(sorted(of))})" for words, of in found.items() if words)
+def footnote(records: Sequence[Record]) -> str:
+    """Return `table_notes` in one line."""
+    return "; ".join(table_notes(records))
 
 
-def provenance(records: Sequence[Record], said: Container[str] = ()) -> str:
-    """Images, seeds, versions and machines behind some records, in one line.
+def _block_list(layers: Iterable[int]) -> str:
+    ordered = sorted(layers)
+    return f"block{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
+
+
+def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
+    """Return images, seeds, versions and machines behind at least one record, in one line.
 
     Args:
-        records: One at least.
-        said: Names of sizes that stand above them already.
+        records: The records behind a table.
+        stated: Names of settings that the title states already.
     """
 
     def distinct(values: Sequence[object]) -> str:
         return ", ".join(sorted({str(value) for value in values}))
 
     commits = [(record.git_commit or "wheel")[:10] for record in records]
-    left_out = [_plain_count(r.settings["left_out"]) for r in records if "left_out" in r.settings]
-    counts = [one for r in records for one in r.details.get("left_out", {}).values()]
-    names = ", ".join(
-        dict.fromkeys(escape_unprintable(name) for one in counts for name in one["first"])
-    )
-    unreadable = f", without {distinct(left_out)} that cannot be read: {names}" if left_out else ""
     return (
-        f"{distinct([r.num_images for r in records])} images"
-        f"{image_size_note(records, said)}{unreadable}"
-        f"{trusted_note(records)}"
-        f"{corruption_note(records)}; "
+        f"{distinct([r.num_images for r in records])} images{image_size_note(records, stated)}"
+        f"{_unreadable_note(records)}{trusted_note(records)}{_corruption_note(records)}; "
         f"seeds {distinct([r.seed for r in records])}; "
         f"ssl-bench {distinct([r.version for r in records])} ({distinct(commits)}); "
         f"torch {distinct([r.torch for r in records])}; "
@@ -493,6 +497,60 @@ def provenance(records: Sequence[Record], said: Container[str] = ()) -> str:
     )
 
 
-def _plain_count(left_out: object) -> str:
-    """Of what a record says, `2 of train (3f9a01)`, what a reader needs."""
-    return re.sub(r" \(\w+\)$| of all\b", "", str(left_out))
+def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> str:
+    """Return the recorded size of the images, such as ", image_size=224".
+
+    If encoders receive different sizes, each size is followed by its encoders in parentheses.
+    """
+    users: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        settings = record.settings
+        # Either of these settings replaces the encoder's own size.
+        replacing = {
+            name: settings[name] for name in ("longer_side", "squash") if settings.get(name)
+        }
+        sizes = {name: size for name, size in replacing.items() if name not in stated}
+        if "image_size" in settings and not replacing:
+            native = record.details.get("image_size", record.architecture.get("image_size"))
+            sizes["image_size"] = settings["image_size"] or native
+        text = "".join(f", {name}={size}" for name, size in sizes.items() if size)
+        users[text].add(f"{record.task} of {escape_unprintable(record.model)}")
+    if len(users) == 1:
+        return next(iter(users))
+    return "".join(f"{text} ({', '.join(sorted(of))})" for text, of in users.items() if text)
+
+
+def _unreadable_note(records: Sequence[Record]) -> str:
+    """Return how many images were left out because they cannot be read, and the first names."""
+    # A record says "2 of train (3f9a01)" or "2 of all (3f9a01)".
+    counts = {
+        re.sub(r" \(\w+\)$| of all\b", "", str(record.settings["left_out"]))
+        for record in records
+        if "left_out" in record.settings
+    }
+    if not counts:
+        return ""
+    left_out = [split for r in records for split in r.details.get("left_out", {}).values()]
+    names = dict.fromkeys(escape_unprintable(name) for split in left_out for name in split["first"])
+    return f", without {', '.join(sorted(counts))} that cannot be read: {', '.join(names)}"
+
+
+def trusted_note(records: Iterable[Record]) -> str:
+    """Return a note if images were identified without reading their files, else an empty text."""
+    is_trusted = any(kind_of(record.dataset_fingerprint) == "stat" for record in records)
+    return ", files identified by size and time only" if is_trusted else ""
+
+
+def _corruption_note(records: Iterable[Record]) -> str:
+    """Return the corruptions of the scored images with their severities, else an empty text."""
+    severities: dict[str, set[int]] = defaultdict(set)
+    is_trained = False
+    for record in records:
+        if record.corrupted is not None:
+            severities[record.corrupted.name].add(record.corrupted.severity)
+            is_trained |= record.trained_on is not None
+    if not severities:
+        return ""
+    names = [f"{name} {', '.join(map(str, sorted(at)))}" for name, at in sorted(severities.items())]
+    training = ", trained on clean images" if is_trained else ""
+    return f", corrupted by {' and '.join(names)}{training}"

@@ -1,115 +1,99 @@
-"""Which block of an encoder stands for it: one chosen on other images, or the best on the same."""
+"""Choose the block that represents an encoder, on other images or on the scored images."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.per_image import NUM_FOLDS, load_curve
-from ssl_bench.tables.entries import Entry, mean_entry, mean_of, mean_of_known, with_seeds_said
+from ssl_bench.tables.entries import (
+    Entry,
+    average_entries,
+    mean_entry,
+    mean_of_known,
+    with_seed_counts,
+)
 
 CHOICES = ("holdout", "oracle")
 CHOICE_NOTES = {
     "holdout": (
-        f"block: held-out choice, each of {NUM_FOLDS} folds of the images is scored with the block "
-        "that the other folds choose (@: those blocks); intervals take the choice as given"
+        f"block: held-out choice. Each of {NUM_FOLDS} folds of the images is scored with the block "
+        "that is best on the other folds (@: these blocks). Intervals do not include the "
+        "uncertainty of the choice"
     ),
     "oracle": (
-        "block: ORACLE, the best one on the scored images themselves (@), "
-        "which flatters every encoder"
+        "block: ORACLE, the best block on the scored images themselves (@), which is optimistic "
+        "for every encoder"
     ),
 }
 NO_CHOICE_MARK = (
-    "‡: no block was chosen: either no values of single images were kept to choose on other images "
-    "(--best-layer oracle needs none), or most images are degenerate at every block; --layer N "
-    "shows one block"
+    "‡: no block was chosen, because per-image values are missing or most images are degenerate at "
+    "every block. `--best-layer oracle` needs no per-image values, and `--layer N` shows one block"
 )
 
 
-@dataclass(frozen=True)
-class LayerSelection:
-    """The score of an encoder with the blocks that were chosen for it.
+def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> Entry | None:
+    """Score one encoder with a block chosen from several.
 
-    Attributes:
-        layers: Several where folds or seeds chose different ones.
-        offered: Those that could have been chosen.
-        left_out: Seeds that were not probed at all of these.
-        seeds_differ: Whether each of several seeds chose for itself, and not all the same.
-    """
-
-    entry: Entry
-    layers: tuple[int, ...]
-    offered: tuple[int, ...]
-    left_out: tuple[int, ...] = ()
-    seeds_differ: bool = False
-
-    def csv_fields(self) -> dict[str, Any]:
-        """Blocks and numbers."""
-        return {"blocks": " ".join(map(str, self.layers)), **self.entry.csv_fields()}
-
-    def as_json(self) -> dict[str, Any]:
-        """Blocks, those that could have been chosen, and numbers."""
-        offered = {"blocks": list(self.layers), "blocks_offered": list(self.offered)}
-        return {**offered, **self.entry.as_json()}
-
-
-def choose_block(
-    records: Sequence[Record], store: ResultStore, choice: str
-) -> LayerSelection | None:
-    """Score one encoder with a block chosen from comparable records of several.
-
-    A mean over seeds is of seeds that could choose among the same blocks: of those with the most
-    blocks, then of the most seeds. Held out, each chooses its own, as somebody with that seed
-    alone would have.
+    Seeds may have different blocks. The largest set of blocks counts, and of equally large sets
+    the one that most seeds have. Seeds with another set are left out. In a held-out choice each
+    seed chooses its own block.
 
     Args:
-        records: Of one checkpoint; they differ in block and seed alone.
-        store: Holds the images' contributions.
-        choice: "holdout" or "oracle"; ignored where there is one block.
+        records: Comparable records of one encoder, which differ only in block and seed.
+        store: Contains the per-image values.
+        choice: "holdout" or "oracle". It has no effect if there is only one block.
 
     Returns:
-        None where a held-out choice lacks the values of single images, for what is not ranked, and
-        where every block is degenerate.
+        The score with `Entry.offered_layers` and `Entry.omitted_seeds`. None if per-image values
+        are missing for a held-out choice, if higher is not better, or if every block is
+        degenerate.
     """
     by_seed: dict[int, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.seed):
         by_seed[record.seed].append(record)
-    blocks = {seed: tuple(sorted(r.layer for r in those)) for seed, those in by_seed.items()}
+    blocks = {seed: tuple(sorted(r.layer for r in group)) for seed, group in by_seed.items()}
     all_blocks = list(blocks.values())
     offered = max(all_blocks, key=lambda layers: (len(layers), all_blocks.count(layers)))
-    left_out = tuple(seed for seed in by_seed if blocks[seed] != offered)
-    seeds = [those for seed, those in by_seed.items() if seed not in left_out]
+    omitted = tuple(seed for seed in by_seed if blocks[seed] != offered)
+    seeds = [group for seed, group in by_seed.items() if seed not in omitted]
     if len(offered) > 1 and not records[0].is_ranked:
         return None
     if len(offered) == 1 or choice == "oracle":
-        entries = [
-            mean_entry([record for those in seeds for record in those if record.layer == layer])
-            for layer in offered
-        ]
-        if len(offered) > 1:
-            entries = [entry for entry in entries if not entry.is_degenerate]
-        if not entries:
-            return None
-        values = [-math.inf if math.isnan(entry.value) else entry.value for entry in entries]
-        best = entries[values.index(max(values))]
-        return LayerSelection(best, (best.layer,), offered, left_out)
-    found = [_held_out(those, store) for those in seeds]
-    entries = [entry for entry in found if entry is not None]
-    if len(entries) < len(seeds):
+        entry = _best_entry(seeds, offered)
+    else:
+        entry = _held_out_entry(seeds, store)
+    if entry is None:
         return None
-    chosen = [tuple(sorted({record.layer for record in entry.records})) for entry in entries]
-    return LayerSelection(
-        mean_of(entries),
-        tuple(sorted({layer for layers in chosen for layer in layers})),
-        offered,
-        left_out,
-        seeds_differ=len(set(chosen)) > 1,
-    )
+    return replace(entry, offered_layers=offered, omitted_seeds=omitted)
 
 
-def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
+def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Entry | None:
+    """Return the block with the highest mean over seeds.
+
+    If there are several blocks, degenerate ones are left out. None if no block is left.
+    """
+    entries = [
+        mean_entry([record for seed in seeds for record in seed if record.layer == layer])
+        for layer in layers
+    ]
+    if len(layers) > 1:
+        entries = [entry for entry in entries if not entry.is_degenerate]
+    if not entries:
+        return None
+    values = [-math.inf if math.isnan(entry.value) else entry.value for entry in entries]
+    return entries[values.index(max(values))]
+
+
+def _held_out_entry(seeds: Sequence[Sequence[Record]], store: ResultStore) -> Entry | None:
+    """Return the mean of the held-out choices of all seeds, or None if a seed cannot choose."""
+    choices = [_held_out_choice(seed, store) for seed in seeds]
+    entries = [entry for entry in choices if entry is not None]
+    return average_entries(entries) if len(entries) == len(choices) else None
+
+
+def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | None:
     curve = load_curve(store, records)
     by_layer = {record.layer: record for record in records}
     if curve.per_image.keys() != by_layer.keys() or not curve.candidates:
@@ -118,7 +102,7 @@ def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
     if len(set(layers)) == 1:
         return mean_entry([by_layer[layers[0]]])
     estimate = curve.estimate(mixed)
-    # Folds are of equal size, so a block counts as often as it was chosen.
+    # Folds have equal sizes, so a block counts once for each fold that chose it.
     shares = [by_layer[layer].degenerate_percent for layer in layers]
     return Entry(
         estimate.value,
@@ -128,40 +112,57 @@ def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
     )
 
 
-def choice_notes(cells: Mapping[tuple[str, str], LayerSelection | None], choice: str) -> list[str]:
-    """How blocks were chosen, as far as it concerns what stands in some cells."""
-    chosen = [one for one in cells.values() if one is not None]
-    notes = [CHOICE_NOTES[choice]] if any(len(one.offered) > 1 for one in chosen) else []
+def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
+    """Explain how the blocks behind some entries were chosen."""
+    notes = [CHOICE_NOTES[choice]] if any(len(e.offered_layers) > 1 for e in entries) else []
     if choice == "holdout":
-        notes += mixed_notes(one.entry.records[0].metric for one in chosen if len(one.layers) > 1)
-    if any(one.seeds_differ for one in chosen):
-        notes.append("each seed chooses its own block (@: those of all); the mean is over seeds")
-    if left_out := sorted({seed for one in chosen for seed in one.left_out}):
+        notes += mixed_notes(e.records[0].metric for e in entries if len(e.layers) > 1)
+    if any(map(_seeds_differ, entries)):
         notes.append(
-            f"seed {', '.join(map(str, left_out))} is left out where it was probed at other blocks "
-            "than the seeds shown"
+            "each seed chooses its own block (@: the blocks of all seeds), and the mean is over "
+            "seeds"
+        )
+    if omitted := sorted({seed for entry in entries for seed in entry.omitted_seeds}):
+        notes.append(
+            f"seed {', '.join(map(str, omitted))} is left out where other blocks were probed with "
+            "it than with the seeds shown"
         )
     return notes
 
 
+def _seeds_differ(entry: Entry) -> bool:
+    """Return whether the seeds of an entry have chosen different blocks."""
+    blocks: dict[int, set[int]] = defaultdict(set)
+    for record in entry.records:
+        blocks[record.seed].add(record.layer)
+    return len(set(map(frozenset, blocks.values()))) > 1
+
+
 def mixed_notes(metrics: Iterable[str]) -> list[str]:
-    """Of metrics of which several blocks stand for an encoder: a mean over classes that occur."""
+    """Warn about a mean IoU whose images are scored with different blocks."""
     if not any(metric.startswith("miou") for metric in metrics):
         return []
     return [
-        "a held-out choice of several blocks counts the classes that any of them predicts: its "
-        "mean IoU may be below that of each"
+        "a held-out choice of several blocks averages over the classes that any of them predicts, "
+        "so its mean IoU may be below that of each block"
     ]
 
 
-def columns_with_seeds_said(
-    cells: Mapping[tuple[str, str], LayerSelection | None],
-) -> dict[tuple[str, str], LayerSelection | None]:
-    """As `with_seeds_said`, of cells by row and column, column by column."""
-    entries = {at: chosen.entry for at, chosen in cells.items() if chosen is not None}
-    for column in {column for _, column in entries}:
-        entries |= with_seeds_said({at: e for at, e in entries.items() if at[1] == column})
-    return {
-        at: None if chosen is None else replace(chosen, entry=entries[at])
-        for at, chosen in cells.items()
-    }
+def choice_as_json(entry: Entry) -> dict[str, list[int]]:
+    """Return the chosen blocks and those that could have been chosen."""
+    return {"blocks": list(entry.layers), "blocks_offered": list(entry.offered_layers)}
+
+
+def blocks_text(entry: Entry) -> str:
+    """Return the chosen blocks, such as "@3,5"."""
+    return f"@{','.join(map(str, entry.layers))}"
+
+
+def with_seed_counts_by_column(
+    entries: Mapping[tuple[str, str], Entry],
+) -> dict[tuple[str, str], Entry]:
+    """Return `with_seed_counts` of each column of entries by row and column."""
+    counted: dict[tuple[str, str], Entry] = {}
+    for column in dict.fromkeys(column for _, column in entries):
+        counted |= with_seed_counts({at: e for at, e in entries.items() if at[1] == column})
+    return counted

@@ -1,6 +1,5 @@
-"""Ours beside a published table, with every known difference between the experiments."""
+"""Tables of published values with our scores, and every known difference of the experiments."""
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +7,15 @@ from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
 from ssl_bench.system.paths import natural_sort_key
-from ssl_bench.tables.entries import baseline_note, comparable_groups, dagger_meaning, provenance
+from ssl_bench.tables.depth import Pivot
+from ssl_bench.tables.entries import Entry, baseline_note, comparable_groups, provenance
 from ssl_bench.tables.layer_selection import (
     NO_CHOICE_MARK,
-    LayerSelection,
+    blocks_text,
+    choice_as_json,
     choice_notes,
     choose_block,
-    columns_with_seeds_said,
+    with_seed_counts_by_column,
 )
 from ssl_bench.tables.published import (
     DIFFERENCE,
@@ -22,217 +23,101 @@ from ssl_bench.tables.published import (
     RUN,
     PublishedColumn,
     PublishedTable,
-    settings_of,
+    describe_settings,
 )
-from ssl_bench.tables.run_logs import RUN_MEASURES, measured_by_run
+from ssl_bench.tables.run_logs import RUN_MEASURES, read_run_measure
 from ssl_bench.tables.sheets import Cell, Sheet
 
 
-@dataclass(frozen=True)
-class PaperTable:
-    """A published table and, in the cells where there is one, a number of this suite.
+@dataclass(frozen=True, kw_only=True)
+class PaperTable(Pivot):
+    """A published table with our scores in the cells where we have one.
 
     Attributes:
-        choice: How the block is chosen in every column; None for each column's own way.
-        encoders: A record of the encoder that stands for a published row, by row.
-        ours: By row and column; None where no held-out choice was possible.
-        derived: By row and column the numbers that no record holds: measures of the runs, and
-            differences between rows.
-        unused: Names of other series that fit a column, by column.
-        recorded: Names of the encoders that could be given for a row.
+        entries: Our scores by row and column.
+        published: The published table.
+        derived: Numbers that no record holds: measures of runs, and differences between rows.
+        choice: How blocks are chosen in every column; None for the way of each column.
     """
 
     published: PublishedTable
+    derived: Mapping[tuple[str, str], float]
     choice: str | None
-    encoders: dict[str, Record]
-    ours: dict[tuple[str, str], LayerSelection | None]
-    derived: dict[tuple[str, str], float]
-    unused: dict[str, tuple[str, ...]]
-    recorded: tuple[str, ...]
 
-    def sheet(self, style: str) -> Sheet:
-        """Published values with ours behind them; nothing is ranked."""
-        del style
+    def curves(self) -> None:
+        """Return None: a figure shows scores over blocks instead."""
+
+    def sheet(self) -> Sheet:
+        """Return "published | ours" in each cell. Nothing is marked as best."""
         rows = [
-            (Cell(row), *(self._word(row, column) for column in self.published.columns))
-            for row in self.published.rows
+            (Cell(row), *(Cell(self._text(row, column)) for column in self.published.columns))
+            for row in self.rows
         ]
         return Sheet(
-            title=(
-                f"published | ours with 95 % interval (images): {self.published.title}, "
-                f"{self.published.source}"
-            ),
-            head=("encoder", *(column.name for column in self.published.columns)),
-            rows=tuple(rows),
-            notes=tuple(self.notes()),
-            marks=self._marks(),
+            self.title, (self.row_name, *self.columns), tuple(rows), self.notes, self.marks()
         )
 
-    def _word(self, row: str, column: PublishedColumn) -> Cell:
-        value, place = self.published.cell(row, column.name), (row, column.name)
-        if place in self.derived:
+    def _text(self, row: str, column: PublishedColumn) -> str:
+        key, ours = (row, column.name), "-"
+        if key in self.derived:
             digits = RUN_MEASURES[column.metric].digits if column.task == RUN else ".1f"
-            return Cell(f"{value} | {self.derived[place]:{digits}}")
-        if place not in self.ours:
-            return Cell(f"{value} | -")
-        chosen = self.ours[place]
-        if chosen is None:
-            return Cell(f"{value} | ‡")
-        blocks = ",".join(map(str, chosen.layers))
-        images = chosen.entry.records[0].num_images
-        return Cell(f"{value} | {chosen.entry.text()} @{blocks} ({images:,})")
+            ours = f"{self.derived[key]:{digits}}"
+        elif key in self.undecided:
+            ours = "‡"
+        elif key in self.entries:
+            entry = self.entries[key]
+            ours = f"{entry.text()} {blocks_text(entry)} ({entry.records[0].num_images:,})"
+        return f"{self.published.cell(row, column.name)} | {ours}"
 
-    def notes(self) -> list[str]:
-        """How the experiments differ, and what is missing, a sentence each."""
-        published = self.published
-        chosen = [one for one in self.ours.values() if one is not None]
-        records = [record for one in chosen for record in one.entry.records]
-        is_of_runs = records and all(record.task == SUPERVISED for record in records)
-        unknown = ", and no record of a probe knows how an encoder was pretrained"
-        notes = [
-            f"ours is not the same experiment in any cell{'' if is_of_runs else unknown}; "
-            "what differs besides:",
-            f"published: {published.setup}; not stated: {published.unknown}",
-        ]
-        if published.doubts:
-            notes.append(f"doubtful: {published.doubts}")
-        without = []
-        for column in published.columns:
-            if any(name == column.name for _, name in self.derived):
-                notes.append(f"{column.name}: here: {_derivation(column)}")
-                continue
-            used = [r for row in published.rows for r in self._records(row, column.name)]
-            if not used:
-                without.append(column)
-                continue
-            images = ""
-            if column.num_images is not None:
-                images = f"published on {column.num_images:,} images if all were used; "
-            others, blind = "; ".join(self.unused[column.name]), baseline_note(used)
-            notes.append(
-                f"{column.name}: {images}here: {settings_of(used[0])}"
-                f"{f'; {blind}' if blind else ''}"
-                f"{f'; also recorded: {others}' if others else ''}"
-            )
-        for row, record in self.encoders.items():
-            sha = f"sha256 {record.checkpoint_sha256[:8]}"
-            notes.append(f"{row!r} here: {record.model}, {record.depth} blocks, {sha}")
-        notes += self._choice_notes()
-        if chosen:
-            notes.append(provenance(records))
-        filled = {*self.encoders, *(row for row, _ in self.derived)}
-        takes_records = any(c.task not in ("", RUN) for c in published.columns)
-        if takes_records and (rows := [row for row in published.rows if row not in filled]):
-            notes.append(
-                f"no encoder for {', '.join(map(repr, rows))}; give one with --as 'ROW'=CHECKPOINT,"
-                f" recorded here: {', '.join(self.recorded) or 'none'}"
-            )
-        if strange := [column.name for column in without if not column.task]:
-            notes.append(f"this suite has no probe for: {', '.join(strange)}")
-        wanted = [
-            _how_to_measure(column)
-            for column in without
-            if column.task and (self.encoders or column.task == RUN)
-        ]
-        if wanted:
-            notes.append(f"no record of these encoders for: {', '.join(wanted)}")
-        return notes
-
-    def _marks(self) -> tuple[str, ...]:
-        chosen = [one for one in self.ours.values() if one is not None]
-        lacking = NO_CHOICE_MARK if None in self.ours.values() else ""
-        dagger = dagger_meaning(one.entry.arbitrary for one in chosen)
-        return tuple(filter(None, (lacking, dagger)))
-
-    def choices(self) -> dict[str, list[str]]:
-        """Return the columns in which the block is chosen in each way."""
-        found = dict[str, list[str]]()
-        for column in self.published.columns:
-            found.setdefault(_choice(column, self.choice), []).append(column.name)
-        return found
-
-    def _choice_notes(self) -> Iterator[str]:
-        """Name the columns where a table has several ways of choosing."""
-        several = len(self.choices()) > 1
-        for choice, columns in self.choices().items():
-            own = {place: one for place, one in self.ours.items() if place[1] in columns}
-            found = choice_notes(own, choice) if choice != LAST else []
-            if choice == LAST and any(own.values()):
-                found = ["block: the last one (@), whose number counts all blocks"]
-            yield from (f"{', '.join(columns)}: {note}" if several else note for note in found)
-
-    def _records(self, row: str, column: str) -> Sequence[Record]:
-        """Behind our number in a cell."""
-        chosen = self.ours.get((row, column))
-        return () if chosen is None else chosen.entry.records
-
-    def _cells(self) -> Iterator[tuple[dict[str, Any], LayerSelection | float | None]]:
-        """Give what is published, and ours."""
-        for row, column in itertools.product(self.published.rows, self.published.columns):
-            place = (row, column.name)
-            told = {
-                "row": row,
-                "column": column.name,
-                "published": self.published.values.get(place),
-                "published_spread": self.published.spreads.get(place),
-            }
-            yield told, self.derived.get(place, self.ours.get(place))
+    def marks(self) -> tuple[str, ...]:
+        no_choice = (NO_CHOICE_MARK,) if self.undecided else ()
+        return (*no_choice, *super().marks())
 
     def csv_rows(self) -> list[dict[str, Any]]:
-        """A published cell a row, ours empty where there is none."""
-        source = {"source": self.published.source}
-
-        def fields(ours: LayerSelection | float | None) -> dict[str, Any]:
-            if isinstance(ours, LayerSelection):
-                return ours.csv_fields()
-            return {} if ours is None else {"value": ours}
-
-        return [{**told, **source, **fields(ours)} for told, ours in self._cells()]
+        """Return one row per published cell. Fields of our score are missing if there is none."""
+        rows = []
+        for cell, ours in self._cells():
+            row = {**cell, "source": self.published.source}
+            if isinstance(ours, Entry):
+                row |= {"blocks": " ".join(map(str, ours.layers)), **ours.csv_fields()}
+            elif ours is not None:
+                row["value"] = ours
+            rows.append(row)
+        return rows
 
     def as_json(self) -> dict[str, Any]:
-        """Published cells, ours with what is needed to trust them, and what differs."""
-
-        def fields(ours: LayerSelection | float | None) -> dict[str, Any] | None:
-            if isinstance(ours, LayerSelection):
-                return {"settings": settings_of(ours.entry.records[0]), **ours.as_json()}
-            return None if ours is None else {"value": ours}
-
-        cells = [{**told, "ours": fields(ours)} for told, ours in self._cells()]
+        """Return the published cells, our scores with their records, and the notes."""
+        cells = []
+        for cell, ours in self._cells():
+            value: dict[str, Any] | None = None
+            if isinstance(ours, Entry):
+                settings = {"settings": describe_settings(ours.records[0])}
+                value = {**settings, **choice_as_json(ours), **ours.as_json()}
+            elif ours is not None:
+                value = {"value": ours}
+            cells.append({**cell, "ours": value})
         return {
             "kind": "published",
             "paper": self.published.paper,
             "table": self.published.name,
             "source": self.published.source,
-            "layer_selection": ", ".join(self.choices()),
+            "layer_selection": ", ".join(_columns_by_choice(self.published, self.choice)),
             "cells": cells,
-            "notes": [*self.notes(), *self._marks()],
+            "notes": [*self.notes, *self.marks()],
         }
 
-
-def _choice(column: PublishedColumn, choice: str | None) -> str:
-    """Return how the block of a column is chosen, where `choice` asks for one way or for none."""
-    return column.choice if choice is None or column.choice == LAST else choice
-
-
-def _derivation(column: PublishedColumn) -> str:
-    """Say where a number comes from that no record holds."""
-    if column.task == RUN:
-        return RUN_MEASURES[column.metric].words
-    kind = "less than" if column.is_loss else "more than"
-    return f"{column.of}, points {kind} {column.reference!r}"
-
-
-def _how_to_measure(column: PublishedColumn) -> str:
-    if column.task in (RUN, DIFFERENCE):
-        return f"{column.name} ({_derivation(column)}; `ssl-bench reproduce` fills it)"
-    if column.task == SUPERVISED:
-        return (
-            f"{column.name} (the head of a supervised run itself: `ssl-bench pretrain ... "
-            f"monitor.results=DIR`, images in a folder named {column.dataset})"
-        )
-    command = ["--task", column.task, "--dataset", column.layout or column.dataset, *column.probe]
-    command += [] if column.layer is None else ["--layer", str(column.layer)]
-    return f"{column.name} ({' '.join(command)}, facet {' or '.join(column.facets)})"
+    def _cells(self) -> Iterator[tuple[dict[str, Any], Entry | float | None]]:
+        """Yield every published cell with our score, if there is one."""
+        for row in self.rows:
+            for column in self.columns:
+                key = (row, column)
+                cell = {
+                    "row": row,
+                    "column": column,
+                    "published": self.published.values.get(key),
+                    "published_spread": self.published.spreads.get(key),
+                }
+                yield cell, self.derived.get(key, self.entries.get(key))
 
 
 def paper_table(
@@ -244,78 +129,69 @@ def paper_table(
     choice: str | None = None,
     runs: Mapping[str, Path] | None = None,
 ) -> PaperTable:
-    """Lay records beside a published table.
+    """Place records next to a published table.
 
     Args:
-        published: Its rows and columns are kept.
-        records: Those that may stand there.
-        store: Holds the images' contributions.
-        encoders: `Record.encoder_id` of what stands for a row, by row.
-        choice: How a block is chosen where several were probed; see `choose_block`. None for the
-            way of each column.
-        runs: Run folders, by row.
+        published: Gives the rows and columns.
+        records: Candidates for the cells.
+        store: Contains the per-image values.
+        encoders: `Record.encoder_id` of the encoder for each row.
+        choice: How a block is chosen if there are several, see `choose_block`; None for the way of
+            each column.
+        runs: Run folders by row.
     """
-    asked = {row: encoders[row] for row in published.rows if row in encoders}
-    candidates = [record for record in records if record.encoder_id in asked.values()]
-    ours: dict[tuple[str, str], LayerSelection | None] = {}
+    encoders = {row: encoders[row] for row in published.rows if row in encoders}
+    candidates = [record for record in records if record.encoder_id in encoders.values()]
+    entries: dict[tuple[str, str], Entry] = {}
+    undecided: set[tuple[str, str]] = set()
     unused = {}
     for column in published.columns:
-        series = _series(column, candidates, published.paper)
-        unused[column.name] = tuple(
-            f"{one.metric}, {one.facet}, protocol {one.protocol_label}" for one, *_ in series[1:]
-        )
-        for row, encoder in asked.items():
-            fitting = [
+        series = _fitting_series(column, candidates, published.paper)
+        unused[column.name] = [
+            f"{first.metric}, {first.facet}, protocol {first.protocol_label}"
+            for first, *_ in series[1:]
+        ]
+        for row, encoder in encoders.items():
+            own = [
                 record
                 for record in (series[0] if series else ())
-                if record.encoder_id == encoder and _is_of_block(column, record)
+                if record.encoder_id == encoder and _has_block(column, record)
             ]
-            if fitting:
-                own = _choice(column, choice)
-                ours[row, column.name] = choose_block(fitting, store, own)
+            if own:
+                entry = choose_block(own, store, _choice_of_column(column, choice))
+                if entry is None:
+                    undecided.add((row, column.name))
+                else:
+                    entries[row, column.name] = entry
     by_id = {record.encoder_id: record for record in records}
+    known = {row: by_id[encoder] for row, encoder in encoders.items() if encoder in by_id}
+    entries = with_seed_counts_by_column(entries)
+    derived = _derive_numbers(published, entries, runs or {})
+    notes = [
+        *_difference_notes(published, known, entries, derived, unused),
+        *_block_notes(published, entries, choice),
+        *_missing_notes(published, known, entries, derived, records),
+    ]
     return PaperTable(
+        title=(
+            f"published | ours with 95 % interval (images): {published.title}, {published.source}"
+        ),
+        row_name="encoder",
+        rows=published.rows,
+        columns=tuple(column.name for column in published.columns),
+        entries=entries,
+        undecided=frozenset(undecided),
+        notes=tuple(notes),
         published=published,
+        derived=derived,
         choice=choice,
-        encoders={row: by_id[encoder] for row, encoder in asked.items() if encoder in by_id},
-        ours=columns_with_seeds_said(ours),
-        derived=_derived(published, ours, runs or {}),
-        unused=unused,
-        recorded=tuple(sorted({record.model for record in records}, key=natural_sort_key)),
     )
 
 
-def _is_of_block(column: PublishedColumn, record: Record) -> bool:
-    """Say whether a record is of the block that a column is of, or one to choose from."""
-    wanted = record.depth - 1 if column.choice == LAST else column.block(record.depth)
-    return wanted in (None, record.layer)
-
-
-def _derived(
-    published: PublishedTable,
-    ours: Mapping[tuple[str, str], LayerSelection | None],
-    runs: Mapping[str, Path],
-) -> dict[tuple[str, str], float]:
-    """Return the numbers that no record holds, by row and column, as far as they are known."""
-    found: dict[tuple[str, str], float] = {}
-    for column in published.columns:
-        known = {
-            row: one.entry.value for (row, name), one in ours.items() if one and name == column.of
-        }
-        for row in published.rows:
-            value = None
-            if column.task == RUN and row in runs:
-                value = measured_by_run(column.metric, runs[row])
-            elif column.task == DIFFERENCE and {row, column.reference} <= known.keys():
-                value = known[row] - known[column.reference]
-                value = 0.0 - value if column.is_loss else value
-            if value is not None:
-                found[row, column.name] = value
-    return found
-
-
-def _series(column: PublishedColumn, records: Sequence[Record], paper: str) -> list[list[Record]]:
-    """Comparable records that fit a column, those nearest to the paper first."""
+def _fitting_series(
+    column: PublishedColumn, records: Sequence[Record], paper: str
+) -> list[list[Record]]:
+    """Return the groups of comparable records that fit a column, nearest to the paper first."""
 
     def distance(group: Sequence[Record]) -> tuple[bool, bool, bool, int, int, int]:
         first = group[0]
@@ -330,3 +206,157 @@ def _series(column: PublishedColumn, records: Sequence[Record], paper: str) -> l
 
     fitting = [record for record in records if column.is_measured_by(record)]
     return sorted(comparable_groups(fitting), key=distance)
+
+
+def _has_block(column: PublishedColumn, record: Record) -> bool:
+    """Return whether a record is of the block of a column, or of one to choose from."""
+    block = record.depth - 1 if column.choice == LAST else column.block(record.depth)
+    return block in (None, record.layer)
+
+
+def _choice_of_column(column: PublishedColumn, choice: str | None) -> str:
+    return column.choice if choice is None or column.choice == LAST else choice
+
+
+def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[str, list[str]]:
+    """Return the names of the columns whose blocks are chosen in each way."""
+    columns: dict[str, list[str]] = {}
+    for column in published.columns:
+        columns.setdefault(_choice_of_column(column, choice), []).append(column.name)
+    return columns
+
+
+def _derive_numbers(
+    published: PublishedTable,
+    entries: Mapping[tuple[str, str], Entry],
+    runs: Mapping[str, Path],
+) -> dict[tuple[str, str], float]:
+    """Return measures of runs and differences between rows, as far as they are known."""
+    derived: dict[tuple[str, str], float] = {}
+    for column in published.columns:
+        known = {row: e.value for (row, name), e in entries.items() if name == column.of}
+        for row in published.rows:
+            value = None
+            if column.task == RUN and row in runs:
+                value = read_run_measure(column.metric, runs[row])
+            elif column.task == DIFFERENCE and {row, column.reference} <= known.keys():
+                value = known[row] - known[column.reference]
+                value = 0.0 - value if column.is_loss else value
+            if value is not None:
+                derived[row, column.name] = value
+    return derived
+
+
+def _difference_notes(
+    published: PublishedTable,
+    encoders: Mapping[str, Record],
+    entries: Mapping[tuple[str, str], Entry],
+    derived: Mapping[tuple[str, str], float],
+    unused: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """Return both experiments, column by column, and the encoders of the rows."""
+    records = [record for entry in entries.values() for record in entry.records]
+    comes_from_runs = records and all(record.task == SUPERVISED for record in records)
+    pretraining = "" if comes_from_runs else " Records do not state how an encoder was pretrained."
+    notes = [
+        f"ours is not the published experiment in any cell.{pretraining} Other differences follow",
+        f"published: {published.setup}. Not stated: {published.unknown}",
+    ]
+    if published.doubts:
+        notes.append(f"doubtful: {published.doubts}")
+    for column in published.columns:
+        if any(name == column.name for _, name in derived):
+            notes.append(f"{column.name}: ours: {_describe_derived(column)}")
+            continue
+        own = [r for (_, at), e in entries.items() if at == column.name for r in e.records]
+        if not own:
+            continue
+        parts = [f"ours: {describe_settings(own[0])}"]
+        if column.num_images is not None:
+            parts.insert(0, f"published on {column.num_images:,} images if all were used")
+        if baseline := baseline_note(own):
+            parts.append(baseline)
+        if others := unused[column.name]:
+            parts.append(f"also recorded: {' | '.join(others)}")
+        notes.append(f"{column.name}: {'. '.join(parts)}")
+    for row, record in encoders.items():
+        digits = record.checkpoint_sha256[:8]
+        notes.append(f"{row!r}: {record.model}, {record.depth} blocks, sha256 {digits}")
+    return notes
+
+
+def _block_notes(
+    published: PublishedTable,
+    entries: Mapping[tuple[str, str], Entry],
+    choice: str | None,
+) -> list[str]:
+    """Return how blocks were chosen. Columns are named if there are several ways."""
+    notes = []
+    by_choice = _columns_by_choice(published, choice)
+    for way, columns in by_choice.items():
+        own = [entry for (_, column), entry in entries.items() if column in columns]
+        if way != LAST:
+            own_notes = choice_notes(own, way)
+        else:
+            note = "block: the last one (@), whose value averages over all blocks"
+            own_notes = [note] if own else []
+        prefix = f"{', '.join(columns)}: " if len(by_choice) > 1 else ""
+        notes += [prefix + note for note in own_notes]
+    return notes
+
+
+def _missing_notes(
+    published: PublishedTable,
+    encoders: Mapping[str, Record],
+    entries: Mapping[tuple[str, str], Entry],
+    derived: Mapping[tuple[str, str], float],
+    records: Sequence[Record],
+) -> list[str]:
+    """Return the provenance, and how to fill the rows and columns without a score."""
+    notes = []
+    if scores := entries.values():
+        notes.append(provenance([record for entry in scores for record in entry.records]))
+    filled_rows = {*encoders, *(row for row, _ in derived)}
+    empty_rows = [row for row in published.rows if row not in filled_rows]
+    if empty_rows and any(column.task not in ("", RUN) for column in published.columns):
+        models = sorted({record.model for record in records}, key=natural_sort_key)
+        notes.append(
+            f"no encoder for {', '.join(map(repr, empty_rows))}. Add one with "
+            f"`--as 'ROW'=CHECKPOINT`. Recorded encoders: {', '.join(models) or 'none'}"
+        )
+    filled_columns = {name for _, name in (*entries, *derived)}
+    empty = [column for column in published.columns if column.name not in filled_columns]
+    if unknown := [column.name for column in empty if not column.task]:
+        notes.append(f"this suite has no probe for: {', '.join(unknown)}")
+    commands = [
+        _how_to_measure(column)
+        for column in empty
+        if column.task and (encoders or column.task == RUN)
+    ]
+    if commands:
+        notes.append(f"no record of these encoders for: {', '.join(commands)}")
+    return notes
+
+
+def _describe_derived(column: PublishedColumn) -> str:
+    if column.task == RUN:
+        return RUN_MEASURES[column.metric].description
+    sign = "below" if column.is_loss else "above"
+    return f"{column.of}, percentage points {sign} {column.reference!r}"
+
+
+def _how_to_measure(column: PublishedColumn) -> str:
+    """Return the name of a column with the command that measures it."""
+    if column.task in (RUN, DIFFERENCE):
+        how = f"{_describe_derived(column)}, filled by `ssl-bench reproduce`"
+    elif column.task == SUPERVISED:
+        how = (
+            "the head of a supervised run itself: `ssl-bench pretrain ... monitor.results=DIR`, "
+            f"images in a folder named {column.dataset}"
+        )
+    else:
+        dataset = column.layout or column.dataset
+        words = ["--task", column.task, "--dataset", dataset, *column.probe]
+        words += [] if column.layer is None else ["--layer", str(column.layer)]
+        how = f"`{' '.join(words)}`, facet {' or '.join(column.facets)}"
+    return f"{column.name} ({how})"

@@ -1,4 +1,4 @@
-"""Published values, and how the experiments behind them differ from a record of this suite."""
+"""Read published tables, and describe how their experiments differ from a record."""
 
 import re
 from collections.abc import Mapping
@@ -13,14 +13,15 @@ from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.run_logs import RUN_MEASURES
 
 RUN = "run"
-"""Task of a column that is read from the log of a run, in place of a record."""
+"""Task of a column that is read from the log of a run instead of a record."""
 DIFFERENCE = "difference"
-"""Task of a column that holds differences between two rows of another column."""
+"""Task of a column with differences between two rows of another column."""
 LAST = "last"
-"""Choice of the last block, in a column whose number of a block counts all blocks up to it."""
+"""Choice of the last block, for metrics whose value at a block averages all blocks up to it."""
 SINGLE = "single"
-_AS_THEY_STAND = ("name", "title", "setup", "unknown", "where", "doubts", "in_reports")
-_CHOSEN_BY = {
+"""Heads that see the features of one block."""
+_COPIED_KEYS = ("name", "title", "setup", "unknown", "where", "doubts", "in_reports")
+_RATE_CHOICES = {
     "miou_holdout": "learning rate chosen on held-out training images",
     "miou_oracle": "learning rate chosen on the scored images",
 }
@@ -28,24 +29,27 @@ _CHOSEN_BY = {
 
 @dataclass(frozen=True)
 class PublishedColumn:
-    """What a published column measures.
+    """A column of a published table.
 
     Attributes:
-        task: Name of this suite's probe, "supervised", "run" or "difference"; empty where this
-            suite measures no such thing.
-        dataset: Name of its dataset; empty where there is none.
-        metric: Name in its records; empty where there is none.
-        facets: Of records that measure the same kind of feature; any if there are none.
-        layers_modes: How many blocks a head sees there: one, unless something else is said.
-        num_images: Of the usual whole split, which papers do not always name; None for times.
-        probe: Overrides with which the probe asks the column's question.
-        layout: Name of the dataset component that reads the images, if that is another.
-        layer: The block that the column is of, negative ones from the last; None for a chosen one.
-        choice: How the paper chose the block where several were probed: "oracle" on the scored
-            images, "holdout" where it does not say, or "last".
-        of: The column whose rows are subtracted, for the task "difference".
-        reference: The row that others are subtracted from, or that is subtracted from them.
-        is_loss: Whether the others are subtracted from the reference.
+        name: Head of the column.
+        task: Name of a probe, "supervised", "run" or "difference"; empty if this suite cannot
+            measure the column.
+        dataset: Name of the dataset in records; empty if there is none.
+        metric: Name of the metric in records; empty if there is none.
+        facets: Facets that measure the same kind of feature; empty if any does.
+        num_images: Number of images of the usual complete split; None for durations. Papers do not
+            always state the images.
+        probe: Overrides with which the probe measures the column.
+        layers_modes: How many blocks a head may see, as in `probe.layers_mode`.
+        layout: Name of the dataset component that reads the images, if it is not `dataset`.
+        layer: The block of the column, counted from the last one if negative; None if a block is
+            chosen.
+        choice: How the paper chose a block: "oracle" on the scored images, "holdout" if it does
+            not say, or "last".
+        of: For a column of differences, the column whose rows are subtracted.
+        reference: For a column of differences, the row that every other row is compared with.
+        is_loss: Whether the rows are subtracted from the reference, and not the other way round.
     """
 
     name: str
@@ -65,30 +69,31 @@ class PublishedColumn:
 
     def __post_init__(self) -> None:
         if self.choice not in (*CHOICES, LAST):
-            raise ValueError(f"column {self.name}: unknown choice of the block {self.choice!r}")
+            raise ValueError(f"column {self.name}: unknown choice of a block {self.choice!r}")
         if self.task == RUN and self.metric not in RUN_MEASURES:
-            raise ValueError(f"column {self.name}: no run measures {self.metric!r}")
+            raise ValueError(f"column {self.name}: runs do not measure {self.metric!r}")
 
     @property
     def is_probed(self) -> bool:
-        """Whether a probe fills it, and not a run."""
+        """Whether a probe measures the column."""
         return self.task not in ("", SUPERVISED, RUN, DIFFERENCE)
 
     def block(self, depth: int | None) -> int | None:
-        """Return the number of its block in an encoder of some depth; None for a chosen one.
+        """Return the index of the column's block in an encoder of `depth` blocks.
 
-        A shallower encoder than the paper's has its last block there.
+        If the encoder is shallower than the paper's, this is its last block. It is None if the
+        block is chosen among several.
         """
         if self.layer is None or depth is None:
             return self.layer
         return max(self.layer + depth, 0) if self.layer < 0 else min(self.layer, depth - 1)
 
     def is_measured_by(self, record: Record) -> bool:
-        """Whether a record, of whatever protocol, answers the same question on the same data."""
+        """Return whether a record of any protocol has the same task, data, metric and facet."""
         names = (record.task, _family(record.metric))
         if names != (self.task, _family(self.metric)):
             return False
-        # A dataset of fewer images than published carries their number after a dash.
+        # The name of a subset of a dataset ends with a dash and its number of images.
         same_data = record.dataset == self.dataset or record.dataset.startswith(f"{self.dataset}-")
         if record.settings.get("layers_mode", SINGLE) not in self.layers_modes:
             return False
@@ -97,21 +102,24 @@ class PublishedColumn:
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A published table; its rows are encoders, its columns what is measured of them.
+    """A published table of encoders (rows) against measurements (columns).
 
     Attributes:
+        paper: Name of the paper in `configs/papers`.
         name: Unique among all papers, such as "table2".
-        setup: What the paper says of the experiment.
-        unknown: What it leaves open.
-        doubts: What makes a value doubtful, such as a text that contradicts it; empty for none.
+        title: What the table is about.
+        setup: The experiment as the paper describes it.
+        unknown: What the paper does not state.
         source: Paper, venue and number of the table.
-        where: That number, such as "table B.9".
-        values: By row and column, in percent unless the metric says otherwise; none for a cell that
-            is empty there.
-        spreads: What is printed behind them as ±, in the same unit, where anything is.
-        runs: Which experiment stands for a row here, by row, as NAME or NAME@EPOCH.
-        in_reports: Whether its values stand beside records that nobody laid there; not where
-            hundreds of variants would hide the records.
+        rows: Names of the encoders.
+        values: Published values by row and column, in percent unless the metric has another unit.
+            Empty cells are missing.
+        spreads: Published values behind ±, in the same unit.
+        where: Number of the table in the paper, such as "table B.9".
+        doubts: Why a value is doubtful, such as a text that contradicts it; empty without doubts.
+        runs: The experiment of this suite for a row, as NAME or NAME@EPOCH.
+        in_reports: Whether reports show the values next to records. This is off for tables of
+            hundreds of variants.
     """
 
     paper: str
@@ -130,7 +138,7 @@ class PublishedTable:
     in_reports: bool = True
 
     def cell(self, row: str, column: str) -> str:
-        """A cell as text, "-" where nothing is published."""
+        """Return a cell as text, or "-" if nothing is published."""
         if (row, column) not in self.values:
             return "-"
         spread = self.spreads.get((row, column))
@@ -139,10 +147,13 @@ class PublishedTable:
 
 @dataclass(frozen=True)
 class PublishedValue:
-    """One cell of a published table that may stand beside a record, never as the same experiment.
+    """A cell of a published table that is shown next to a record of another experiment.
 
     Attributes:
-        differs: One sentence: what is known of the published experiment, and of the record.
+        table: Name of the table.
+        value: The published value, in the unit of the record.
+        source: Paper, venue and number of the table.
+        differs: Description of the published experiment and of the record.
     """
 
     table: str
@@ -155,36 +166,36 @@ class PublishedValue:
 
 
 def load_published_tables() -> tuple[PublishedTable, ...]:
-    """All published tables, from the files in `configs/papers`."""
-    return _tables(config_folder())
+    """Return all published tables, read from `configs/papers`."""
+    return _load_tables(config_folder())
 
 
 @cache
-def _tables(folder: Path) -> tuple[PublishedTable, ...]:
-    tables = tuple(_table(paper, table) for paper in papers(folder) for table in paper.tables)
+def _load_tables(folder: Path) -> tuple[PublishedTable, ...]:
+    tables = tuple(_parse_table(paper, table) for paper in papers(folder) for table in paper.tables)
     names = [table.name for table in tables]
     if len(set(names)) < len(names):
-        raise ValueError(f"expected every published table to have its own name, got {names}")
+        raise ValueError(f"names of published tables must be unique, got {names}")
     return tables
 
 
 def load_published_table(name: str) -> PublishedTable:
-    """A table by its name, such as "table2" or "cutting_the_skip:table2".
+    """Return a table by its name, such as "table2" or "cutting_the_skip:table2".
 
     Raises:
-        ConfigurationError: there is none of this name.
+        ConfigurationError: No table has this name.
     """
     known = {f"{table.paper}:{table.name}": table for table in load_published_tables()}
-    found = [table for full, table in known.items() if name in (full, table.name)]
-    if not found:
+    matches = [table for full, table in known.items() if name in (full, table.name)]
+    if not matches:
         short = [table.name for table in load_published_tables()]
         message = f"no published table {name!r}"
         raise unknown_name_error(message, name, {*short, *known}, hint=("--paper", "{near}"))
-    return found[0]
+    return matches[0]
 
 
 def find_published_values(record: Record) -> tuple[PublishedValue, ...]:
-    """The published values of the task, dataset and metric of a record, whatever its protocol."""
+    """Return the published values for the task, dataset and metric of a record."""
     return tuple(
         PublishedValue(
             table=table.name,
@@ -204,17 +215,17 @@ def find_published_values(record: Record) -> tuple[PublishedValue, ...]:
 
 
 def describe_experiments(table: PublishedTable, column: PublishedColumn, record: Record) -> str:
-    """One sentence on both experiments; it claims for none of them to be the other."""
+    """Return what is known of a published experiment and of a record."""
     images = "" if column.num_images is None else f", {column.num_images:,} images if all were used"
-    doubts = f", doubtful: {table.doubts}" if table.doubts else ""
+    doubts = f". Doubtful: {table.doubts}" if table.doubts else ""
     return (
-        f"published: {table.setup}{images}, not stated: {table.unknown}{doubts}; "
-        f"here: {settings_of(record)}"
+        f"published: {table.setup}{images}. Not stated: {table.unknown}{doubts}. "
+        f"Here: {describe_settings(record)}"
     )
 
 
-def settings_of(record: Record) -> str:
-    """What was measured here, in words that compare with those of a paper."""
+def describe_settings(record: Record) -> str:
+    """Return the settings of a record that papers usually state."""
     settings = record.settings
     words = [
         f"{record.num_images:,} images of {record.dataset} {record.split}",
@@ -228,55 +239,60 @@ def settings_of(record: Record) -> str:
     if record.trained_on is not None:
         words.append(f"trained on {record.trained_on}")
     if settings.get("epochs"):
-        words.append(f"{settings['epochs']} epochs of the head")
+        words.append(f"head trained for {settings['epochs']} epochs")
     if settings.get("train_images"):
         words.append(f"at most {settings['train_images']} training images")
-    return ", ".join([*words, *filter(None, [_CHOSEN_BY.get(record.metric)])])
+    if record.metric in _RATE_CHOICES:
+        words.append(_RATE_CHOICES[record.metric])
+    return ", ".join(words)
 
 
 def _family(metric: str) -> str:
-    """Return the name that variants of a metric share: of mean IoUs, of k-NN by any neighbours."""
+    """Return the common name of variants of a metric: mean IoU, or k-NN with any k."""
     if metric.startswith("miou"):
         return "miou"
     return re.sub(r"_k\d+$", "_k", metric)
 
 
-def _table(paper: Paper, told: Mapping[str, Any]) -> PublishedTable:
-    columns = tuple(map(_column, told["columns"]))
-    names = tuple(row["name"] for row in told["rows"])
-    if len(set(names)) < len(names) or len({c.name for c in columns}) < len(columns):
-        raise ValueError(f"rows or columns of {told['name']} share a name")
+def _parse_table(paper: Paper, values: Mapping[str, Any]) -> PublishedTable:
+    columns = tuple(map(_parse_column, values["columns"]))
+    column_names = {column.name for column in columns}
+    rows = tuple(row["name"] for row in values["rows"])
+    if len(set(rows)) < len(rows) or len(column_names) < len(columns):
+        raise ValueError(f"names of rows and columns of {values['name']} must be unique")
     for column in columns:
         if column.task == DIFFERENCE and not (
-            column.reference in names and column.of in {c.name for c in columns}
+            column.reference in rows and column.of in column_names
         ):
-            raise ValueError(f"column {column.name} expects a row and a column of {told['name']}")
+            raise ValueError(
+                f"column {column.name}: `reference` must be a row of {values['name']}, and `of` a "
+                "column"
+            )
 
-    def cells(key: str) -> dict[tuple[str, str], float]:
+    def parse_cells(key: str) -> dict[tuple[str, str], float]:
         return {
             (row["name"], column.name): float(value)
-            for row in told["rows"]
+            for row in values["rows"]
             if key in row
-            # Strict: a row with a number too many or too few would shift all that follow.
+            # Strict, because a missing number would shift all that follow.
             for column, value in zip(columns, row[key], strict=True)
             if value is not None
         }
 
     return PublishedTable(
         paper=paper.name,
-        source=f"{paper.title}, {paper.reference}, {told['where']}",
-        rows=names,
+        source=f"{paper.title}, {paper.reference}, {values['where']}",
+        rows=rows,
         columns=columns,
-        values=cells("values"),
-        spreads=cells("spreads"),
-        runs={row["name"]: row["run"] for row in told["rows"] if "run" in row},
-        **{key: told[key] for key in _AS_THEY_STAND if key in told},
+        values=parse_cells("values"),
+        spreads=parse_cells("spreads"),
+        runs={row["name"]: row["run"] for row in values["rows"] if "run" in row},
+        **{key: values[key] for key in _COPIED_KEYS if key in values},
     )
 
 
-def _column(told: Mapping[str, Any]) -> PublishedColumn:
-    def plain(value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
-    values = {key: plain(value) for key, value in told.items()}
-    return PublishedColumn(num_images=values.pop("images"), **values)
+def _parse_column(values: Mapping[str, Any]) -> PublishedColumn:
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+    }
+    return PublishedColumn(num_images=fields.pop("images"), **fields)

@@ -225,10 +225,12 @@ def extraction() -> None:
                 exact = last if exact is None else exact
                 put(
                     f"{size} pixels, {str(dtype)[6:]}",
-                    images_per_s=1e3 * batch / ms(lambda t=taken, i=images: t.unchecked(i), 5),
+                    images_per_s=1e3
+                    * batch
+                    / ms(lambda t=taken, i=images: t.extract_unchecked(i), 5),
                     difference=float((last - exact).norm() / exact.norm()),
                     gib=peak(),
-                    kernels=kernels(lambda t=taken, i=images: t.unchecked(i), 20),
+                    kernels=kernels(lambda t=taken, i=images: t.extract_unchecked(i), 20),
                 )
 
 

@@ -117,7 +117,7 @@ def test_finished_cells_are_skipped_until_overwrite(workplace, capsys):
     assert first[0] in again
 
     assert main([*PROBE, *SMALL, "--layer", "0", "--overwrite"]) == 0
-    assert "skipped" not in capsys.readouterr().err
+    assert "skipping" not in capsys.readouterr().err
 
     # A broken image loses none of them.
     (workplace / "photos" / "1.png").write_bytes(b"<html>404</html>")

@@ -61,7 +61,7 @@ def test_a_table_without_options_is_that_which_stands_for_its_task(capsys):
 
     few = capsys.readouterr()
     assert few.out.count("geometry: ") == 2
-    assert few.out.count("at most 4, as there are so few images") == 2
+    assert few.out.count("values cannot exceed 4, because there are so few images") == 2
     assert "more tables of geometry: ssl-bench table --task geometry" in few.err
     assert main(["table", "--task", "geometry"]) == 0
     assert capsys.readouterr().out.count("geometry: ") > 4

@@ -27,7 +27,7 @@ from ssl_bench.composition.compose import build
 from ssl_bench.data.samples import Dataset
 from ssl_bench.data.splits import as_asked, shared_values
 from ssl_bench.evaluation import Probe
-from ssl_bench.layers import layers_of
+from ssl_bench.layers import select_layers
 from ssl_bench.models import ViTConfig, build_encoder, identify_encoder
 from ssl_bench.models.loading import checkpoint
 from ssl_bench.request import probing_config
@@ -96,7 +96,7 @@ class StandIn:
 
     def _probe(self, options: Any, overrides: tuple[str, ...]) -> None:
         probe, dataset, values = composed(options.task, options.dataset, overrides)
-        layers = layers_of(probe.asked_facets, options.layer, DEPTH)
+        layers = select_layers(probe.facet_spec, options.layer, DEPTH)
         record(
             Path(options.out),
             options.checkpoint[0],

@@ -29,7 +29,7 @@ SCRIPT = textwrap.dedent(
     if ends == "killed" or ends == "killed once" and first:
         os.kill(os.getpid(), signal.SIGKILL)
     if ends == "short once" and first:
-        print("ssl-bench: memory does not suffice (CUDA out of memory)", file=sys.stderr)
+        print("ssl-bench: out of memory (CUDA out of memory)", file=sys.stderr)
         sys.exit(5)
     sys.exit(3 if ends == "fails" else 0)
     """

@@ -1,4 +1,4 @@
-"""A user's module and process after a probe: as if it had not been there."""
+"""The caller's module, training and torch settings are unchanged after a probe."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from tests.support import own_module
 
 FEW: dict[str, Any] = {"dataset.num_train": 6, "dataset.num_val": 4}
 MODES = {"trunk.1", "trunk.1.mlp", "dropout"}
-"""Parts that are in evaluation mode, as frozen ones are; the rest trains."""
+"""Submodules in evaluation mode; all others are in training mode."""
 
 
 def module_in_training() -> own_module.Own:
@@ -51,7 +51,7 @@ CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_each_submodule_has_its_own_mode_afterwards(tmp_path, call):
+def test_each_submodule_keeps_its_mode(tmp_path, call):
     module = module_in_training()
     before = modes(module)
 
@@ -62,7 +62,7 @@ def test_each_submodule_has_its_own_mode_afterwards(tmp_path, call):
     assert all(p.requires_grad and p.grad is None for p in module.parameters())
 
 
-def test_an_interrupted_pass_gives_modes_and_hooks_back():
+def test_an_interrupted_pass_restores_modes_and_hooks():
     module = module_in_training()
     before = modes(module)
     encoder = ssl_bench.Encoder.from_module(module)
@@ -83,7 +83,7 @@ def test_an_interrupted_pass_gives_modes_and_hooks_back():
 
 
 def test_no_pass_is_in_training_mode(tmp_path):
-    """Also those of encoders that were made before the training went on, and of copies."""
+    """This includes encoders that were made before `train` was called, and copies."""
     module = own_module.own()
     encoder, heard = ssl_bench.Encoder.from_module(module), set[bool]()
     module.train()
@@ -98,7 +98,7 @@ def test_no_pass_is_in_training_mode(tmp_path):
 
 
 def trained(between: Callable[[nn.Module, int], Any]) -> list[Any]:
-    """Weights and further draws of a training with dropout, with a call after each step."""
+    """Train with dropout and call a function after each step; return weights and random draws."""
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
@@ -123,7 +123,7 @@ def trained(between: Callable[[nn.Module, int], Any]) -> list[Any]:
         pytest.param("toy_objects", "all", marks=pytest.mark.slow),
     ],
 )
-def test_a_training_that_is_probed_goes_on_bit_for_bit(tmp_path, dataset, task):
+def test_a_training_continues_bit_for_bit_after_a_probe(tmp_path, dataset, task):
     def between(module: nn.Module, step: int) -> None:
         encoder = ssl_bench.Encoder.from_module(module, epoch=step)
         out = tmp_path / str(step)
@@ -136,7 +136,7 @@ def test_a_training_that_is_probed_goes_on_bit_for_bit(tmp_path, dataset, task):
 
 
 class Keeping(own_module.Own):
-    """Keeps what it computed, as for a look at it later."""
+    """A module that keeps its outputs."""
 
     def forward(self, images: Tensor) -> Tensor:
         output = super().forward(images)
@@ -144,7 +144,7 @@ class Keeping(own_module.Own):
         return output
 
 
-def test_a_module_that_keeps_activations_of_a_step_is_probed(tmp_path):
+def test_a_module_that_keeps_activations_can_be_probed(tmp_path):
     module = Keeping().train()
     encoder = ssl_bench.Encoder.from_module(module)
     module(torch.rand(2, 3, 32, 32)).mean().backward()
@@ -153,13 +153,13 @@ def test_a_module_that_keeps_activations_of_a_step_is_probed(tmp_path):
 
 
 class Masked(own_module.Own):
-    """Draws numbers in every pass, as an autoencoder does."""
+    """A module that draws random numbers in each pass, as masked autoencoders do."""
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images + 0 * torch.rand(1) * float(np.random.rand()))
 
 
-def test_numbers_that_a_module_draws_in_a_pass_are_drawn_again():
+def test_random_draws_of_a_module_do_not_advance_the_generators():
     module = Masked()
     torch.manual_seed(0)
     np.random.seed(0)
@@ -207,7 +207,7 @@ def settings_of_torch() -> list[Any]:
     ],
     ids=["no_grad", "inference_mode", "autocast", "default dtype", "default device"],
 )
-def test_settings_of_the_caller_change_no_score_and_stay(tmp_path, setting):
+def test_torch_settings_change_no_score_and_are_restored(tmp_path, setting):
     asked: dict[str, Any] = {"dataset": "toy_objects", "task": "classification,knn,geometry"}
     asked |= {"layer": 1, **FEW}
     module = own_module.own().train()
@@ -218,12 +218,12 @@ def test_settings_of_the_caller_change_no_score_and_stay(tmp_path, setting):
         found = ssl_bench.probe(module, out=tmp_path / "found", **asked)
         assert settings_of_torch() == before
 
-    # Attention has no fast path while a default device is set, so that sums have another order.
+    # A default device disables the fast path of attention, which changes the order of sums.
     values = [record.value for record in plain]
     assert [record.value for record in found] == pytest.approx(values, rel=1e-4, nan_ok=True)
 
 
-def test_figures_of_the_caller_stay_open_with_their_backend(tmp_path):
+def test_figures_of_the_caller_stay_open(tmp_path):
     from matplotlib import get_backend, pyplot
 
     before = get_backend()

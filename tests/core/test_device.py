@@ -1,4 +1,4 @@
-"""The device that is chosen, and products in bfloat16, with what stands for them elsewhere."""
+"""The chosen device, and bfloat16 products with their emulation on older CPUs."""
 
 import os
 import subprocess
@@ -30,26 +30,26 @@ from tests.support.without_torch import REPOSITORY
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """A machine that says it has GPUs; the indices that were made the current one."""
+    """Simulate a machine with GPUs; return the indices that were made the current one."""
     current = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(device.index))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    # The number that is tried on a device needs one.
-    monkeypatch.setattr(module, "_usable", torch.device)
+    # The check of a device needs a real one.
+    monkeypatch.setattr(module, "_require_usable", torch.device)
     return current
 
 
-def test_the_asked_device_is_the_current_one_from_then_on(two_gpus):
+def test_the_requested_device_becomes_the_current_one(two_gpus):
     assert choose_device("cuda:1") == torch.device("cuda", 1)
     assert two_gpus == [1]
     assert choose_device(None) == torch.device("cuda")
     assert two_gpus == [1]
 
 
-def test_each_process_of_torchrun_has_a_device_of_its_own(two_gpus, monkeypatch):
+def test_each_process_of_torchrun_has_its_own_device(two_gpus, monkeypatch):
     one_of(monkeypatch, 4, RANK="3", LOCAL_RANK="3")
 
     assert choose_device(None) == choose_device("cuda") == torch.device("cuda", 3)
@@ -57,9 +57,9 @@ def test_each_process_of_torchrun_has_a_device_of_its_own(two_gpus, monkeypatch)
     assert two_gpus == [3, 3]
 
 
-def test_float32_is_float32_on_a_gpu_and_its_name_says_so(two_gpus):
+def test_tf32_is_off_and_part_of_the_device_description(two_gpus):
     assert describe_device(torch.device("cuda")) == "cuda: H200, TF32 on"
-    # As a container's variable has it; what is chosen switches it off again.
+    # A container may turn it on by an environment variable.
     torch.backends.cuda.matmul.allow_tf32 = True
 
     choose_device("cuda")
@@ -68,16 +68,14 @@ def test_float32_is_float32_on_a_gpu_and_its_name_says_so(two_gpus):
     assert describe_device(torch.device("cuda")) == "cuda: H200, TF32 off"
 
 
-def test_a_device_that_is_unknown_or_absent_is_named():
-    with pytest.raises(
-        ConfigurationError, match="expected cpu, cuda or cuda:N, got the device 'gpu'"
-    ):
-        choose_device("gpu")
-    with pytest.raises(MachineError, match="device meta is not usable here"):
-        choose_device("meta")
+def test_an_unknown_or_missing_device_is_named():
+    for name, kind in (("gpu", ConfigurationError), ("meta", MachineError)):
+        with pytest.raises(kind, match=name) as raised:
+            choose_device(name)
+        assert raised.value.hint == ("--device", "cpu")
 
 
-def test_the_command_says_how_threads_wait_before_torch_reads_it():
+def test_the_wait_policy_is_set_before_torch_is_imported():
     script = (
         "import os, sys; from ssl_bench.cli.__main__ import main; main(['table', '--out', 'none']);"
         "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
@@ -97,7 +95,7 @@ CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
 
 @pytest.fixture(params=["has bfloat16", "has none"])
 def processor(request, monkeypatch):
-    """Torch's name of a processor; the products are this machine's in both cases."""
+    """Simulate torch's name of the CPU; the products are those of this machine in both cases."""
     name = {"has bfloat16": "AVX512", "has none": "AVX2"}[request.param]
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: name)
     return name
@@ -107,7 +105,7 @@ def numbers(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
-def test_factors_and_result_are_rounded_by_hand(monkeypatch):
+def test_factors_and_result_are_rounded_to_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     # bfloat16 has 8 binary digits: 1 + 2^-9 becomes 1, 1 + 2^-7 stays.
     left = torch.tensor([[1 + 2**-9, 1 + 2**-7]])
@@ -124,7 +122,7 @@ def attention(tokens):
 
 
 class Multiplied(TorchDispatchMode):
-    """Collects in what precision matrices are multiplied."""
+    """Collect the precisions in which matrices are multiplied."""
 
     def __init__(self):
         super().__init__()
@@ -151,11 +149,11 @@ PRODUCTS = {
     "sum": lambda: numbers(4, 64) + numbers(4, 64),
 }
 OTHERS = ("float64", "whole numbers", "sum")
-"""That autocast leaves as they are."""
+"""Operations that autocast does not change."""
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_every_product_is_that_of_torch_but_for_the_order_of_sums(product):
+def test_products_equal_torch_except_for_the_order_of_sums(product):
     with torch.autocast("cpu", BFLOAT16):
         plain = PRODUCTS[product]()
         with RoundedProducts():
@@ -166,14 +164,14 @@ def test_every_product_is_that_of_torch_but_for_the_order_of_sums(product):
 
 
 @pytest.mark.parametrize("product", [name for name in PRODUCTS if name not in OTHERS])
-def test_no_processor_multiplies_what_it_has_no_instructions_for(product, processor):
+def test_products_use_the_precision_that_the_cpu_supports(product, processor):
     with autocast(CPU, BFLOAT16), Multiplied() as multiplied:
         PRODUCTS[product]()
     assert multiplied.found == {autocast_dtype(CPU, BFLOAT16)}
 
 
 def gradients(*contexts):
-    """Of a small encoder whose forward pass has these contexts, one after the other."""
+    """Return the gradients of a small encoder whose forward pass runs in these contexts."""
     config = ViTConfig(image_size=16, patch_size=8, dim=64, depth=3, num_heads=2)
     module, images = build_vit(config, seed=0), numbers(4, 3, 16, 16)
     with ExitStack() as entered:
@@ -213,7 +211,7 @@ def test_what_is_computed_in(processor, monkeypatch):
     assert autocast_dtype(torch.device("cuda"), BFLOAT16) == BFLOAT16
 
 
-def test_what_torch_keeps_for_reuse_counts_as_free(monkeypatch):
+def test_cached_blocks_of_torch_count_as_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25)
@@ -221,7 +219,7 @@ def test_what_torch_keeps_for_reuse_counts_as_free(monkeypatch):
     assert free_gpu_memory(torch.device("cuda")) == 10 + 35
 
 
-def test_half_of_the_memory_counts_as_free_where_the_system_does_not_say(monkeypatch):
+def test_half_of_the_memory_counts_as_free_if_unknown(monkeypatch):
     def unknown(path, *_args, **_options):
         raise FileNotFoundError(path)
 
@@ -231,7 +229,7 @@ def test_half_of_the_memory_counts_as_free_where_the_system_does_not_say(monkeyp
     assert free_host_memory() == whole // 2
 
 
-def test_a_checkout_on_a_machine_without_git_has_no_commit(monkeypatch, tmp_path):
+def test_a_checkout_without_git_has_no_commit(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
 
     assert source_commit.__wrapped__() is None

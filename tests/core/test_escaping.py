@@ -1,4 +1,4 @@
-"""What each border does to characters that mean something there."""
+"""Escapes for terminals, LaTeX, Markdown, CSV, JSON, figures, file names and shells."""
 
 import json
 import subprocess
@@ -27,11 +27,11 @@ from tests.support.hostile import HOSTILE
         ("\u202e\u2066\u2028\udce9", r"\u202e\u2066\u2028\udce9"),
     ],
 )
-def test_what_is_not_seen_is_written_out(text, seen):
+def test_unprintable_characters_become_escapes(text, seen):
     assert escape_unprintable(text) == seen
 
 
-def test_the_lines_of_a_message_become_one():
+def test_lines_of_a_message_are_joined():
     assert to_one_line(ValueError("a\n  b\x1b")) == r"a b\x1b"
 
 
@@ -42,7 +42,7 @@ def test_the_lines_of_a_message_become_one():
         ("a\n%b", r"a\textbackslash{}n\%b"), ("#$&_{}", r"\#\$\&\_\{\}"),
     ],
 )  # fmt: skip
-def test_latex_reads_no_command_and_no_argument(text, escaped):
+def test_latex_commands_and_arguments_are_escaped(text, escaped):
     assert escape_latex(text) == escaped
 
 
@@ -57,7 +57,7 @@ def test_latex_reads_no_command_and_no_argument(text, escaped):
         ("<b>&lt;`*~$", "&lt;b&gt;&amp;lt;&#96;&#42;&#126;&#36;"),
     ],
 )
-def test_markdown_keeps_plain_names_and_reads_nothing_else(text, escaped):
+def test_markdown_is_escaped_and_plain_names_stay(text, escaped):
     assert escape_markdown(text) == escaped
 
 
@@ -69,11 +69,11 @@ def test_markdown_keeps_plain_names_and_reads_nothing_else(text, escaped):
         ("\t=x", r"\t=x"), ("a;=x; +y", "a;'=x; '+y"), ("a=b, -1", "a=b, -1"),
     ],
 )  # fmt: skip
-def test_a_spreadsheet_computes_no_text_and_numbers_stay_numbers(value, written):
+def test_formulas_get_an_apostrophe_and_numbers_stay(value, written):
     assert escape_csv(value) == written
 
 
-def test_json_has_no_half_characters_and_no_words_for_what_is_no_number():
+def test_json_has_neither_surrogates_nor_nan():
     content = {"a\ud800": (float("nan"), float("inf"), 1.5, "\udce9\n"), "b": {"c": True}}
 
     text = dump_json(content, indent=None)
@@ -82,7 +82,7 @@ def test_json_has_no_half_characters_and_no_words_for_what_is_no_number():
     assert json.loads(dump_json(content, text=escape_unprintable))["a\\ud800"][3] == "\\udce9\\n"
 
 
-def test_a_command_is_seen_and_typed_as_it_was():
+def test_a_quoted_command_is_printable_and_keeps_its_words():
     words = ["probe", "it's", "a\\b'\x1bc\n", "\udce9 é", HOSTILE, ""]
 
     line = quote_command(words)
@@ -93,10 +93,10 @@ def test_a_command_is_seen_and_typed_as_it_was():
     assert came.stdout.decode(errors="surrogateescape").split("\0")[:-1] == words
 
 
-def test_a_figure_reads_no_mathematics():
+def test_dollar_signs_are_escaped_in_figures():
     assert escape_matplotlib("$\\frac$\n") == r"\$\frac\$\n"
 
 
-def test_a_name_of_a_file_may_be_strange_and_names_nothing_but_itself():
+def test_file_names_contain_no_folders():
     assert all(map(is_file_name, ["toy", "a b\x1b", "\udce9"]))
     assert not any(map(is_file_name, ["..", ".", "", "a/b", "a\\b", "\0", "\ud800"]))

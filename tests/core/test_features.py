@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import pytest
@@ -5,7 +6,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import FACETS, resolve_layers
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model, load_encoder
@@ -146,8 +147,9 @@ def test_timm_models_without_class_token_and_with_registers_work(kwargs):
         FeatureExtractor(encoder, layers=[2])(images)
     assert torch.equal(found["token"].flatten(1, 2), seen[0][:, -15:])
     if "class_token" in kwargs:
-        with pytest.raises(ConfigurationError, match=r"no \[CLS\] token; use `probe.facet=token`"):
+        with pytest.raises(UnfitEncoder) as caught:
             FeatureExtractor(encoder, layers=[0], facets=["cls"])
+        assert caught.value.hint == ("probe.facet=token", "or", "--facet", "token")
 
 
 @pytest.fixture
@@ -206,7 +208,7 @@ def test_features_carry_no_graph_but_may_be_trained_on():
 
 
 def test_a_size_that_the_patch_does_not_divide_names_the_nearest():
-    with pytest.raises(ConfigurationError, match="got 30 x 44; the nearest are 32 x 48"):
+    with pytest.raises(ConfigurationError, match=r"30 x 44 .*32 x 48"):
         FeatureExtractor(ours(), layers=[0])(torch.rand(1, 3, 30, 44))
 
 
@@ -246,17 +248,14 @@ def test_a_model_without_a_qkv_layer_gives_tokens_alone():
     encoder = load_encoder("timm:vit_pwee_patch16_reg1_gap_256")
     images = torch.rand(1, 3, 32, 32)
     assert FeatureExtractor(encoder, layers=[0])(images)[0]["token"].shape == (1, 2, 2, 256)
-    with pytest.raises(
-        CheckpointError, match=r"computes no key in its qkv layer; use `probe.facet=token`"
-    ):
+    with pytest.raises(UnfitEncoder, match="key") as caught:
         FeatureExtractor(encoder, layers=[0], facets=["key"])(images)
+    assert caught.value.hint == ("probe.facet=token", "or", "--facet", "token")
 
 
 @pytest.mark.parametrize("layers", [[3], [0, -1], []])
 def test_layers_outside_the_encoder_are_refused(layers):
-    with pytest.raises(
-        ConfigurationError, match=r"layers must lie in 0\.\.2 for this encoder, got"
-    ):
+    with pytest.raises(ConfigurationError, match=r"0\.\.2"):
         FeatureExtractor(ours(), layers=layers)
 
 
@@ -281,21 +280,19 @@ def test_layers_are_resolved_in_their_order_without_doubles(layers, expected):
 
 
 @pytest.mark.parametrize(
-    ("layers", "said"),
+    ("layers", "named"),
     [
-        ("12", r"must lie in 0\.\.11 for this encoder, or -12\.\.-1 from its end, got 12"),
+        ("12", r"0\.\.11 .*-12\.\.-1 .*12"),
         ("0,-13", "got -13"),
         ([], "got none"),
-        (
-            "last",
-            "layers must be all, an index, a range like 0-3, or a list like 0,5,11, got 'last'",
-        ),
-        ("1,,2", "a list like 0,5,11"),
-        ("1.5", "a list like 0,5,11"),
+        ("last", "'last'"),
+        ("1,,2", "'1,,2'"),
+        ("1.5", "'1.5'"),
+        ("3-1", "3-1"),
     ],
 )
-def test_layers_that_mean_nothing_are_refused(layers, said):
-    with pytest.raises(ConfigurationError, match=said):
+def test_layers_that_mean_nothing_are_refused(layers, named):
+    with pytest.raises(ConfigurationError, match=named):
         resolve_layers(layers, 12)
 
 
@@ -323,10 +320,8 @@ def test_a_batch_that_is_too_large_is_halved_and_its_features_are_the_same(crowd
 
     assert given == [7, 3, 1, 1, 1, 1, 1, 1, 1]
     assert largest_difference(parts, whole) < 1e-6
-    assert capsys.readouterr().err.splitlines() == [
-        "memory does not suffice for 7 images at once: 3 from now on",
-        "memory does not suffice for 3 images at once: 1 from now on",
-    ]
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.findall(r"\d+", line) for line in lines] == [["7", "3"], ["3", "1"]]
     given.clear()
     extractor(images[:3])
     assert given == [1, 1, 1]
@@ -338,9 +333,9 @@ def test_what_is_not_finite_is_found_in_any_part_of_a_batch(crowded):
     images = torch.rand(5, 3, 32, 32)
     images[3] = torch.nan
 
-    with pytest.raises(CheckpointError, match="not finite for d"):
+    with pytest.raises(CheckpointError, match=r"block 0 .* for d:"):
         FeatureExtractor(encoder, layers=ALL)(images, ids="abcde")
-    with pytest.raises(CheckpointError, match=r"layer 1 of x gives .* image 3 of the batch"):
+    with pytest.raises(CheckpointError, match=r"block 1 of x .* image 3 of the batch"):
         FeatureExtractor(encoder, layers=[1, 2])(images)
 
 

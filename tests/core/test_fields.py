@@ -78,8 +78,8 @@ def test_no_field_takes_a_number_that_is_not_finite_or_has_no_end():
         (Fraction, (0, 0.5, 1), "a number in [0, 1]"),
         (OpenFraction, (1e-9, 0.999), "a number in (0, 1)"),
         (Annotated[float, Bounds(-1, 1, allow_high=False)], (-1, 0.999), "a number in [-1, 1)"),
-        (PositiveRange, ([0.1, 2], (1, 1)), "a number in (0, 1000000000], 2 of them"),
-        (Annotated[list[int], ListLength(1, 3)], ([1], [1, 2, 3]), "1 to 3 of them"),
+        (PositiveRange, ([0.1, 2], (1, 1)), "a list of 2 items, each a number in (0, 1000000000]"),
+        (Annotated[list[int], ListLength(1, 3)], ([1], [1, 2, 3]), "a list of 1 to 3 items"),
     ],
 )
 def test_the_ends_of_a_range_are_legal_and_the_message_names_them(kind, legal, words):

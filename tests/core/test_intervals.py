@@ -55,7 +55,7 @@ def test_one_class_of_two_images_equals_the_case_counted_by_hand():
     found = mean_iou_estimate(np.array([[[1], [1], [2]], [[3], [4], [3]]], np.int32))
 
     assert found.value == pytest.approx(200 / 3)
-    assert found.without.tolist() == [75, 50]
+    assert found.leave_one_out.tolist() == [75, 50]
     assert found.correction == pytest.approx(200 / 3 - 62.5)
     assert found.margin == pytest.approx(12.5 * 12.7062, rel=1e-5)
     assert found.ci95() == (0, 100)
@@ -88,7 +88,7 @@ def test_what_a_class_that_is_only_predicted_would_have_is_left_open_upwards():
     before, after = mean_iou_estimate(counts), mean_iou_estimate(wrong)
 
     assert after.value == pytest.approx(0.8 * before.value)
-    assert after.of_true == pytest.approx(before.value)
+    assert after.over_true_classes == pytest.approx(before.value)
     low, high = after.ci95() or (0, 0)
     assert low == pytest.approx(after.value + min(0, after.correction) - after.margin)
     assert high >= before.value + after.margin
@@ -235,8 +235,8 @@ def test_p_is_below_5_percent_exactly_where_the_interval_leaves_out_0():
             if interval is None:
                 assert np.isnan(p)
                 continue
-            is_clear = interval[0] > 0 or interval[1] < 0
-            assert is_clear == (p < 0.05)
+            is_significant = interval[0] > 0 or interval[1] < 0
+            assert is_significant == (p < 0.05)
             assert p == pytest.approx(other.difference_p(one))
-            sides.add((kind, is_clear))
+            sides.add((kind, is_significant))
     assert len(sides) == 6

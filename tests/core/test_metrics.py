@@ -6,7 +6,7 @@ import sklearn.metrics
 import torch
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from ssl_bench.metrics import class_counts, confusion_counts, scattered_counts
+from ssl_bench.metrics import class_counts, confusion_counts, scatter_value_counts
 from ssl_bench.scores import (
     iou_per_class,
     is_hit,
@@ -93,9 +93,9 @@ def test_counts_added_on_the_spot_are_those_of_bincount():
     # Sums of these are exact in any order.
     weights = torch.arange(200) / 8
 
-    assert torch.equal(scattered_counts(values, 11), torch.bincount(values, minlength=11))
+    assert torch.equal(scatter_value_counts(values, 11), torch.bincount(values, minlength=11))
     assert torch.equal(
-        scattered_counts(values.to(torch.uint8), 11, weights),
+        scatter_value_counts(values.to(torch.uint8), 11, weights),
         torch.bincount(values, weights.double(), 11),
     )
 

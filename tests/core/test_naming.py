@@ -1,4 +1,4 @@
-"""Names from outside become names of files, however long they are."""
+"""File names for models, datasets and images with names of any length."""
 
 import shutil
 import tarfile
@@ -24,7 +24,7 @@ from tests.support.faults import (
 LONG = {"244 bytes": "n" * 240, "255 bytes": "n" * 251, "characters of three bytes": "画" * 83}
 
 
-def test_a_name_that_can_be_is_left_alone():
+def test_a_valid_name_stays_as_it_is():
     assert file_name("b/画 a~0.jpg") == "b_画 a~0.jpg"
     assert file_name("n" * 251, added=4) == "n" * 251
 
@@ -32,7 +32,7 @@ def test_a_name_that_can_be_is_left_alone():
 @pytest.mark.parametrize(
     "text", ["n" * 252, "画" * 84, "é" * 150, "x" + "画" * 400, "\udcff" * 300]
 )
-def test_a_long_name_fits_and_differs_from_those_that_begin_alike(text):
+def test_a_long_name_is_shortened_and_stays_distinct(text):
     names = [file_name(text + end, added=4) for end in ("", "a", "b")]
 
     assert len(set(names)) == 3
@@ -43,14 +43,14 @@ def test_a_long_name_fits_and_differs_from_those_that_begin_alike(text):
     assert "~" in names[0]
 
 
-def test_what_looks_like_a_shortened_name_does_not_meet_one():
+def test_a_text_like_a_shortened_name_gets_another_name():
     shortened = file_name("n" * 300)
 
     assert file_name(shortened) not in (shortened, file_name("n" * 300))
 
 
 @pytest.mark.parametrize("text", ["", ".", "..", ".hidden", "a\0b"])
-def test_no_name_is_hidden_or_leads_elsewhere(text):
+def test_no_name_is_hidden_or_leaves_its_folder(text):
     name = file_name(text)
 
     assert name[0] not in "./~"
@@ -58,7 +58,7 @@ def test_no_name_is_hidden_or_leads_elsewhere(text):
     assert name != file_name(f"_{text}")
 
 
-def test_folders_of_encoders_hold_the_beginning_of_their_sha256():
+def test_encoder_folders_contain_digits_of_the_sha256():
     assert encoder_folder("timm/vit", "abcdef0123") == "timm_vit-abcdef01"
     assert len(figures_folder(encoder_folder("n" * 255, "abcdef0123"), "stat-9876543210")) == 255
 
@@ -115,7 +115,7 @@ def test_weights_whose_name_leaves_no_room_for_a_sidecar_have_none(place, capsys
     assert "is missing, so" in capsys.readouterr().err
 
 
-def test_names_are_in_the_order_in_which_people_count():
+def test_numbers_in_names_are_sorted_by_value():
     names = ["run@100", "run@50", "run", "run@10", "run@010", "vit_b16", "vit_b8", "9" * 5000, "10"]
 
     assert sorted(names, key=natural_sort_key) == [

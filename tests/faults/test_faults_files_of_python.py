@@ -1,4 +1,4 @@
-"""Row 76 of the catalogue of faults: a file of Python that cannot be imported."""
+"""Fault 76: a Python file of a probe or objective that cannot be imported."""
 
 import json
 import shutil
@@ -37,9 +37,7 @@ SMALL = ["dataset.num_train=3", "dataset.num_val=2", "probe.panels=2", "probe.im
         ("1 / 0", "ZeroDivisionError: division by zero"),
     ],
 )
-def test_fault_76_a_component_whose_file_is_broken_names_file_line_and_error(
-    tmp_path, monkeypatch, line, why
-):
+def test_fault_76_a_broken_file_is_named_with_line_and_error(tmp_path, monkeypatch, line, why):
     monkeypatch.setattr(probes, "__path__", [*probes.__path__, str(tmp_path / "probes")])
     file = tmp_path / "probes" / f"broken{abs(hash(line))}.py"
     file.parent.mkdir()
@@ -48,23 +46,23 @@ def test_fault_76_a_component_whose_file_is_broken_names_file_line_and_error(
     with pytest.raises(BrokenFile) as raised:
         component_class(f"probes.{file.stem}.Norms", "probe._target_")
 
-    assert str(raised.value).startswith(f"{file}, line 3, cannot be imported: {why}")
-    with pytest.raises(ConfigurationError, match="is not built"):
+    assert f"{file}, line 3" in str(raised.value)
+    assert why in str(raised.value)
+    with pytest.raises(ConfigurationError, match=r"probe\._target_"):
         component_class("probes.nothing_here.Norms", "probe._target_")
 
 
-def test_fault_76_what_is_imported_late_ends_its_job_in_one_line():
+def test_fault_76_a_late_import_error_ends_only_its_job():
     source = compile("\n\nimport nopackage", "/somewhere/probes/norms/run.py", "exec")
 
     outcome = run_and_catch(lambda: exec(source), "sweep", debug=False)
 
     assert outcome.exit_code == 5
-    first = "/somewhere/probes/norms/run.py, line 3, cannot be imported: Module"
-    assert outcome.error.startswith(first)
+    assert "/somewhere/probes/norms/run.py, line 3" in outcome.error
 
 
 @pytest.mark.slow
-def test_fault_76_a_broken_probe_and_objective_leave_the_others_alone(tmp_path):
+def test_fault_76_other_probes_and_objectives_still_run(tmp_path):
     suite, place = tmp_path / "suite", tmp_path / "place"
     for name in ("ssl_bench", "probes", "pretrain", "configs"):
         shutil.copytree(ROOT / name, suite / name)
@@ -88,13 +86,13 @@ def test_fault_76_a_broken_probe_and_objective_leave_the_others_alone(tmp_path):
 
     for line, file in zip(said, broken.values(), strict=False):
         assert line.count("\n") == 1
-        assert f"ssl-bench: {suite / file}, line 1, cannot be imported: Module" in line
+        assert f"{suite / file}, line 1" in line
     assert [one.count("left out: norms: ") for one in said[-4:]] == [0, 1, 1, 0]
     assert len(list((place / "results/records").glob("*"))) >= 4
 
 
 def ended(suite: Path, place: Path, commands: list[list[str]]) -> list[str]:
-    """What each command says; the first four must end with 5 and the others with 0."""
+    """Return stderr of each command; the first four must exit with 5 and the others with 0."""
     run = f"import sys; sys.path.insert(0, {str(suite)!r}){RUN}"
     words = [sys.executable, "-c", run, json.dumps(commands)]
     done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=300)

@@ -264,7 +264,7 @@ def test_fault_24_features_that_are_not_finite_stop_with_layer_and_image(
 
     said = fails(capsys, probing(task, dataset, root), 4)
 
-    assert "layer 1 of encoder gives features that are not finite" in said
+    assert "block 1 of encoder has NaN or infinite features" in said
     first = {"folder": "0.jpg", "class_folders": "cat/0.jpg", "voc2012": "t"}[dataset]
     # Which image passes first is drawn for geometry.
     first = {"tokencut": "t0", "discovery": "t0", "geometry": ".jpg"}.get(task, first)

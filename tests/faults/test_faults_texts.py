@@ -1,4 +1,4 @@
-"""Row 67 of the catalogue of faults: texts that act on a terminal, in TeX or elsewhere."""
+"""Fault 67: texts with commands of a terminal, TeX, a spreadsheet or a browser."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def kept(tmp_path_factory) -> ResultStore:
 
 @pytest.mark.parametrize("style", CHECKS)
 @pytest.mark.parametrize("command", ["depth", "pivot", "oracle", "paper", "compare", "blocks"])
-def test_fault_67_no_text_of_a_record_acts_in_a_table(kept, capsys, command, style):
+def test_fault_67_texts_of_a_record_are_escaped_in_tables(kept, capsys, command, style):
     encoders = (hostile(checkpoint_sha256=digits).encoder_id for digits in (SKIP, SKIPLESS))
     name, other = (f"{HOSTILE} {encoder[:6]}" for encoder in encoders)
     row = load_published_table("mnist").rows[0]
@@ -56,7 +56,7 @@ def test_fault_67_no_text_of_a_record_acts_in_a_table(kept, capsys, command, sty
     assert "input" in out or command == "paper"
 
 
-def test_fault_67_no_text_of_a_record_acts_in_a_report(tmp_path, capsys):
+def test_fault_67_texts_of_a_record_are_escaped_in_reports(tmp_path, capsys):
     store = hostile_store(tmp_path)
     save(store, hostile(task="segmentation", metric="miou_oracle"), counts([[4, 4]] * 3))
 
@@ -82,7 +82,7 @@ def test_fault_67_no_text_of_a_record_acts_in_a_report(tmp_path, capsys):
     assert all(word.isprintable() for word in texts if isinstance(word, str))
 
 
-def test_fault_67_no_text_of_a_record_acts_in_a_figure_or_a_document(kept, tmp_path, capsys):
+def test_fault_67_texts_of_a_record_are_escaped_in_figures(kept, tmp_path, capsys):
     figure = tmp_path / "curves.svg"
 
     main(["table", "--out", str(kept.root), "--format", "markdown", "--figure", str(figure)])
@@ -119,7 +119,7 @@ def test_fault_67_no_text_of_a_record_acts_in_a_figure_or_a_document(kept, tmp_p
     ],
     ids=lambda words: " ".join(words)[:20].encode("unicode_escape").decode(),
 )
-def test_fault_67_what_is_typed_comes_back_in_one_line_that_is_only_seen(
+def test_fault_67_typed_texts_are_escaped_in_one_line_errors(
     tmp_path, monkeypatch, capsys, arguments
 ):
     monkeypatch.chdir(tmp_path)
@@ -134,7 +134,7 @@ def test_fault_67_what_is_typed_comes_back_in_one_line_that_is_only_seen(
     assert err.count("\n") == 1
 
 
-def test_fault_67_what_a_checkpoint_calls_its_tensors_is_only_seen(place, capsys):
+def test_fault_67_tensor_names_of_a_checkpoint_are_escaped(place, capsys):
     path = encoder_file(place / "wide.safetensors", config=DINO_LIKE)
     tensors = safetensors.torch.load_file(path)
     safetensors.torch.save_file({**tensors, HOSTILE[:150]: torch.zeros(3)}, "more.safetensors")
@@ -145,7 +145,7 @@ def test_fault_67_what_a_checkpoint_calls_its_tensors_is_only_seen(place, capsys
     assert r"\x1b]0;t\x07" in said
 
 
-def test_fault_67_what_doctor_finds_is_only_seen(capsys):
+def test_fault_67_paths_are_escaped_by_doctor(capsys):
     assert main(["doctor", "--data-root", f"/nowhere{HOSTILE[:80]}".replace("=", "")]) in (0, 5)
 
     out = capsys.readouterr().out
@@ -153,7 +153,7 @@ def test_fault_67_what_doctor_finds_is_only_seen(capsys):
     assert r"\ninput" in out or r"\n" in out
 
 
-def test_fault_67_the_description_of_a_bar_is_only_seen(monkeypatch, capsys):
+def test_fault_67_the_description_of_a_progress_bar_is_escaped(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
 
     assert list(show_progress([1], HOSTILE)) == [1]

@@ -161,9 +161,7 @@ def test_blocks_without_thirds_of_keys_give_tokens_and_say_so(name, what):
     encoder = as_encoder(tiny(name, **changes))
     images = images_of(encoder)
     assert FeatureExtractor(encoder, layers=[1])(images)[1]["token"].shape == (2, 3, 5, 64)
-    with pytest.raises(
-        CheckpointError, match=r"layer 1 .* computes no key .* use `probe.facet=token`"
-    ):
+    with pytest.raises(CheckpointError, match=r"block 1 .*key.* use `probe.facet=token`"):
         FeatureExtractor(encoder, layers=[1], facets=["key"])(images)
 
 

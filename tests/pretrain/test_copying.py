@@ -136,9 +136,9 @@ def test_a_run_folder_without_records_says_what_was_copied(tmp_path, capsys):
     for command in ("report", "table"):
         assert main([command, "--out", str(folder)]) == 3
         said = capsys.readouterr().err
-        assert f"{folder} is a run of Copying and holds no records: step 2, loss " in said
-        assert f"letters_5 {letters:.4g}, strings_5 {strings:.4g}; " in said
-        assert said.endswith(f"is in {folder / 'log.jsonl'}; no probe takes its model\n")
+        assert "(Copying, step 2, loss " in said
+        assert f"letters_5 {letters:.4g}, strings_5 {strings:.4g})" in said
+        assert str(folder / "log.jsonl") in said
 
 
 def test_a_dry_run_speaks_of_strings(tmp_path):

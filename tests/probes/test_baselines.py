@@ -14,7 +14,7 @@ from ssl_bench.errors import DataError
 from ssl_bench.report.drawing import draw_chart
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.results import Baseline, ResultStore
-from ssl_bench.scores import mean_iou, of_constant_class, pixel_accuracy
+from ssl_bench.scores import mean_iou, pixel_accuracy, predict_constant_class
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.entries import baseline_note
 from ssl_bench.tables.sheets import render_tables
@@ -145,7 +145,7 @@ def test_the_middle_is_the_baseline_of_points_that_end_there(place):
 
 
 def test_the_constant_class_is_the_most_frequent_one():
-    named, counts = of_constant_class(np.array([[0, 0, 0, 0], [0, 5, 5, 0], [3, 6, 1, 0]]))
+    named, counts = predict_constant_class(np.array([[0, 0, 0, 0], [0, 5, 5, 0], [3, 6, 1, 0]]))
 
     assert named == 1
     assert mean_iou(counts) == pytest.approx(60 / 3)
@@ -209,12 +209,12 @@ def test_tables_say_it_once_and_scripts_with_every_number():
     rows = [baselined(layer=0), baselined(layer=1)]
     (table,) = depth_tables(rows)
 
-    assert "without a look at the images: centre box 31.2; " in render_tables([table], "text")
+    assert "image-independent baseline (centre box): 31.2\n" in render_tables([table], "text")
     assert [row["baseline"] for row in table.csv_rows()] == [31.25, 31.25]
     assert table.as_json()["cells"][0]["baseline"] == {"answer": "centre box", "value": 31.25}
     assert baseline_note([cell()]) == ""
     other = replace(cell(), details=Baseline("centre box", 40.0).as_details())
-    assert baseline_note([rows[0], other]).endswith("centre box 31.2 to 40.0")
+    assert baseline_note([rows[0], other]).endswith(": 31.2 to 40.0")
 
 
 def test_the_report_draws_it_from_side_to_side_within_the_axes():

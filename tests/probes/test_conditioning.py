@@ -186,7 +186,7 @@ def test_a_silent_attention_is_infinite_in_records_and_tables(photographs, tmp_p
     (table,) = [t for t in depth_tables(records) if "matrix" in t.title and "number" in t.title]
     assert table.entries[0, "silent"].text() == "∞"
     assert "%" not in table.title
-    assert table.best_layer("silent") is None
+    assert table.best_row("silent") is None
 
 
 @pytest.mark.usefixtures("undrawn")

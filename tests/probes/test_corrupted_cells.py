@@ -74,7 +74,7 @@ def test_tables_say_what_was_corrupted_and_what_was_not(place, capsys):
     assert main(["table"]) == 0
 
     said = capsys.readouterr().out
-    assert ", corrupted by snow 2, fitted to images as they are; " in said
+    assert ", corrupted by snow 2, trained on clean images; " in said
 
 
 def test_images_that_cannot_be_read_are_left_out_of_both(place, capsys):

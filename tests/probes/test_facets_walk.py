@@ -61,7 +61,7 @@ def test_a_probe_takes_a_submodule_of_one_block(task, capsys):
     everywhere = probed(task, "blocks.*.mlp.fc1")
     assert {record.layer for record in everywhere} == {0, 1}
     # What was there is taken, not computed again.
-    assert f"{len(records)} of {2 * len(records)} scores finished" in capsys.readouterr().err
+    assert f"skipping {len(records)} of {2 * len(records)} results" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["retrieval", "knn"])
@@ -80,7 +80,7 @@ def test_a_submodule_with_another_name_gives_the_scores_of_the_named_facet(task)
         ("tokencut", "blocks.1.attn", ["--layer", "0"], "--layer 1"),
         ("tokencut", "blocks.2.attn", [], "layers must lie in 0..1"),
         ("pca", "blocks.*.mlp.fc7", [], "`'probe.facet=blocks.*.mlp.fc2'`"),
-        ("segmentation", "keys", [], "must be among token, key, query, value, attn_out"),
+        ("segmentation", "keys", [], "must be one of token, key, query, value, attn_out"),
         ("segmentation", "key", ["probe.norm=final"], "probe.facet=token"),
         (
             "segmentation", "blocks.1.attn", ["probe.layers_mode=multi"],

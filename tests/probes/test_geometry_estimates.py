@@ -180,7 +180,7 @@ def test_alignment_and_uniformity_counted_by_hand():
 def test_uniformity_without_an_image_is_that_of_the_others():
     # More than have all of their distances in memory at once.
     vectors = normal(1030, 3)
-    left = uniformity(vectors).without
+    left = uniformity(vectors).leave_one_out
 
     others = torch.cat([vectors[:6], vectors[7:]])
     assert left[6] == pytest.approx(uniformity(others).value)

@@ -86,7 +86,7 @@ def test_a_vote_is_one_at_the_lowest_temperature():
 
 @pytest.mark.parametrize("rows_at_once", [4096, 7])
 def test_the_vote_is_that_of_a_plain_restatement_in_float64(monkeypatch, rows_at_once):
-    monkeypatch.setattr("ssl_bench.neighbours._VOTING", rows_at_once)
+    monkeypatch.setattr("ssl_bench.neighbours._VOTE_QUERIES", rows_at_once)
     generator = torch.Generator().manual_seed(0)
     bank, queries = (torch.randn(n, 8, generator=generator) for n in (50, 30))
     labels, targets = (torch.randint(7, (n,), generator=generator) for n in (50, 30))
@@ -260,10 +260,10 @@ def test_a_top_five_of_fewer_classes_is_no_number_and_tables_and_report_say_why(
 
     for style in ("text", "markdown"):
         assert main(["table", "--metric", "top5_k1", "--format", style]) == 0
-        assert "no number of block 1: fewer than 5 classes" in capsys.readouterr().out
+        assert "no value for block 1: fewer than 5 classes" in capsys.readouterr().out
     assert main(["report"]) == 0
     assert (
-        "no number of block 1: fewer than 5 classes"
+        "no value for block 1: fewer than 5 classes"
         in Path("results/report/index.html").read_text()
     )
 
@@ -274,5 +274,5 @@ def test_features_that_are_equal_are_flagged_and_those_not_finite_refused(root):
     assert all(score.details["constant_features"] for score in found.values())
     # All are equally near: the first three, of the first class, vote.
     assert found[0, "cls", "top1_k3"].value == pytest.approx(100 / 6)
-    with pytest.raises(CheckpointError, match="layer 0 of flat gives features that are not finite"):
+    with pytest.raises(CheckpointError, match="block 0 of flat has NaN"):
         scored(KNN(neighbours=[3]), ClassFolders(root), encoder=flat(math.nan))

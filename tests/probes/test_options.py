@@ -28,7 +28,7 @@ tokencut, pca = partial(configured, TokenCut), partial(configured, PCA)
 conditioning = partial(configured, Conditioning)
 correspondence, geometry = partial(configured, Correspondence), partial(configured, Geometry)
 BY_SHOTS = [
-    ({"shots": []}, "probe.shots expects one value or more"),
+    ({"shots": []}, "probe.shots expects at least one value"),
     ({"shots": [1], "train_images": 9}, "probe.train_images must be null where probe.shots"),
 ]
 
@@ -38,16 +38,16 @@ BY_SHOTS = [
     [
         *((kind, *case) for kind in (knn, linear) for case in BY_SHOTS),
         (knn, {"neighbours": []}, "probe.neighbours"),
-        (knn, {"facet": "key"}, "probe.facet must be among cls, patch_mean"),
+        (knn, {"facet": "key"}, "probe.facet must be one of cls, patch_mean"),
         (knn, {"protocol": "paper"}, "probe.protocol"),
-        (clustering, {"clusters_per_class": []}, "clusters_per_class expects one value or more"),
+        (clustering, {"clusters_per_class": []}, "clusters_per_class expects at least one value"),
         (retrieval, {"norm": "l2"}, "probe.norm"),
         (retrieval, {"crops": "scaled"}, "probe.crops"),
-        (classification, {"c_values": []}, "probe.training.c_values expects one value or more"),
-        (classification, SGD | {"learning_rates": []}, "training.learning_rates expects one"),
+        (classification, {"c_values": []}, "probe.training.c_values expects at least one value"),
+        (classification, SGD | {"learning_rates": []}, "learning_rates expects at least one"),
         (classification, {"layers_mode": "multi"}, "probe.layers_mode expects single or last4"),
-        (classification, {"facet": "token"}, "probe.facet must be among cls, patch_mean, cls_p"),
-        (classification, {"facet": []}, "probe.facet must be among"),
+        (classification, {"facet": "token"}, "probe.facet must be one of cls, patch_mean"),
+        (classification, {"facet": []}, "probe.facet must be one of"),
         (segmentation, {"norm": "batch"}, "probe.norm expects"),
         (segmentation, {"layers_mode": "all"}, "probe.layers_mode expects"),
         (segmentation, {"learning_rates": []}, "probe.training.learning_rates expects"),
@@ -65,7 +65,7 @@ BY_SHOTS = [
             "probe.training.refit=false",
         ),
         (segmentation, LBFGS | {"max_iterations": 0}, "probe.training.max_iterations expects"),
-        (tokencut, {"facet": "keys"}, "facet must be among key, .* got keys"),
+        (tokencut, {"facet": "keys"}, "facet must be one of key, .* got keys"),
         (tokencut, {"facet": []}, "got none"),
         (tokencut, {"facet": ["key", "cls"]}, "got cls"),
         (tokencut, {"tau": 1.0}, "tau expects a number in"),
@@ -95,7 +95,11 @@ BY_SHOTS = [
         (correspondence, {"temperature": 0.0}, "probe.temperature"),
         (correspondence, {"facet": "tokens"}, "probe.facet"),
         (correspondence, {"protocol": "davis"}, "probe.protocol"),
-        (geometry, {"facet": ["cls", "cls_patch_mean"]}, "must be among cls, patch_mean, attn_out"),
+        (
+            geometry,
+            {"facet": ["cls", "cls_patch_mean"]},
+            "must be one of cls, patch_mean, attn_out",
+        ),
         (geometry, {"alpha_ranks": [100, 11]}, r"alpha_ranks expects the smaller .* got \[100,11"),
         (geometry, {"view_area": [0.5, 0.25]}, "view_area expects the smaller number first"),
         (geometry, {"views": 1}, r"probe.views expects a whole number in \[2, 1000\]"),

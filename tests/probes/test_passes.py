@@ -167,7 +167,7 @@ class Shown:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_task: dict[str, collections.Counter[bytes]] = {}
-        run, unchecked, task = Evaluation.run, FeatureExtractor.unchecked, list[str]()
+        run, extract, task = Evaluation.run, FeatureExtractor.extract_unchecked, list[str]()
 
         def noting(evaluation: Evaluation, *values: Any, **options: Any) -> Any:
             task[:] = [display_name(evaluation.probe)]
@@ -176,10 +176,10 @@ class Shown:
 
         def counting(extractor: FeatureExtractor, images: torch.Tensor) -> Any:
             self.by_task[task[0]].update(image.numpy().tobytes() for image in images)
-            return unchecked(extractor, images)
+            return extract(extractor, images)
 
         monkeypatch.setattr(Evaluation, "run", noting)
-        monkeypatch.setattr(FeatureExtractor, "unchecked", counting)
+        monkeypatch.setattr(FeatureExtractor, "extract_unchecked", counting)
 
     def times(self, task: str) -> list[int]:
         return sorted(self.by_task[task].values())

@@ -192,7 +192,7 @@ def test_one_class_and_one_image_have_no_agreement_and_no_interval(tmp_path):
             {}, ColourDataset(val_masks=dict.fromkeys(range(7), IGNORED)), DataError,
             "colours val has no labelled pixel",
         ),
-        ({"facet": "cls"}, ColourDataset(), ConfigurationError, "must be among token, token_norm"),
+        ({"facet": "cls"}, ColourDataset(), ConfigurationError, "must be one of token, token_norm"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_clustered_is_named(tmp_path, changes, dataset, error, message):

@@ -10,7 +10,7 @@ import torch
 
 from probes.conditioning.scores import linear_cka, linear_cka_ci95
 from probes.spectra import condition_number, mean_cosine, median_with_ci95
-from ssl_bench.intervals import holds
+from ssl_bench.intervals import interval_contains
 from tests.support.matrices import condition, normal, rank, rotation
 
 
@@ -131,5 +131,5 @@ def test_cka_of_too_few_tokens_has_no_interval_instead_of_a_wrong_one(dim, has_a
 
     # In 64 dimensions the value is .94 and the truth .80.
     assert bool(ends) == has_any
-    assert all(holds(one, value) for value, one in found)
+    assert all(interval_contains(one, value) for value, one in found)
     assert sum(low <= truth <= high for low, high in ends) >= 0.9 * len(ends)

@@ -75,7 +75,7 @@ def test_runs_share_their_axes():
     middle = replace(COURSE[1], model="skip@150", checkpoint_sha256="b" * 64)
     records = [*COURSE, *other, replace(middle, details={"epoch": 150.0})]
 
-    ((_, skip), (_, skipless)) = followed(records)[0].draw()
+    ((_, skip), (_, skipless)) = followed(records)[0].draw_charts()
 
     assert (skip.x_label, skip.x_ticks, skip.y_ticks) == (
         "epoch",
@@ -160,7 +160,7 @@ def test_two_runs_of_one_name_are_reported_and_not_drawn(tmp_path):
     assert main(["report", "--out", str(tmp_path)]) == 0
 
     page = (tmp_path / "report" / "epochs.html").read_text()
-    assert "Not drawn: two encoders of runs called skip are of epoch 100" in Elements(page).text
+    assert "Not drawn: epoch 100 of run skip has two encoders" in Elements(page).text
     assert "<svg" not in page[page.index("Not drawn") :]
     # Groups without a card are hidden.
     assert "data-group" not in page
@@ -207,5 +207,5 @@ def test_the_highest_of_many_runs_are_drawn():
     (one,) = followed(records)
 
     assert len(one.trends) == MAX_LINES + 1
-    runs = [course.name for course, _ in one.draw()]
+    runs = [course.name for course, _ in one.draw_charts()]
     assert runs == [course.name for course in one.trends if course.name != f"run{low:02}"]

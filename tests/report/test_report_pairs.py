@@ -15,7 +15,7 @@ from ssl_bench.report.pairs import (
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.report.pictures import PictureFiles, find_galleries, pair_galleries
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.comparison import comparisons
+from ssl_bench.tables.comparison import compare_encoders
 from tests.support.faults import probing
 from tests.support.report_cells import (
     HALF,
@@ -79,7 +79,7 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
 
     compared = compared_pair(store, records)
 
-    (table,), _ = comparisons(store, records, {known_as(letter): letter for letter in "ac"})
+    (table,), _ = compare_encoders(store, records, {known_as(letter): letter for letter in "ac"})
     found = [row.difference for row in (*compared.blocks, *compared.summary)]
     fields = ("first", "second", "low", "high")
     assert [[getattr(one, f) for f in fields] for one in found] == [

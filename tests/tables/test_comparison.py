@@ -19,7 +19,7 @@ from ssl_bench.tables.comparison import (
     Difference,
     Side,
     compare_checkpoints,
-    comparisons,
+    compare_encoders,
     difference,
 )
 from ssl_bench.tables.sheets import NO_VALUE
@@ -49,10 +49,11 @@ def test_a_difference_of_what_has_no_value_is_a_dash():
 
     row = between(nothing, nothing, "miou_oracle")
 
-    assert (row.first_text, row.second_text, row.text, row.is_clear) == (*[NO_VALUE] * 3, False)
-    sheet = Comparison(replace(RECORD, metric="miou_oracle"), (row,), ("a", "b"), (RECORD,)).sheet(
-        ""
+    assert (row.first_text, row.second_text, row.text, row.is_significant) == (
+        *[NO_VALUE] * 3,
+        False,
     )
+    sheet = Comparison(replace(RECORD, metric="miou_oracle"), (row,), ("a", "b"), (RECORD,)).sheet()
     assert [word.text for word in sheet.rows[0]] == ["0", *[NO_VALUE] * 3]
 
 
@@ -67,11 +68,11 @@ def test_four_images_that_all_change_do_not_prove_that_every_image_does():
     same = between(hits(1, 0, 1, 0), hits(1, 0, 1, 0))
     every = between(hits(1, 1, 1, 1), hits(0, 0, 0, 0))
 
-    assert (same.value, same.low, same.is_clear) == (0, -same.high, False)
+    assert (same.value, same.low, same.is_significant) == (0, -same.high, False)
     assert 40 < same.high < 50
     # As if of six images five had gained and one had lost: 66.7 minus 1.96 times 30.4.
     assert (every.value, every.low, every.high) == pytest.approx((100, 7.02, 100), abs=0.01)
-    assert every.is_clear
+    assert every.is_significant
 
 
 def test_mean_iou_is_compared_over_the_whole_set_not_image_by_image():
@@ -104,8 +105,8 @@ def test_at_which_sizes_two_encoders_saw_the_images_is_said(tmp_path, capsys):
 
     (page,) = (tmp_path / "report").glob("compare-*.html")
     sizes = "image_size=64 (tokencut of skip), image_size=518 (tokencut of skipless)"
-    assert f"paired over 2 images, {sizes}; marked" in capsys.readouterr().out
-    assert f"Seen at different sizes, {sizes}." in page.read_text()
+    assert f"paired over 2 images, {sizes}\n" in capsys.readouterr().out
+    assert f"The image sizes differ, {sizes}." in page.read_text()
 
 
 def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
@@ -152,12 +153,12 @@ def test_of_what_more_is_not_better_no_block_is_best(tmp_path, asked):
     save(store, "a", {0: hits(1, 1), 1: hits(0, 0), 2: hits(0, 1)}, metric="degenerate")
     save(store, "d", {0: hits(0, 0), 1: hits(1, 0), 2: hits(1, 1)}, metric="degenerate")
 
-    (table,), _ = comparisons(store, store.records(), {known_as(one): one for one in asked})
+    (table,), _ = compare_encoders(store, store.records(), {known_as(one): one for one in asked})
 
     beside = {"a": ("last block", 50, 50, 50), "ad": ("skipless", 0, 50, 100)}
     assert [(row.name, row.first) for row in table.rows] == [("0", 100), ("1", 0), ("2", 50)]
     assert (table.names[1], *(row.second for row in table.rows)) == beside[asked]
-    assert table.sheet("").notes[1] == "more of it is not better: no block is best"
+    assert any(note.startswith("no block is best") for note in table.sheet().notes)
 
 
 def test_each_side_is_compared_at_the_blocks_that_are_best_for_it(tmp_path):
@@ -165,7 +166,7 @@ def test_each_side_is_compared_at_the_blocks_that_are_best_for_it(tmp_path):
     save(store, "a", {0: hits(1, 1, 1, 1, 1, 1), 1: hits(0, 0, 0, 0, 0, 0)})
     save(store, "d", {0: hits(0, 0, 0, 0, 0, 0), 1: hits(1, 1, 1, 1, 1, 0)})
 
-    (table,), _ = comparisons(store, store.records(), {known_as(one): one for one in "ad"})
+    (table,), _ = compare_encoders(store, store.records(), {known_as(one): one for one in "ad"})
 
     best, held_out = (row for row in table.rows if not row.name.isdigit())
     assert (best.name, best.layers) == ("best (0, 1)", ((0,), (1,)))
@@ -180,14 +181,14 @@ def test_only_scores_of_the_same_images_and_settings_are_compared(tmp_path):
     save(store, "d", {0: hits(0, 0), 1: hits(1, 0)})
     save(store, "d", {0: hits(1, 1)}, settings={"tau": 0.3})
 
-    (table,), _ = comparisons(store, store.records(), {known_as("a"): "a", known_as("d"): "d"})
+    (table,), _ = compare_encoders(store, store.records(), {known_as("a"): "a", known_as("d"): "d"})
 
     assert table.record.settings == {"tau": 0.2}
     assert [(row.first, row.second) for row in table.rows[:2]] == [(50, 0), (100, 50)]
-    (alone,), _ = comparisons(store, store.records(), {known_as("a"): "a"})
+    (alone,), _ = compare_encoders(store, store.records(), {known_as("a"): "a"})
     assert alone.record.settings == {"tau": 0.2}
-    with pytest.raises(DataError, match="scored image by image"):
-        comparisons(store, store.records(), {known_as("a"): "a", known_as("e"): "e"})
+    with pytest.raises(DataError, match="nothing to compare"):
+        compare_encoders(store, store.records(), {known_as("a"): "a", known_as("e"): "e"})
 
 
 def test_comparisons_of_older_data_say_so_in_their_titles(tmp_path, capsys):
@@ -210,7 +211,7 @@ def test_a_record_whose_images_were_not_kept_or_half_kept_is_left_out(tmp_path):
     half = store.path(replace(RECORD, layer=1).key()).with_suffix(".npz")
     half.write_bytes(half.read_bytes()[:40])
 
-    (table,), _ = comparisons(store, store.records(), {known_as("a"): "a"})
+    (table,), _ = compare_encoders(store, store.records(), {known_as("a"): "a"})
 
     assert [row.name for row in table.rows][:-1] == ["0"]
 
@@ -324,35 +325,35 @@ def test_a_choice_of_blocks_that_predict_other_classes_is_said(tmp_path, capsys,
 
     for words in (["compare", record.model], ["table", "--pivot"]):
         assert main([*words, "--out", str(tmp_path)]) == 0
-        said = "of several blocks counts the classes that any of them predicts: its mean IoU may be"
+        said = "a held-out choice of several blocks averages over the classes"
         assert capsys.readouterr().out.count(said) == (metric == "miou")
 
 
 REASONS = {
     "other settings": (
         [("a", {0: IMAGES}, {"settings": {"size": 224}}), ("d", {0: IMAGES}, {"settings": {}})],
-        "same settings and training images (tokencut: size 224 and None)",
+        "(tokencut: size 224 and None)",
     ),
     "no images": (
         [("a", {0: None}, {}), ("d", {0: None}, {})],
-        "(tokencut: no values of single images are kept)",
+        "(tokencut: no per-image values are stored)",
     ),
     # A run of the same settings would leave none either.
     "no images of other settings": (
         [("a", {0: None}, {"settings": {"size": 224}}), ("d", {0: None}, {})],
-        "(tokencut: no values of single images are kept)",
+        "(tokencut: no per-image values are stored)",
     ),
     "images of one": (
         [("a", {0: IMAGES}, {}), ("d", {0: None}, {"num_images": 2})],
-        "values of single images are missing; `ssl-bench probe --task tokencut --overwrite`",
+        "per-image values are missing, which `ssl-bench probe --task tokencut --overwrite`",
     ),
     "other facets": (
         [("a", {0: IMAGES}, {}), ("d", {0: IMAGES}, {"facet": "token"})],
-        "of skip corloc toy key reference alone; of skipless corloc toy token",
+        "skip only has corloc toy key reference; skipless only has corloc toy token",
     ),
     "never probed": (
         [("a", {0: IMAGES}, {}), ("d", {0: None}, {"task": "pca"})],
-        "no record of skipless; `ssl-bench probe --task tokencut --dataset toy` with its --check",
+        "no record of skipless, which `ssl-bench probe --task tokencut --dataset toy --checkpoint",
     ),
 }
 

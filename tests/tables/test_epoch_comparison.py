@@ -11,7 +11,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.comparison import compare_runs, comparisons
+from ssl_bench.tables.comparison import compare_encoders, compare_runs
 from ssl_bench.tables.depth import epoch_tables
 from tests.support.report_cells import cell, save
 
@@ -54,7 +54,7 @@ def test_an_epoch_is_compared_as_its_two_encoders_are(store, epoch):
     records = store.records()
     pair = [encoder(run, epoch).encoder_id for run in RUNS]
 
-    (table,), _ = comparisons(store, records, dict(zip(pair, RUNS, strict=True)))
+    (table,), _ = compare_encoders(store, records, dict(zip(pair, RUNS, strict=True)))
     (found,) = compare_runs(store, records, RUNS)
 
     assert list(found.by_epoch[epoch].rows) == [
@@ -142,7 +142,7 @@ def test_two_runs_of_the_same_name_are_refused(store):
     save(store, twin, np.arange(10) < 1)
     records = store.records()
 
-    with pytest.raises(DataError, match="two encoders of runs called skip are of epoch 100"):
+    with pytest.raises(DataError, match="epoch 100 of run skip"):
         compare_runs(store, records, RUNS)
-    with pytest.raises(DataError, match="two encoders of runs called skip are of epoch 100"):
+    with pytest.raises(DataError, match="epoch 100 of run skip"):
         epoch_tables(records)

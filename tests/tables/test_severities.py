@@ -9,7 +9,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.depth import DepthTable
+from ssl_bench.tables.depth import Pivot
 from ssl_bench.tables.severities import severity_tables
 from ssl_bench.tables.sheets import NO_VALUE
 from tests.core.test_results import RECORD
@@ -44,16 +44,14 @@ def test_the_drop_is_the_share_of_the_clean_score_that_is_lost():
 
     # Means of 40 and 45: half of 80, and a tenth of 50.
     assert [table.drop(layer) for layer in (0, 1)] == pytest.approx([50.0, 10.0])
-    sheet = table.sheet("text")
-    assert sheet.notes[0].endswith("; marked: the highest of a severity, the smallest drop")
-    assert table.sheet("latex").notes[0] == sheet.notes[0].partition("; marked")[0]
+    sheet = table.sheet()
     assert sheet.title == ("knn: top1 (%) on photos val, key, protocol reference, snow, skip")
     assert sheet.head == ("block", "clean", "1", "2", "drop (%)")
     assert [[cell.text for cell in row] for row in sheet.rows] == [
         ["0", "80.0", "60.0", "20.0", "50.0"],
         ["1", "50.0", "50.0", "40.0", "10.0"],
     ]
-    marked = [[cell.marked for cell in row] for row in sheet.rows]
+    marked = [[cell.is_best for cell in row] for row in sheet.rows]
     assert marked == [[False, True, True, False, False], [False, False, False, True, True]]
 
 
@@ -66,20 +64,21 @@ def test_blocks_are_ranked_over_the_severities_that_all_share(tmp_path, capsys):
 
     (table,) = severity_tables(records)
 
-    assert (table.common_severities, table.survivors) == ((1,), {0})
+    assert (table.common_severities, table.most_robust_layers) == ((1,), {0})
     assert [table.drop(layer) for layer in (0, 1)] == pytest.approx([10.0, 20.0])
     assert table.drop(2) is None
-    assert [[cell.text for cell in row][2:] for row in table.sheet("text").rows] == [
+    assert [[cell.text for cell in row][2:] for row in table.sheet().rows] == [
         ["72.0", "8.0", "10.0"], ["40.0", "‡", "20.0"], ["‡", "‡", NO_VALUE],
     ]  # fmt: skip
     assert main([*words, "latex"]) == 0
     (note,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith(r"\par{"))
-    assert "(1, 2 not); drops are over the severities that all share: 1" in note
+    assert "block 1, 2." in note
+    assert "share: 1" in note
     assert main([*words, "csv"]) == 0
     assert capsys.readouterr().out.count(",1\n") == len(records)
     assert main(["report", "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report/severities.html").read_text()
-    assert "Not every block has all severities (1, 2 not)" in page
+    assert "Not probed at every severity: block 1, 2." in page
     assert "Smallest drop: block 0, 10.0 %" in page
 
 
@@ -88,8 +87,8 @@ def test_without_a_common_severity_there_is_no_drop():
     (table,) = severity_tables([*one, other[1], corrupted(one[1], "snow", 2, value=30.0)])
 
     assert table.common_severities == ()
-    assert [table.drop(layer) for layer in table.layers] == [None, None]
-    assert table.sheet("text").marks[0].endswith("that all share: none")
+    assert [table.drop(layer) for layer in table.rows] == [None, None]
+    assert table.sheet().marks[0].endswith("share: none")
 
 
 def test_every_corruption_and_encoder_has_a_table_with_the_same_clean_scores():
@@ -102,7 +101,7 @@ def test_every_corruption_and_encoder_has_a_table_with_the_same_clean_scores():
 
     tables = severity_tables([first, snow, fog, *other])
 
-    told = [(table.title.split(", ")[-2:], table.severities, table.drop(0)) for table in tables]
+    told = [(table.title.split(", ")[-2:], table.columns, table.drop(0)) for table in tables]
     assert sorted(told, key=str) == [
         (["fog", "other"], (0, 3), pytest.approx(50.0)),
         (["fog", "skip"], (0, 3), pytest.approx(75.0)),
@@ -123,7 +122,7 @@ def test_clean_scores_of_something_else_do_not_stand_beside(change, why):
 
     (table,) = severity_tables([replace(clean, **change), snow])
 
-    assert table.severities == (1,), why
+    assert table.columns == (1,), why
     assert table.drop(0) is None
 
 
@@ -138,7 +137,7 @@ def test_what_is_no_better_than_an_answer_without_a_look_has_nothing_to_lose():
     assert [entry.value for entry in table.entries.values()] == [76.0, 57.0, 47.5, 9.5]
     assert table.drop(0) == pytest.approx(25.0)
     assert table.drop(1) is None
-    assert table.sheet("text").rows[1][-1].text == NO_VALUE
+    assert table.sheet().rows[1][-1].text == NO_VALUE
 
 
 def test_nothing_is_marked_and_lost_where_more_is_not_better():
@@ -147,12 +146,12 @@ def test_nothing_is_marked_and_lost_where_more_is_not_better():
     (table,) = severity_tables(plain)
 
     assert table.drop(0) is None
-    assert not any(cell.marked for row in table.sheet("text").rows for cell in row)
+    assert not any(cell.is_best for row in table.sheet().rows for cell in row)
 
 
 def test_the_command_prints_draws_and_gives_all_of_it_as_json(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    drawn: list[DepthTable] = []
+    drawn: list[Pivot] = []
     monkeypatch.setattr("ssl_bench.cli.table.draw_curves", lambda tables, _: drawn.extend(tables))
     for record in of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)):
         ResultStore(Path("results")).save(record)
@@ -161,7 +160,7 @@ def test_the_command_prints_draws_and_gives_all_of_it_as_json(tmp_path, monkeypa
     assert main(["table", "--over-severity", "--figure", "curves.svg"]) == 0
     assert "photos val, key, protocol reference, snow, skip\n" in capsys.readouterr().out
     (table,) = drawn
-    assert (table.rows, table.layers, table.models) == (
+    assert (table.row_name, table.rows, table.columns) == (
         "severity",
         (0, 1, 2),
         ("block 0", "block 1"),

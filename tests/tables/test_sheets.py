@@ -8,8 +8,8 @@ SHEET = Sheet(
     title="a title",
     head=("encoder", "voc_1", "b|c"),
     rows=(
-        (Cell("skip & 100%"), Cell("32.3 ± 1.2 †4", marked=True), Cell("5.0")),
-        (Cell("[x]"), Cell("7.0", second=True), Cell("", marked=True)),
+        (Cell("skip & 100%"), Cell("32.3 ± 1.2 †4", is_best=True), Cell("5.0")),
+        (Cell("[x]"), Cell("7.0", is_second=True), Cell("", is_best=True)),
     ),
     notes=("one", "two"),
 )
@@ -46,7 +46,7 @@ def test_markdown_keeps_bars_and_tags_of_names_from_being_read():
     lines = format_sheet(SHEET, "markdown").splitlines()
 
     assert lines[2] == r"| encoder | voc_1 | b\|c |"
-    assert lines[5] == "| [x] | <ins>7.0</ins> |  |"
+    assert lines[5] == "| [x] | 7.0 |  |"
     assert lines[-1] == "<sub>one<br>two</sub>"
     tagged = Sheet("", ("a", "b"), ((Cell("<script>"), Cell("1")),), ())
     assert "<script>" not in format_sheet(tagged, "markdown")
@@ -59,7 +59,7 @@ def test_columns_of_text_end_at_the_same_place_and_names_begin_at_it():
         "encoder                voc_1  b|c",
         "---------------------------------",
         "skip & 100%  *32.3 ± 1.2* †4  5.0",
-        "[x]                    _7.0_",
+        "[x]                      7.0",
     ]
     # Numbers of blocks are read from the right.
     sheet = Sheet("", ("block", "a"), ((Cell("9"), Cell("1")), (Cell("10"), Cell("2"))), ())
@@ -73,7 +73,7 @@ def test_codes_of_a_terminal_take_no_room():
             Sheet("", ("a", "b"), ((Cell("1"), Cell("22")),), ()), "text"
         ).splitlines()
     ]
-    marked = Sheet("", ("a", "b"), ((Cell("1"), Cell("22", marked=True)),), ())
+    marked = Sheet("", ("a", "b"), ((Cell("1"), Cell("22", is_best=True)),), ())
 
     lines = format_sheet(marked, "terminal").splitlines()
 

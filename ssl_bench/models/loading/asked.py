@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError, escape_braces, with_hint
-from ssl_bench.layers import numbered_layers, resolve_layers
+from ssl_bench.layers import parse_layer_numbers, resolve_layers
 from ssl_bench.models.encoder import ASSUMED, DINO_NAMES, Encoder
 from ssl_bench.models.loading.addresses import OWN, expand, kept_epoch, with_baselines
 from ssl_bench.models.loading.checkpoint import read_metadata
@@ -43,7 +43,7 @@ def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]
         ConfigurationError: no numbers, or blocks outside of an encoder.
     """
     if layers != "all":
-        numbered_layers(layers, _DEEPEST)
+        parse_layer_numbers(layers, _DEEPEST)
     newest = None if checkpoints else _newest(Path("runs"))
     for uri in expand(checkpoints or ([str(newest)] if newest else [])):
         # What else is wrong with it is said when its turn comes.

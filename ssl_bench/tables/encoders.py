@@ -1,0 +1,190 @@
+"""Tables of encoders (rows) against datasets, metrics, facets or protocols (columns)."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ssl_bench.results import Record, ResultStore
+from ssl_bench.system.paths import natural_sort_key
+from ssl_bench.tables.depth import Pivot
+from ssl_bench.tables.entries import (
+    Entry,
+    baseline_note,
+    comparable_groups,
+    differing_settings,
+    metric_notes,
+    model_names,
+    provenance,
+    series_as_json,
+)
+from ssl_bench.tables.layer_selection import (
+    NO_CHOICE_MARK,
+    blocks_text,
+    choice_as_json,
+    choice_notes,
+    choose_block,
+    with_seed_counts_by_column,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderTable(Pivot):
+    """One score of each encoder in each column.
+
+    Attributes:
+        choice: How the block was chosen: "holdout", "oracle", or "block" if there is only one.
+        series: One record of each column.
+    """
+
+    choice: str
+    series: Mapping[str, Record]
+
+    def curves(self) -> None:
+        """Return None: a figure shows scores over blocks instead."""
+
+    def entry_text(self, entry: Entry) -> str:
+        return entry.text() if self.choice == "block" else f"{entry.text()} {blocks_text(entry)}"
+
+    def marks(self) -> tuple[str, ...]:
+        series = [self.series[column] for _, column in self.undecided]
+        marks = [NO_CHOICE_MARK] if any(record.is_ranked for record in series) else []
+        if unranked := sorted({record.metric for record in series if not record.is_ranked}):
+            marks.append(
+                f"‡ of {', '.join(unranked)}: no block was chosen, because higher is not better. "
+                "`--layer N` shows one block"
+            )
+        return (*marks, *super().marks())
+
+    def csv_rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "encoder": model,
+                "column": column,
+                "layer_selection": self.choice,
+                "blocks": " ".join(map(str, entry.layers)),
+                **entry.csv_fields(),
+            }
+            for (model, column), entry in self.entries.items()
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the scores with their records. The value is null where no block was chosen."""
+        values = {key: choice_as_json(e) | e.as_json() for key, e in self.entries.items()}
+        values |= {key: {"value": None} for key in self.undecided}
+        return {
+            "kind": "encoders",
+            "title": self.title,
+            "layer_selection": self.choice,
+            "columns": [
+                {"name": name, **series_as_json(record)} for name, record in self.series.items()
+            ],
+            "cells": [
+                {"encoder": model, "column": column, **values[model, column]}
+                for column in self.columns
+                for model in self.rows
+                if (model, column) in values
+            ],
+            "notes": [*self.notes, *self.marks()],
+        }
+
+
+def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) -> EncoderTable:
+    """Score every encoder in every group of comparable records.
+
+    Args:
+        records: Records of any encoders, datasets and tasks.
+        store: Contains the per-image values.
+        choice: How a block is chosen if there are several, see `choose_block`.
+    """
+    groups = comparable_groups(records)
+    columns = column_names([group[0] for group in groups])
+    models = model_names(records)
+    chosen = {
+        (model, column): choose_block(own, store, choice)
+        for column, group in zip(columns, groups, strict=True)
+        for encoder, model in models.items()
+        if (own := [record for record in group if record.encoder_id == encoder])
+    }
+    entries = with_seed_counts_by_column({at: e for at, e in chosen.items() if e is not None})
+    undecided = frozenset(chosen.keys() - entries.keys())
+    if not undecided and all(len(entry.offered_layers) == 1 for entry in entries.values()):
+        choice = "block"
+    series = {column: group[0] for column, group in zip(columns, groups, strict=True)}
+    return EncoderTable(
+        title=_title(list(series.values()), list(entries.values()), choice),
+        row_name="encoder",
+        rows=tuple(sorted(models.values(), key=natural_sort_key)),
+        columns=tuple(columns),
+        entries=entries,
+        notes=tuple(_notes(entries, series, choice, len(models))),
+        choice=choice,
+        series=series,
+        undecided=undecided,
+    )
+
+
+def _title(series: Sequence[Record], scores: Sequence[Entry], choice: str) -> str:
+    common = [
+        str(getattr(series[0], name))
+        for name in ("task", "metric")
+        if len({getattr(record, name) for record in series}) == 1
+    ]
+    layers = sorted({layer for entry in scores for layer in entry.layers})
+    blocks = f"block {', '.join(map(str, layers))}"
+    words = [*common, blocks if choice == "block" else f"{choice} choice of the block"]
+    percent = " (%)" if all(record.unit == "%" for record in series) else ""
+    return f"encoders{percent}: {', '.join(words)}"
+
+
+def _notes(
+    entries: Mapping[tuple[str, str], Entry],
+    series: Mapping[str, Record],
+    choice: str,
+    num_models: int,
+) -> list[str]:
+    scores = list(entries.values())
+    notes = choice_notes(scores, choice)
+    if num_models > 1 and len({entry.offered_layers for entry in scores}) > 1:
+        notes.append("not every encoder was probed at the same blocks in every column")
+    for column, record in series.items():
+        notes.append(
+            f"{column}: {record.task}, {record.metric}, {record.split}, {record.facet}, "
+            f"protocol {record.protocol_label}, {record.num_images:,} images"
+        )
+    for column in series:
+        own = [r for (_, at), e in entries.items() if at == column for r in e.records]
+        if note := baseline_note(own):
+            notes.append(f"{column}: {note}")
+    if scores:
+        notes += metric_notes(series.values())
+        notes.append(provenance([record for entry in scores for record in entry.records]))
+    if num_models > 1:
+        notes.append("differences between encoders are not tested here, but by `ssl-bench compare`")
+    return notes
+
+
+def column_names(records: Sequence[Record]) -> list[str]:
+    """Return a name for each series that tells it apart from the others, as short as possible."""
+    metrics = len({record.metric for record in records}) > 1
+    names = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
+    for field in ("split", "task", "facet", "protocol_label"):
+        names = _extend_equal(names, [[getattr(record, field)] for record in records])
+    settings = [
+        differing_settings(
+            record, [rival for other, rival in zip(names, records, strict=True) if other == name]
+        )
+        for name, record in zip(names, records, strict=True)
+    ]
+    return [", ".join(name) for name in _extend_equal(names, settings)]
+
+
+def _extend_equal(names: Sequence[list[str]], words: Sequence[list[str]]) -> list[list[str]]:
+    """Append the words of each name if names are equal and their words are not."""
+    words_by_name: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
+    for name, more in zip(names, words, strict=True):
+        words_by_name[tuple(name)].add(tuple(more))
+    return [
+        [*name, *more] if len(words_by_name[tuple(name)]) > 1 else name
+        for name, more in zip(names, words, strict=True)
+    ]
