@@ -99,7 +99,9 @@ NEAREST = {
 EXPRESSIONS = {
     "_ALL_TRAIN": "all:0-75%",
     "_ALL_VAL": "all:75-100%",
+    "','.join(fit)": "0,5",
     "','.join(owners)": "tokencut,pca",
+    "*_TOKENS": "probe.facet=token",
     "*command": "ssl-bench probe --task all --checkpoint runs/skip",
     "*out": "--out results",
     "*precision": "train.precision=float32",
@@ -164,7 +166,6 @@ EXPRESSIONS = {
     "timm_name": "vit_small_patch16_224",
     "value": "token",
     "widths": "[24,48,96,192]",
-    "str(world_size)": "4",
 }
 """Example value of each expression in a hint. Text from a user must be in `escape_braces`."""
 

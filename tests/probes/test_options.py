@@ -95,11 +95,7 @@ BY_SHOTS = [
         (correspondence, {"temperature": 0.0}, "probe.temperature"),
         (correspondence, {"facet": "tokens"}, "probe.facet"),
         (correspondence, {"protocol": "davis"}, "probe.protocol"),
-        (
-            geometry,
-            {"facet": ["cls", "cls_patch_mean"]},
-            "must be one of cls, patch_mean, attn_out",
-        ),
+        (geometry, {"facet": ["cls", "cls_patch_mean"]}, "must be one of cls, patch_mean"),
         (geometry, {"alpha_ranks": [100, 11]}, r"alpha_ranks expects the smaller .* got \[100,11"),
         (geometry, {"view_area": [0.5, 0.25]}, "view_area expects the smaller number first"),
         (geometry, {"views": 1}, r"probe.views expects a whole number in \[2, 1000\]"),
