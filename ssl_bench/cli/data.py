@@ -58,7 +58,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.action == "check":
         return _check(options, overrides)
     if overrides:
-        raise ConfigurationError(f"`ssl-bench data {options.action}` takes no {overrides[0]!r}")
+        raise ConfigurationError(
+            f"`ssl-bench data {options.action}` accepts no KEY=VALUE settings, got {overrides[0]!r}"
+        )
     actions = {"list": _list, "download": _download, "verify": _verify}
     return actions[options.action](options)
 

@@ -55,12 +55,10 @@ _MEANINGS = {
     "corrupt": "corruption and severity of the scored images, e.g. gaussian_noise:3",
     "seed": "random seed (--seed)",
     "dtype": "number format of the encoder",
-    "protocol": "published procedure that sets all values of the probe",
     "guesses": "settings that the paper does not state",
     "num_workers": "number of processes that read images",
     "batch_size": "number of images or features per batch",
     "encoder_batch_size": "number of images that the encoder processes at once",
-    "image_size": "side in pixels to which images are resized",
     "train_images": "number of training images to use",
     "views": "crops and augmentations of the encoder's input",
     "max_iterations": "maximum number of iterations of the solver",
@@ -96,7 +94,6 @@ _MEANINGS = {
     "dim": "width of the tokens",
     "norm": "normalisation before attention and MLP",
     "num_heads": "number of attention heads",
-    "patch_size": "side of a patch in pixels",
     "qkv_bias": "whether queries, keys and values have a bias",
 }
 """Meanings of keys without a documented attribute, by the end of the key."""
@@ -177,7 +174,9 @@ def _describe_target(target: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
-    """Return the lines of all keys that equal or lie below one of the parents, all without any.
+    """Return the lines of all keys that are one of the parents or below one.
+
+    Without parents, return the lines of all keys.
 
     Raises:
         ConfigurationError: There are none.

@@ -44,9 +44,10 @@ Run `ssl-bench keys` to list all keys, or `ssl-bench keys probe.tokencut` to lis
 probe with their ranges and defaults.
 """
 COMMANDS_WITH_OVERRIDES = ("probe", "features", "sweep", "pretrain", "reproduce", "data", "keys")
-_KEY_VALUE = (
-    "Use KEY=VALUE (e.g. {}) for options without a flag. Run `ssl-bench keys {}` to list all keys."
-)
+_KEY_VALUE = """\
+Use KEY=VALUE (e.g. {}) for options without a flag.
+Run `ssl-bench keys {}` to list all keys.
+"""
 _EXAMPLES = {
     "probe": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
     "sweep": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
@@ -99,7 +100,13 @@ def build_parser() -> argparse.ArgumentParser:
         example = _EXAMPLES.get(name)
         epilog = _KEY_VALUE.format(*example) if example else None
         description = f"{summary[0].upper()}{summary[1:]}."
-        command = commands.add_parser(name, help=summary, description=description, epilog=epilog)
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         add_flags(command)
     return parser
@@ -128,7 +135,9 @@ def run(arguments: Sequence[str]) -> int:
     if unknown := [word for word in rest if word not in overrides]:
         raise _unknown_argument(options.command, commands[options.command], unknown[0])
     if overrides and options.command not in COMMANDS_WITH_OVERRIDES:
-        raise ConfigurationError(f"`ssl-bench {options.command}` takes no {overrides[0]!r}")
+        raise ConfigurationError(
+            f"`ssl-bench {options.command}` accepts no KEY=VALUE settings, got {overrides[0]!r}"
+        )
     overrides = _add_overrides_of_flags(options, overrides)
     # Imported only now: torch takes seconds to import and `--help` needs none of it.
     command = import_module(f"ssl_bench.cli.{options.command}").command
@@ -257,7 +266,7 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
 
 def _add_features(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--checkpoint", metavar="URI", help="encoder as in probe (default: the newest in runs/)")
+    add("--checkpoint", metavar="URI", help="encoder, as for probe (default: the newest in runs/)")
     add("--dataset", default="folder", help="folder, class_folders, voc2012, ... (default: folder)")
     add("--data-root", metavar="DIR", help="folder of the dataset")
     split = "splits (train, val, images, discovery), separated by commas (default: all)"
@@ -385,12 +394,12 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "list [NAME]: show source, licence, size, folder tree and classes of datasets. "
-        "download NAME: download and unpack a dataset. "
-        "check NAME: count images and read a sample of each split. "
-        "verify DIR: write the sha256 of all files, or compare the files with that list."
-    )
+    parser.description = """\
+  list [NAME]     show source, licence, size, folder tree and classes of datasets
+  download NAME   download and unpack a dataset
+  check NAME      count the images of each split and read a sample
+  verify DIR      write the sha256 of all files, or compare the files with that list
+"""
     add = parser.add_argument
     add("action", choices=("list", "download", "check", "verify"), help="what to do")
     add("target", nargs="?", metavar="NAME|DIR", help="dataset, or folder for verify")
@@ -438,8 +447,8 @@ def _add_probing(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--layer", default="all", help=_LAYERS)
     uris = (
-        "run folder, RUN@EPOCH, weights file, timm:NAME or another URI that `ssl-bench models` "
-        "lists, several or a pattern such as 'runs/*' (default: the newest in runs/)"
+        "run folder, RUN@EPOCH, weights file, timm:NAME, pattern such as 'runs/*', or another URI "
+        "that the command models lists, may be repeated (default: the newest in runs/)"
     )
     add("--checkpoint", action="append", metavar="URI", help=uris)
     baselines = "also probe the encoders with random weights, and raw patch colours"

@@ -329,7 +329,7 @@ def format_listing(tables: Sequence[PublishedTable]) -> str:
             extent = "published weights" if table.runs else "no runs defined"
             if runs := list_runs(table):
                 covered = "all" if len(table.runs) == len(table.rows) else f"{len(table.runs)}"
-                extent = f"{covered} reproduced by {len(runs)} runs"
+                extent = f"{covered} reproduced by {len(runs)} run{'s' * (len(runs) > 1)}"
             name = f"  {full_name(table):{width}}"
             lines.append(f"{name}  {table.where}: {table.title} ({len(table.rows)} rows, {extent})")
     return "\n".join(lines[1:])
@@ -572,7 +572,7 @@ def _format_sizes(images: Sequence[str]) -> str:
     sizes = {name: SOURCES[name].size / 1e9 for name in images if name in SOURCES}
     sizes |= {name: size for name, size in TRAINING_GB.items() if name in images}
     words = [
-        f"{name} {sizes[name]:.2g} GB" if sizes.get(name) or name in TRAINING_GB else f"{name} ?"
+        f"{name} {sizes[name]:.3g} GB" if sizes.get(name) or name in TRAINING_GB else f"{name} ?"
         for name in images
     ]
     return f"{', '.join(words)} ({sum(sizes.values()):.3g} GB to download)"

@@ -45,4 +45,4 @@ def test_it_ends_with_a_row_for_every_probe_and_a_report(small, tmp_path, capsys
         assert main(words) == 0
     again = capsys.readouterr()
     assert again.out == said.out
-    assert again.err.count("is pretrained already") == 1
+    assert again.err.count("already pretrained") == 1
