@@ -9,7 +9,6 @@ from ssl_bench.cli.records import (
     FILTERS,
     filter_records,
     find_recorded_encoder,
-    main_metrics,
     no_records,
     open_store,
     print_tables,
@@ -26,7 +25,7 @@ from ssl_bench.tables.comparison import (
     compare_encoders,
     compare_runs,
 )
-from ssl_bench.tables.depth import group_by_run
+from ssl_bench.tables.depth import group_by_run, main_metrics
 
 Table = Comparison | EpochComparison
 # The tables of records with equal fields of these names differ in the metric only.

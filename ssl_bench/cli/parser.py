@@ -7,6 +7,7 @@ nothing heavy, so that `--help` takes 0.1 s.
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.system.endings import (
+    STOP_SIGNALS,
+    handle_signals,
+    raise_stop_signal,
+    repair_standard_streams,
+    report_error,
+    report_interruption,
+)
 from ssl_bench.system.paths import expand_path
+from ssl_bench.system.process import use_passive_openmp_waiting
 
 if TYPE_CHECKING:
     from ssl_bench.request import ProbeRequest
@@ -84,6 +94,30 @@ _BAD_IMAGE = "stop at an unreadable image, or leave it out (default: fail, for f
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(message, hint=(*self.prog.split(), "--help"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; `ssl_bench.errors` lists the codes."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    repair_standard_streams()
+    use_passive_openmp_waiting()
+    try:
+        with handle_signals(STOP_SIGNALS, raise_stop_signal):
+            code = run(arguments)
+        # Flush here, because an error of a full disk could not be reported at exit.
+        print(end="", flush=True)
+        return code
+    except KeyboardInterrupt as reason:
+        return report_interruption(reason, arguments)
+    except BrokenPipeError:
+        # The reader, such as `head`, closed the pipe. Python would print an error at exit.
+        sys.stdout = None
+        return 0
+    except Exception as error:
+        code = None if "--debug" in arguments else report_error(error, arguments)
+        if code is None:
+            raise
+        return code
 
 
 def build_parser() -> argparse.ArgumentParser:

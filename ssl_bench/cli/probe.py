@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ssl_bench.cli.parser import probe_request
-from ssl_bench.cli.records import print_main_tables
 from ssl_bench.composition.compose import config_to_yaml
 from ssl_bench.errors import UnfitEncoder, escape_braces, with_hint
 from ssl_bench.evaluation import FeatureCache
@@ -21,7 +20,7 @@ from ssl_bench.system.escaping import dump_json
 from ssl_bench.system.files import require_writable
 from ssl_bench.system.process import require_single_process
 from ssl_bench.system.progress import say
-from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.depth import depth_tables, print_main_tables
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:

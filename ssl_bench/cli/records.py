@@ -2,11 +2,9 @@
 
 import argparse
 import sys
-from collections import defaultdict
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ssl_bench.composition.choices import choices, parse_names, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
@@ -17,8 +15,7 @@ from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.files import read_digests, read_untrusted
 from ssl_bench.system.paths import file_name
 from ssl_bench.system.progress import say
-from ssl_bench.tables.depth import Pivot
-from ssl_bench.tables.entries import choose_main_metric, model_names
+from ssl_bench.tables.entries import model_names
 from ssl_bench.tables.sheets import (
     FORMATS,
     Table,
@@ -29,9 +26,6 @@ from ssl_bench.tables.sheets import (
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
 """Fields of a record that are flags of `table` and `compare`."""
-
-MAX_TABLES = 4
-"""If a single task has at most this many tables, all are printed, else those of its main metric."""
 
 _MISMATCH = "does not match its record, or is a link"
 
@@ -50,38 +44,6 @@ def print_tables(tables: Sequence[Table], style: str) -> None:
         sys.stdout.buffer.write(as_parquet(tables))
         return
     print(render_tables(tables, style), end="" if style in ("csv", "json") else "\n")
-
-
-def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
-    """Print all tables of a task that has few, and those of the main metric of other tasks."""
-    by_task: dict[str, list[Pivot]] = defaultdict(list)
-    for table in tables:
-        by_task[table.record.task].append(table)
-    main = main_metrics([table.record for table in tables])
-    most = MAX_TABLES if len(by_task) == 1 else 1
-    for task, all_tables in by_task.items():
-        has_few = len(all_tables) <= most
-        selected = [
-            table
-            for table in all_tables
-            if has_few or main[task, table.record.dataset] == table.record.metric
-        ]
-        printed = [table for table in selected if table.has_values] or selected[:1]
-        print(render_tables(printed, default_format()))
-        if number := len(all_tables) - len(printed):
-            command = f"ssl-bench table --task {task} --out {store.root}"
-            say(f"{number} more table{'s' * (number > 1)} of {task}: {command}")
-
-
-def main_metrics(
-    records: Iterable[Record], names: Sequence[str] = ("task", "dataset")
-) -> dict[tuple[Any, ...], str]:
-    """Return the main metric of each group of records with equal fields of these names."""
-    metrics: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
-    for record in records:
-        group = tuple(getattr(record, name) for name in names)
-        metrics[group][record.metric, record.is_ranked] = None
-    return {group: choose_main_metric(list(known)) for group, known in metrics.items()}
 
 
 def resolve_format(name: str | None) -> str:

@@ -8,9 +8,7 @@ from ssl_bench.cli.records import (
     FILTERS,
     find_recorded_encoder,
     load_selected_records,
-    main_metrics,
     open_store,
-    print_main_tables,
     print_tables,
     resolve_format,
 )
@@ -20,7 +18,13 @@ from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.per_image import check_values
 from ssl_bench.results.store import PACKED
 from ssl_bench.system.progress import say
-from ssl_bench.tables.depth import Pivot, depth_tables, epoch_tables
+from ssl_bench.tables.depth import (
+    Pivot,
+    depth_tables,
+    epoch_tables,
+    main_metrics,
+    print_main_tables,
+)
 from ssl_bench.tables.drawing import draw_curves
 from ssl_bench.tables.encoders import encoder_table
 from ssl_bench.tables.layer_selection import CHOICES

@@ -2,15 +2,17 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.errors import DataError
-from ssl_bench.results import Record
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.paths import natural_sort_key
+from ssl_bench.system.progress import say
 from ssl_bench.tables.entries import (
     Entry,
+    choose_main_metric,
     comparable_groups,
     dagger_meaning,
     mean_entries,
@@ -19,7 +21,10 @@ from ssl_bench.tables.entries import (
     table_notes,
     table_titles,
 )
-from ssl_bench.tables.sheets import Cell, Sheet, Table
+from ssl_bench.tables.sheets import Cell, Sheet, Table, default_format, render_tables
+
+MAX_TABLES = 4
+"""If a single task has at most this many tables, all are printed, else those of its main metric."""
 
 PROBE_EPOCHS = (
     *("ssl-bench", "pretrain", "train.keep_epochs=[100,200]", "or"),
@@ -281,3 +286,35 @@ def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
 def epoch_number(record: Record) -> float:
     """Return the epoch of the encoder of a record from `group_by_run`."""
     return float(record.details["epoch"])
+
+
+def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
+    """Print all tables of a task that has few, and those of the main metric of other tasks."""
+    by_task: dict[str, list[Pivot]] = defaultdict(list)
+    for table in tables:
+        by_task[table.record.task].append(table)
+    main = main_metrics([table.record for table in tables])
+    most = MAX_TABLES if len(by_task) == 1 else 1
+    for task, all_tables in by_task.items():
+        has_few = len(all_tables) <= most
+        selected = [
+            table
+            for table in all_tables
+            if has_few or main[task, table.record.dataset] == table.record.metric
+        ]
+        printed = [table for table in selected if table.has_values] or selected[:1]
+        print(render_tables(printed, default_format()))
+        if number := len(all_tables) - len(printed):
+            command = f"ssl-bench table --task {task} --out {store.root}"
+            say(f"{number} more table{'s' * (number > 1)} of {task}: {command}")
+
+
+def main_metrics(
+    records: Iterable[Record], names: Sequence[str] = ("task", "dataset")
+) -> dict[tuple[Any, ...], str]:
+    """Return the main metric of each group of records with equal fields of these names."""
+    metrics: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
+    for record in records:
+        group = tuple(getattr(record, name) for name in names)
+        metrics[group][record.metric, record.is_ranked] = None
+    return {group: choose_main_metric(list(known)) for group, known in metrics.items()}

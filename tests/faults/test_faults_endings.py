@@ -154,7 +154,7 @@ def test_an_interruption_is_reported_although_the_launcher_is_wrong(capsys, monk
         raise KeyboardInterrupt
 
     launched(monkeypatch, WORLD_SIZE="2", RANK="none")
-    monkeypatch.setattr("ssl_bench.cli.__main__.run", interrupted)
+    monkeypatch.setattr("ssl_bench.cli.parser.run", interrupted)
 
     assert main(["probe"]) == 130
     assert capsys.readouterr().err.startswith("ssl-bench: interrupted")
