@@ -39,9 +39,9 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
-from ssl_bench.neighbours import power_of_two, unit_vectors
+from ssl_bench.neighbours import unit_vectors
 from ssl_bench.results import encoder_id
-from ssl_bench.system.device import float64_device, to_device, to_float64
+from ssl_bench.system.device import float64_device, power_of_two, to_device, to_float64
 from ssl_bench.system.paths import cache_folder
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")

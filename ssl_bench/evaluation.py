@@ -217,7 +217,7 @@ class Probe:
 
     Attributes:
         task: Name on the command line.
-        role: What the dataset must support, a key of `ssl_bench.data.roles.OFFERED`.
+        role: What the dataset must support, a key of `ssl_bench.data.samples.OFFERED`.
         protocol: Field with the name of the preset that gives the other fields their defaults.
         facet: Field with the facets of a block to score, one name or several. None for probes
             without facets.
@@ -269,7 +269,7 @@ class Probe:
         A setting that the user chose takes precedence.
 
         Args:
-            roles: What the dataset supports, keys of `ssl_bench.data.roles.OFFERED`.
+            roles: What the dataset supports, keys of `ssl_bench.data.samples.OFFERED`.
         """
         del roles
         return {}

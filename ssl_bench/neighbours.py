@@ -16,9 +16,8 @@ from torch import Tensor
 from ssl_bench.composition.fields import Engine
 from ssl_bench.errors import MachineError
 from ssl_bench.metrics import LabelledFeatures, class_rank
-from ssl_bench.system.device import to_float64
+from ssl_bench.system.device import power_of_two, to_float64
 
-_EXPONENT_BITS = 0x7F800000
 # Similarities in memory at a time: 0.25 GiB.
 _MAX_SIMILARITIES = 2**26
 # Smallest number of queries in a call of faiss, and in a matrix product with its candidates.
@@ -95,18 +94,6 @@ def zero_vectors_warning(unit: Float[Tensor, "vectors dim"]) -> list[str]:
     if not zeros:
         return []
     return [f"{zeros} of {len(unit)} vectors are zero: their cosine with every vector counts as 0"]
-
-
-def power_of_two(numbers: Float[Tensor, "*some"]) -> Float[Tensor, "*some"]:
-    """Return the largest power of two up to each number, at least 2^-126.
-
-    Args:
-        numbers: Non-negative numbers in the range of float32.
-    """
-    positive = numbers.float().clamp(min=torch.finfo(torch.float32).tiny)
-    # Clearing the mantissa is exact on every device. Logarithms are not.
-    power = (positive.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-    return power.to(numbers.dtype)
 
 
 def vote_rank(

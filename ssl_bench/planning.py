@@ -30,8 +30,7 @@ from ssl_bench.data.files.readable import (
     shared_files,
     with_a_way_out,
 )
-from ssl_bench.data.roles import OFFERED
-from ssl_bench.data.samples import Dataset
+from ssl_bench.data.samples import OFFERED, Dataset
 from ssl_bench.data.splits import DType, ListedOnce, OpenedOnce, as_asked, shared_values
 from ssl_bench.errors import (
     BrokenFile,

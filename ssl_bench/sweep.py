@@ -33,7 +33,7 @@ from ssl_bench.evaluation import (
 from ssl_bench.layers import select_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_of_encoder
-from ssl_bench.models.loading.asked import announced_encoder, encoder_addresses, require_layers
+from ssl_bench.models.loading.load import announced_encoder, encoder_addresses, require_layers
 from ssl_bench.planning import PlannedProbe, evaluate, open_datasets_once, plan_request
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import ResultKey, ResultStore, encoder_id

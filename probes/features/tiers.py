@@ -33,8 +33,7 @@ from ssl_bench.errors import MachineError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
-from ssl_bench.neighbours import power_of_two
-from ssl_bench.system.device import free_gpu_memory, to_device
+from ssl_bench.system.device import free_gpu_memory, power_of_two, to_device
 from ssl_bench.system.files import atomic_file, open_trusted, remove_orphans
 from ssl_bench.system.process import free_host_memory
 

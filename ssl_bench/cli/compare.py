@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 from ssl_bench.cli.records import (
@@ -40,8 +41,6 @@ def command(options: argparse.Namespace) -> int:
     with open_store(options.out) as store:
         compare = _compare_runs if options.over_epochs else _compare_encoders
         tables: Sequence[Table] = compare(options, store)
-        if not (options.metric or options.all_metrics):
-            tables = _select_main(tables)
         print_tables(tables, style)
         parts = [table.by_epoch.values() if isinstance(table, EpochComparison) else [table]
                  for table in tables]  # fmt: skip
@@ -50,16 +49,23 @@ def command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _select_main(tables: Sequence[Table]) -> list[Table]:
-    """Return the tables of the main metrics, and name the other metrics."""
-    main = main_metrics([table.record for table in tables], _TABLE_FIELDS)
+def _select_tables(options: argparse.Namespace, records: Sequence[Record]) -> list[Record]:
+    """Return the records of main metrics, unless flags select metrics, and name the other metrics.
+
+    Args:
+        options: The flags.
+        records: One record of each table that can be printed.
+    """
+    if options.metric or options.all_metrics:
+        return list(records)
+    main = main_metrics(records, _TABLE_FIELDS)
     selected = [
-        table
-        for table in tables
-        if main[tuple(getattr(table.record, name) for name in _TABLE_FIELDS)] == table.record.metric
+        record
+        for record in records
+        if main[tuple(getattr(record, name) for name in _TABLE_FIELDS)] == record.metric
     ]
-    metrics = {table.record.metric for table in selected}
-    if others := sorted({table.record.metric for table in tables} - metrics):
+    metrics = {record.metric for record in selected}
+    if others := sorted({record.metric for record in records} - metrics):
         say(
             f"not shown: {', '.join(others)}. Use --metric {others[0]} to show one, --all-metrics "
             "to show all"
@@ -78,7 +84,9 @@ def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[Epoch
             f"expected two runs with --over-epochs, got {' and '.join(runs)}",
             hint=("ssl-bench", "compare", "{run}", "{other_run}", "--over-epochs"),
         )
-    return compare_runs(store, filter_records(options, records, store), (runs[0], runs[1]))
+    tables = compare_runs(store, filter_records(options, records, store), (runs[0], runs[1]))
+    selected = _select_tables(options, [table.record for table in tables])
+    return [table for table in tables if table.record in selected]
 
 
 def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
@@ -119,7 +127,9 @@ def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[C
                 f"{name} has no record of {' '.join(flags)} in {store.root}, only of {tasks}",
                 hint=(*probe, "--checkpoint", escape_braces(name), *out),
             )
-    tables, reasons = compare_encoders(store, records, encoders)
+    tables, reasons = compare_encoders(
+        store, records, encoders, select=partial(_select_tables, options)
+    )
     for task, reason in reasons.items():
         say(f"left out: {task}: {reason}")
     return tables

@@ -32,12 +32,7 @@ from ssl_bench.errors import (
 )
 from ssl_bench.network import download, part_of
 from ssl_bench.system.escaping import dump_json, escape_lines, escape_unprintable, to_one_line
-from ssl_bench.system.files import (
-    file_sha256,
-    read_regular,
-    wait_for_lock,
-    write_text_atomically,
-)
+from ssl_bench.system.files import file_sha256, read_regular, wait_for_lock, write_text_atomically
 from ssl_bench.system.paths import expand_path, resolve_links
 from ssl_bench.system.progress import format_size, say, show_progress
 

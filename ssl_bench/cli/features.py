@@ -27,7 +27,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImag
 from ssl_bench.evaluation import unreadable_ids
 from ssl_bench.features import FeatureExtractor, resize_image
 from ssl_bench.layers import resolve_layers
-from ssl_bench.models.loading.asked import announced_encoder, newest_checkpoint, require_layers
+from ssl_bench.models.loading.load import announced_encoder, newest_checkpoint, require_layers
 from ssl_bench.request import parse_on_bad_image
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import (

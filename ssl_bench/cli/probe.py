@@ -12,7 +12,7 @@ from ssl_bench.evaluation import FeatureCache
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand, is_baseline, layers_of_encoder
-from ssl_bench.models.loading.asked import announced_encoder, encoder_addresses, require_layers
+from ssl_bench.models.loading.load import announced_encoder, encoder_addresses, require_layers
 from ssl_bench.planning import PlannedProbe, evaluate, plan_request, require_images
 from ssl_bench.request import ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore

@@ -146,12 +146,12 @@ def _nearest_names(name: str, names: Sequence[str]) -> list[str]:
     """Return up to three similar names, the most similar first."""
     # The time of difflib grows with the square of the length.
     name = name[:MAX_NAME_LENGTH].lower()
-    _, is_key, last = name.rpartition(".")
-    # A key below another owner, such as probe.limit for data.limit.
-    same_last = [known for known in names if is_key and known.rpartition(".")[2] == last]
-    if same_last:
-        return difflib.get_close_matches(name, same_last, cutoff=0.0)
-    return difflib.get_close_matches(name, names, cutoff=0.5)
+    # The last part of a key counts first: probe.limt is nearer to data.limit than to probe.tau.
+    last_parts = {known: known.rpartition(".")[2] for known in names}
+    similar = difflib.get_close_matches(name.rpartition(".")[2], {*last_parts.values()}, cutoff=0.5)
+    similar = similar[:1] if "." in name else similar
+    candidates = [known for known in names if last_parts[known] in similar]
+    return difflib.get_close_matches(name, candidates, cutoff=0.0)
 
 
 def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence[str] = ()) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES
-from ssl_bench.data.roles import PUBLISHED
+from ssl_bench.data.samples import PUBLISHED
 from ssl_bench.network import PublishedFile
 
 _COCO = "http://images.cocodataset.org"

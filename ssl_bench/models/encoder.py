@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, UnfitEncoder
 from ssl_bench.models.config import KINDS, EncoderConfig, of_kind
-from ssl_bench.models.own_code import code_sha256
 from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
 from ssl_bench.system.device import evaluation_mode, preserve_process_state
 
@@ -244,6 +243,9 @@ class Encoder(_Identified):
             widths, prefix, channels_last = _anatomy(outputs, grid, called)
             shape = outputs[0].shape[1:]
             _require_row_by_row(own, grid, patch, prefix, shape, channels_last, called)
+        # Imported here, because only modules of users need it.
+        from ssl_bench.models.own_code import code_sha256
+
         inner = next(own.blocks.children()).modules()
         heads = [getattr(part, name, None) for part in inner for name in _HEADS]
         # The layer that keys are taken from.

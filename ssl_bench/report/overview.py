@@ -190,12 +190,12 @@ def find_lower_blocks(
     if best is None:
         return None
     side = load_side(store, panel, line.checkpoint) if is_paired else None
-    if side is not None and best.layer in side.estimates.blocks:
-        highest = block_side(side.estimates, best.layer)
+    if side is not None and best.layer in side.curve.blocks:
+        highest = block_side(side.curve, best.layer)
         return {
             layer
-            for layer in side.estimates.blocks
-            if difference("", highest, block_side(side.estimates, layer)).is_significant
+            for layer in side.curve.blocks
+            if difference("", highest, block_side(side.curve, layer)).is_significant
         }
     low = best.low
     highs = {entry.layer: entry.high for entry in line.entries if not entry.is_degenerate}

@@ -10,7 +10,7 @@ import numpy as np
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.panels import Checkpoint, Panel
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.results.per_image import CurveEstimates, ImageCurve, load_curve
+from ssl_bench.results.per_image import ImageCurve, load_curve
 from ssl_bench.scores import mean_iou
 from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.comparison import (
@@ -44,8 +44,7 @@ class Side(NamedTuple):
 
     Attributes:
         checkpoint: The encoder.
-        curve: Per-image values by block.
-        estimates: Scores computed from them.
+        curve: Per-image values and scores by block.
         image_names: Names of the images, in the order of the values.
         records: Records by block.
         seed: Seed of the records.
@@ -53,7 +52,6 @@ class Side(NamedTuple):
 
     checkpoint: Checkpoint
     curve: ImageCurve
-    estimates: CurveEstimates
     image_names: Sequence[str]
     records: Mapping[int, Record]
     seed: int
@@ -133,7 +131,6 @@ def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side 
     return Side(
         checkpoint=checkpoint,
         curve=curve,
-        estimates=CurveEstimates.from_curve(curve),
         image_names=_name_images(store, records[0], number),
         records={layer: by_layer[layer] for layer in values},
         seed=seed,
@@ -161,11 +158,11 @@ def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | 
             [second.records[layer] for layer in second_layers],
         )
 
-    blocks = compare_block_by_block(first.estimates, second.estimates)
-    summary = compare_best_blocks(first.estimates, second.estimates)
-    layers = (first.estimates.best, second.estimates.best)
+    blocks = compare_block_by_block(first.curve, second.curve)
+    summary = compare_best_blocks(first.curve, second.curve)
+    layers = (first.curve.best, second.curve.best)
     values = (first.curve.per_image[layers[0]], second.curve.per_image[layers[1]])
-    have_best = first.estimates.has_best and second.estimates.has_best
+    have_best = first.curve.has_best and second.curve.has_best
     encoders = tuple(next(iter(side.records.values())) for side in (first, second))
     names = (first.checkpoint.name, second.checkpoint.name)
     return PanelComparison(

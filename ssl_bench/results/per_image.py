@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -154,6 +154,8 @@ def matches_record(per_image: PerImage, record: Record) -> bool:
 class ImageCurve:
     """The per-image values of one metric and encoder, for each block.
 
+    Each estimate is computed once, when it is first needed, because several comparisons use it.
+
     Attributes:
         metric: Name of the metric.
         per_image: Per-image values by block.
@@ -183,9 +185,6 @@ class ImageCurve:
         """Return the metric of some images with the influence of each image."""
         return self._kind(per_image).estimate(per_image)
 
-    def _kind(self, per_image: PerImage) -> Kind:
-        return _KINDS[self.kind or guess_kind(self.metric, per_image)]
-
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
         """Return the candidate with the highest metric on some images.
 
@@ -213,44 +212,30 @@ class ImageCurve:
             per_image[fold] = self.per_image[layers[-1]][fold]
         return per_image, layers
 
+    @property
+    def has_best(self) -> bool:
+        """Whether any block can be the best."""
+        return bool(self.candidates)
 
-@dataclass(frozen=True)
-class CurveEstimates:
-    """The estimates of an `ImageCurve`, computed once for several comparisons.
+    @cached_property
+    def best(self) -> int:
+        """The candidate with the highest value, or the last block if there is no candidate."""
+        return self.best_layer() if self.candidates else max(self.per_image)
 
-    Attributes:
-        blocks: Estimate by block.
-        degenerate: Percentage of degenerate images by block, where it is recorded.
-        has_best: Whether any block can be the best, see `ImageCurve.candidates`.
-        best: The candidate with the highest value, or the last block if there is no candidate.
-        held_out: Estimate with the block of each fold that is best on the other folds.
-        held_out_layers: The block of each fold.
-    """
+    @cached_property
+    def blocks(self) -> Mapping[int, Estimate]:
+        """The estimate of each block."""
+        return {layer: self.estimate(values) for layer, values in self.per_image.items()}
 
-    blocks: Mapping[int, Estimate]
-    degenerate: Mapping[int, float]
-    has_best: bool
-    best: int
-    held_out: Estimate
-    held_out_layers: tuple[int, ...]
+    @property
+    def held_out(self) -> Estimate:
+        """The estimate with the block of each fold that is best on the other folds."""
+        return self._held_out[0]
 
-    @classmethod
-    def from_curve(cls, curve: ImageCurve) -> "CurveEstimates":
-        """Compute the estimates of a curve with at least one block, all of the same images."""
-        blocks = {layer: curve.estimate(values) for layer, values in curve.per_image.items()}
-        if not curve.candidates:
-            last = max(blocks)
-            return cls(blocks, curve.degenerate, False, last, blocks[last], (last,))
-        per_image, layers = curve.choose_held_out()
-        return cls(
-            blocks=blocks,
-            degenerate=curve.degenerate,
-            has_best=True,
-            best=curve.best_layer(),
-            # The same object if all folds choose one block, so that their difference is exactly 0.
-            held_out=blocks[layers[0]] if len(set(layers)) == 1 else curve.estimate(per_image),
-            held_out_layers=tuple(layers),
-        )
+    @property
+    def held_out_layers(self) -> tuple[int, ...]:
+        """The block of each fold, or the last block alone if there is no candidate."""
+        return self._held_out[1]
 
     @property
     def held_out_degenerate_percent(self) -> float | None:
@@ -258,6 +243,18 @@ class CurveEstimates:
         # The folds have equal sizes, so each one has the same weight.
         percents = [self.degenerate[n] for n in self.held_out_layers if n in self.degenerate]
         return sum(percents) / len(percents) if percents else None
+
+    @cached_property
+    def _held_out(self) -> tuple[Estimate, tuple[int, ...]]:
+        if not self.candidates:
+            return self.blocks[self.best], (self.best,)
+        per_image, layers = self.choose_held_out()
+        # The same object if all folds choose one block, so that their difference is exactly 0.
+        is_one_block = len(set(layers)) == 1
+        return self.blocks[layers[0]] if is_one_block else self.estimate(per_image), tuple(layers)
+
+    def _kind(self, per_image: PerImage) -> Kind:
+        return _KINDS[self.kind or guess_kind(self.metric, per_image)]
 
 
 def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:

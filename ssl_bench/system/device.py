@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -19,11 +20,11 @@ from ssl_bench.system.process import get_process_info
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the requested device and make it the current one; the default is a GPU if present.
+    """Return the requested device and make it the current one.
 
-    TF32 is turned off on a GPU, so that float32 means float32. By default torch uses TF32 in
-    convolutions, and some containers turn it on for matrix products
-    (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
+    The default device is a GPU if there is one. TF32 is turned off on it, so that float32 means
+    float32. torch itself uses TF32 in convolutions, and some containers turn it on for matrix
+    products (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
 
     Args:
         name: Name as in torch, such as "cpu" or "cuda:1". A process of torchrun uses the GPU with
@@ -141,6 +142,20 @@ def to_float64(tensor: Tensor) -> Tensor:
     return tensor.to(float64_device(tensor.device)).double()
 
 
+def power_of_two(numbers: Float[Tensor, "*some"]) -> Float[Tensor, "*some"]:
+    """Return the largest power of two up to each number, at least 2^-126.
+
+    Args:
+        numbers: Non-negative numbers in the range of float32.
+    """
+    positive = numbers.float().clamp(min=torch.finfo(torch.float32).tiny)
+    # Clearing the mantissa is exact on every device. Logarithms are not.
+    power = (positive.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    return power.to(numbers.dtype)
+
+
+# Bits of the exponent in a float32.
+_EXPONENT_BITS = 0x7F800000
 _PRODUCTS = frozenset(
     (
         *(functional.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.einsum),

@@ -1,4 +1,4 @@
-"""How a command ends: signals, and errors as one line on stderr with an exit code."""
+"""Signals that stop a command, and errors as one line on stderr with an exit code."""
 
 import io
 import os
@@ -30,7 +30,7 @@ _MAX_CHARACTERS = 1000
 
 
 class StopSignal(KeyboardInterrupt):
-    """One of `STOP_SIGNALS` arrived; code that handles Ctrl-C handles it in the same way."""
+    """Exception for one of `STOP_SIGNALS`, which is handled in the same way as Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -106,7 +106,7 @@ def repair_standard_streams() -> None:
 
 
 def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> int:
-    """Print why a command was stopped and how to continue it; return its exit code."""
+    """Print why a command was stopped and how to continue it, and return its exit code."""
     name = next(iter(reason.args), "") if isinstance(reason, StopSignal) else ""
     if is_main_process():
         event = f"stopped by {name}" if name else "interrupted"

@@ -140,9 +140,9 @@ def to_plain_json(
 
 
 def escape_in_template(value: Any) -> Any:
-    """Make a text printable before an HTML template prints it; markup objects pass unchanged.
+    """Make a text printable before an HTML template prints it.
 
-    The template engine escapes HTML itself.
+    The template engine escapes HTML itself. Its markup objects are returned unchanged.
     """
     return escape_unprintable(value) if type(value) is str else value
 

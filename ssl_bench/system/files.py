@@ -43,7 +43,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that a crash or a full disk leaves the old file or the new one, never a part.
 
     Args:
-        path: File to write; missing parent folders are created.
+        path: File to write. Missing parent folders are created.
         write: Function that writes the content to an open binary file.
 
     Raises:
@@ -60,7 +60,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 text like `write_atomically`; undecodable file names in it are preserved."""
+    """Write a UTF-8 text like `write_atomically`, and preserve undecodable file names in it."""
     write_atomically(path, lambda file: file.write(text.encode(errors="surrogateescape")))
 
 
@@ -68,9 +68,10 @@ def write_text_atomically(path: Path, text: str) -> None:
 def atomic_file(path: Path) -> Generator[BinaryIO]:
     """Open a temporary file in the same folder, and rename it to `path` if no error occurs.
 
-    The content is on the disk before the rename, and the rename is on the disk at the end, so that
-    a power failure loses neither. The temporary file is locked while it is written, which tells
-    `remove_orphans` that its writer is alive. Its name is unique among processes and hosts.
+    A power failure loses nothing: the content is on the disk before the file is renamed, and the
+    new name is on the disk at the end. The name of the temporary file is unique among processes and
+    hosts. The file is locked while it is written, which tells `remove_orphans` that its writer is
+    alive.
 
     Raises:
         OSError: The file cannot be written. The old file is kept.
@@ -127,9 +128,9 @@ def remove_orphans_below(folder: Path) -> None:
 def remove_orphans(folder: Path, *, idle_seconds: float = _ORPHAN_SECONDS) -> None:
     """Delete the temporary files that killed writers left in a folder, and nothing else.
 
-    A writer holds a lock on its file that ends with the process, so a locked file is kept. Some
-    network file systems hide locks from other hosts. Therefore a file without a lock is also kept
-    until nobody has changed it for `idle_seconds`, or for a day if the file system has no locks.
+    A locked file is kept, because the lock of a writer ends with its process. Some network file
+    systems hide locks from other hosts. A file is therefore kept until it has not changed for
+    `idle_seconds`, or for a day if the file system has no locks.
     """
     with suppress(OSError):
         for path in folder.iterdir():
@@ -152,7 +153,9 @@ def _remove_orphan(path: Path, idle_seconds: float) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file until it is closed; return False if the system or file system has no locks.
+    """Lock a file until it is closed, and return whether that is possible.
+
+    It is impossible on Windows and on some network file systems.
 
     Raises:
         BlockingIOError: Another process holds the lock.
@@ -184,7 +187,7 @@ def wait_for_lock(descriptor: int) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; links to files are followed.
+    """Open a regular file, or the file that a link leads to, for reading.
 
     Raises:
         OSError: The file is missing, or it is a folder, pipe, socket or device, which could block
@@ -198,13 +201,13 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file; raises the errors of `open_regular`."""
+    """Return the content of a file that `open_regular` opens."""
     with open_regular(path) as file:
         return file.read()
 
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file in hexadecimal; raises the errors of `open_regular`."""
+    """Return the hexadecimal sha256 of a file that `open_regular` opens."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -212,11 +215,12 @@ def file_sha256(path: Path) -> str:
 def open_trusted(path: Path) -> BufferedReader:
     """Open a cache file for reading if no other user can have written it.
 
-    Results are computed from cache files. A file is refused if it belongs to another user than
-    oneself or root, if everybody may write it, or if it is a link, pipe or device.
+    Results are computed from cache files, so their content must be trusted. A file is refused if
+    everybody may write it, or if it belongs to another user, except root. Links, pipes and devices
+    are refused too.
 
     Raises:
-        OSError: The file is missing or refused; `strerror` gives the reason.
+        OSError: The file is missing or refused. `strerror` gives the reason.
     """
     descriptor = os.open(path, _READ | _NO_LINK)
     status = os.fstat(descriptor)
@@ -249,7 +253,7 @@ def open_untrusted(
             you read many files, so that each folder is checked once.
 
     Raises:
-        OSError: The file is a link, pipe or device, lies below a link, or is too large; `strerror`
+        OSError: The file is a link, pipe or device, lies below a link, or is too large. `strerror`
             gives the reason.
     """
     folder = path.parent
@@ -423,11 +427,11 @@ def is_output(folder: Path) -> bool:
 
 
 def list_files(root: Path) -> Iterator[str]:
-    """Yield the relative paths of all files below a folder; a folder's own files come first.
+    """Yield the relative paths of all files below a folder.
 
-    Hidden files are left out. So are folders that ssl-bench wrote, such as pictures, reports and
-    generated scenes, and a message names the first. This does not apply to `root` itself. Links to
-    folders are followed.
+    The files of a folder come before those of its subfolders. Links to folders are followed. Hidden
+    files are left out. Folders that ssl-bench wrote, such as pictures, reports and toy scenes, are
+    left out too, unless `root` itself is one. A message names the first of them.
     """
     visited: set[str] = set()
     outputs: list[Path] = []

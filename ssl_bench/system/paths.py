@@ -25,7 +25,7 @@ def expand_path(text: str | Path) -> Path:
     """
     if not is_valid_path(text):
         raise ConfigurationError(
-            f"invalid path {str(text)[:100]!r}, expected names of at most {_MAX_NAME_BYTES} bytes, "
+            f"invalid path {str(text)[:100]!r}, expected names of 1 to {_MAX_NAME_BYTES} bytes, "
             "of which the first may be ~ or ~USER"
         )
     return Path(text).expanduser()
@@ -111,7 +111,7 @@ def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def figure_file_name(image_id: str, *, before: str = "") -> str:
-    """Return the name of the PNG file for an image; different ids have different names.
+    """Return the name of the PNG file for an image, which is different for each id.
 
     Args:
         image_id: Id of the image, which may contain folders.

@@ -30,7 +30,9 @@ class ProcessInfo:
 
 
 def get_process_info() -> ProcessInfo:
-    """Read torchrun's environment variables; without WORLD_SIZE there is a single process.
+    """Return the position of this process, as torchrun's environment variables state it.
+
+    There is a single process if WORLD_SIZE is not set.
 
     Raises:
         ConfigurationError: A variable is missing or has a wrong value.
@@ -204,8 +206,8 @@ def free_shared_memory() -> int | None:
 def free_host_memory() -> int:
     """Return the bytes of CPU memory that this process can still allocate.
 
-    This is the memory that the machine has left, or less if a scheduler or container sets a limit
-    for the control group of the process.
+    This is the free memory of the machine. It is less if a scheduler or container limits the
+    control group of the process.
     """
     return min([_free_machine_memory(), *_free_cgroup_memory()])
 

@@ -16,9 +16,10 @@ _FIRST_LINE_SECONDS, _MAX_SECONDS_BETWEEN_LINES = 20.0, 600.0
 
 
 def say(line: str) -> None:
-    """Print a message on stderr without breaking a progress bar; stdout is for tables.
+    """Print a message on stderr without breaking a progress bar.
 
-    If torchrun started several processes, only the first one prints.
+    Only tables are printed on stdout. If torchrun started several processes, only the first of them
+    prints.
     """
     if not is_main_process():
         return
@@ -64,8 +65,8 @@ def bar_class() -> Any:
     """Return tqdm's progress bar, changed in two ways.
 
     The time left is computed without the first item, which also waits for data and models to load.
-    Each process has its own lock. tqdm shares one lock with forked processes, and a process that is
-    killed while it prints would block all others forever.
+    Each process has its own lock. tqdm itself shares one lock with forked processes, so that a
+    process that is killed while it prints would block all others.
     """
     # Imported here because the import takes as long as the rest of `--help`.
     from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""Where a result comes from: the commit of the code, the versions, the hardware and the time.
+"""Provenance of a result: the commit of the code, versions, hardware and time.
 
 The build (`hatch_build.py`) runs this file on its own, so its top level only imports the standard
 library.

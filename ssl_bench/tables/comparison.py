@@ -3,14 +3,14 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import SIGNIFICANT, Estimate, holm
 from ssl_bench.results import ENCODER_FIELDS, TRAINED_ON, Record, ResultStore, is_degenerate
-from ssl_bench.results.per_image import CurveEstimates, load_curve
+from ssl_bench.results.per_image import ImageCurve, load_curve
 from ssl_bench.tables.depth import (
     PROBE_EPOCHS,
     epoch_number,
@@ -128,12 +128,12 @@ class Side(NamedTuple):
     degenerate: float | None = None
 
 
-def block_side(curve: CurveEstimates, layer: int) -> Side:
+def block_side(curve: ImageCurve, layer: int) -> Side:
     """Return the score of one block."""
     return Side(curve.blocks[layer], (layer,), curve.degenerate.get(layer))
 
 
-def _held_out_side(curve: CurveEstimates) -> Side:
+def _held_out_side(curve: ImageCurve) -> Side:
     """Return the score with the held-out choice of a block, to which all blocks belong."""
     return Side(curve.held_out, tuple(curve.blocks), curve.held_out_degenerate_percent)
 
@@ -161,7 +161,7 @@ def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]
 
 
-def compare_block_by_block(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
+def compare_block_by_block(first: ImageCurve, second: ImageCurve) -> list[Difference]:
     """Compare the blocks that both encoders have, and the last blocks if their indices differ."""
     pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
     last = max(first.blocks), max(second.blocks)
@@ -172,7 +172,7 @@ def compare_block_by_block(first: CurveEstimates, second: CurveEstimates) -> lis
     )
 
 
-def compare_best_blocks(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
+def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Difference]:
     """Compare the best blocks on the scored images, and the held-out choices of a block.
 
     The best block on the scored images is optimistic for both sides. The held-out choice is what a
@@ -190,14 +190,14 @@ def compare_best_blocks(first: CurveEstimates, second: CurveEstimates) -> list[D
     ]
 
 
-def compare_checkpoints(first: CurveEstimates, second: CurveEstimates) -> list[Difference]:
+def compare_checkpoints(first: ImageCurve, second: ImageCurve) -> list[Difference]:
     """Compare two encoders block by block, and at their best blocks if both have several."""
     rows = compare_block_by_block(first, second)
     have_several = len(first.blocks) > 1 and len(second.blocks) > 1
     return rows + compare_best_blocks(first, second) if have_several else rows
 
 
-def _compare_blocks_of_one(curve: CurveEstimates) -> list[Difference]:
+def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
     """Compare every block, and the held-out choice, with the best block on the scored images.
 
     If no block may be the best, compare every block with the last one.
@@ -212,7 +212,7 @@ def _compare_blocks_of_one(curve: CurveEstimates) -> list[Difference]:
     return [*rows, difference(name, _held_out_side(curve), best)]
 
 
-def _compare(sides: Sequence[CurveEstimates]) -> list[Difference]:
+def _compare(sides: Sequence[ImageCurve]) -> list[Difference]:
     return _compare_blocks_of_one(sides[0]) if len(sides) == 1 else compare_checkpoints(*sides)
 
 
@@ -358,7 +358,10 @@ def code_versions(records: Iterable[Record]) -> frozenset[str]:
 
 
 def compare_encoders(
-    store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]
+    store: ResultStore,
+    records: Sequence[Record],
+    encoders: Mapping[str, str],
+    select: Callable[[Sequence[Record]], Collection[Record]] = list,
 ) -> tuple[list[Comparison], dict[str, str]]:
     """Compare two encoders, or the blocks of one, in every task that allows it.
 
@@ -366,6 +369,7 @@ def compare_encoders(
         store: Contains the per-image values.
         records: Records to consider.
         encoders: One or two names that the user typed, by `Record.encoder_id`.
+        select: Selects the tables to compute, given one record of each table.
 
     Returns:
         One table for each group of comparable records, and the reason by task for each task
@@ -379,15 +383,18 @@ def compare_encoders(
     names = [by_id[key].model if key in by_id else encoders[key] for key in ids]
     if len(set(names)) < len(names):
         names = [f"{name} {key[:6]}" for key, name in zip(ids, names, strict=True)]
+    groups = [group for group in _groups_by_seed(records) if _has_per_image(store, group, ids)]
+    titles = table_titles([group[:1] for group in groups])
+    selected = {record.digest for record in select([group[0] for group in groups])}
     pairs = [
-        (group, sides)
-        for group in _groups_by_seed(records)
-        if (sides := _load_sides(store, group, ids))
+        (title, group, sides)
+        for title, group in zip(titles, groups, strict=True)
+        if group[0].digest in selected and (sides := _load_sides(store, group, ids))
     ]
     tasks = {record.task for record in records if record.encoder_id in encoders}
     reasons = {
         task: _explain_failure(store, [r for r in records if r.task == task], encoders)
-        for task in sorted(tasks - {group[0].task for group, _ in pairs})
+        for task in sorted(tasks - {group[0].task for _, group, _ in pairs})
     }
     if not pairs:
         why = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
@@ -396,9 +403,8 @@ def compare_encoders(
             f"{'both checkpoints' if len(ids) > 1 else 'the checkpoint'} for the same images, "
             f"settings and training images{f' ({why})' if why else ''}"
         )
-    titles = table_titles([group[:1] for group, _ in pairs])
     tables = []
-    for (group, sides), title in zip(pairs, titles, strict=True):
+    for title, group, sides in pairs:
         second = names[1] if len(ids) > 1 else "best block" if sides[0].has_best else "last block"
         without_best = [
             name
@@ -431,13 +437,21 @@ def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
     return list(filter(None, groups))
 
 
+def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequence[str]) -> bool:
+    """Return whether per-image values of each encoder are stored."""
+    return all(
+        any(store.has_per_image(record) for record in group if record.encoder_id == key)
+        for key in encoders
+    )
+
+
 def _load_sides(
     store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
-) -> list[CurveEstimates]:
+) -> list[ImageCurve]:
     """Return the estimates of each encoder, or nothing if one has no per-image values."""
     curves = [load_curve(store, [r for r in group if r.encoder_id == key]) for key in encoders]
     is_complete = all(curve.per_image for curve in curves)
-    return list(map(CurveEstimates.from_curve, curves)) if is_complete else []
+    return curves if is_complete else []
 
 
 def _explain_failure(
@@ -542,7 +556,7 @@ class EpochComparison(Table):
 def compare_runs(
     store: ResultStore, records: Sequence[Record], runs: tuple[str, str]
 ) -> list[EpochComparison]:
-    """Compare two runs block by block at every epoch of which both have a scored encoder.
+    """Compare two runs block by block at every epoch that was probed in both.
 
     Args:
         store: Contains the per-image values.

@@ -153,11 +153,11 @@ class Pivot(Table):
 
     def _strides(self) -> dict[Any, str]:
         """Return the strides of each block in pixels, or {} if every encoder has a single grid."""
+        if self.row_name != "block":
+            return {}
         strides: dict[Any, set[int]] = defaultdict(set)
         for row, _, entry in self.scores():
             strides[row] |= {r.stride for r in entry.records if r.stride is not None}
-        if self.row_name != "block":
-            return {}
         return {row: "/".join(map(str, sorted(known))) for row, known in strides.items() if known}
 
     def csv_rows(self) -> list[dict[str, Any]]:
@@ -243,7 +243,7 @@ def _pivot(
 
 
 def runs_with_several_epochs(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return the records of `group_by_run` of runs with at least two epochs, sorted by name."""
+    """Group records by run and keep the runs with at least two epochs, sorted by name."""
     return {
         run: run_records
         for run, run_records in sorted(group_by_run(records).items())

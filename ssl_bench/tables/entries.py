@@ -90,7 +90,7 @@ def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
 def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
     """List the settings and data in which a record differs from any of the others.
 
-    Settings that the title of a table contains anyway are left out.
+    Settings that already appear in the title of a table are left out.
     """
     in_title = {*record.changed, TRAINED_ON, CORRUPTED}
     differing = [
@@ -145,8 +145,8 @@ def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
 def choose_main_metric(metrics: Sequence[tuple[str, bool]]) -> str:
     """Return the metric that represents a task.
 
-    This is the first of a fixed list of well-known metrics that was measured. Otherwise it is the
-    first measured metric for which higher is better.
+    A fixed list of well-known metrics is searched first. If none of them was measured, the first
+    metric for which higher is better is returned.
 
     Args:
         metrics: Name of each measured metric, and whether higher is better.
@@ -156,7 +156,7 @@ def choose_main_metric(metrics: Sequence[tuple[str, bool]]) -> str:
 
 
 def series_as_json(record: Record) -> dict[str, Any]:
-    """Return what all values that are comparable with a record's have in common."""
+    """Return the fields and settings that all records of a comparable group share."""
     return {
         **{name: getattr(record, name) for name in SERIES},
         "dataset_fingerprint": record.dataset_fingerprint,
@@ -404,9 +404,9 @@ def metric_notes(records: Iterable[Record]) -> list[str]:
 
 
 def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
-    """Return the scores of image-independent baselines by their answer, such as "centre box".
+    """Return the scores of image-independent baselines by name, such as "centre box".
 
-    The scores of an answer are distinct and ascending. There are several if encoders receive the
+    The scores of a baseline are distinct and ascending. There are several if encoders receive the
     images in different sizes.
     """
     scores: dict[str, set[float]] = defaultdict(set)

@@ -36,9 +36,9 @@ NO_CHOICE_MARK = (
 def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> Entry | None:
     """Score one encoder with a block chosen from several.
 
-    Seeds may have different blocks. The largest set of blocks counts, and of equally large sets
-    the one that most seeds have. Seeds with another set are left out. In a held-out choice each
-    seed chooses its own block.
+    Seeds may have records of different blocks. Only seeds with the largest set of blocks are used.
+    Among equally large sets, the set that most seeds have is used. In a held-out choice each seed
+    chooses its own block.
 
     Args:
         records: Comparable records of one encoder, which differ only in block and seed.
@@ -113,7 +113,7 @@ def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | N
 
 
 def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
-    """Explain how the blocks behind some entries were chosen."""
+    """Explain how the blocks of entries were chosen, for the notes below a table."""
     notes = [CHOICE_NOTES[choice]] if any(len(e.offered_layers) > 1 for e in entries) else []
     if choice == "holdout":
         notes += mixed_notes(e.records[0].metric for e in entries if len(e.layers) > 1)
@@ -161,7 +161,7 @@ def blocks_text(entry: Entry) -> str:
 def with_seed_counts_by_column(
     entries: Mapping[tuple[str, str], Entry],
 ) -> dict[tuple[str, str], Entry]:
-    """Return `with_seed_counts` of each column of entries by row and column."""
+    """Let the entries of a column show their number of seeds if these numbers differ."""
     counted: dict[tuple[str, str], Entry] = {}
     for column in dict.fromkeys(column for _, column in entries):
         counted |= with_seed_counts({at: e for at, e in entries.items() if at[1] == column})

@@ -209,7 +209,7 @@ def _fitting_series(
 
 
 def _has_block(column: PublishedColumn, record: Record) -> bool:
-    """Return whether a record is of the block of a column, or of one to choose from."""
+    """Return whether a record may fill a column, by its block."""
     block = record.depth - 1 if column.choice == LAST else column.block(record.depth)
     return block in (None, record.layer)
 
@@ -219,7 +219,7 @@ def _choice_of_column(column: PublishedColumn, choice: str | None) -> str:
 
 
 def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[str, list[str]]:
-    """Return the names of the columns whose blocks are chosen in each way."""
+    """Group the names of the columns by how their block is chosen."""
     columns: dict[str, list[str]] = {}
     for column in published.columns:
         columns.setdefault(_choice_of_column(column, choice), []).append(column.name)
@@ -254,7 +254,7 @@ def _difference_notes(
     derived: Mapping[tuple[str, str], float],
     unused: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """Return both experiments, column by column, and the encoders of the rows."""
+    """Describe the published experiment, ours in every column, and our encoders."""
     records = [record for entry in entries.values() for record in entry.records]
     comes_from_runs = records and all(record.task == SUPERVISED for record in records)
     pretraining = "" if comes_from_runs else " Records do not state how an encoder was pretrained."
@@ -290,7 +290,7 @@ def _block_notes(
     entries: Mapping[tuple[str, str], Entry],
     choice: str | None,
 ) -> list[str]:
-    """Return how blocks were chosen. Columns are named if there are several ways."""
+    """Return how blocks were chosen, for each group of columns with the same choice."""
     notes = []
     by_choice = _columns_by_choice(published, choice)
     for way, columns in by_choice.items():

@@ -116,17 +116,17 @@ class SeverityTable(Pivot):
 
     def sheet(self) -> Sheet:
         """Return the scores with a last column for the drop. The smallest drop is marked."""
-        sheet = super().sheet()
+        sheet, most_robust = super().sheet(), self.most_robust_layers
         drops = []
         for layer in self.rows:
             drop = self.drop(layer)
             text = NO_VALUE if drop is None else f"{drop:.1f}"
-            drops.append(Cell(text, is_best=layer in self.most_robust_layers))
+            drops.append(Cell(text, is_best=layer in most_robust))
         rows = tuple((*row, drop) for row, drop in zip(sheet.rows, drops, strict=True))
-        notes = sheet.notes
-        if self.most_robust_layers:
-            notes = (*notes, "marked: the smallest drop")
-        return replace(sheet, head=(*sheet.head, "drop (%)"), rows=rows, notes=notes)
+        notes = ("marked: the smallest drop",) if most_robust else ()
+        return replace(
+            sheet, head=(*sheet.head, "drop (%)"), rows=rows, notes=(*sheet.notes, *notes)
+        )
 
     def csv_rows(self) -> list[dict[str, Any]]:
         severities = " ".join(map(str, self.common_severities))

@@ -99,7 +99,7 @@ NEAREST = {
 EXPRESSIONS = {
     "_ALL_TRAIN": "all:0-75%",
     "_ALL_VAL": "all:75-100%",
-    "','.join(fit)": "0,5",
+    "','.join(fit)": "0,2",
     "','.join(owners)": "tokencut,pca",
     "*_TOKENS": "probe.facet=token",
     "*command": "ssl-bench probe --task all --checkpoint runs/skip",
@@ -157,7 +157,6 @@ EXPRESSIONS = {
     "source.name": "voc2012",
     "std": "[0.5,0.5,0.5]",
     "str(block)": "11",
-    "str(count)": "4",
     "str(len(images))": "4",
     "str(world_size)": "4",
     "table": "table2",

@@ -59,7 +59,7 @@ def test_the_unpacked_wheel_finds_its_own_configuration_from_another_folder(unpa
     code = (
         "from ssl_bench.composition.compose import build, compose_config, config_folder\n"
         "from ssl_bench.tables.published import load_published_tables\n"
-        "from ssl_bench.system.commit import source_commit\n"
+        "from ssl_bench.system.provenance import source_commit\n"
         "build(compose_config('probing', ['probe=pca']), 'probe')\n"
         "assert load_published_tables()\n"
         "print(config_folder(), source_commit())"

@@ -17,8 +17,7 @@ from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.data.layouts.toy import Toy, ToyObjects
 from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.data.roles import datasets_with
-from ssl_bench.data.samples import Dataset
+from ssl_bench.data.samples import Dataset, datasets_with
 from ssl_bench.errors import ConfigurationError, DataError
 
 FOLDER = Path(__file__).parents[2] / "configs/dataset"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.data.roles import name_of_images
+from ssl_bench.data.samples import name_of_images
 from tests.support.faults import voc
 
 

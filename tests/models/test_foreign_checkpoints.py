@@ -14,8 +14,8 @@ import torchvision
 
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
-from ssl_bench.models.loading import asked
-from ssl_bench.models.loading.asked import announced_encoder
+from ssl_bench.models.loading import load
+from ssl_bench.models.loading.load import announced_encoder
 from ssl_bench.models.vit import sinusoidal_positions
 from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import (
@@ -262,9 +262,9 @@ def test_who_may_have_trained_with_another_mean_is_told_the_address(tmp_path, ca
 
 
 def test_every_name_of_timm_that_is_told_exists():
-    for size in asked._SIZES_IN_TIMM.values():
-        for side in asked._SIDES_IN_TIMM:
-            assert timm.is_model(f"vit_{size}_patch{asked._PATCH_IN_TIMM}_{side}")
+    for size in load._SIZES_IN_TIMM.values():
+        for side in load._SIDES_IN_TIMM:
+            assert timm.is_model(f"vit_{size}_patch{load._PATCH_IN_TIMM}_{side}")
 
 
 @pytest.mark.parametrize("file", ["dinov2_vits14.pth", "mine.pth"])

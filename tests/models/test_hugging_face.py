@@ -19,7 +19,7 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.models import load_encoder
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD
 from ssl_bench.models.loading import hub, timm_encoder
-from ssl_bench.models.loading.asked import announced_encoder
+from ssl_bench.models.loading.load import announced_encoder
 from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import (
     Weights,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig, build_vit, load_encoder, save_encoder
-from ssl_bench.models.loading.asked import announced_encoder
+from ssl_bench.models.loading.load import announced_encoder
 from ssl_bench.system.files import file_sha256
 from tests.support.faults import DINO_LIKE
 from tests.support.foreign_weights import Weights, message_of, saved, timm_model

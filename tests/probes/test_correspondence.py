@@ -12,7 +12,7 @@ from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.data.samples import Dataset
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.results.per_image import CurveEstimates, load_curve
+from ssl_bench.results.per_image import load_curve
 from tests.support.colours import Counter
 from tests.support.faults import unchecked_types
 from tests.support.photographs import evaluated
@@ -93,7 +93,7 @@ def test_kept_images_give_the_value_again_and_can_be_paired(photographs, tmp_pat
     store = ResultStore(tmp_path / "out")
     records = [r for r in run(photographs, store) if r.metric == "pck_0.15"]
 
-    scored = CurveEstimates.from_curve(load_curve(store, records))
+    scored = load_curve(store, records)
 
     assert not store.damaged
     assert {layer: one.value for layer, one in scored.blocks.items()} == pytest.approx(

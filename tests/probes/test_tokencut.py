@@ -18,8 +18,7 @@ from probes.tokencut.log import ImageResult, pack_mask, unpack_mask
 from probes.tokencut.pictures import FOUND, FURTHER, GROUND_TRUTH, draw_sheets, kinds_of
 from probes.tokencut.probe import TokenCut, corloc_score, same_shape
 from ssl_bench.composition.compose import build, changed_settings, compose_config
-from ssl_bench.data.roles import lacking
-from ssl_bench.data.samples import Sample
+from ssl_bench.data.samples import Sample, lacking
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet

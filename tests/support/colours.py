@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from probes.segmentation import Segmentation
-from ssl_bench.data.roles import lacking
-from ssl_bench.data.samples import Sample
+from ssl_bench.data.samples import Sample, lacking
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from tests.support.heads import segmentation

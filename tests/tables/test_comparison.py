@@ -12,7 +12,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import holm
 from ssl_bench.results import ResultStore
-from ssl_bench.results.per_image import CurveEstimates, ImageCurve
+from ssl_bench.results.per_image import ImageCurve
 from ssl_bench.scores import iou_per_class
 from ssl_bench.tables.comparison import (
     Comparison,
@@ -113,7 +113,7 @@ def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
     first = curve(b0=hits(1, 0, 0, 0), b1=hits(1, 1, 0, 0), b2=hits(1, 1, 1, 1))
     second = curve(b0=hits(1, 1, 1, 0), b1=hits(0, 0, 0, 0))
 
-    rows = compare_checkpoints(CurveEstimates.from_curve(first), CurveEstimates.from_curve(second))
+    rows = compare_checkpoints(first, second)
 
     assert [row.name for row in rows][:4] == ["0", "1", "last (2, 1)", "best (2, 0)"]
     values = [(25, 75), (50, 0), (100, 0), (100, 75)]

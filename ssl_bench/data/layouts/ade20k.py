@@ -6,8 +6,7 @@ from pathlib import Path
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
 from ssl_bench.data.layouts.image_mask_folders import PairedFolders, split_folder
-from ssl_bench.data.roles import find_root
-from ssl_bench.data.samples import IGNORED
+from ssl_bench.data.samples import IGNORED, find_root
 from ssl_bench.data.splits import read_lines
 
 NUM_CLASSES = 150

@@ -13,8 +13,7 @@ from ssl_bench.data.files.file_sets import FileImageSet, Files, first_of
 from ssl_bench.data.files.fingerprints import ReadOptions, extended, marks_of, read_as
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
-from ssl_bench.data.roles import Layout, given_folder, require_own_name
-from ssl_bench.data.samples import ImageView, Sample
+from ssl_bench.data.samples import ImageView, Layout, Sample, given_folder, require_own_name
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import DataError, escape_braces
 from ssl_bench.system.files import is_output

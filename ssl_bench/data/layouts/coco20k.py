@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int64
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, checked_boxes, numbers
 from ssl_bench.data.files.fingerprints import digest_of
-from ssl_bench.data.roles import Layout, find_root, first_folder, name_of_images
+from ssl_bench.data.samples import Layout, find_root, first_folder, name_of_images
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import PublishedFile, download

@@ -8,8 +8,7 @@ from typing import Literal
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
 from ssl_bench.data.layouts.image_mask_folders import PairedFolders, split_folder
-from ssl_bench.data.roles import find_root, first_folder
-from ssl_bench.data.samples import IGNORED
+from ssl_bench.data.samples import IGNORED, find_root, first_folder
 from ssl_bench.data.splits import Split
 
 REMAPPED = "_labelTrainIds.png"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files
-from ssl_bench.data.roles import Layout, given_folder, require_own_name
+from ssl_bench.data.samples import Layout, given_folder, require_own_name
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import list_files
 

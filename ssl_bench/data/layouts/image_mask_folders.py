@@ -12,8 +12,7 @@ from jaxtyping import Int64, UInt8
 from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, format_value
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
 from ssl_bench.data.files.images import read_mask_colours
-from ssl_bench.data.roles import PUBLISHED, Layout, find_root, lacking, name_of_images
-from ssl_bench.data.samples import IGNORED
+from ssl_bench.data.samples import IGNORED, PUBLISHED, Layout, find_root, lacking, name_of_images
 from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.system.files import list_files

@@ -14,8 +14,7 @@ from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet, checked_boxes, numbers
 from ssl_bench.data.files.fingerprints import Part
 from ssl_bench.data.files.images import read_image
-from ssl_bench.data.roles import Layout, find_root, name_of_images
-from ssl_bench.data.samples import Pair, Sample
+from ssl_bench.data.samples import Layout, Pair, Sample, find_root, name_of_images
 from ssl_bench.data.splits import Split, absent_split, read_lines
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular

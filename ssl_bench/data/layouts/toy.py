@@ -21,8 +21,7 @@ from ssl_bench.composition.fields import Bounds, OptionalPath, Seed
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.images import read_image, voc_colours
 from ssl_bench.data.layouts.voc import VocFolder
-from ssl_bench.data.roles import Layout
-from ssl_bench.data.samples import ImageSet
+from ssl_bench.data.samples import ImageSet, Layout
 from ssl_bench.errors import MachineError
 from ssl_bench.system.files import mark_as_output
 from ssl_bench.system.paths import cache_folder

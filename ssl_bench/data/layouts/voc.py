@@ -18,8 +18,7 @@ from ssl_bench.data.files.file_sets import (
     Masks,
     checked_boxes,
 )
-from ssl_bench.data.roles import Layout, find_root, name_of_images
-from ssl_bench.data.samples import IGNORED
+from ssl_bench.data.samples import IGNORED, Layout, find_root, name_of_images
 from ssl_bench.data.splits import Split, read_list, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular

@@ -19,6 +19,16 @@ from ssl_bench.models.encoder import (
     Encoder,
     encoder_from_model,
 )
+from ssl_bench.models.loading.checkpoint import (
+    IN_PYTHON,
+    MODEL_FOLDER,
+    PYTHON_FILE,
+    load_weights,
+    read_weights,
+    unreplaced,
+    verified_sha256,
+    with_model_args,
+)
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
     TORCHVISION,
@@ -30,16 +40,6 @@ from ssl_bench.models.loading.layouts import (
     recognised,
     refuse_strangers,
     renamed,
-)
-from ssl_bench.models.loading.weights import (
-    IN_PYTHON,
-    MODEL_FOLDER,
-    PYTHON_FILE,
-    load_weights,
-    read_weights,
-    unreplaced,
-    verified_sha256,
-    with_model_args,
 )
 from ssl_bench.models.vit import VisionTransformer
 

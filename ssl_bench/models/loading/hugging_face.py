@@ -12,10 +12,10 @@ from typing import Any, cast
 from ssl_bench.errors import CheckpointError, escape_braces
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Encoder
+from ssl_bench.models.loading.checkpoint import IN_PYTHON, PYTHON_FILE, colour_of, is_number
 from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
 from ssl_bench.models.loading.layouts import Description
-from ssl_bench.models.loading.weights import IN_PYTHON, PYTHON_FILE, colour_of, is_number
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.paths import expand_path, resolve_links
 

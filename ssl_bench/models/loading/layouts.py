@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, escape_braces, join_alternatives
 from ssl_bench.models.encoder import DINO_NAMES
-from ssl_bench.models.loading.weights import (
+from ssl_bench.models.loading.checkpoint import (
     IN_PYTHON,
     MODEL_FOLDER,
     PYTHON_FILE,

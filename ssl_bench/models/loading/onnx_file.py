@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, MachineError
+from ssl_bench.models.loading.checkpoint import check_readable, named
 from ssl_bench.models.loading.layouts import Description
-from ssl_bench.models.loading.weights import check_readable, named
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _EMBEDDINGS = "embeddings.patch_embeddings.projection.weight"

@@ -36,10 +36,7 @@ from ssl_bench.models.encoder import (
     of_library,
     state_dict_sha256,
 )
-from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
-from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
-from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
-from ssl_bench.models.loading.weights import (
+from ssl_bench.models.loading.checkpoint import (
     IN_PYTHON,
     MODEL_FOLDER,
     PYTHON_FILE,
@@ -51,6 +48,9 @@ from ssl_bench.models.loading.weights import (
     verified_sha256,
     with_model_args,
 )
+from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
+from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
+from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
 from ssl_bench.models.timm_config import family_of
 from ssl_bench.models.timm_model import STAGED, TimmBackbone, shape_of_model
 from ssl_bench.system.paths import expand_path
