@@ -179,7 +179,8 @@ def find_lower_blocks(
     Args:
         store: Holds the per-image values.
         panel: The panel of the line.
-        line: Scores of one checkpoint. Of several seeds, the lowest is compared.
+        line: Scores of one checkpoint. The best block has the highest mean over seeds. The
+            per-image values are those of the lowest seed.
         is_paired: Whether to load per-image values. If they are not loaded or not stored, a block
             is lower if its 95 % interval lies below that of the best block.
 
@@ -192,11 +193,11 @@ def find_lower_blocks(
     side = load_side(store, panel, line.checkpoint) if is_paired else None
     if side is not None and best.layer in side.curve.blocks:
         highest = block_side(side.curve, best.layer)
-        return {
-            layer
+        differences = {
+            layer: difference("", highest, block_side(side.curve, layer))
             for layer in side.curve.blocks
-            if difference("", highest, block_side(side.curve, layer)).is_significant
         }
+        return {layer for layer, d in differences.items() if d.is_significant and d.value > 0}
     low = best.low
     highs = {entry.layer: entry.high for entry in line.entries if not entry.is_degenerate}
     if low is None or any(high is None for high in highs.values()):

@@ -62,6 +62,18 @@ def test_without_values_of_images_intervals_are_compared(tmp_path):
     assert text.endswith("at block 2 (7.0). 1 of the 2 other blocks is significantly lower.")
 
 
+def test_a_block_that_is_higher_at_the_compared_seed_is_not_called_lower(tmp_path):
+    store = ResultStore(tmp_path)
+    # Block 1 is the best over both seeds, but at the lowest seed, which is compared, block 0 is.
+    for seed, counts in enumerate(((16, 5), (1, 20))):
+        for layer, number in enumerate(counts):
+            save(store, cell(layer=layer, seed=seed), hits(number))
+
+    ((text,),) = summarize(store)
+
+    assert text.endswith("highest at block 1 (62.5). The other block is not significantly lower.")
+
+
 def test_degenerate_blocks_are_excluded(tmp_path):
     store = ResultStore(tmp_path)
     for layer, share in enumerate((50.0, 50.5)):
