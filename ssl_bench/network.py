@@ -18,25 +18,27 @@ from ssl_bench.errors import DataError, MachineError
 from ssl_bench.system.files import open_regular, wait_for_lock
 from ssl_bench.system.progress import bar_class
 
-# Long enough for a slow connection, short enough to fail within 5 s on a machine without network.
+# This is long enough for a slow connection. Without internet, commands still fail within 5 s.
 REACH_SECONDS = 3.0
 STALL_SECONDS = 60.0
 _CHUNK_BYTES = 2**18
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-"""Variables of huggingface_hub that forbid network access. Here they apply to every host."""
+"""Environment variables of huggingface_hub that forbid internet access.
+
+ssl-bench applies them to every host."""
 
 
 class DownloadError(MachineError):
-    """A file that could not be downloaded."""
+    """A file cannot be downloaded."""
 
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A published file.
+    """Address, digest and size of a file on a public server.
 
     Attributes:
         url: Address of the file.
-        digest: Hexadecimal digest of its bytes, None if none is published.
+        digest: Hexadecimal digest of the file, None if no digest is published.
         algorithm: Algorithm of the digest.
         size: Size in bytes, None if it is not published.
     """
@@ -55,23 +57,25 @@ Check = Callable[[Path], object]
 
 
 def download(published: PublishedFile, path: Path, check: Check | None = None) -> Path:
-    """Return the path of a published file, and download it first if it is missing.
+    """Download a published file unless it already exists, and return its path.
 
-    The bytes are written to `path` + ".part" and get their final name only after the digest (or,
-    without a digest, `check`) has confirmed them. An interrupted download is continued if there is
-    a digest, otherwise it starts again. An existing file is checked in the same way. Processes that
-    download the same file wait for the first.
+    The bytes are written to `path` + ".part". The file is renamed to `path` after its digest was
+    verified. If no digest is published, `check` verifies the file instead. A file that already
+    exists is verified in the same way. An interrupted download is continued if a digest is
+    published, and otherwise starts again. If several processes download the same file, one
+    downloads it and the others wait.
 
     Args:
         published: Address, digest and size of the file.
         path: Path of the downloaded file.
-        check: Raises DataError for a wrong file. Used if no digest is published.
+        check: Function that raises DataError for a wrong file. It is used only if no digest is
+            published.
 
     Raises:
         DownloadError: The server is unreachable, the transfer was interrupted, or the received
-            file is not the published one. No file is left at `path` then.
+            file is wrong. In these cases, no file is left at `path`.
         MachineError: The file cannot be written.
-        DataError: A different file exists at `path`.
+        DataError: The file that exists at `path` is not the published file.
     """
     if path.exists():
         if (problem := _find_problem(published, path, check)) is not None:
@@ -82,7 +86,7 @@ def download(published: PublishedFile, path: Path, check: Check | None = None) -
         part.parent.mkdir(parents=True, exist_ok=True)
         with part.open("ab") as file:
             wait_for_lock(file.fileno())
-            # Another process may have downloaded it meanwhile.
+            # Another process may have downloaded the file in the meantime.
             if not path.exists():
                 _append_missing(published, file)
                 if (problem := _find_problem(published, part, check)) is not None:
@@ -104,13 +108,13 @@ def download(published: PublishedFile, path: Path, check: Check | None = None) -
 
 
 def offline_variable() -> str | None:
-    """Return the name of the environment variable that forbids network access, or None."""
+    """Return the environment variable that forbids internet access, or None if none is set."""
     enabled = ("1", "on", "yes", "true")
     return next((v for v in OFFLINE_VARIABLES if os.environ.get(v, "").lower() in enabled), None)
 
 
 def part_of(path: Path) -> Path:
-    """Return the path of a file's incomplete download."""
+    """Return the path that a file has while its download is incomplete."""
     return path.with_name(f"{path.name}.part")
 
 
@@ -119,7 +123,8 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
 
     Raises:
         urllib.error.HTTPError: The server answers with an error.
-        DownloadError: The server does not answer in time, or network access is forbidden.
+        DownloadError: The server does not answer in time, or an environment variable forbids
+            internet access.
     """
     if (variable := offline_variable()) is not None:
         raise DownloadError(f"{request.full_url} was not requested because {variable} is set")
@@ -127,13 +132,13 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
 
     def wait() -> None:
         try:
-            # Unlike `urlopen`, a new opener does not cache the proxies of the first call.
+            # `urlopen` always uses the proxies of its first call. A new opener reads them again.
             opener = urllib.request.build_opener()
             answers.put(opener.open(request, timeout=STALL_SECONDS))
         except (OSError, ValueError, http.client.HTTPException) as error:
             answers.put(error)
 
-    # A thread, because the timeout of a socket does not cover name resolution.
+    # A thread sends the request, because the timeout of a socket does not cover name resolution.
     Thread(target=wait, daemon=True).start()
     try:
         answer = answers.get(timeout=REACH_SECONDS)
@@ -148,7 +153,7 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
 
 
 def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> str | None:
-    """Return how a file differs from the published one, or None if it does not."""
+    """Return why a file is not the published file, or None if no problem is found."""
     try:
         if published.digest is not None:
             digest = published.hexdigest(file)
@@ -179,7 +184,7 @@ def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
             file.truncate(0)
         raise DownloadError(f"{published.url} answers {error.code} {error.reason}") from error
     with response:
-        # Checked first, so that a login page does not replace the bytes of an earlier call.
+        # This is checked first, so that a login page does not overwrite a partial download.
         if response.headers.get_content_type() == "text/html":
             raise DownloadError(f"{published.url} answers with a web page (perhaps a login)")
         if start and response.status != http.HTTPStatus.PARTIAL_CONTENT:
@@ -188,7 +193,7 @@ def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
         if size is None and response.length is not None:
             size = start + response.length
         if size is None:
-            raise DownloadError(f"{published.url} does not state its size")
+            raise DownloadError(f"the server does not state the size of {published.url}")
         name, position = published.url.rpartition("/")[2], start
         with bar_class()(
             desc=name, initial=start, total=size, unit="B", unit_scale=True, disable=None,
@@ -199,11 +204,13 @@ def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
                 bar.update(len(chunk))
         file.flush()
         if position < size:
-            raise DownloadError(f"{published.url} was interrupted after {position} of {size} bytes")
+            raise DownloadError(
+                f"the download of {published.url} was interrupted after {position} of {size} bytes"
+            )
 
 
 def _read_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield the received bytes until the end, or until the connection breaks."""
+    """Yield the received bytes until the response ends or the connection breaks."""
     with suppress(OSError, ValueError, http.client.HTTPException):
         while chunk := response.read1(_CHUNK_BYTES):
             yield chunk

@@ -1,4 +1,4 @@
-"""`ssl-bench compare`: compare two encoders, or the blocks of one, on the same images."""
+"""`ssl-bench compare`: compare two encoders, or the blocks of one encoder, on the same images."""
 
 import argparse
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from ssl_bench.tables.comparison import (
 from ssl_bench.tables.depth import group_by_run, main_metrics
 
 Table = Comparison | EpochComparison
-# The tables of records with equal fields of these names differ in the metric only.
+# If two records agree in all of these fields, their tables differ only in the metric.
 _TABLE_FIELDS = ("task", "dataset", "split", "facet", "protocol", "seed")
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the differences between two encoders, or between the blocks of one."""
+    """Print the differences between two encoders, or between the blocks of one encoder."""
     style = resolve_format(options.format)
     if len(options.checkpoints) > 2:
         raise ConfigurationError(f"expected one or two checkpoints, got {len(options.checkpoints)}")
@@ -49,11 +49,14 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _select_tables(options: argparse.Namespace, records: Sequence[Record]) -> list[Record]:
-    """Return the records of main metrics, unless flags select metrics, and name the other metrics.
+    """Return the records of the tables to print.
+
+    If no flag selects metrics, only records of main metrics are returned. A message then lists the
+    metrics that are not shown.
 
     Args:
         options: The flags.
-        records: One record of each table that can be printed.
+        records: One record for each table that can be printed.
     """
     if options.metric or options.all_metrics:
         return list(records)
@@ -66,14 +69,14 @@ def _select_tables(options: argparse.Namespace, records: Sequence[Record]) -> li
     metrics = {record.metric for record in selected}
     if others := sorted({record.metric for record in records} - metrics):
         say(
-            f"not shown: {', '.join(others)}. Use --metric {others[0]} to show one, --all-metrics "
-            "to show all"
+            f"metrics not shown: {', '.join(others)}. Use --metric {others[0]} to show one metric, "
+            "or --all-metrics to show all metrics"
         )
     return selected
 
 
 def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[EpochComparison]:
-    """Compare two training runs at each epoch."""
+    """Compare two training runs at each epoch that was probed in both runs."""
     records = select_tasks(options.task, store.records())
     if not records:
         raise no_records(options.task, store)
@@ -89,7 +92,16 @@ def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[Epoch
 
 
 def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
-    """Return the name of a run, given its name or one of its encoders."""
+    """Return the name of a run.
+
+    Args:
+        name: Name of the run or of one of its encoders.
+        records: Records to search for the run.
+        store: Folder of the records.
+
+    Raises:
+        DataError: The encoder does not belong to a run.
+    """
     runs = group_by_run(records)
     if name in runs:
         return name
@@ -97,11 +109,14 @@ def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
     for run, run_records in runs.items():
         if encoder in {record.encoder_id for record in run_records}:
             return run
-    raise DataError(f"expected a run whose records state their epoch, got {model}")
+    raise DataError(f"expected a run with records that state their epoch, got {model}")
 
 
 def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[Comparison]:
-    """Compare two encoders, or the blocks of one, reading no records of other encoders."""
+    """Compare two encoders, or the blocks of one encoder.
+
+    Records of other encoders are not read.
+    """
     paths = store.encoders()
     resolved = [find_recorded_encoder(name, paths, store) for name in options.checkpoints]
     encoders = {
@@ -109,8 +124,8 @@ def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[C
     }
     if len(encoders) < len(resolved):
         raise ConfigurationError(
-            f"{' and '.join(options.checkpoints)} are the same encoder, {resolved[0][1]}. Name two "
-            "different encoders, or one to compare its blocks with its best block"
+            f"{' and '.join(options.checkpoints)} are the same encoder ({resolved[0][1]}). Give "
+            "two different encoders, or give one encoder to compare its blocks with its best block"
         )
     own_paths = chain(*(paths[one] for one in paths if one.encoder_id in encoders))
     own_records = store.records(list(own_paths))
@@ -123,7 +138,8 @@ def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[C
             out = ("--out", escape_braces(str(store.root)))
             tasks = ", ".join(sorted({r.task for r in own_records if r.encoder_id == encoder}))
             raise DataError(
-                f"{name} has no record of {' '.join(flags)} in {store.root}, only of {tasks}",
+                f"{name} has no record of {' '.join(flags)} in {store.root}. It has records of the "
+                f"tasks {tasks}",
                 hint=(*probe, "--checkpoint", escape_braces(name), *out),
             )
     tables, reasons = compare_encoders(
@@ -140,11 +156,11 @@ def _select(
     """Return the records that the flags select.
 
     Raises:
-        ConfigurationError: A flag has a value that no record of any encoder has.
+        ConfigurationError: The value of a flag occurs in no record of any encoder.
     """
     try:
         return filter_records(options, select_tasks(options.task, records), store)
     except ConfigurationError:
-        # A value that only other encoders have is valid, and selects nothing.
+        # If the value occurs in records of other encoders, it is valid but selects no record here.
         filter_records(options, select_tasks(options.task, store.records()), store)
         return []

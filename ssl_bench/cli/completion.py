@@ -1,4 +1,4 @@
-"""`ssl-bench completion`: print a script that completes commands, flags and names in a shell."""
+"""`ssl-bench completion`: print a script that lets a shell complete commands, flags and names."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ _LIST_ARGUMENTS = ("task", "dataset", "target")
 _FILE_ARGUMENTS = ("checkpoint", "checkpoints", "uris", "figure", "manifest")
 _FOLDER_ARGUMENTS = ("data_root", "into", "out", "slurm_logs")
 
-# The last element of a list with commas is completed. The elements before it are kept.
+# In a comma-separated list, only the last element is completed. The other elements are kept.
 _BASH_FUNCTIONS = """\
 _ssl_bench_list() {
   local typed="$1" head=""
@@ -28,7 +28,9 @@ _ssl_bench_target() {
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the script for a shell, with the names of the installed probes and datasets.
+    """Print the completion script for a shell.
+
+    The script contains the names of the installed probes and datasets.
 
     Raises:
         MachineError: shtab is not installed.
@@ -50,7 +52,7 @@ def command(options: argparse.Namespace) -> int:
         elif action.dest in _LIST_ARGUMENTS:
             action.choices = names.get(action.dest, names["dataset"])
         elif isinstance(metavar, str) and "|" in metavar and metavar.islower():
-            # For example "fail|skip".
+            # The metavar lists the choices, for example "fail|skip".
             action.choices = metavar.split("|")
         elif action.dest in _FILE_ARGUMENTS:
             complete = shtab.FILE
@@ -63,7 +65,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _shell_functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
-    """Return functions that list tasks and datasets, for the shells that shtab calls them from."""
+    """Return shell functions that list tasks and datasets.
+
+    Only bash and fish need them. For other shells, the text is empty.
+    """
     if shell == "bash":
         return _BASH_FUNCTIONS + "\n".join(
             f'_ssl_bench_{kind}() {{ _ssl_bench_list "$1" {" ".join(valid)}; }}'

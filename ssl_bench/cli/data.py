@@ -37,7 +37,8 @@ from ssl_bench.system.paths import expand_path, resolve_links
 from ssl_bench.system.progress import format_size, say, show_progress
 
 MANIFEST = "SHA256SUMS"
-# A line of `sha256sum`: "*" marks a file that was read as binary, and `find` prefixes "./".
+# A line in the output of `sha256sum`. A "*" marks a file that was read in binary mode. Paths from
+# `find` start with "./".
 _MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 _MARKER_FOLDER = ".ssl-bench"
 _SAMPLE_SIZE = 64
@@ -50,11 +51,11 @@ _ROLES_OF_SPLITS: Mapping[str, tuple[str, ...]] = {
     "val": ("segmentation", "classification", "correspondence", "saliency"),
     "discovery": ("discovery",),
 }
-"""Splits that `check` opens, and the roles of a dataset that need them."""
+"""Roles that use each split. `data check` opens a split if the dataset has one of its roles."""
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run one of list, download, check and verify. Only check accepts overrides."""
+    """Run the action `list`, `download`, `check` or `verify`. Only `check` accepts overrides."""
     if options.action == "check":
         return _check(options, overrides)
     if overrides:
@@ -66,7 +67,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    """Print one line for each dataset, or all facts about one."""
+    """Print one line for each dataset, or all facts about one dataset."""
     if options.target is not None:
         source = _find_source(options.action, options.target)
         facts = _as_json(source)
@@ -87,7 +88,7 @@ def _list(options: argparse.Namespace) -> int:
 def _find_source(action: str, name: str | None) -> Source:
     if name is None:
         raise ConfigurationError(
-            f"data {action} expects a dataset, one of {', '.join(SOURCES)}",
+            f"data {action} expects the name of a dataset, one of {', '.join(SOURCES)}",
             hint=("ssl-bench", "data", "list"),
         )
     hint = ("ssl-bench", "data", action, "{near}")
@@ -137,8 +138,8 @@ def _class_names(source: Source, dataset: Any) -> Sequence[str]:
 def _build_dataset(
     name: str, root: str | None, overrides: Sequence[str] = ()
 ) -> tuple[Any, ReadOptions]:
-    """Return a dataset that is not opened yet, and how its files are to be read."""
-    # Imported only now: Hydra takes longer to import than `data list` to run.
+    """Return a dataset that is not opened yet, and the options for reading its files."""
+    # Imported only here, because importing Hydra takes longer than running `data list`.
     from ssl_bench.composition.compose import add_data_root, build, compose_config
 
     config = compose_config("data", add_data_root([f"dataset={name}", *overrides], root))
@@ -146,7 +147,7 @@ def _build_dataset(
 
 
 def _download(options: argparse.Namespace) -> int:
-    """Download and unpack the files of a dataset that are still missing."""
+    """Download and unpack the missing files of a dataset."""
     source = _find_source(options.action, options.target)
     if not source.downloads:
         raise ConfigurationError(
@@ -155,7 +156,7 @@ def _download(options: argparse.Namespace) -> int:
     root = _require_root(options)
     pending = [file for file in source.downloads if not _is_finished(file, root)]
     say(f"{source.title} ({source.licence}), {source.homepage}")
-    # An archive and its unpacked files need space at the same time.
+    # While an archive is unpacked, the archive and its unpacked files both need disk space.
     size = sum(file.size for file in pending)
     for file in pending:
         path = _local_path(file, root)
@@ -170,7 +171,7 @@ def _download(options: argparse.Namespace) -> int:
         result = {"dataset": source.name, "root": str(root), "fetched": names}
         print(dump_json(result, indent=None))
     say(f"{source.name} is complete in {root}. You may delete the archives in this folder.")
-    say(f"run `ssl-bench data check {source.name} --data-root {root}` to check it")
+    say(f"run `ssl-bench data check {source.name} --data-root {root}` to check the dataset")
     return 0
 
 
@@ -179,7 +180,7 @@ def _local_path(file: Download, root: Path) -> Path:
 
 
 def _fetch(file: Download, root: Path) -> None:
-    """Download a file, unpack it if it is an archive, and write its marker."""
+    """Download a file, unpack it if it is an archive, and mark the download as finished."""
     say(f"downloading {file.published.url} ({format_size(file.size)})")
     path = _local_path(file, root)
     check = _require_archive if file.is_archive else None
@@ -190,7 +191,8 @@ def _fetch(file: Download, root: Path) -> None:
             return
         if file.is_archive:
             unpack(path, root / file.into)
-            # After a power failure, the marker must not exist without the files.
+            # Save the files to disk before the marker is written. Otherwise, a power failure could
+            # leave a marker without its files.
             if hasattr(os, "sync"):
                 os.sync()
         write_text_atomically(root / _MARKER_FOLDER / file.name, _marker_text(file))
@@ -202,7 +204,7 @@ def _require_archive(path: Path) -> None:
 
 
 def _marker_text(file: Download) -> str:
-    """Return the content of the file that marks a download as finished."""
+    """Return the content of the marker file of a finished download."""
     return f"{file.published.url} {file.published.digest}\n"
 
 
@@ -246,7 +248,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def require_space(size: int, folder: Path) -> None:
-    """Raise MachineError if a number of bytes does not fit on the disk of a folder."""
+    """Raise MachineError if the disk of a folder has less free space than `size` bytes."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     if size > free:
@@ -267,21 +269,21 @@ def _require_root(options: argparse.Namespace) -> Path:
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Open, count and sample the splits of a dataset.
+    """Open the splits of a dataset, count their images and read a sample of the images.
 
     Raises:
-        DataError: A split cannot be opened, has another number of images than published, or has an
-            unreadable image.
+        DataError: A split cannot be opened, has an unreadable image, or does not have the published
+            number of images.
     """
     name = options.target
     if name is not None and name not in SOURCES and name in choices("dataset"):
-        # A dataset of an installed package, about which nothing is published.
+        # An installed package provides this dataset. Its published number of images is unknown.
         source = Source(name, name, tree=("any folder",))
     else:
         source = _find_source("check", name)
     if source.is_generated and options.data_root is not None:
         raise ConfigurationError(
-            f"dataset {source.name} is generated, so --data-root has no effect. Remove it"
+            f"dataset {source.name} is generated, so --data-root has no effect. Remove this flag"
         )
     root = None if source.is_generated else str(_require_root(options))
     unread, read_options = _build_dataset(source.name, root, overrides)
@@ -306,7 +308,10 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
-    """Decode every image of a folder of photographs, where probes skip unreadable images."""
+    """Decode every image of a folder of photographs and list the unreadable images.
+
+    Probes skip the unreadable images of such a folder.
+    """
     faults = faults_of(images, {})
     problems = [to_one_line(str(fault)) for fault in faults if fault is not None]
     if as_json:
@@ -330,7 +335,7 @@ def _check_split(dataset: Dataset, split: str, published: int | None) -> dict[st
         published: The published number of images, None if it is unknown.
 
     Returns:
-        JSON types with the name of the split, the numbers of images and a list of problems.
+        The name of the split, its numbers of images and a list of problems, as JSON types.
     """
     state = {"role": split, "split": "", "images": 0, "published": published, "read": 0}
     try:
@@ -362,7 +367,7 @@ def _format_state(state: Mapping[str, Any]) -> list[str]:
 def _format_classes(
     source: Source, unread: Any, dataset: Dataset, states: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return a line with the class names of a dataset, empty if they are unknown."""
+    """Return a line with the class names of a dataset, or an empty text if they are unknown."""
     names = _class_names(source, unread)
     if source.name == "ade20k":
         root = Path(unread.root)
@@ -379,14 +384,14 @@ def _format_classes(
 def _faulty_dataset(
     source: Source, root: str | None, states: Sequence[Mapping[str, Any]]
 ) -> DataError:
-    """Return the error for a dataset with problems, and how to get a complete one."""
+    """Return the error for a dataset with problems. It says how to get a complete dataset."""
     faulty = [state for state in states if state["problems"]]
     count = sum(len(state["problems"]) for state in faulty)
     message = (
-        f"{source.name} in {root} has {count} problem{'s' * (count > 1)}, first in "
+        f"{source.name} in {root} has {count} problem{'s' * (count > 1)}. The first is in "
         f"{faulty[0]['role']}: {faulty[0]['problems'][0]}"
     )
-    # All images can be read, but some of the published ones are missing.
+    # All existing images can be read, but some published images are missing.
     is_subset = all(
         0 < state["images"] < (state["published"] or 0) and len(state["problems"]) == 1
         for state in faulty
@@ -404,7 +409,7 @@ def _faulty_dataset(
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Compare the files of a folder with the list of their sha256, or write that list.
+    """Compare the files of a folder with a list of SHA-256 digests, or write this list.
 
     Raises:
         DataError: A listed file is missing or has changed.
@@ -417,7 +422,10 @@ def _verify(options: argparse.Namespace) -> int:
     manifest = expand_path(options.manifest) if options.manifest else root / MANIFEST
     if options.update or not manifest.exists():
         count = write_manifest(root, manifest)
-        say(f"wrote the sha256 of {count} files to {manifest}. Run the command again to compare.")
+        say(
+            f"wrote the sha256 of {count} files to {manifest}. Run the command again to compare "
+            "the files with this list."
+        )
         if options.json:
             print(dump_json({"manifest": str(manifest), "listed": count}, indent=None))
         return 0
@@ -430,7 +438,7 @@ def _verify(options: argparse.Namespace) -> int:
         lists = {"changed": changed, "missing": missing, "added": added}
         print(dump_json({"manifest": str(manifest), **lists}))
     if added:
-        say(f"{len(added)} files are not in the list: {first_of(added)}")
+        say(f"{len(added)} files are not listed in {manifest}: {first_of(added)}")
     # Added files are not an error.
     if changed or missing:
         raise DataError(
@@ -443,9 +451,12 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def write_manifest(root: Path, manifest: Path) -> int:
-    """Write the sha256 of every file below a folder and return their number.
+    """Write the SHA-256 of every file below a folder to a manifest.
 
     Hidden files and the manifest itself are left out.
+
+    Returns:
+        The number of listed files.
     """
     names = _find_files(root, manifest)
     if not names:
@@ -459,7 +470,7 @@ def write_manifest(root: Path, manifest: Path) -> int:
 
 
 def read_manifest(manifest: Path) -> Mapping[str, str]:
-    """Return the sha256 of each path in a file with lines `SHA256  PATH`."""
+    """Read a file with lines `SHA256  PATH` and return the SHA-256 of each path."""
     try:
         lines = read_regular(manifest).decode(errors="surrogateescape").split("\n")
     except OSError as error:
@@ -483,7 +494,7 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
 
 
 def _find_files(root: Path, manifest: Path) -> list[str]:
-    """Return the sorted paths of all files below a folder, without hidden ones."""
+    """Return the sorted paths of all files below a folder, except hidden files and the manifest."""
     if not root.is_dir():
         raise DataError(f"{root} is not a folder, expected the folder of a dataset")
     excluded = resolve_links(manifest)
@@ -496,7 +507,7 @@ def _find_files(root: Path, manifest: Path) -> list[str]:
 
 
 def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each path with its sha256, computed in threads."""
+    """Yield each path with the SHA-256 of its file. Several threads compute the digests."""
 
     def digest(name: str) -> str:
         try:

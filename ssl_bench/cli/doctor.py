@@ -1,4 +1,4 @@
-"""`ssl-bench doctor`: show versions, devices and caches, and report what must be repaired."""
+"""`ssl-bench doctor`: show versions, devices and caches, and report broken packages."""
 
 import argparse
 import importlib
@@ -38,13 +38,14 @@ PACKAGES = (
     ("pandas", "pandas"),
     ("pyarrow", "pyarrow"),
 )
-"""Imported module and installed distribution of each required package."""
+"""Each required package, as the name of its module and the name of its distribution."""
 EXTRAS = (
     ("submitit", "ssl-bench[slurm]", "sweep --slurm"),
     ("tensorboard", "ssl-bench[track]", "train.tensorboard"),
     ("wandb", "wandb", "train.wandb"),
 )
-"""Optional distribution, argument of `pip install`, and the feature that needs it."""
+"""Each optional package, as its distribution, the argument of `pip install`, and the feature that
+needs the package."""
 CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", *OFFLINE_VARIABLES, "TORCH_HOME", "XDG_CACHE_HOME")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
 SPLITS_OF_ROLES = {
@@ -61,9 +62,9 @@ class Finding(NamedTuple):
     """One line of the output.
 
     Attributes:
-        name: What was examined, such as "torch".
-        value: Its version, size or state.
-        broken: Whether commands fail until this is repaired.
+        name: Name of the examined package, device or folder, such as "torch".
+        value: Version, size or state of the examined object.
+        broken: Whether commands fail until the user repairs the examined package.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Finding(NamedTuple):
 
 def command(options: argparse.Namespace) -> int:
     """Print one line for each finding and return 5 if a required package is broken, else 0."""
-    # Broken packages come last, where they are noticed.
+    # Broken packages are printed last, because users notice the last lines.
     findings = sorted(_find_all(options.data_root), key=lambda finding: finding.broken)
     has_broken = any(finding.broken for finding in findings)
     if options.json:
@@ -99,7 +100,7 @@ def _find_all(data_root: str | None) -> Iterator[Finding]:
         try:
             yield Finding(distribution, metadata.version(distribution))
         except metadata.PackageNotFoundError:
-            advice = f"not installed, only for {purpose} (pip install '{requirement}')"
+            advice = f"not installed, only needed for {purpose} (pip install '{requirement}')"
             yield Finding(distribution, advice)
     yield from _find_processors()
     yield from _find_gpus()
@@ -126,7 +127,8 @@ def _find_unmet_requirements() -> Iterator[Finding]:
     try:
         requirements = metadata.requires("ssl-bench") or ()
     except metadata.PackageNotFoundError:
-        yield Finding("ssl-bench", "not installed, so the versions of packages were not checked")
+        text = "not installed as a package, so the versions of required packages were not checked"
+        yield Finding("ssl-bench", text)
         return
     for text in requirements:
         required = Requirement(text)
@@ -168,7 +170,7 @@ def _find_gpus() -> Iterator[Finding]:
 
 
 def _find_caches() -> Iterator[Finding]:
-    """Yield the free space of all folders that are written, and the variables that move them."""
+    """Yield the free space of output and cache folders, and the variables that set the caches."""
     folders = {
         "disk": Path.cwd(),
         "results": Path("results"),
@@ -189,12 +191,12 @@ def _find_caches() -> Iterator[Finding]:
 
 
 def _format_environment(names: tuple[str, ...]) -> str:
-    """Return NAME=VALUE of the environment variables that are set, separated by commas."""
+    """Return NAME=VALUE for each environment variable that is set, separated by commas."""
     return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 
 def _find_datasets(text: str) -> Iterator[Finding]:
-    # Imported only now: it imports the libraries of encoders, which may be what is broken.
+    # Imported only here, because this module imports encoder libraries that may be broken.
     from ssl_bench.request import parse_data_roots
 
     roots = parse_data_roots(text, choices("dataset"))
@@ -208,7 +210,7 @@ def _find_datasets(text: str) -> Iterator[Finding]:
 
 
 def _describe_dataset(name: str, root: str) -> str | None:
-    """Return the roles and split sizes of a dataset, or None if the folder does not hold it."""
+    """Return the roles and split sizes of a dataset, or None if the folder does not contain it."""
     config = compose_config("data", add_data_root([f"dataset={name}"], root))
     dataset: Dataset = build(config, "dataset")
     if not hasattr(dataset, "root"):

@@ -1,4 +1,4 @@
-"""`ssl-bench features`: write features of all images of a dataset to files with an index."""
+"""`ssl-bench features`: write the features of all images of a dataset to files with an index."""
 
 import argparse
 import json
@@ -42,18 +42,19 @@ from ssl_bench.system.progress import format_size, say, show_progress
 FORMATS = ("safetensors", "npz")
 DTYPES = ("float32", "float16")
 _SPLITS = ("train", "val", "images", "discovery")
-# Limits of a file.
+# Maximum size and maximum number of images of one file of features.
 _MOST_BYTES, _MOST_IMAGES = 64 * 2**20, 1024
 _BATCH_SIZE = 16
 _ABOUT, _INDEX = "about.json", "index.parquet"
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Write `about.json`, files of features and an index. Complete files are kept.
+    """Write `about.json`, files of features and an index. Complete files of features are kept.
 
-    Images are resized to squares, by default of the encoder's own size. A file holds arrays such
-    as "block05.token" (images x rows x cols x dim) and "block05.cls" (images x dim). The index
-    has the split, class, file and row of each image.
+    Images are resized to squares of `--image-size` pixels, by default to the encoder's native
+    size. A file contains arrays such as "block05.token" (images x rows x cols x dim) and
+    "block05.cls" (images x dim). For each image, the index states its split, its class, its file
+    of features and its row in this file.
     """
     require_single_process("features")
     require_choice("format", options.format, FORMATS)
@@ -104,14 +105,17 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         rows += _write_split(images, extractor, size, out, options)
     table = pyarrow.Table.from_pylist(rows)
     write_atomically(out / _INDEX, lambda file: pyarrow.parquet.write_table(table, file))
-    say(f"features of {len(rows)} images are in {out}, and {_INDEX} lists the file and row of each")
+    say(
+        f"features of {len(rows)} images are in {out}. "
+        f"{_INDEX} lists the file and row of each image"
+    )
     return 0
 
 
 def _open_dataset(
     options: argparse.Namespace, overrides: Sequence[str], on_bad_image: OnBadImage | None
 ) -> tuple[Dataset, int | None]:
-    """Return the dataset and the value of `data.bits`, the bits that 16-bit images use."""
+    """Return the dataset and `data.bits`, the number of bits that its 16-bit images use."""
     name = require_choice("dataset", options.dataset, choices("dataset"))
     words = [f"dataset={name}", *add_data_root(overrides, options.data_root)]
     config = compose_config("data", words)
@@ -122,7 +126,10 @@ def _open_dataset(
 
 
 def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
-    """Return the named splits, by default train and val if there are labels, else all images."""
+    """Return the splits that a comma-separated text names.
+
+    Without a text, return train and val if the dataset has labels, and otherwise all images.
+    """
     if text is not None:
         names = [require_choice("split", name.strip(), _SPLITS) for name in text.split(",")]
     elif {"segmentation", "classification", "correspondence"} & dataset.supports:
@@ -133,12 +140,16 @@ def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
 
 
 def _start_or_continue(path: Path, about: Mapping[str, Any]) -> None:
-    """Describe the features in a new folder, or check that a used folder has the same ones.
+    """Write the description of the features, or check that an existing description is equal.
+
+    Args:
+        path: File of the description.
+        about: Description of the features that will be written.
 
     Raises:
-        ConfigurationError: The folder has features of something else.
+        ConfigurationError: The folder contains features with a different description.
     """
-    # A folder without features may be used for anything.
+    # In a folder without features, an existing description is replaced.
     if not (path.is_file() and any(path.parent.glob("*-[0-9]*.*"))):
         write_text_atomically(path, json.dumps(about, indent=1) + "\n")
         return
@@ -162,7 +173,7 @@ def _write_split(
     out: Path,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Write the missing files of a split, and return the rows of the index for all of its files."""
+    """Write the missing files of a split, and return the rows of the index for all its files."""
     num_bytes = _bytes_per_image(extractor, size, options.dtype)
     rows, per_file = list[dict[str, Any]](), max(1, min(_MOST_IMAGES, _MOST_BYTES // num_bytes))
     starts = range(0, len(images), per_file)
@@ -208,13 +219,17 @@ def _extract(
     size: tuple[int, int],
     options: argparse.Namespace,
 ) -> dict[str, np.ndarray]:
-    """Return features by block and facet, with the ids and labels of the images (-1 for none)."""
+    """Return the features by block and facet, and the ids and labels of the images.
+
+    The label of an image without a class is -1.
+    """
     parts: dict[str, list[np.ndarray]] = {}
     ids, labels = list[str](), list[int]()
     batch_size = options.batch_size or _BATCH_SIZE
     for start in range(0, len(indices), batch_size):
         try:
-            # Images are resized one by one, because a batch of photographs would fill the memory.
+            # Images are resized one by one, because a batch of large photographs may not fit into
+            # memory.
             batch = [
                 (resize_image(sample.image, size), sample.image_id, sample.label)
                 for sample in map(images.__getitem__, indices[start : start + batch_size])
@@ -237,16 +252,17 @@ def _extract(
 
 
 def _require_range(values: np.ndarray, dtype: str, name: str) -> None:
-    """Check that the largest entry is a normal number of the type that stores it.
+    """Check that `dtype` can store the largest absolute entry as a normal number.
 
     Raises:
-        CheckpointError: It is too small or too large, so that precision would be lost.
+        CheckpointError: The entry is too small or too large, so `dtype` would lose precision.
     """
     largest = float(np.abs(values).max(initial=0.0))
     least, most = float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)
     if largest and not least <= largest <= most:
         raise CheckpointError(
-            f"{name} has entries up to {largest:.2g}, but {dtype} stores {least:.2g} to {most:.5g}",
+            f"{name} has entries up to {largest:.2g}, but {dtype} stores values from {least:.2g} "
+            f"to {most:.5g}",
             hint=("--dtype", "float32"),
         )
 
@@ -262,7 +278,10 @@ def _write(path: Path, arrays: dict[str, np.ndarray], file_format: str) -> None:
 
 
 def _read_ids_and_labels(path: Path) -> tuple[list[str], list[int]] | None:
-    """Return the ids and labels of a file's images, or None if it is missing or damaged."""
+    """Return the ids and labels of the images in a file.
+
+    If the file is missing or damaged, return None.
+    """
     try:
         if path.suffix == ".npz":
             with np.load(path) as arrays:

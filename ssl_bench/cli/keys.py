@@ -49,8 +49,8 @@ _MEANINGS = {
     "data.fingerprint": "whether files are identified by their content or by size and time",
     "data.bits": "number of bits that 16-bit images use",
     "data.limit": "maximum number of images per split, evenly spaced (--limit)",
-    "data.first": "number of images at the start of each split to use",
-    "data.allow_overlap": "allow scoring of images that were used for fitting",
+    "data.first": "use only this number of images from the start of each split",
+    "data.allow_overlap": "whether scored images may also be training images",
     "data.std": "standard deviation of red, green and blue for normalisation",
     "corrupt": "corruption and severity of the scored images, e.g. gaussian_noise:3",
     "seed": "random seed (--seed)",
@@ -62,20 +62,20 @@ _MEANINGS = {
     "train_images": "number of training images to use",
     "views": "crops and augmentations of the encoder's input",
     "max_iterations": "maximum number of iterations of the solver",
-    "mask_suffix": "end of the names of masks after the name of the image",
-    "train_split": "split to train on, or a share such as train:0-75%",
-    "val_split": "split to score, or a share such as train:75-100%",
-    "year": "year of the challenge",
+    "mask_suffix": "text that follows the name of an image in the name of its mask",
+    "train_split": "split to train on, or part of a split such as train:0-75%",
+    "val_split": "split to score, or part of a split such as train:75-100%",
+    "year": "year of the Pascal VOC challenge",
     "epochs": "number of passes over the training images",
     "schedule": "schedule of the learning rate",
     "optimizer": "optimizer of the weights",
-    "optimizer.eps": "constant added to the root of the second moment",
-    "betas": "decay rates of the first and second moment",
+    "optimizer.eps": "constant added to the square root of the second moment",
+    "betas": "decay rates of the first and the second moment",
     "weight_decay": "weight decay",
     "final_weight_decay": "weight decay at the end of its cosine schedule",
     "final_lr": "learning rate at the end of its cosine schedule",
     "checkpoint_minutes": "minutes between two checkpoints",
-    "bottleneck_dim": "width of the head before its last layer",
+    "bottleneck_dim": "width of the input of the head's last layer",
     "hidden_dim": "width of the hidden layers of the head",
     "center_momentum": "momentum of the teacher's centre",
     "student_temperature": "temperature of the student's softmax",
@@ -96,11 +96,11 @@ _MEANINGS = {
     "num_heads": "number of attention heads",
     "qkv_bias": "whether queries, keys and values have a bias",
 }
-"""Meanings of keys without a documented attribute, by the end of the key."""
+"""Meanings of keys that no class documents. A meaning applies to all keys with this ending."""
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print one line for each key of a target, or the possible targets."""
+    """Print one line for each key of a target. Without a target, list the possible targets."""
     if options.target is None:
         print("\n".join(_list_targets()))
         return 0
@@ -112,7 +112,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _wrap_lines(lines: Sequence[str]) -> list[str]:
-    """Wrap lines at the width of the terminal and indent the continuations."""
+    """Wrap lines at the width of the terminal and indent the continuation lines."""
     width = max(40, shutil.get_terminal_size().columns)
     wrapped = []
     for line in lines:
@@ -123,7 +123,7 @@ def _wrap_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _list_targets() -> list[str]:
-    lines = ["pretrain         all keys of a run, or only those of train, data or monitor"]
+    lines = ["pretrain         all keys of a run (train, data, monitor: only keys of this group)"]
     for group in _GROUPS:
         names = choices(group)
         count = f"{len(names)} names, run `ssl-bench keys {group}` to list them"
@@ -138,10 +138,10 @@ def _list_names(label: str, names: str | Sequence[str]) -> list[str]:
 
 
 def _describe_target(target: str, overrides: Sequence[str]) -> list[str]:
-    """Return the lines of all keys of a target such as "probe.tokencut", "train.epochs" or "train".
+    """Return one line for each key of a target, such as "probe.tokencut" or "train.epochs".
 
     Raises:
-        ConfigurationError: There is no such target or key.
+        ConfigurationError: The target or key does not exist.
     """
     group, _, rest = target.partition(".")
     name, _, field = rest.partition(".")
@@ -174,12 +174,15 @@ def _describe_target(target: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
-    """Return the lines of all keys that are one of the parents or below one.
+    """Return one line for each selected key.
 
-    Without parents, return the lines of all keys.
+    Args:
+        config: The configuration.
+        parents: Keys to select together with all keys below them, for example "train" for "train",
+            "train.seed" and "train.epochs". Without parents, all keys are selected.
 
     Raises:
-        ConfigurationError: There are none.
+        ConfigurationError: No key is selected.
     """
     lines = _describe_keys(config, parents)
     if lines:
@@ -223,7 +226,7 @@ def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
 
 
 def _find_meaning(key: str) -> str:
-    """Return the meaning of a key whose class does not document it."""
+    """Return the meaning of a key that its class does not document."""
     if ".init_options." in key:
         return "any value: argument of the function `model.init`"
     parts = key.split(".")
@@ -232,9 +235,9 @@ def _find_meaning(key: str) -> str:
 
 
 def _chosen_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str | None, str]:
-    """Return the group of files that a key selects from, and the selected name.
+    """Return the group of config files that a key selects from, and the name of the selected file.
 
-    The group is None for a key that has an ordinary value.
+    If the key has an ordinary value, the group is None and the name is empty.
     """
     top, _, field = key.partition(".")
     component = config.get(top)
@@ -249,7 +252,10 @@ def _chosen_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str |
 
 
 def _find_file(group: str, component: Mapping[str, Any]) -> str:
-    """Return the name of the file with these values, or of the first file of the same class."""
+    """Return the name of the config file with these values.
+
+    If no file has these values, return the name of the first file of the same class.
+    """
     contents = {
         name: read_file(config_folder() / group / f"{name}.yaml") for name in config_names(group)
     }

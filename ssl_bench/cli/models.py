@@ -1,4 +1,4 @@
-"""`ssl-bench models`: list the supported checkpoints, or describe given ones."""
+"""`ssl-bench models`: list the supported kinds of checkpoints, or describe given checkpoints."""
 
 import argparse
 import sys
@@ -14,11 +14,11 @@ from ssl_bench.system.escaping import dump_json, escape_lines, to_one_line
 from ssl_bench.system.files import open_regular
 
 _MAX_NAMES = 3
-_NO_KEYS = "queries, keys and values are unknown (no attn.qkv in each block), probes use tokens"
+_NO_KEYS = "queries, keys and values are unknown (no attn.qkv in each block), so probes use tokens"
 
 
 class Address(NamedTuple):
-    """A form of the URI that `--checkpoint` accepts."""
+    """One form of the URIs that `--checkpoint` accepts."""
 
     form: str
     example: str
@@ -27,7 +27,7 @@ class Address(NamedTuple):
 
 ADDRESSES = (
     Address("FOLDER", "runs/skip", "run folder (its last.safetensors)"),
-    Address("FOLDER@EPOCH", "runs/skip@200", "encoder that a run kept at an epoch"),
+    Address("FOLDER@EPOCH", "runs/skip@200", "encoder that a run saved at an epoch"),
     Address("FILE.safetensors", "runs/skip/last.safetensors", "checkpoint of ssl-bench"),
     Address("FILE", "dinov2_vits14_pretrain.pth", "weights in a layout listed below"),
     Address("FILE.py:NAME", "my_model.py:encoder", "your own module (runs the file)"),
@@ -51,20 +51,21 @@ ADDRESSES = (
         "mean=0.5,std=0.5:my.pth",
         "checkpoint with this image normalisation",
     ),
-    Address("random:URI", "random:runs/skip", "same encoder with random weights"),
+    Address("random:URI", "random:runs/skip", "encoder of URI with random weights"),
     Address("colours:PATCH", "colours:16", "raw colours of patches of this size"),
 )
 TIMM_PATTERNS = (
     *("vit_*", "deit*", "flexivit_*", "eva*", "beit3_*", "aimv2_*", "vitamin_*"),
     *("vit_*dinov2", "vit_*dinov3", "vit_*siglip*", "vit_*clip*", "vit_*rope*", "vit_pe_*"),
 )
-"""Names of timm models whose blocks accept images of any size."""
+"""Name patterns of timm models. All blocks of these models accept images of any size."""
 
 
 def command(options: argparse.Namespace) -> int:
-    """List the supported checkpoints, or describe the given ones.
+    """List the supported kinds of checkpoints, or describe the given checkpoints.
 
-    A checkpoint that cannot be loaded is reported in one line, and the others are still described.
+    If a checkpoint cannot be loaded, one line reports the error, and the other checkpoints are
+    still described.
 
     Returns:
         The exit code of the first checkpoint that cannot be loaded, else 0.
@@ -94,11 +95,11 @@ def command(options: argparse.Namespace) -> int:
 
 
 def describe_encoder(encoder: Encoder) -> dict[str, Any]:
-    """Return the properties of an encoder and its file, as JSON types.
+    """Return the properties of an encoder and of its file, as JSON types.
 
-    `size` is in bytes, `largest_patch` and `image_size` are in pixels. `used` and `total` count
-    tensors, `ignored` maps each unused tensor to the reason, and `colours_from` names the source of
-    `mean` and `std`.
+    `size` is in bytes. `patch_size`, `largest_patch` and `image_size` are in pixels. `used` and
+    `total` are numbers of tensors. `ignored` states for each unused tensor why it is not used.
+    `colours_from` names the source of `mean` and `std`.
     """
     contents = encoder.contents
     return {

@@ -1,7 +1,7 @@
-"""Parse the command line, run the requested command, and suggest the nearest name for typos.
+"""Parse the command line, run the requested command, and suggest corrections of misspelled names.
 
-Flags cover daily use and KEY=VALUE settings (Hydra overrides) everything else. This module imports
-nothing heavy, so that `--help` takes 0.1 s.
+Flags cover daily use. KEY=VALUE settings (Hydra overrides) cover everything else. This module
+imports no large library, so `--help` takes only 0.1 s.
 """
 
 import argparse
@@ -63,7 +63,7 @@ _EXAMPLES = {
     "sweep": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
     "pretrain": ("model=vit_tiny_skip or train.epochs=10", "pretrain"),
 }
-"""Examples of settings and the argument of `keys`, by command."""
+"""Examples of KEY=VALUE settings and the argument of `ssl-bench keys`, by command."""
 
 _PATH_OPTIONS = ("out", "runs", "into", "figure", "manifest", "slurm_logs")
 _PROBING_KEYS = {"limit": "data.limit", "seed": "seed"}
@@ -78,17 +78,22 @@ _KEY_OF_FLAG: Mapping[str, Mapping[str, str]] = {
         "on_bad_image": "data.on_bad_image",
     },
 }
-"""Keys that flags set, by command. The key of `--batch-size` for probes depends on the task."""
+"""Configuration keys that flags set, by command.
+
+For probes, the key of `--batch-size` depends on the task, so it is not listed here."""
 
 _TASKS = "tasks, separated by commas, or all (default: all)"
-_LAYERS = "block indices from 0, e.g. 11, -1, 0,5,11 or 0-3, or all (default: all)"
+_LAYERS = "block indices starting at 0 (e.g. 11, -1, 0,5,11 or 0-3), or all (default: all)"
 _DEVICE = "cpu, cuda or cuda:N (default: a GPU if there is one)"
 _RECORDS = "folder with records (default: results)"
 _RESULTS = "folder for records and figures (default: results)"
 _LIMIT = "use at most N images of each split, evenly spaced (short for data.limit=N)"
 _BATCH = "number of images that the encoder processes at once"
 _TRAINING_BATCH = "images per optimisation step over all GPUs (short for train.batch_size=N)"
-_BAD_IMAGE = "stop at an unreadable image, or leave it out (default: fail, for folder: skip)"
+_BAD_IMAGE = (
+    "fail: stop at an unreadable image, skip: leave it out "
+    "(default: fail, for the dataset folder: skip)"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,20 +102,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; `ssl_bench.errors` lists the codes."""
+    """Run one command and return its exit code. The codes are listed in `ssl_bench.errors`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     repair_standard_streams()
     use_passive_openmp_waiting()
     try:
         with handle_signals(STOP_SIGNALS, raise_stop_signal):
             code = run(arguments)
-        # Flush here, because an error of a full disk could not be reported at exit.
+        # Flush now, because the error of a full disk cannot be reported while Python exits.
         print(end="", flush=True)
         return code
     except KeyboardInterrupt as reason:
         return report_interruption(reason, arguments)
     except BrokenPipeError:
-        # The reader, such as `head`, closed the pipe. Python would print an error at exit.
+        # A program that reads the output, such as `head`, closed the pipe. If stdout is None,
+        # Python does not flush it at exit, and so prints no error.
         sys.stdout = None
         return 0
     except Exception as error:
@@ -150,7 +156,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parse the arguments, run their command and return its exit code.
 
     Raises:
-        SslBenchError: The arguments are wrong, or the command failed.
+        SslBenchError: The arguments are invalid, or the command failed.
     """
     parser = build_parser()
     commands = dict(
@@ -158,7 +164,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     _check_names(commands, arguments)
     words = _join_values(arguments)
-    # argparse crashes on this value: it removes "--" and then has no value to convert.
+    # argparse crashes on the value "--", because it removes "--" and then has no value to convert.
     if valueless := next((word for word in words if re.fullmatch(r"--.+=--", word)), None):
         raise ConfigurationError(f"{valueless.removesuffix('=--')} expects a value, got '--'")
     options, rest = parser.parse_known_args(words)
@@ -173,7 +179,7 @@ def run(arguments: Sequence[str]) -> int:
             f"`ssl-bench {options.command}` accepts no KEY=VALUE settings, got {overrides[0]!r}"
         )
     overrides = _add_overrides_of_flags(options, overrides)
-    # Imported only now: torch takes seconds to import and `--help` needs none of it.
+    # Imported only here, because importing torch takes seconds, and `--help` does not need torch.
     command = import_module(f"ssl_bench.cli.{options.command}").command
     if options.command in COMMANDS_WITH_OVERRIDES:
         return command(options, overrides)
@@ -183,7 +189,8 @@ def run(arguments: Sequence[str]) -> int:
 def _check_names(commands: Mapping[str, argparse.ArgumentParser], arguments: Sequence[str]) -> None:
     """Raise ConfigurationError for an unknown command or flag.
 
-    argparse reports a missing argument first, although a mistyped flag may be its cause.
+    This check runs before argparse. If a flag is misspelled, argparse may only report that an
+    argument is missing.
     """
     command = arguments[0] if arguments else "-"
     if command.startswith("-"):
@@ -209,7 +216,7 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
 def _unknown_argument(
     command: str, parser: argparse.ArgumentParser, word: str
 ) -> ConfigurationError:
-    """Return the error for a word that the command does not know, with the nearest flag."""
+    """Return the error for an unknown argument, with the most similar flag as a hint."""
     flags = _flags(parser)
     flag = word.partition("=")[0][:100].replace("_", "-")
     names = [name.lstrip("-") for name in flags]
@@ -224,10 +231,10 @@ def _unknown_argument(
 
 
 def _join_values(arguments: Sequence[str]) -> list[str]:
-    """Join `--layer` and `--checkpoint` with their values by "=".
+    """Write the flags `--layer` and `--checkpoint` and their values as FLAG=VALUE.
 
-    argparse takes the value of `--layer -1,0` for a flag. And `--checkpoint A B C`, into which a
-    shell expands `--checkpoint runs/*`, becomes three flags.
+    Without this, argparse would read the value in `--layer -1,0` as a flag. A shell expands
+    `--checkpoint runs/*` to `--checkpoint A B C`. This becomes three flags, one for each value.
     """
     joined: list[str] = []
     for word in arguments:
@@ -242,7 +249,7 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _add_overrides_of_flags(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that flags stand for, followed by the typed ones.
+    """Return the overrides that the flags are short for, followed by those on the command line.
 
     Raises:
         ConfigurationError: A flag and an override set the same key.
@@ -266,7 +273,7 @@ def probe_request(options: argparse.Namespace, overrides: Sequence[str]) -> "Pro
     """Build the request of `probe` or `sweep` from its flags and KEY=VALUE settings.
 
     Raises:
-        ConfigurationError: A task, dataset, folder or device is wrong.
+        ConfigurationError: A task, dataset, folder or device is invalid.
     """
     from ssl_bench.request import ProbeRequest
 
@@ -291,7 +298,7 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
     task = "tasks such as tokencut, segmentation or knn, separated by commas, or all"
     add("--task", required=True, help=task)
     _add_probing(parser)
-    pictures = "draw N example images, or none for 0 (short for probe.panels=N)"
+    pictures = "number of example figures to draw, 0 for none (short for probe.panels=N)"
     add("--pictures", type=int, metavar="N", help=pictures)
     add("--overwrite", action="store_true", help="compute finished results again")
     _add_previews(parser)
@@ -300,7 +307,8 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
 
 def _add_features(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--checkpoint", metavar="URI", help="encoder, as for probe (default: the newest in runs/)")
+    uri = "encoder, as for `ssl-bench probe` (default: the newest checkpoint in runs/)"
+    add("--checkpoint", metavar="URI", help=uri)
     add("--dataset", default="folder", help="folder, class_folders, voc2012, ... (default: folder)")
     add("--data-root", metavar="DIR", help="folder of the dataset")
     split = "splits (train, val, images, discovery), separated by commas (default: all)"
@@ -308,12 +316,12 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
     add("--layer", default="all", help=_LAYERS)
     facet = "facets (token, cls, key, ...), separated by commas (default: cls)"
     add("--facet", default="cls", help=facet)
-    size = "image side in pixels (default: the encoder's own)"
+    size = "height and width of the images in pixels (default: the encoder's native size)"
     add("--image-size", type=int, metavar="N", help=size)
     add("--format", default="safetensors", help="safetensors or npz (default: safetensors)")
-    dtype = "float32 or float16 for the written files (default: float32)"
+    dtype = "number format of the files, float32 or float16 (default: float32)"
     add("--dtype", default="float32", help=dtype)
-    out = "folder for the files, existing files are kept"
+    out = "folder for the files (complete files in this folder are kept)"
     add("--out", required=True, metavar="DIR", help=out)
     add("--device", help=_DEVICE)
     add("--batch-size", type=int, metavar="N", help=_BATCH)
@@ -325,18 +333,22 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--task", default="all", help=_TASKS)
     _add_probing(parser)
-    jobs = "run N processes at a time and split jobs by block if there are fewer (default: 1)"
+    jobs = (
+        "run N processes at a time, and split jobs by block if there are fewer than N jobs "
+        "(default: 1)"
+    )
     add("--jobs", type=int, default=1, metavar="N", help=jobs)
-    add("--json", action="store_true", help="print plan and outcome as JSON")
+    add("--json", action="store_true", help="print the plan and the outcome as JSON")
     add("--dry-run", action="store_true", help="print the plan and stop")
     way = parser.add_mutually_exclusive_group().add_argument
     way("--print", action="store_true", help="print the command of each unfinished job")
-    way("--slurm", action="store_true", help="submit the jobs as a SLURM array (extra: slurm)")
-    # Other options of SLURM are set by sbatch's SBATCH_* variables.
-    add("--slurm-partition", metavar="NAME", help="partition (default: the cluster's own)")
-    add("--slurm-minutes", type=int, default=240, metavar="N", help="time per job (default: 240)")
+    way("--slurm", action="store_true", help="submit a SLURM array (needs ssl-bench[slurm])")
+    # Users set other SLURM options by the environment variables SBATCH_* of sbatch.
+    add("--slurm-partition", metavar="NAME", help="partition (default: the cluster's default)")
+    minutes = "time limit per job in minutes (default: 240)"
+    add("--slurm-minutes", type=int, default=240, metavar="N", help=minutes)
     add("--slurm-gpus", type=int, default=1, choices=(0, 1), help="GPUs per job (default: 1)")
-    add("--slurm-cpus", type=int, default=8, metavar="N", help="cores per job (default: 8)")
+    add("--slurm-cpus", type=int, default=8, metavar="N", help="CPU cores per job (default: 8)")
     add("--slurm-logs", metavar="DIR", help="folder for the logs (default: OUT/slurm)")
 
 
@@ -351,7 +363,9 @@ def _add_pretrain(parser: argparse.ArgumentParser) -> None:
     extend = "continue a finished run with a larger train.epochs or train.max_steps"
     add("--extend", action="store_true", help=extend)
     add("--overwrite", action="store_true", help="delete the run in --out and start again")
-    bad_image = "stop at an unreadable image, or use the next one (short for data.on_bad_image)"
+    bad_image = (
+        "fail: stop at an unreadable image, skip: use the next image (short for data.on_bad_image)"
+    )
     add("--on-bad-image", metavar="fail|skip", help=bad_image)
     _add_short_forms(parser, seed="train.seed", batch=_TRAINING_BATCH)
     _add_previews(parser)
@@ -360,14 +374,14 @@ def _add_pretrain(parser: argparse.ArgumentParser) -> None:
 def _add_reproduce(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="PAPER/TABLE", help="table to show (default: list all tables)")
-    add("--row", action="append", metavar="ROW", help="select a row, may be repeated")
+    add("--row", action="append", metavar="ROW", help="select a row (may be repeated)")
     add("--dataset", metavar="NAME", help="select datasets, separated by commas")
     roots = "folders of the datasets, separated by commas"
     add("--data-root", metavar="NAME=DIR", help=roots)
     add("--runs", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
     add("--out", default="results", metavar="DIR", help=_RESULTS)
     add("--device", help=_DEVICE)
-    gpus = "with --print: train with torchrun on N GPUs and probe on one GPU each"
+    gpus = "with --print: train on N GPUs with torchrun, and run each probe on one GPU"
     add("--gpus", type=int, metavar="N", help=gpus)
     way = parser.add_mutually_exclusive_group().add_argument
     way("--run", action="store_true", help="run the unfinished steps on this machine")
@@ -384,17 +398,17 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     add("--out", default="results", metavar="DIR", help=_RECORDS)
     pivot = "print encoders as rows, and datasets and metrics as columns"
     add("--pivot", action="store_true", help=pivot)
-    epochs = "print the epochs of a run as rows and blocks as columns"
+    epochs = "print the epochs of a run as rows, and blocks as columns"
     add("--over-epochs", action="store_true", help=epochs)
-    severity = "print blocks as rows and severities of a corruption as columns"
+    severity = "print blocks as rows, and the severities of a corruption as columns"
     add("--over-severity", action="store_true", help=severity)
     paper = "print our values next to a published table (table2, figure3, mnist, ...)"
     add("--paper", metavar="TABLE", help=paper)
-    row = "use this checkpoint for a row of the published table, may be repeated"
+    row = "use this checkpoint for a row of the published table (may be repeated)"
     add("--as", action="append", dest="encoders", metavar="ROW=CHECKPOINT", help=row)
     best = (
-        "block shown by --pivot and --paper: chosen on held-out images, or the best one "
-        "(default: holdout, with --paper the paper's choice)"
+        "how --pivot and --paper choose a block: on held-out images (holdout) or by the best score "
+        "(oracle). Default: holdout, but with --paper the choice of the paper"
     )
     add("--best-layer", metavar="holdout|oracle", help=best)
     add("--figure", metavar="FILE", help="also draw the curves (.png, .svg or .pdf)")
@@ -404,13 +418,13 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    name = "name in tables, first digits of its id or sha256, or URI"
+    name = "encoder: its name in tables, the first digits of its id or sha256, or its URI"
     add("checkpoints", nargs="+", metavar="CHECKPOINT", help=name)
-    epochs = "compare two runs at each epoch that both kept"
+    epochs = "compare two runs at each epoch that was probed in both runs"
     add("--over-epochs", action="store_true", help=epochs)
     add("--task", default="all", help=_TASKS)
     _add_filters(parser)
-    metrics = "compare all metrics, not only the main one of each task"
+    metrics = "compare all metrics, not only the main metric of each task"
     add("--all-metrics", action="store_true", help=metrics)
     _add_format(parser)
     add("--out", default="results", metavar="DIR", help=_RECORDS)
@@ -423,7 +437,10 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add("--layer", default="all", help=_LAYERS)
     add("--out", default="results", metavar="DIR", help=_RECORDS)
     add("--into", metavar="DIR", help="folder for the report (default: OUT/report)")
-    pair = "compare two checkpoints, may be repeated (default: all pairs of at most 6)"
+    pair = (
+        "compare two checkpoints, may be repeated (default: all pairs if the report has at most 6 "
+        "checkpoints)"
+    )
     add("--pair", action="append", nargs=2, metavar=("A", "B"), help=pair)
 
 
@@ -432,43 +449,43 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
   list [NAME]     show source, licence, size, folder tree and classes of datasets
   download NAME   download and unpack a dataset
   check NAME      count the images of each split and read a sample
-  verify DIR      write the sha256 of all files, or compare the files with that list
+  verify DIR      list the sha256 of all files, or compare the files with an existing list
 """
     add = parser.add_argument
-    add("action", choices=("list", "download", "check", "verify"), help="what to do")
-    add("target", nargs="?", metavar="NAME|DIR", help="dataset, or folder for verify")
-    root = "folder of the dataset, for download and check"
+    add("action", choices=("list", "download", "check", "verify"), help="action to run")
+    add("target", nargs="?", metavar="NAME|DIR", help="name of a dataset (for verify: a folder)")
+    root = "for download and check: folder of the dataset"
     add("--data-root", metavar="DIR", help=root)
     subset = "for check: accept fewer images than published"
     add("--subset", action="store_true", help=subset)
-    add("--manifest", metavar="FILE", help="list for verify (default: DIR/SHA256SUMS)")
+    add("--manifest", metavar="FILE", help="for verify: list of files (default: DIR/SHA256SUMS)")
     add("--update", action="store_true", help="for verify: write the list again")
     add("--json", action="store_true", help="print the result as JSON")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    uris = "checkpoints to describe (default: list what can be loaded)"
+    uris = "checkpoints to describe (default: list the supported kinds of checkpoints)"
     add("uris", nargs="*", metavar="URI", help=uris)
     add("--json", action="store_true", help="print the result as JSON")
 
 
 def _add_quickstart(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    out = "folder for run, results and report (default: runs/quickstart)"
+    out = "folder for the run, the results and the report (default: runs/quickstart)"
     add("--out", default="runs/quickstart", metavar="DIR", help=out)
     add("--overwrite", action="store_true", help="compute everything again")
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    root = "also look for datasets in this folder, or in DATASET=DIR,DATASET=DIR"
+    root = "also look for datasets in this folder, or in the folders DATASET=DIR,DATASET=DIR"
     add("--data-root", metavar="DIR", help=root)
     add("--json", action="store_true", help="print the result as JSON")
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
-    target = "pretrain, probe.TASK, dataset.NAME, model.NAME, ... (default: list these)"
+    target = "pretrain, probe.TASK, dataset.NAME, model.NAME, ... (default: list all targets)"
     parser.add_argument("target", nargs="?", metavar="TARGET", help=target)
 
 
@@ -482,14 +499,14 @@ def _add_probing(parser: argparse.ArgumentParser) -> None:
     add("--layer", default="all", help=_LAYERS)
     uris = (
         "run folder, RUN@EPOCH, weights file, timm:NAME, pattern such as 'runs/*', or another URI "
-        "that the command models lists, may be repeated (default: the newest in runs/)"
+        "listed by `ssl-bench models`. May be repeated (default: the newest checkpoint in runs/)"
     )
     add("--checkpoint", action="append", metavar="URI", help=uris)
-    baselines = "also probe the encoders with random weights, and raw patch colours"
+    baselines = "also probe each encoder with random weights, and the raw colours of patches"
     add("--baselines", action="store_true", help=baselines)
     datasets = "datasets, separated by commas (default: toy)"
     add("--dataset", default="toy", help=datasets)
-    root = "folder of the dataset, or DATASET=DIR,DATASET=DIR for several"
+    root = "folder of the dataset (for several datasets: DATASET=DIR,DATASET=DIR)"
     add("--data-root", metavar="DIR", help=root)
     add("--out", default="results", metavar="DIR", help=_RESULTS)
     add("--device", help=_DEVICE)
@@ -500,7 +517,10 @@ def _add_probing(parser: argparse.ArgumentParser) -> None:
 def _add_short_forms(
     parser: argparse.ArgumentParser, *, seed: str = "seed", batch: str = _BATCH
 ) -> None:
-    """Add flags that stand for keys. They have no default, because the configuration has one."""
+    """Add flags that are short for configuration keys.
+
+    The flags have no default values, because the configuration contains the default values.
+    """
     add = parser.add_argument
     add("--limit", type=int, metavar="N", help=_LIMIT)
     add("--seed", type=int, metavar="N", help=f"random seed (short for {seed}=N)")
@@ -515,8 +535,8 @@ def _add_previews(parser: argparse.ArgumentParser) -> None:
 
 def _add_format(parser: argparse.ArgumentParser) -> None:
     formats = (
-        "text, terminal, markdown, latex, csv, json or parquet (default: terminal, or text if "
-        "redirected)"
+        "text, terminal, markdown, latex, csv, json or parquet (default: terminal, or text if the "
+        "output is redirected)"
     )
     parser.add_argument("--format", help=formats)
 
@@ -533,9 +553,12 @@ _COMMANDS = {
     "pretrain": ("pretrain an encoder", _add_pretrain),
     "reproduce": ("reproduce a published table", _add_reproduce),
     "table": ("print tables of results", _add_table),
-    "compare": ("compare two checkpoints, or the blocks of one, on the same images", _add_compare),
+    "compare": (
+        "compare two checkpoints, or the blocks of one checkpoint, on the same images",
+        _add_compare,
+    ),
     "report": ("write an HTML report of results", _add_report),
-    "models": ("list supported checkpoints, or describe a checkpoint", _add_models),
+    "models": ("list the supported kinds of checkpoints, or describe checkpoints", _add_models),
     "data": ("list, download, check or verify datasets", _add_data),
     "quickstart": ("pretrain a tiny encoder and run all probes on it", _add_quickstart),
     "doctor": ("show versions, devices and caches", _add_doctor),

@@ -1,4 +1,4 @@
-"""`ssl-bench pretrain`: pretrain an encoder in a run folder."""
+"""`ssl-bench pretrain`: pretrain an encoder and save it in a run folder."""
 
 import argparse
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from ssl_bench.system.progress import say
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Pretrain one encoder in a run folder, or print its configuration or outline."""
+    """Pretrain an encoder in a run folder, or only print its configuration or its plan."""
     overrides = add_data_root(overrides, options.data_root)
     config = compose_config("pretraining", overrides)
     full = deepcopy(config)
     model = full["model"]
     if "init_options" in model:
-        # Options that the user left out are written too, because a default may change.
+        # The defaults of omitted options are written too, because later versions may change them.
         model["init_options"] = in_full(model["init"], model["init_options"])
     if options.print_config:
         print(config_to_yaml(full), end="")
@@ -58,7 +58,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _default_run(overrides: Sequence[str]) -> str:
-    """Return a folder below `runs/` with the choices and the time in its name."""
+    """Return a path below `runs/`, named by model and optimizer (or experiment) and the time."""
     choices = {key: value for key, _, value in (o.partition("=") for o in overrides)}
     parts = [choices.get("model", "vit_small_skip"), choices.get("optimizer", "adamw")]
     if "experiment" in choices:

@@ -24,7 +24,7 @@ from ssl_bench.tables.depth import depth_tables, print_main_tables
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Probe the requested blocks of each encoder, and print the tables."""
+    """Probe the requested blocks of each encoder, and print tables of the results."""
     request = probe_request(options, overrides)
     if options.print_config:
         _print_configs(request)
@@ -60,7 +60,7 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
     require_images(plan)
     require_writable(store.root)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
-    # The last encoder is checked before the first is probed.
+    # All encoders are checked before the first encoder is probed.
     for uri in uris if len(uris) > 1 else []:
         encoder = identify_encoder(uri)
         resolve_layers(layers_of_encoder(uri, request.layers), encoder.depth)
@@ -71,7 +71,7 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
     for uri in uris:
         encoder = announced_encoder(uri)
         _require_fitting_sizes(plan, encoder)
-        # The folder is created only now, so that a typing mistake leaves no empty folder.
+        # The folder is created after all checks, so that a wrong command leaves no empty folder.
         ResultStore.create(store.root)
         is_added_baseline = is_baseline(uri) and uri not in named
         records += evaluate(
@@ -91,9 +91,10 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
 def _require_fitting_sizes(
     plan: Sequence[PlannedProbe], encoder: Encoder | EncoderIdentity
 ) -> None:
-    """Raise an error if an image size that the user chose does not fit the patches.
+    """Raise ConfigurationError if a size that the user chose is invalid for the encoder's patches.
 
-    Probes that do not fit the encoder for another reason are reported when their turn comes.
+    If a probe does not support the encoder for another reason, this is reported when the probe
+    runs.
     """
     for planned in plan:
         with suppress(UnfitEncoder):

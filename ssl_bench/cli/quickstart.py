@@ -1,4 +1,4 @@
-"""`ssl-bench quickstart`: pretrain, probe and report a tiny encoder, without a network."""
+"""`ssl-bench quickstart`: pretrain a tiny encoder, probe it and write a report, all offline."""
 
 import argparse
 import io
@@ -23,8 +23,8 @@ from ssl_bench.tables.drawing import draw_curves
 DEMOS = ("demo:skip", "demo:skipless")
 MODEL = "vit_tiny_skip"
 
-# The model has the size of the demonstration encoders. Its length is given in steps, not minutes,
-# so that every machine computes the same.
+# The model has the size of the demonstration encoders. It is trained for a number of steps instead
+# of minutes, so that fast and slow machines train the same encoder.
 PRETRAINING = (
     "model.dim=128",
     "model.num_heads=2",
@@ -51,15 +51,15 @@ NUM_BLOCKS = 4
 
 
 def command(options: argparse.Namespace) -> int:
-    """Pretrain for a few steps, then probe this encoder and the demonstration encoders."""
+    """Pretrain an encoder for a few steps, then probe it and the demonstration encoders."""
     start = time.monotonic()
     out = Path(options.out)
     results = out / "results"
     run_folder = out / MODEL
     if (run_folder / "last.safetensors").is_file() and not options.overwrite:
-        say(f"{run_folder} is already pretrained, skipped (--overwrite trains it again)")
+        say(f"{run_folder} is already pretrained and is kept. Use --overwrite to train it again.")
     else:
-        # A folder without weights is a run that was interrupted. It starts again.
+        # A run folder without weights belongs to an interrupted run. This run starts again.
         overwrite = ["--overwrite"] if run_folder.exists() else []
         _run_command(
             "pretrain", f"model={MODEL}", *PRETRAINING, "--out", str(run_folder), *overwrite
@@ -68,7 +68,7 @@ def command(options: argparse.Namespace) -> int:
     flags = [word for encoder in encoders for word in ("--checkpoint", encoder)]
     flags += ["--out", str(results), *(["--overwrite"] if options.overwrite else [])]
     for probes in PROBES:
-        # The tables of single probes are hidden. One overview at the end is easier to read.
+        # The tables of each probe are hidden, because one overview at the end is easier to read.
         with redirect_stdout(io.StringIO()):
             _run_command("probe", *probes, *flags)
     _run_command("report", "--out", str(results), "--pair", *DEMOS)
@@ -78,7 +78,8 @@ def command(options: argparse.Namespace) -> int:
     draw_curves(depth_tables(shown), results / "curves.png")
     print("\n" + format_headlines(panels))
     say("")
-    say(f"{MODEL} was trained for a few steps only, {' and '.join(DEMOS)} for one to two hours")
+    demos = " and ".join(DEMOS)
+    say(f"{MODEL} was trained for only a few steps, but {demos} were trained for one to two hours")
     say(f"finished in {format_duration(time.monotonic() - start)}. Open the report:")
     say(f"  {results / 'report' / 'index.html'}")
     say("to do the same with your own encoder and photographs, run:")
@@ -89,7 +90,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def format_headlines(panels: Sequence[Panel]) -> str:
-    """Return a table with the headline metric of each task and encoder at a few blocks."""
+    """Return a table of each task's headline metric, for every encoder at a few blocks."""
     depth = max(layer for panel in panels for layer in panel.layers)
     last = NUM_BLOCKS - 1
     layers = list(dict.fromkeys(round(depth * n / last) for n in range(NUM_BLOCKS)))

@@ -1,4 +1,4 @@
-"""Select records for `table`, `compare` and `report`, print tables and report what was left out."""
+"""Select records for `table`, `compare` and `report`, print tables, and report ignored files."""
 
 import argparse
 import sys
@@ -25,16 +25,16 @@ from ssl_bench.tables.sheets import (
 )
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
-"""Fields of a record that are flags of `table` and `compare`."""
+"""Fields of a record by which flags of `table`, `compare` and `report` select records."""
 
-_MISMATCH = "does not match its record, or is a link"
+_MISMATCH = "does not match its record, or is a symbolic link"
 
 
 def print_tables(tables: Sequence[Table], style: str) -> None:
-    """Print tables in one of `FORMATS`.
+    """Print tables in the format `style`, one of `FORMATS`.
 
     Raises:
-        ConfigurationError: Parquet would be printed to a terminal.
+        ConfigurationError: The format is Parquet, and the output is a terminal.
     """
     if style == "parquet":
         if sys.stdout.isatty():
@@ -47,7 +47,10 @@ def print_tables(tables: Sequence[Table], style: str) -> None:
 
 
 def resolve_format(name: str | None) -> str:
-    """Return the format with this name, or the default for the output if there is no name."""
+    """Check and return the name of a format. Without a name, return the default format.
+
+    The default depends on whether the output is a terminal.
+    """
     return default_format() if name is None else require_choice("format", name, FORMATS)
 
 
@@ -56,7 +59,7 @@ def load_selected_records(options: argparse.Namespace, store: ResultStore) -> li
 
     Raises:
         ConfigurationError: An option has an unknown value.
-        DataError: No record is left.
+        DataError: No record is selected.
     """
     records = select_tasks(options.task, store.records())
     records = _select_layers(filter_records(options, records, store), options.layer)
@@ -72,9 +75,9 @@ def no_records(task: str, store: ResultStore) -> DataError:
 
 @contextmanager
 def open_store(out: str) -> Generator[ResultStore]:
-    """Yield a folder of results, and afterwards report which of its files were left out.
+    """Yield a results folder, and afterwards report the files in it that were ignored.
 
-    Errors inside the block name these files, too.
+    If the `with` block raises an error, the message of the error also lists these files.
     """
     store = ResultStore(Path(out))
     try:
@@ -94,7 +97,7 @@ def open_store(out: str) -> Generator[ResultStore]:
 
 
 def select_tasks(task: str, records: Sequence[Record]) -> list[Record]:
-    """Return the records of the tasks that the flag names."""
+    """Return the records of the tasks in `task`, the value of `--task`."""
     tasks = parse_names("task", task, [*choices("probe"), SUPERVISED])
     return [record for record in records if record.task in tasks]
 
@@ -102,7 +105,7 @@ def select_tasks(task: str, records: Sequence[Record]) -> list[Record]:
 def filter_records(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> list[Record]:
-    """Return the records with the values of the flags `FILTERS`."""
+    """Return the records that have the requested value in each field of `FILTERS`."""
     for name in FILTERS:
         records = _filter_by(records, name, getattr(options, name), store)
     return list(records)
@@ -111,20 +114,27 @@ def filter_records(
 def _filter_by(
     records: Sequence[Record], name: str, value: str | None, store: ResultStore
 ) -> list[Record]:
-    """Return the records whose field has one of the values, separated by commas.
+    """Return the records that have a requested value in a field.
+
+    Args:
+        records: The records to select from.
+        name: Name of the field.
+        value: Requested values, separated by commas, or None for all records.
+        store: Folder of the records.
 
     Raises:
-        ConfigurationError: No record has the value.
-        DataError: Only records that cannot be read have the value.
+        ConfigurationError: A requested value occurs in no record.
+        DataError: A requested value occurs only in unreadable records.
     """
     if value is None:
         return list(records)
     known = sorted({getattr(record, name) for record in records})
-    # The label of a protocol with changed settings contains commas.
+    # A known value is not split, because the label of a protocol with changed settings contains
+    # commas.
     values = [value] if value in known else [word.strip() for word in value.split(",")]
     for one in values:
         if one not in known and any(_may_contain(store, path, one) for path in store.unreadable):
-            raise DataError(f"no record of --{name} {one} can be shown")
+            raise DataError(f"all records of --{name} {one} are unreadable")
     selected = [require_choice(name, one, known) for one in values]
     return [record for record in records if getattr(record, name) in selected]
 
@@ -140,12 +150,12 @@ def _may_contain(store: ResultStore, path: Path, value: str) -> bool:
 
 
 def requested_layers(layers: str) -> set[int] | None:
-    """Return the block indices that the flag names, or None for all.
+    """Return the block indices that `--layer` selects, or None for all blocks.
 
     Negative indices count from the last block.
 
     Raises:
-        ConfigurationError: A word is not an index or a range.
+        ConfigurationError: A comma-separated part is neither an index nor a range.
     """
     if layers == "all":
         return None
@@ -159,30 +169,34 @@ def requested_layers(layers: str) -> set[int] | None:
 
 
 def _select_layers(records: Sequence[Record], layers: str) -> list[Record]:
-    """Return the records of some blocks, where -1 is the last block of each encoder."""
+    """Return the records of the blocks that `--layer` selects.
+
+    Index -1 is the last block of each encoder.
+    """
     indices = requested_layers(layers)
     if indices is None:
         return list(records)
     selected = [r for r in records if r.layer in indices or r.layer - r.depth in indices]
     if records and not selected:
         known = ", ".join(map(str, sorted({record.layer for record in records})))
-        raise DataError(f"no record of block {layers}, only of blocks {known}")
+        raise DataError(f"no record of block {layers}, expected one of the blocks {known}")
     return selected
 
 
 def find_recorded_encoder(
     name: str, records: Iterable[Record] | Iterable[RecordedEncoder], store: ResultStore
 ) -> tuple[str, str]:
-    """Return the id and the name in tables of an encoder.
+    """Find the encoder that a text identifies, and return its id and the name of its model.
 
     Args:
-        name: Its name in tables, the first digits of its id or of the SHA-256 of its weights, a
-            checkpoint file, a run folder, or another value of --checkpoint.
+        name: The name of the encoder in tables, the first digits of its id, the first digits of
+            the SHA-256 of its weights, a checkpoint file, a run folder, or any other value that
+            `--checkpoint` accepts.
         records: Records, or encoders that have records.
         store: Folder of the records.
 
     Raises:
-        DataError: No encoder or more than one matches.
+        DataError: No encoder matches, or several encoders match.
     """
     encoders = {one.encoder_id: one for one in records}
     labels = model_names(encoders.values())
@@ -194,7 +208,7 @@ def find_recorded_encoder(
             if one.startswith(name) or encoder.checkpoint_sha256.startswith(name)
         ]
     if not matches and name and Path(name).exists():
-        # The digest file of a checkpoint of this suite identifies the weights.
+        # ssl-bench writes a digest file next to each checkpoint. The digest identifies the weights.
         weights = Path(name) / "last.safetensors" if Path(name).is_dir() else Path(name)
         digests = read_digests(weights.with_name(weights.name + ".sha256"))
         matches = [
@@ -205,7 +219,7 @@ def find_recorded_encoder(
     place = name.rpartition("@")[0] or name
     is_file = bool(name) and (Path(name).exists() or Path(place).exists())
     if len(matches) != 1 and (is_file or ":" in name):
-        # Here because the import of torch takes seconds.
+        # Imported only here, because importing torch takes seconds.
         from ssl_bench.models import identify_encoder
 
         try:
@@ -214,7 +228,7 @@ def find_recorded_encoder(
         except CheckpointError as error:
             if is_file:
                 raise
-            # The text may also be a name in tables, which the error below lists.
+            # The text may be a misspelled name. The error below lists the known names.
             say(str(error))
     if len(matches) != 1:
         known = ", ".join(f"{encoders[one].model} {one[:8]}" for one in sorted(encoders))

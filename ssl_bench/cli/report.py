@@ -1,4 +1,4 @@
-"""The command `report`."""
+"""`ssl-bench report`: write an HTML report of a results folder."""
 
 import argparse
 
@@ -18,7 +18,7 @@ from ssl_bench.system.progress import say
 
 
 def command(options: argparse.Namespace) -> int:
-    """Write a report on a results folder and print its path. Return the exit code."""
+    """Write an HTML report of a results folder, and print the path of the report."""
     with open_store(options.out) as store:
         folder = expand_path(options.into) if options.into else store.root / "report"
         require_replaceable(folder)
@@ -34,7 +34,10 @@ def command(options: argparse.Namespace) -> int:
             report = build_report(store, records, pairs, layers=requested_layers(options.layer))
             number = len(report.checkpoints)
             if not report.pairs and number > MAX_PAIRED:
-                say(f"{number} checkpoints: compare two of them with --pair A B")
+                say(
+                    f"the report compares no pairs, because it has {number} checkpoints. Use "
+                    "--pair A B to compare two of them."
+                )
             write_report(report, folder)
         counts = f"{_count(len(records), 'record')} of {_count(number, 'checkpoint')}"
         say(f"{counts}: {folder / 'index.html'}")

@@ -1,7 +1,8 @@
-"""`ssl-bench reproduce`: list published tables, and plan, run or print their runs and probes.
+"""`ssl-bench reproduce`: list published tables, and print or run the commands for one table.
 
-`plan_table` returns the commands of a table in order. Each command skips finished work, so it can
-be repeated. `shell_commands` formats them for a shell, `run_steps` runs them in this process.
+`plan_table` returns the commands for a table in order. Each command skips finished work, so you
+can repeat it. `shell_commands` formats the commands for a shell. `run_steps` runs the commands in
+this process.
 """
 
 import argparse
@@ -57,26 +58,30 @@ TRAINING_GB = {
     "mnist": 0.012,
     "copying": 0.0,
 }
-"""Size of the training archives in gigabytes: ILSVRC 2012 (training and validation images),
+"""Download size of each training dataset in gigabytes.
+
+The sizes are those of the archives of ILSVRC 2012 (training and validation images),
 tiny-imagenet-200.zip, cifar-10-python.tar.gz, cifar-100-python.tar.gz, SVHN (train_32x32.mat and
-test_32x32.mat), MNIST (four files). The strings of the copying task are generated."""
+test_32x32.mat) and MNIST (four files). The strings of the copying task are generated, so nothing is
+downloaded for this task."""
 _PROBE_PREFIXES = ("probe.", "dataset.")
 _UNQUOTED_PATH = re.compile(r"[A-Za-z/._][\w/.-]*")
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of the user, apart from the table.
+    """Options that the user chose, except the table.
 
     Attributes:
-        runs: Folder of the run folders.
+        runs: Folder that contains the run folders.
         out: Folder of the records.
-        roots: Folder of each dataset, by name.
-        overrides: Settings. Those of `probe` and `dataset` apply to probes, all others to runs.
+        roots: Folder of each dataset, by the name of the dataset.
+        overrides: KEY=VALUE settings. The keys of `probe` and `dataset` apply to probes, and all
+            other keys apply to runs.
         device: Device for all steps, None for the default.
-        rows: Rows to reproduce, empty for all.
-        datasets: Datasets to probe, empty for all.
-        gpus: Number of GPUs for printed commands, None for one device.
+        rows: Rows to reproduce, empty for all rows.
+        datasets: Datasets to probe, empty for all datasets.
+        gpus: Number of GPUs that the printed commands use, None for a single device.
     """
 
     runs: Path
@@ -94,7 +99,7 @@ class PlanOptions:
 
     @property
     def run_values(self) -> dict[str, str]:
-        """Values of the overrides of runs, by key."""
+        """The value of each setting that applies to runs, by key."""
         return dict(word.split("=", 1) for word in self.run_overrides)
 
     @property
@@ -105,21 +110,21 @@ class PlanOptions:
         return str(self.runs / address) if is_run(address) else address
 
     def place_flags(self, images: str) -> list[str]:
-        """Return the flags for the folder of a dataset and the device."""
+        """Return the flags that set the folder of a dataset and the device."""
         root = ["--data-root", self.roots[images]] if images in self.roots else []
         return [*root, *(["--device", self.device] if self.device else [])]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command, which skips finished work.
+    """One `ssl-bench` command. The command skips finished work.
 
     Attributes:
         title: Short description for progress messages.
-        run: Name of the run that it trains, None for a probe.
-        needs: Name of the run that must be finished first, or None.
+        run: Name of the run that the command trains, None for a probe.
+        needs: Name of the run that must be finished before this step, or None.
         words: Arguments of `ssl-bench`.
-        columns: Columns of the table that it fills.
+        columns: Columns of the table that the command fills.
     """
 
     title: str
@@ -143,8 +148,8 @@ class Plan:
         runs: Runs to train, in order.
         steps: All commands, in order.
         checkpoints: URI of the encoder of each row.
-        images: Names of all required datasets, training images first.
-        unreachable_rows: Rows whose epoch the overrides leave out.
+        images: Names of all required datasets. Training datasets come first.
+        unreachable_rows: Rows that need an epoch that the user's shortened runs do not reach.
         rows_without_run: Rows for which no run is defined.
     """
 
@@ -158,16 +163,18 @@ class Plan:
     rows_without_run: tuple[str, ...]
 
     def require_roots(self) -> None:
-        """Make sure that no run trains on toy scenes instead of the images of the paper.
+        """Check that the user gave the folders of all training datasets.
+
+        Without a folder, a run would train on toy scenes instead of the images of the paper.
 
         Raises:
-            ConfigurationError: The folder of training images is missing.
+            ConfigurationError: The folder of a training dataset is missing.
         """
         missing = {run.images for run in self.runs} - set(self.options.roots) - {"copying"}
         if missing and "data.root" not in self.options.run_values:
             name = min(missing)
             raise ConfigurationError(
-                f"{full_name(self.table)} trains on {name}, expected its folder",
+                f"{full_name(self.table)} trains on {name}, expected the folder of {name}",
                 hint=(
                     "data.root={folder}",
                     "or",
@@ -178,10 +185,10 @@ class Plan:
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """List the tables, or show, print or run the plan of one.
+    """List the tables, or show, print or run the plan of one table.
 
     Returns:
-        The exit code of the first step that failed, else 0.
+        The exit code of the first failed step, or 0 if no step failed.
     """
     _require_single_process(options)
     tables = list(load_published_tables()) if options.name is None else find_tables(options.name)
@@ -228,7 +235,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _require_single_process(options: argparse.Namespace) -> None:
-    """Raise ConfigurationError if torchrun started this process together with others."""
+    """Raise ConfigurationError if torchrun started more than one process."""
     count = get_process_info().world_size
     if count > 1:
         table = escape_braces(options.name) if options.name else "{table}"
@@ -243,7 +250,7 @@ def _parse_gpus(options: argparse.Namespace) -> int | None:
     """Return the number of GPUs for printed commands, None for one device.
 
     Raises:
-        ConfigurationError: The number is below 1, nothing is printed, or a device is given, too.
+        ConfigurationError: The number is below 1, `--print` is missing, or `--device` is used.
     """
     if options.gpus is None:
         return None
@@ -260,7 +267,7 @@ def _parse_gpus(options: argparse.Namespace) -> int | None:
 
 
 def _parse_roots(text: str | None) -> dict[str, str]:
-    """Return the folder of each dataset in NAME=DIR,NAME=DIR."""
+    """Parse NAME=DIR,NAME=DIR and return the folder of each dataset."""
     if text is None:
         return {}
     known = sorted({*choices("dataset"), *(run.images for run in experiments().values())})
@@ -281,7 +288,7 @@ def find_tables(name: str) -> list[PublishedTable]:
     """Return the table with a name such as "cutting_the_skip/table2", or all tables of a paper.
 
     Raises:
-        ConfigurationError: There is no such table or paper.
+        ConfigurationError: No table or paper has this name.
     """
     known = {full_name(table): table for table in load_published_tables()}
     tables = [table for full, table in known.items() if name in (full, table.name, table.paper)]
@@ -297,18 +304,21 @@ def full_name(table: PublishedTable) -> str:
 
 
 def is_run(address: str) -> bool:
-    """Return whether the address of a row is a run, as opposed to published weights."""
+    """Return whether the address of a row is the name of a run, and not published weights."""
     return ":" not in address
 
 
 def split_address(address: str) -> tuple[str, int | None]:
-    """Split NAME or NAME@EPOCH into run and epoch."""
+    """Split NAME or NAME@EPOCH into the name of the run and the epoch."""
     name, _, epoch = address.partition("@")
     return name, int(epoch) if epoch else None
 
 
 def list_runs(table: PublishedTable) -> list[Experiment]:
-    """Return the runs of a table. A run follows the one whose weights it starts from."""
+    """Return the runs of a table in the order of training.
+
+    If a run starts from the weights of another run, the other run comes first.
+    """
     known, runs = experiments(), dict[str, Experiment]()
     for address in filter(is_run, table.runs.values()):
         run = known[split_address(address)[0]]
@@ -319,7 +329,7 @@ def list_runs(table: PublishedTable) -> list[Experiment]:
 
 
 def format_listing(tables: Sequence[PublishedTable]) -> str:
-    """Return one line for each table, below the title of its paper."""
+    """Return the title of each paper, followed by one line for each of its tables."""
     lines = []
     for paper in papers():
         own = [table for table in tables if table.paper == paper.name]
@@ -336,7 +346,7 @@ def format_listing(tables: Sequence[PublishedTable]) -> str:
 
 
 def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
-    """Return the steps for a table, without reading any run or record.
+    """Return the plan of a table. No run and no record is read.
 
     Raises:
         ConfigurationError: The table does not have a requested row or dataset.
@@ -345,7 +355,7 @@ def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
     known = list(dict.fromkeys(column.dataset for column in table.columns))
     datasets = [require_choice("dataset", name, known) for name in options.datasets] or known
     columns = [column for column in table.columns if column.task and column.dataset in datasets]
-    # A difference also needs the row that is subtracted.
+    # A column of differences also needs the row that is subtracted.
     needed = {*requested, *(column.reference for column in columns)}
     rows = [row for row in table.rows if row in needed]
     addresses = {row: table.runs[row] for row in rows if row in table.runs}
@@ -381,13 +391,16 @@ def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
 
 
 def _max_epochs(options: PlanOptions) -> int | None:
-    """Return the number of epochs that the user set, or None."""
+    """Return the number of epochs that the user set, or None if the user set no number."""
     epochs = options.run_values.get("train.epochs", "")
     return int(epochs) if epochs.isdecimal() else None
 
 
 def _can_reach(options: PlanOptions, epoch: int | None) -> bool:
-    """Return whether a run with the user's overrides reaches an epoch before its last."""
+    """Return whether a run with the user's overrides reaches an epoch.
+
+    Epoch None stands for the end of the run, which every run reaches.
+    """
     if epoch is None:
         return True
     epochs = _max_epochs(options)
@@ -398,7 +411,7 @@ def _training_step(
     run: Experiment, table: PublishedTable, columns: Sequence[PublishedColumn], options: PlanOptions
 ) -> Step:
     settings = [f"experiment={run.name}"]
-    # Keep the epochs of all tables of the paper, so that one run serves them all.
+    # The run saves the epochs that any table of the paper needs, so that one run serves all tables.
     epochs = {
         split_address(address)[1]
         for other in load_published_tables()
@@ -422,10 +435,11 @@ def _training_step(
 
 
 def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
-    """Return overrides for lengths in epochs that a shortened run would not reach.
+    """Return overrides for settings in epochs that are longer than a shortened run.
 
-    With null, such a length is a share of the run. Recipes write lengths as decimal fractions
-    (`10.0`), and periods, such as how often something is measured, as integers (`5`).
+    The overrides set these lengths to null. A length of null is computed as a fraction of the run.
+    Recipes write a length as a decimal number (`10.0`). They write a period, such as the time
+    between two measurements, as an integer (`5`). Periods are not changed.
     """
     recipe = read_file(config_folder() / "experiment" / f"{run.recipe}.yaml")
     values = {**flatten_config(recipe), **run.changes}
@@ -442,7 +456,7 @@ def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
 def _probe_steps(
     address: str, columns: Sequence[PublishedColumn], options: PlanOptions
 ) -> Iterator[Step]:
-    """Yield one step for each group of columns that the same probe command fills."""
+    """Yield one step for each probe command. One command may fill several columns."""
     groups: dict[tuple[str, ...], list[PublishedColumn]] = {}
     for column in columns:
         key = (column.task, *_dataset_words(column), *_probe_words(column, options))
@@ -463,29 +477,30 @@ def _probe_steps(
 
 
 def _dataset_words(column: PublishedColumn) -> list[str]:
-    """Return the arguments that select the dataset of a column under its name in records."""
+    """Return the arguments that select the dataset of a column and set its name in records."""
     if not column.layout:
         return ["--dataset", column.dataset]
     return ["--dataset", column.layout, f"dataset.name={column.dataset}"]
 
 
 def _probe_words(column: PublishedColumn, options: PlanOptions) -> list[str]:
-    """Return the arguments for the block and the settings of a column's probe."""
+    """Return the arguments that set the block and the settings of a column's probe."""
     depth = options.run_values.get("model.depth", "")
     block = column.block(int(depth) if depth.isdecimal() and int(depth) else None)
     return [*([] if block is None else ["--layer", str(block)]), *column.probe]
 
 
 def _quote(path: Path) -> str:
-    """Return a path as the value of a setting."""
+    """Return a path as the value of a KEY=VALUE setting, in quotes if necessary."""
     text = str(path)
     return text if _UNQUOTED_PATH.fullmatch(text) else "'" + text.replace("'", "\\'") + "'"
 
 
 def shell_commands(plan: Plan) -> Iterator[str]:
-    """Yield the commands of a plan for a shell, in order.
+    """Yield the commands of a plan as lines of a shell script, in order.
 
-    With several GPUs, each training uses all of them, and the probes take turns.
+    With several GPUs, each training command uses all GPUs, and successive probe commands use
+    successive GPUs.
     """
     gpus, probes = plan.options.gpus, itertools.count()
     for step in plan.steps:
@@ -498,7 +513,7 @@ def shell_commands(plan: Plan) -> Iterator[str]:
 
 
 def _load_records(out: Path) -> list[Record]:
-    """Return all records of a folder, none if the folder has none."""
+    """Return all records of a folder, or an empty list if the folder has no records."""
     store = ResultStore(out)
     try:
         records = store.records()
@@ -510,7 +525,7 @@ def _load_records(out: Path) -> list[Record]:
 
 
 def format_plan(plan: Plan) -> str:
-    """Return a description of a plan and of the runs and records that exist already."""
+    """Return a description of a plan, and of the runs and records that already exist."""
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
     states = {run.name: read_run_state(plan.options.runs / run.name) for run in plan.runs}
     if states:
@@ -526,7 +541,7 @@ def format_plan(plan: Plan) -> str:
 def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
     """Return the title of a probe, its checkpoint and the number of its records.
 
-    The encoder of a run is recognised by the digest next to its weights.
+    The records of an encoder are recognised by the digest in the file next to its weights.
     """
     address = Path(step.words[step.words.index("--checkpoint") + 1])
     name, epoch = split_address(address.name)
@@ -549,11 +564,20 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
         yield f"datasets: {_format_sizes(plan.images)}"
     supervised = [c.dataset for c in plan.table.columns if c.task == SUPERVISED]
     if supervised and plan.runs:
-        yield f"name the folder of the training images {supervised[0]!r}, because records use it"
+        yield (
+            f"the folder of the training images must have the name {supervised[0]!r}, because "
+            "records use this name"
+        )
     if plan.unreachable_rows:
-        yield f"skipped, because the runs end earlier: {_quote_names(plan.unreachable_rows)}"
+        yield (
+            "rows skipped, because the runs end before their epoch: "
+            f"{_quote_names(plan.unreachable_rows)}"
+        )
     if plan.rows_without_run:
-        yield f"skipped, because no run is defined: {_quote_names(plan.rows_without_run)}"
+        yield (
+            "rows skipped, because no run is defined for them: "
+            f"{_quote_names(plan.rows_without_run)}"
+        )
     unmeasured = [column.name for column in plan.table.columns if not column.task]
     if unmeasured:
         yield f"columns without a probe: {', '.join(unmeasured)}"
@@ -568,7 +592,7 @@ def _quote_names(names: Sequence[str]) -> str:
 
 
 def _format_sizes(images: Sequence[str]) -> str:
-    """Return the download size of each dataset, "?" for the user's own, and the total."""
+    """Return the download size of each dataset and the total. An unknown size is written as "?"."""
     sizes = {name: SOURCES[name].size / 1e9 for name in images if name in SOURCES}
     sizes |= {name: size for name, size in TRAINING_GB.items() if name in images}
     words = [
@@ -581,14 +605,14 @@ def _format_sizes(images: Sequence[str]) -> str:
 def run_steps(
     plan: Plan, execute: Callable[[Sequence[str]], int], *, debug: bool
 ) -> Iterator[tuple[Step, Outcome]]:
-    """Run the steps one after the other and yield each with its outcome.
+    """Run the steps one after the other, and yield each step with its outcome.
 
-    A step whose required run failed is not run. All other steps are.
+    If a run fails, the steps that need this run are skipped. All other steps are still run.
 
     Args:
         plan: Plan of a table.
-        execute: Runs `ssl-bench` with arguments and returns its exit code.
-        debug: Raise the first error instead of reporting it.
+        execute: Function that runs `ssl-bench` with arguments and returns its exit code.
+        debug: Whether to raise the first error instead of reporting it.
 
     Raises:
         Preempted: The scheduler stopped a run after it was saved.
@@ -617,8 +641,8 @@ def run_steps(
 
 
 def fill_table(plan: Plan) -> PaperTable:
-    """Return the published table next to our values from records and run logs."""
-    # Imported only now: a plan needs no torch.
+    """Return the published table together with our values from records and run logs."""
+    # Imported only here, because making a plan does not need torch.
     from ssl_bench.models import identify_encoder
 
     records, encoders, runs = _load_records(plan.options.out), {}, {}

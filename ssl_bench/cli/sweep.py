@@ -1,4 +1,4 @@
-"""`ssl-bench sweep`: probe many encoders, here, as printed commands, or as a SLURM array."""
+"""`ssl-bench sweep`: probe many encoders here or as a SLURM array, or print the commands."""
 
 import argparse
 import sys
@@ -26,14 +26,14 @@ from ssl_bench.system.process import require_single_process
 from ssl_bench.system.progress import say
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
-"""Outcomes of jobs by their arguments."""
+"""The outcome of each job, by the arguments of the job."""
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the plan, then run, print or submit the jobs with pending results.
+    """Print the plan, then run, print or submit the jobs that have missing results.
 
     Returns:
-        The exit code of the first failed job, otherwise 0.
+        The exit code of the first failed job, or 0 if no job failed.
     """
     require_single_process("sweep")
     if options.jobs < 1:
@@ -75,7 +75,8 @@ def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
     device = choose_device(options.device)
     store = ResultStore.create(Path(options.out))
     if options.jobs > 1:
-        # A device that the user named, or the CPU, is shared by all jobs.
+        # Jobs are distributed over all GPUs. If the user chose one device, all jobs share it. On a
+        # machine without a GPU, all jobs share the CPU.
         devices = visible_devices() if options.device in (None, "cuda") else []
         running = run_in_processes(jobs, options.jobs, devices)
     else:
@@ -92,7 +93,7 @@ def _log_summary(jobs: Sequence[Job], outcomes: Outcomes, out: str) -> None:
     table = quote_command(["ssl-bench", "table", "--out", out])
     say(
         f"{counts['finished']} jobs finished, {counts['failed']} failed, "
-        f"{len(jobs) - len(outcomes)} skipped because nothing was pending"
+        f"{len(jobs) - len(outcomes)} skipped because their results exist"
     )
     say(f"run `{table}` to print the results")
     if counts["failed"]:
@@ -107,7 +108,7 @@ def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     )
     array = submitted[0].job_id.partition("_")[0]
     say(f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {logs}")
-    say("when the array has ended, run the same command again to submit what is still pending")
+    say("when the array has ended, run the same command again to submit the unfinished jobs")
 
 
 def _logs(options: argparse.Namespace) -> Path:

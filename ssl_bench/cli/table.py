@@ -1,4 +1,4 @@
-"""`ssl-bench table`: print records by block, encoder, epoch or severity, or next to papers."""
+"""`ssl-bench table`: print results by block, encoder, epoch, severity or published table."""
 
 import argparse
 from collections.abc import Sequence
@@ -58,14 +58,14 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _is_overview(options: argparse.Namespace) -> bool:
-    """Return whether no option selects tables, so that only the main ones are printed."""
+    """Return whether only the main tables are printed, because no option selects other tables."""
     kinds = (options.pivot, options.over_epochs, options.over_severity, options.paper)
     has_filter = any(getattr(options, name) is not None for name in (*FILTERS, "format"))
     return options.task == "all" and not has_filter and not any(kinds)
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise ConfigurationError for options that exclude or require each other."""
+    """Raise ConfigurationError if options conflict, or if an option needs a missing option."""
     if options.best_layer is not None:
         require_choice("--best-layer", options.best_layer, CHOICES)
         if not (options.pivot or options.paper):
@@ -84,7 +84,7 @@ def _check_options(options: argparse.Namespace) -> None:
     used = [flag for flag, value in exclusive.items() if value]
     if len(used) > 1:
         raise ConfigurationError(
-            f"expected one of {', '.join(exclusive)}, got {' and '.join(used)}"
+            f"expected only one of {', '.join(exclusive)}, got {' and '.join(used)}"
         )
     if options.encoders and not options.paper:
         raise ConfigurationError(
@@ -96,7 +96,7 @@ def _make_tables(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> Sequence[Pivot]:
     if options.pivot:
-        # Files for programs have all columns.
+        # Formats that programs read contain the columns of all metrics.
         if options.metric is None and options.format not in ("csv", "json", "parquet"):
             records = _select_main(records)
         return [encoder_table(records, store, options.best_layer or "holdout")]
@@ -112,15 +112,18 @@ def _make_tables(
 
 
 def _select_main(records: Sequence[Record]) -> list[Record]:
-    """Return all records of a single task, or those of the main metric of each task and dataset."""
+    """Return the records of the main metric of each task and dataset.
+
+    If there is only one task, all records are returned.
+    """
     if len({record.task for record in records}) == 1:
         return list(records)
     main = main_metrics(records)
     selected = [record for record in records if main[record.task, record.dataset] == record.metric]
     if others := sorted({record.metric for record in records} - set(main.values())):
         say(
-            f"not shown: {', '.join(others)}. Use --metric {others[0]} to show one, --task to show "
-            "all of one task"
+            f"metrics not shown: {', '.join(others)}. Use --metric {others[0]} to show one metric, "
+            "or --task to show all metrics of one task"
         )
     return selected
 
@@ -131,7 +134,7 @@ def _resolve_rows(
     records: Sequence[Record],
     store: ResultStore,
 ) -> dict[str, str]:
-    """Return the encoder id for each row that a value of --as names."""
+    """Return the encoder id of each row for which `--as` gives a checkpoint."""
     encoders = {}
     for pair in pairs:
         row, equals, name = pair.partition("=")

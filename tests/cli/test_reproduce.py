@@ -267,7 +267,7 @@ def test_looking_takes_no_torch_and_shows_what_it_needs(tmp_path):
     assert f"cutting_the_skip/table2   table 2: {listed}" in said
     assert "4 runs, 4 not finished" in said
     assert "voc2012 2 GB" in said
-    assert "skipped, because the runs end earlier: 'skipless, adamw, 200" in said
+    assert "rows skipped, because the runs end before their epoch: 'skipless, adamw, 200" in said
     assert "ssl-bench pretrain experiment=supervised_imagenet_skip_adamw monitor.results=" in said
     assert not list(tmp_path.iterdir())
 

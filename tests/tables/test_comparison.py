@@ -385,7 +385,8 @@ def test_a_task_that_one_side_was_never_asked_is_named_with_the_command(tmp_path
     assert main(words) == 3
 
     said = capsys.readouterr().err
-    assert f"skipless has no record of --task knn in {tmp_path}, only of tokencut" in said
+    assert f"skipless has no record of --task knn in {tmp_path}" in said
+    assert "tokencut" in said
 
 
 CODES = {
