@@ -171,8 +171,8 @@ def _parse_override(override: str) -> tuple[str, Any]:
     value = _parse_value(override, text)
     if reserved := [name for name in _all_names({key: value}) if name in _RESERVED]:
         raise ConfigurationError(
-            f"{key[:MAX_NAME_LENGTH]} cannot set {', '.join(reserved)}, because it names code to "
-            "run (docs/extending.md describes how to add a class)",
+            f"{key[:MAX_NAME_LENGTH]} cannot set {', '.join(reserved)}, because this would run "
+            "other code (docs/extending.md describes how to add a class)",
             hint=("ssl-bench", "keys"),
         )
     return key, value
@@ -188,7 +188,7 @@ def _parse_value(override: str, text: str) -> Any:
     except (HydraException, ValueError, RecursionError):
         pass
     raise ConfigurationError(
-        f"cannot read {format_value(override)} (lists are written as [1,2], text with spaces or "
+        f"cannot read {format_value(override)} (write a list as [1,2], and text with spaces or "
         "commas as KEY=\"'a b'\")"
     )
 
