@@ -405,8 +405,7 @@ REPORT_MARK = ".ssl-bench-report"
 """Name of the file that marks a folder as a report."""
 _OUTPUT_MARK = ".ssl-bench-written"
 RECORDS, NAMES = "records/*/*/*.json", f"images/{'[0-9a-f]' * 16}.json"
-"""Glob patterns in a folder of results: for records, and for files with the image ids of a split.
-"""
+"""Glob patterns, in a folder of results, for records and for files with image ids."""
 _RESULT_FILES = ("records.parquet", RECORDS, NAMES)
 
 
@@ -439,8 +438,8 @@ def list_files(root: Path) -> Iterator[str]:
     The files in a folder come before the files in its subfolders. Links to folders are followed.
     Hidden files and folders are left out.
 
-    Folders that ssl-bench wrote, such as reports, are left out too, and a message gives the first
-    of them. `root` itself is never left out.
+    Folders that ssl-bench wrote, such as figures, reports and toy scenes, are left out too. A
+    message gives the first of these folders. `root` itself is never left out.
     """
     visited: set[str] = set()
     outputs: list[Path] = []

@@ -126,8 +126,8 @@ def use_passive_openmp_waiting() -> None:
         os.environ[_OPENMP_WAIT_VARIABLES[0]] = "PASSIVE"
 
 
-# NumPy, Pillow and Python raise MemoryError if memory runs out. Errors of other libraries can only be
-# recognised by these phrases in the message.
+# NumPy, Pillow and Python raise MemoryError if memory runs out. Errors of other libraries can only
+# be recognised by these phrases in the message.
 _OUT_OF_MEMORY_PHRASES = (
     "can't allocate memory",
     "not enough memory",

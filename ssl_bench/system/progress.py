@@ -18,7 +18,8 @@ _FIRST_LINE_SECONDS, _MAX_SECONDS_BETWEEN_LINES = 20.0, 600.0
 def say(line: str) -> None:
     """Print a message on stderr without breaking a progress bar.
 
-    If torchrun started several processes, only the process of rank 0 prints the message.
+    stdout is reserved for tables. If torchrun started several processes, only the process of rank 0
+    prints the message.
     """
     if not is_main_process():
         return
