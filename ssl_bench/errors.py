@@ -151,8 +151,8 @@ def with_hint(
     Args:
         message: A single sentence.
         hint: Words to type, as in `SslBenchError`.
-        keyword_names: Names of keyword arguments, as in `hints_for_python`. By default the names
-            that `hints_for_python` has set, or else the hint is shown as flags.
+        keyword_names: Names of keyword arguments, as in `hints_for_python`. None uses the names of
+            the active `hints_for_python`. If none is active, the hint is shown as flags.
     """
     names = _keyword_names.get() if keyword_names is None else keyword_names
     ways = dict.fromkeys(
@@ -172,8 +172,8 @@ def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
     """Show hints as keyword arguments of a Python function instead of flags and KEY=VALUE.
 
     Args:
-        keyword_names: Argument names for flags and keys, such as {"--checkpoint": "encoder"}. Other
-            flags and keys get the name that `format_keywords` describes.
+        keyword_names: Argument names for some flags and keys, such as {"--checkpoint": "encoder"}.
+            `format_keywords` describes the names of all other flags and keys.
     """
     token = _keyword_names.set(keyword_names)
     try:

@@ -161,7 +161,8 @@ class ImageCurve:
         per_image: Per-image values by block.
         is_ranked: Whether a higher value is better. See `Record.is_ranked`.
         kind: One of `PerImageKind`, or None if the records do not state a kind.
-        degenerate: Percentage of degenerate images by block. Blocks without this value are absent.
+        degenerate: Percentage of degenerate images by block. A block is left out if this percentage
+            is not recorded.
     """
 
     metric: str
@@ -181,11 +182,11 @@ class ImageCurve:
         return tuple(n for n in self.per_image if not is_degenerate(self.degenerate.get(n)))
 
     def value(self, per_image: PerImage) -> float:
-        """Return the metric of the images with these values."""
+        """Compute the metric from per-image values."""
         return self._kind(per_image).value(per_image)
 
     def estimate(self, per_image: PerImage) -> Estimate:
-        """Return the metric of the images with these values, and the influence of each image."""
+        """Compute the metric and the influence of each image from per-image values."""
         return self._kind(per_image).estimate(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
@@ -197,7 +198,7 @@ class ImageCurve:
         return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
 
     def choose_held_out(self) -> tuple[PerImage, list[int]]:
-        """Split the images into folds, and choose a block for each fold on the other folds.
+        """Split the images into folds, and choose the block of each fold by the other folds.
 
         The chosen block has the highest metric on the images of the other folds. At least one
         block must be in `candidates`. The folds are drawn with seed 0.
@@ -234,7 +235,7 @@ class ImageCurve:
 
     @property
     def held_out(self) -> Estimate:
-        """The estimate if the block of each fold of images is chosen on the other folds."""
+        """The estimate at held-out blocks: each fold uses the best block of the other folds."""
         return self._held_out[0]
 
     @property

@@ -358,8 +358,8 @@ class Record(ResultKey):
     def with_digest(self, digest: str) -> "Record":
         """Set the digest, which is part of the file name, and return this record.
 
-        Use it if the file name contains another digest than the computed one. This happens if a
-        setting is 1 in the file and 1.0 in the requested key.
+        Use this method if the digest in the file name differs from the computed digest. They differ
+        if a setting is 1 in the file and 1.0 in the requested key.
         """
         vars(self)["digest"] = digest
         return self
@@ -403,9 +403,9 @@ def _floats_as_integers(value: Any) -> Any:
 
 
 def _copy_floats(target: Any, source: Any) -> None:
-    """Replace the integers in `target` by the floats at the same places in `source`, in place.
+    """Replace an integer in `target` by a float if `source` has a float at the same position.
 
-    The two JSON values must be numerically equal.
+    `target` is modified in place. The two JSON values must be numerically equal.
     """
     for place in target if isinstance(target, dict) else range(len(target)):
         if isinstance(target[place], (dict, list)):
@@ -480,8 +480,8 @@ def _file_text(content: Mapping[str, Any]) -> bytes:
 
 def _require_digest(content: bytes, expected: str) -> None:
     """Raise ValueError if a record's file does not match the expected digest."""
-    # First check the file as it is, which is fast. If that fails, restore the original white space
-    # and check again.
+    # First check the file as it is, which is fast. If the digest differs, only the white space may
+    # have changed. In that case restore it and check again.
     if hashlib.sha256(_RECORD_DIGEST_LINE.sub(b"", content, count=1)).hexdigest() != expected:
         rest = {name: one for name, one in json.loads(content).items() if name != "record_sha256"}
         if hashlib.sha256(_file_text(rest)).hexdigest() != expected:
@@ -547,14 +547,14 @@ class RecordReader:
         texts = {name: self._shared[key][1] for name, key in keys.items()}
         record.with_digest(result_digest(record, texts))
         if path.parts[-3:] != record.relative_path():
-            raise ValueError("the file name belongs to another result. It may be a copy")
+            raise ValueError("the file name belongs to another result. The file may be a copy")
         # This check comes last, because the other checks give more specific reasons.
         if record.record_sha256 is not None:
             _require_digest(content, record.record_sha256)
         return record
 
     def _share(self, name: str, value: Any) -> Any:
-        """Return the first object that is numerically equal to a value, or else the value."""
+        """Return an earlier value that is numerically equal, or this value if there is none."""
         if name not in _TYPED_BY_USERS:
             return value
         by_number = f"{name} {canonical_json(_floats_as_integers(value))}"
@@ -578,8 +578,7 @@ def find_encoder(
 
     Args:
         content: Bytes of the record's file.
-        by_fields: Cache of the encoders that were found before, by the text of their fields. A new
-            encoder is added in place.
+        by_fields: Cache of encoders by the text of their fields. A new encoder is added to it.
     """
     texts = []
     for name in _SCANNED_FIELDS:
@@ -659,7 +658,7 @@ def _parse_fields(content: bytes) -> dict[str, Any]:
 
 
 def _parse_number(value: Any) -> float:
-    """Convert a JSON value that `Record.as_json` wrote back to a number."""
+    """Convert a JSON value from `Record.as_json` to a number."""
     if value is None:
         return math.nan
     if value == INFINITY_AS_JSON:

@@ -4,10 +4,10 @@ A folder of results contains:
 
 - `records/TASK/DATASET/*.json`: one record in each file. Its per-image values are in the `.npz`
   file with the same stem.
-- `images/*.json`: the ids of the images that have a fingerprint, in the order of the per-image
-  values.
-- `records.parquet`: created when the folder is packed. Each row has the content of one of the files
-  above. If the file exists too, the file is read and the row is ignored.
+- `images/*.json`: one file for each set of scored images. It lists the ids of the images in the
+  order of the per-image values.
+- `records.parquet`: a file that `ResultStore.pack` writes. Each row has the content of one JSON
+  file and of its `.npz` file. If a JSON file exists, its row is ignored.
 
 Files are written atomically. Changes and losses are detected. Each record contains a digest of
 itself and a digest of its `.npz` file. Each row contains a digest of its content. The metadata of
@@ -175,7 +175,7 @@ class ResultStore:
     def _find_path(self, key: ResultKey) -> Path | None:
         """Return the path of a result's record, or None if there is no record.
 
-        The path of a packed record is the path that its file had before.
+        If the record is packed, this is the path that its file had before packing.
         """
         path = self.path(key)
         if path.is_file() or path in self._packed():
@@ -207,7 +207,8 @@ class ResultStore:
     def find_older_versions(self, keys: Iterable[ResultKey]) -> list[ResultKey]:
         """Return the keys of stored results that older code computed.
 
-        Each returned key equals one of the given keys except for lower version numbers.
+        A returned key differs from one of the given keys only in its version numbers, which are
+        lower.
         """
         return [
             older
@@ -236,7 +237,8 @@ class ResultStore:
     def per_image(self, record: Record) -> PerImage | None:
         """Return the per-image values of a record, or None if they are missing or invalid.
 
-        An invalid file is added to `damaged`. It is damaged or has a wrong number of images.
+        A file is invalid if it is damaged or has a wrong number of images. Its path is then added
+        to `damaged`.
         """
         path = self.per_image_path(record)
         most = min(_MAX_BYTES_PER_IMAGE * record.num_images, _MAX_NPZ_BYTES)
@@ -266,7 +268,7 @@ class ResultStore:
         return None
 
     def save_image_ids(self, fingerprint: str, ids: Sequence[str]) -> None:
-        """Write the ids of the images with a fingerprint, in the order of the per-image values."""
+        """Write the image ids of a dataset fingerprint, in the order of the per-image values."""
         write_text_atomically(self._image_ids_path(fingerprint), json.dumps(list(ids)) + "\n")
 
     def image_ids(self, fingerprint: str) -> tuple[str, ...] | None:
@@ -429,7 +431,7 @@ class ResultStore:
             records = f"{count} outdated record{'s' * (count > 1)}"
             # The remedy is short, because the command is hard to find in a long line.
             remedy = (
-                "Newer ones replace them"
+                "Newer records replace them"
                 if self._num_replaced == count
                 else f"Run `{format_command(self._command_to_recompute())}` to replace them"
             )
@@ -530,7 +532,7 @@ class ResultStore:
         return row.content
 
     def _packed(self) -> Mapping[Path, _Row]:
-        """Return the valid rows of `records.parquet`, by the path that each file had before."""
+        """Return the valid rows of `records.parquet`. The keys are the paths of JSON files."""
         return self._load_rows()[0]
 
     def _damaged_rows(self) -> Mapping[Path, _Row]:

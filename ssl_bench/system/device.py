@@ -138,7 +138,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return a device that supports float64: the CPU instead of MPS, or else the same device."""
+    """Return the device for float64 computations. MPS has no float64, so the CPU replaces it."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -197,8 +197,8 @@ def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
 def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the precision in which `autocast` multiplies.
 
-    This is `dtype`, except on a CPU without bfloat16 instructions. If `dtype` is bfloat16 there,
-    products are computed in float32.
+    The result is `dtype`, with one exception: on a CPU without bfloat16 instructions, float32 is
+    returned instead of bfloat16.
     """
     if dtype != torch.bfloat16 or device.type != "cpu":
         return dtype
@@ -257,8 +257,8 @@ def evaluation_mode(module: nn.Module) -> Generator[None]:
 def restore_tensor_storage(module: nn.Module) -> Generator[None]:
     """Let a module move to another device, then restore the previous memory of its tensors.
 
-    This keeps the tensors valid for other users of them, such as an optimizer or a module with
-    shared weights.
+    The same tensors may be in use elsewhere, for example in an optimizer or in a module that shares
+    weights.
     """
     tensors = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
     previous_data = [(tensor, tensor.data) for tensor in tensors]
