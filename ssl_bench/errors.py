@@ -1,7 +1,8 @@
-"""Errors that the command line reports in one line, their exit codes, and their hints.
+"""Errors that the command line reports in one line, with their exit codes and hints.
 
-An error has a message (what is wrong and what was expected) and a hint (the words to type instead).
-The hint is a tuple of words, so that it can be shown as flags or as Python keywords, and tested.
+An error has a message, which says what is wrong and what was expected. It may also have a hint,
+which says what to type instead. The hint is a tuple of words, so that it can be shown as flags or
+as Python keywords, and so that tests can run it.
 """
 
 import ast
@@ -16,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 
 PACKAGES = ("ssl_bench", "probes", "pretrain")
-"""Top-level packages of this suite."""
+"""Names of the top-level Python packages of this repository."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -30,12 +31,13 @@ class SslBenchError(Exception):
     Args:
         message: What is wrong and what was expected, in one line.
         hint: Words to type instead: flags, KEY=VALUE settings, or a whole command that begins with
-            "ssl-bench". "{name}" is a placeholder for something that only the user knows. The word
-            "or" separates alternatives. Text from outside must pass through `escape_braces`.
+            "ssl-bench". "{name}" is a placeholder for a value that only the user knows. The word
+            "or" separates alternatives. Pass file names and other text that may contain braces
+            through `escape_braces`.
 
     Attributes:
         exit_code: Exit code of the command.
-        is_raised_on_all_ranks: Whether all processes of a distributed run raise this error. Then
+        is_raised_on_all_ranks: Whether all processes of a distributed run raise this error. If so,
             only the first process reports it.
     """
 
@@ -49,7 +51,7 @@ class SslBenchError(Exception):
 
     @property
     def hint(self) -> tuple[str, ...]:
-        """Return the words to type. An error without a hint has that of its cause."""
+        """Return the words to type, or the hint of `__cause__` if this error has no hint."""
         cause = self.__cause__
         return self._hint or (cause.hint if isinstance(cause, SslBenchError) else ())
 
@@ -57,12 +59,12 @@ class SslBenchError(Exception):
         return with_hint(super().__str__(), hint=self.hint, keyword_names=self._keyword_names)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
-        # Pickle drops the cause, so the hint of the cause is stored.
+        # Pickle drops `__cause__`, so store its hint in this error.
         return type(self), self.args, {**self.__dict__, "_hint": self.hint}
 
 
 class ConfigurationError(SslBenchError, ValueError):
-    """A wrong task, block, key or value."""
+    """A task, block, key or value that is not valid."""
 
     exit_code = 2
 
@@ -78,8 +80,8 @@ class UnreadableImage(DataError):
 
     Args:
         message: What is wrong and what was expected, in one line.
-        remedy: What would make an intact file readable: a Python package such as one for HEIC, or
-            a setting. Empty if the file is damaged.
+        remedy: A Python package to install or a setting to change, so that the file can be read.
+            Empty if the file is damaged.
         hint: Words to type, as in `SslBenchError`.
     """
 
@@ -95,11 +97,14 @@ class CheckpointError(SslBenchError, ValueError):
 
 
 class UnfitEncoder(ConfigurationError, CheckpointError):
-    """An encoder that lacks what a probe needs, such as a [CLS] token. Another probe may fit it."""
+    """An encoder without an output that a probe needs, such as a [CLS] token.
+
+    Another probe may support the encoder.
+    """
 
 
 class MachineError(SslBenchError, OSError):
-    """A failure of the disk, the network or an installed library."""
+    """A failure of the disk, the internet connection, the hardware or an installed library."""
 
     exit_code = 5
 
@@ -115,12 +120,12 @@ class Preempted(SslBenchError):
 
 
 def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFile:
-    """Return the error for a Python file that cannot be imported, with its path and line.
+    """Return an error with the path and line of a Python file that cannot be imported.
 
     Args:
         error: The exception that the import raised.
-        packages: Names of folders. The innermost file of the traceback that lies in one of them is
-            named, or the innermost file of all.
+        packages: Names of folders. The error gives the innermost file of the traceback that lies
+            in one of these folders, or the innermost file if none does.
     """
     frames = traceback.extract_tb(error.__traceback__)
     files = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
@@ -141,12 +146,13 @@ _UNQUOTED = ("{number}", "{value}")
 def with_hint(
     message: str, *, hint: Sequence[str], keyword_names: Mapping[str, str] | None = None
 ) -> str:
-    """Return a message followed by the alternatives of a hint that it does not contain.
+    """Append a hint to a message, except for alternatives that the message already contains.
 
     Args:
-        message: One sentence.
+        message: A single sentence.
         hint: Words to type, as in `SslBenchError`.
-        keyword_names: Names of keyword arguments, as in `hints_for_python`, which sets the default.
+        keyword_names: Names of keyword arguments, as in `hints_for_python`. None uses the names of
+            the active `hints_for_python`. If none is active, the hint is shown as flags.
     """
     names = _keyword_names.get() if keyword_names is None else keyword_names
     ways = dict.fromkeys(
@@ -166,14 +172,14 @@ def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
     """Show hints as keyword arguments of a Python function instead of flags and KEY=VALUE.
 
     Args:
-        keyword_names: Argument names of flags and keys that differ from the usual ones, such as
-            {"--checkpoint": "encoder"}.
+        keyword_names: Argument names for some flags and keys, such as {"--checkpoint": "encoder"}.
+            `format_keywords` describes the names of all other flags and keys.
     """
     token = _keyword_names.set(keyword_names)
     try:
         yield
     except SslBenchError as error:
-        # The error is printed after this function has ended.
+        # Store the names in the error, because it is printed after this context has ended.
         error._keyword_names = keyword_names
         raise
     finally:
@@ -181,49 +187,50 @@ def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
 
 
 def join_alternatives(*ways: Sequence[str]) -> tuple[str, ...]:
-    """Return one hint with several alternatives. Empty ones are left out."""
+    """Join several alternatives into one hint. Empty alternatives are left out."""
     return tuple(word for way in filter(None, ways) for word in ("or", *way))[1:]
 
 
 def split_alternatives(hint: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the alternatives of a hint. Only one of them is typed."""
+    """Split a hint at the word "or" into alternatives, from which the user chooses one."""
     groups = groupby(hint, key=lambda word: word == "or")
     return [tuple(words) for is_separator, words in groups if not is_separator]
 
 
 def escape_braces(text: str) -> str:
-    """Return a text that contains no placeholder when it is inserted into a hint."""
+    """Double the braces of a text, so that a hint does not read them as a placeholder."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def fill_placeholders(word: str, fill: Callable[[str], str]) -> str:
-    """Return a word of a hint with its placeholders filled and its braces unescaped.
+    """Replace the placeholders in a word of a hint, and undo `escape_braces`.
 
     Args:
         word: Word of a hint, such as "--out" or "train.epochs={value}".
-        fill: Function from the name of a placeholder to its text.
+        fill: Function that takes the name of a placeholder and returns the text to insert.
     """
     pattern = r"\{\{|\}\}|\{(\w+)\}"
     return re.sub(pattern, lambda match: fill(match[1]) if match[1] else match[0][0], word)
 
 
 def format_command(words: Sequence[str]) -> str:
-    """Return words of a hint as shell text, with placeholders in capitals."""
+    """Return the words of a hint as text for a shell, with placeholders in capital letters."""
     return " ".join(_quote(fill_placeholders(word, str.upper)) for word in words)
 
 
 def _quote(word: str) -> str:
-    # probe.facet='3' is easier to read in double quotes than as shlex quotes it.
+    # "probe.facet='3'" in double quotes is easier to read than the output of shlex.quote.
     if "'" in word and not re.search(r'["$`\\!]', word):
         return f'"{word}"'
     return shlex.quote(word)
 
 
 def format_keywords(words: Sequence[str], names: Mapping[str, str]) -> str:
-    """Return words of a hint as keyword arguments: `--dtype float32` as `dtype="float32"`.
+    """Return the words of a hint as Python keyword arguments.
 
-    A key of the probe becomes a keyword without "probe.", and other keys with dots become
-    `**{"dataset.num_val": 4}`. Whole commands stay as they are.
+    `--dtype float32` becomes `dtype="float32"`, and `probe.tau=0.3` becomes `tau=0.3`. Other keys
+    with dots are passed as a dictionary, such as `**{"dataset.num_val": 4}`. Whole commands stay
+    commands.
     """
     if words[0] == "ssl-bench":
         return format_command(words)
@@ -241,7 +248,7 @@ def format_keywords(words: Sequence[str], names: Mapping[str, str]) -> str:
 
 
 def _as_python(value: str) -> str:
-    """Return the value of a flag or key as a Python literal, or a placeholder in capitals."""
+    """Return the value of a flag or key as a Python literal. Placeholders become capitals."""
     text = fill_placeholders(value, str.upper)
     if value in _UNQUOTED or value in _CONSTANTS:
         return _CONSTANTS.get(value, text)

@@ -1,4 +1,4 @@
-"""Names to choose from: the files of `configs/`, entry points of other packages, runs of papers.
+"""Names that users can choose: files of `configs/`, entry points, and runs of papers.
 
 This module imports neither Hydra nor PyTorch, so that `--help` and shell completion stay fast.
 """
@@ -21,7 +21,7 @@ from ssl_bench.system.paths import PACKAGE
 
 MAX_NAME_LENGTH = 200
 EXTENSIBLE_GROUPS = ("probe", "dataset", "objective", "optimizer")
-"""Groups to which installed packages add by entry points of `ssl_bench.probe` and so on."""
+"""Groups that installed packages can extend with entry points, such as `ssl_bench.probe`."""
 _MAX_LISTED = 24
 _FILE_GROUPS = ("model", "objective", "optimizer")
 _RUN_KEYS = ("recipe", "images", "after", "set", "arms")
@@ -30,15 +30,15 @@ _RUN_NAME = re.compile(r"[a-z0-9_]+")
 
 @dataclass(frozen=True)
 class Experiment:
-    """A pretraining run of a paper, which `experiment=NAME` composes.
+    """A pretraining run of a paper. Users choose it with `experiment=NAME`.
 
     Attributes:
-        name: Unique among the runs of all papers and the files of `configs/experiment`.
-        recipe: File of `configs/experiment` that the run starts from.
-        changes: Values that differ from the recipe by full key, such as "model.depth". The keys
+        name: Name of the run. No other run and no file of `configs/experiment` has this name.
+        recipe: Name of the file of `configs/experiment` that contains the settings of the run.
+        changes: Values to change in the recipe by full key, such as "model.depth". The keys
             "model", "objective" and "optimizer" choose a file.
         images: Name of the training images, such as "imagenet1k".
-        after: Name of the run whose weights this run starts from, or None.
+        after: Name of another run, which provides the initial weights of this run, or None.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Experiment:
     after: str | None = None
 
     def to_config(self) -> dict[str, Any]:
-        """Return the content of an equivalent file of `configs/experiment`."""
+        """Return the run as the content of a file of `configs/experiment`."""
         files = {key: value for key, value in self.changes.items() if key in _FILE_GROUPS}
         config: dict[str, Any] = {
             "defaults": [self.recipe, *({f"override /{key}": files[key]} for key in files)]
@@ -68,10 +68,10 @@ class Paper:
     """Content of a file of `configs/papers`.
 
     Attributes:
-        name: Stem of the file, such as "cutting_the_skip".
+        name: File name without its suffix, such as "cutting_the_skip".
         title: Title of the paper.
         reference: Authors, venue and year.
-        tables: Published tables as the file holds them. `tables/published.py` reads them.
+        tables: Published tables as plain YAML values, which `tables/published.py` parses.
         experiments: Pretraining runs of the paper by name.
     """
 
@@ -83,30 +83,39 @@ class Paper:
 
 
 def config_folder() -> Path:
-    """Return the folder of YAML files: `configs` of a checkout, `ssl_bench/configs` of a wheel."""
+    """Return the folder of YAML files.
+
+    This is `configs` in a git checkout and `ssl_bench/configs` in an installed wheel.
+    """
     inside = PACKAGE / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
 def choices(group: str) -> list[str]:
-    """Return all names of a group, such as "probe": files, entry points and runs of papers."""
+    """Return all names that users can choose in a group, such as "probe".
+
+    They are the names of files, entry points and, in the group "experiment", runs of papers.
+    """
     runs = experiments() if group == "experiment" else ()
     return sorted({*config_names(group), *entry_points(group), *runs})
 
 
 def config_names(group: str) -> list[str]:
-    """Return the stems of the files of a group of `configs/`."""
+    """Return the names of the files in a folder of `configs/`, without their suffixes."""
     return [path.stem for path in (config_folder() / group).glob("*.yaml")]
 
 
 def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
-    """Return what installed packages add to a group, by name."""
+    """Return the entry points that installed packages add to a group, by name."""
     return _entry_points(tuple(sys.path)).get(group, {}) if group in EXTENSIBLE_GROUPS else {}
 
 
 @cache
 def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPoint]]:
-    """Return the entry points of all groups. Cached, because it reads every installed package."""
+    """Return the entry points of all groups.
+
+    The result is cached, because the metadata of every installed package are read.
+    """
     del path
     points = metadata.entry_points()
     return {
@@ -116,7 +125,7 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPo
 
 
 def unknown_key_error(key: str, valid: Iterable[str]) -> ConfigurationError:
-    """Return the error for a key that does not exist. Its hint has the nearest keys."""
+    """Return the error for an unknown key, with the most similar keys as its hint."""
     message, known = f"unknown key {format_value(key)}", sorted(valid)
     if not _nearest_names(key, known):
         return ConfigurationError(message, hint=("ssl-bench", "keys"))
@@ -126,7 +135,7 @@ def unknown_key_error(key: str, valid: Iterable[str]) -> ConfigurationError:
 def unknown_name_error(
     message: str, name: str, valid: Iterable[str], *, hint: Sequence[str]
 ) -> ConfigurationError:
-    """Return the error for a name that does not exist.
+    """Return the error for an unknown name, with the most similar names as its hint.
 
     Args:
         message: What is wrong. If no valid name is similar, the valid names are appended.
@@ -144,9 +153,10 @@ def unknown_name_error(
 
 def _nearest_names(name: str, names: Sequence[str]) -> list[str]:
     """Return up to three similar names, the most similar first."""
-    # The time of difflib grows with the square of the length.
+    # Cut long names, because the time of difflib grows with the square of the length.
     name = name[:MAX_NAME_LENGTH].lower()
-    # The last part of a key counts first: probe.limt is nearer to data.limit than to probe.tau.
+    # Compare the last parts of keys first, so that probe.limt is more similar to data.limit than to
+    # probe.tau.
     last_parts = {known: known.rpartition(".")[2] for known in names}
     similar = difflib.get_close_matches(name.rpartition(".")[2], {*last_parts.values()}, cutoff=0.5)
     similar = similar[:1] if "." in name else similar
@@ -158,10 +168,11 @@ def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence
     """Return a name if it is valid.
 
     Args:
-        kind: What is named, such as "dataset" or "--on-bad-image", for the message.
+        kind: Word for the message, such as "dataset" or "--on-bad-image".
         name: The name to check.
         valid: All valid names.
-        hint: As in `unknown_name_error`. By default it is the flag named like the kind.
+        hint: Words to type, as in `unknown_name_error`. By default this is a flag with the text of
+            `kind`, such as "--dataset".
 
     Raises:
         ConfigurationError: The name is not valid.
@@ -178,7 +189,7 @@ def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence
 
 
 def parse_names(kind: str, text: str, valid: list[str]) -> list[str]:
-    """Return the names in a comma-separated list. "all" stands for all valid names.
+    """Return the names in a comma-separated list. The text "all" stands for all valid names.
 
     Raises:
         ConfigurationError: A name is not valid.
@@ -232,7 +243,7 @@ def _read_paper(file: Path) -> Paper:
 
 
 def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Experiment]:
-    """Yield a run, and one run for each of its arms, which differ from it in a few values."""
+    """Yield a run and its variants. An entry of `arms` is a variant with a few changed values."""
     unknown = [key for key in values if key not in _RUN_KEYS]
     if unknown or not _RUN_NAME.fullmatch(stem):
         raise ConfigurationError(

@@ -1,10 +1,12 @@
 """Compose configurations with Hydra, and build components from them.
 
-A configuration is a plain dictionary: types of OmegaConf do not leave this module. It names a class
-by its address in `_target_`, and building the class runs its code. So only two kinds of classes are
-built: dataclasses that the three packages define, and classes that an installed package declares as
-an entry point of the group `ssl_bench.probe`, `ssl_bench.dataset`, `ssl_bench.objective` or
-`ssl_bench.optimizer`.
+A configuration is a plain dictionary. OmegaConf objects are only used inside this module.
+
+The key `_target_` contains the import path of a class. Building the class runs its code, so only
+two kinds of classes are allowed. The first kind is a dataclass that `ssl_bench`, `probes` or
+`pretrain` defines. The second kind is a dataclass that an installed package declares as an entry
+point. The groups of entry points are `ssl_bench.probe`, `ssl_bench.dataset`, `ssl_bench.objective`
+and `ssl_bench.optimizer`.
 """
 
 import inspect
@@ -47,9 +49,10 @@ from ssl_bench.errors import (
 from ssl_bench.system.escaping import to_plain_json
 
 TARGET = "_target_"
-# Keys with a meaning for Hydra.
+# Keys that have a special meaning in Hydra.
 _RESERVED = (TARGET, "_args_", "_partial_", "_recursive_", "_convert_")
-# Hydra's configuration of itself. Composing it takes a quarter of the time, and we do not use it.
+# Overrides that remove Hydra's settings of itself, which we do not use. Without these settings,
+# composing takes a quarter less time.
 _WITHOUT_HYDRA = [
     f"~hydra/{group}"
     for group in ("help", "hydra_help", "hydra_logging", "job_logging", "launcher", "sweeper")
@@ -58,21 +61,21 @@ _SETTING = re.compile(r"\$([a-z_]+)")
 
 
 def compose_config(root: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose a root file of `configs/` with overrides.
+    """Compose a root file of `configs/` and apply overrides.
 
-    Overrides that choose a file (`probe=tokencut`, `probe.training=lbfgs`) are applied first, then
-    those that set a value (`probe.tau=0.3`), whatever their order.
+    The order of the overrides does not matter. Overrides that choose a file, such as
+    `probe=tokencut`, are applied before overrides that set a value, such as `probe.tau=0.3`.
 
     Args:
-        root: Name of the root file without suffix: "probing", "pretraining" or "data".
+        root: Name of the root file without its suffix: "probing", "pretraining" or "data".
         overrides: KEY=VALUE texts in Hydra's grammar.
 
     Returns:
-        All keys and values, including the defaults of the classes in `_target_`.
+        A configuration with all keys, including default values of the classes in `_target_`.
 
     Raises:
-        ConfigurationError: An override has an unknown key, names an unknown file or cannot be read.
-            Whether a value is legal is checked when the component is built.
+        ConfigurationError: An override has an unknown key, chooses an unknown file or has a syntax
+            error. Values are only checked when the component is built.
     """
     parsed = [_parse_override(override) for override in overrides]
     components = {key: value for key, value in parsed if _is_group(key)}
@@ -91,12 +94,14 @@ def compose_config(root: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def choice_group(key: str, components: Mapping[str, Any]) -> str | None:
-    """Return the folder of `configs/` whose files a key chooses from, or None if it has values.
+    """Return the folder of `configs/` that contains the files to choose from for a key.
+
+    The result is None if the key does not choose a file.
 
     Args:
         key: Full key, such as "probe.loss".
-        components: Chosen file of each group. With {"probe": "segmentation"} the folder of
-            "probe.loss" is "probe/segmentation/loss".
+        components: Chosen file of each group. For {"probe": "segmentation"} and the key
+            "probe.loss", the folder is "probe/segmentation/loss".
     """
     group, _, field = key.partition(".")
     folder = f"{group}/{components.get(group)}/{field}"
@@ -104,19 +109,19 @@ def choice_group(key: str, components: Mapping[str, Any]) -> str | None:
 
 
 def add_data_root(overrides: Sequence[str], root: str | None) -> list[str]:
-    """Return the overrides with `data.root` in front, unless the folder is None."""
-    # In quotes, because a path may hold any character.
+    """Return the overrides, preceded by an override of `data.root` unless `root` is None."""
+    # The path is quoted, because it may contain any character.
     quoted = [] if root is None else ["data.root='" + root.replace("'", "\\'") + "'"]
     return [*quoted, *overrides]
 
 
 def config_to_yaml(config: Mapping[str, Any]) -> str:
-    """Return a configuration as the text of one YAML file."""
+    """Return a configuration as YAML text."""
     return yaml.safe_dump(config, sort_keys=False)
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a configuration by dotted key. An empty mapping is a value."""
+    """Return the values of a configuration by dotted key. An empty mapping counts as a value."""
     values = {}
     for name, item in config.items():
         key = _join(prefix, name)
@@ -132,13 +137,13 @@ def list_keys(config: Mapping[str, Any]) -> list[str]:
     """Return all keys that can be overridden, such as "probe.training.epochs"."""
     names = flatten_config(config)
     keys = [key for key in names if not key.endswith(TARGET)]
-    # A component without fields is a key itself: another file can be chosen for it.
+    # A component without fields has no keys below it, but its own key can choose another file.
     owners = [key.removesuffix(f".{TARGET}") for key in names if key.endswith(f".{TARGET}")]
     return keys + [owner for owner in owners if not any(k.startswith(f"{owner}.") for k in keys)]
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """Return the content of one YAML file of `configs/`, without its defaults list."""
+    """Return the content of a YAML file of `configs/`. Its defaults list is not composed."""
     values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     return values
 
@@ -148,14 +153,17 @@ def _join(key: str, name: object) -> str:
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
-    """Return the key and the value of a KEY=VALUE text in Hydra's grammar, without its sweeps."""
+    """Return the key and the value of a KEY=VALUE text in Hydra's grammar.
+
+    Sweeps, which stand for several values, are not allowed.
+    """
     key, equals, text = override.partition("=")
     if not equals:
         raise ConfigurationError(
             f"expected KEY=VALUE, got {format_value(override)}", hint=("ssl-bench", "keys")
         )
-    # "${" refers to another key or to an environment variable, which would be written to records
-    # that others read. "???" stands for a missing value.
+    # "${" can insert an environment variable, which may be secret. Its value would be written to
+    # records, which users publish. "???" stands for a missing value.
     if "${" in text or text == "???":
         raise ConfigurationError(
             f"{key[:MAX_NAME_LENGTH]} expects a value, got the placeholder {format_value(text)}"
@@ -163,8 +171,8 @@ def _parse_override(override: str) -> tuple[str, Any]:
     value = _parse_value(override, text)
     if reserved := [name for name in _all_names({key: value}) if name in _RESERVED]:
         raise ConfigurationError(
-            f"{key[:MAX_NAME_LENGTH]} cannot set {', '.join(reserved)}, because it names code to "
-            "run (docs/extending.md describes how to add a class)",
+            f"{key[:MAX_NAME_LENGTH]} cannot set {', '.join(reserved)}, because this would run "
+            "other code (docs/extending.md describes how to add a class)",
             hint=("ssl-bench", "keys"),
         )
     return key, value
@@ -175,11 +183,12 @@ def _parse_value(override: str, text: str) -> Any:
         parsed = _override_parser().parse_override(f"key={text}")
         if not parsed.is_sweep_override():
             return parsed.value()
-    # ValueError: a number of thousands of digits. RecursionError: a thousand nested lists.
+    # A number with thousands of digits raises ValueError. A thousand nested lists raise
+    # RecursionError.
     except (HydraException, ValueError, RecursionError):
         pass
     raise ConfigurationError(
-        f"cannot read {format_value(override)} (lists are written as [1,2], text with spaces or "
+        f"cannot read {format_value(override)} (write a list as [1,2], and text with spaces or "
         "commas as KEY=\"'a b'\")"
     )
 
@@ -190,7 +199,7 @@ def _override_parser() -> OverridesParser:
 
 
 def _all_names(value: Any) -> Iterator[str]:
-    """Yield the parts of all keys in a value, at any depth."""
+    """Yield the names in all keys of a nested value. A dotted key contains several names."""
     for name, item in value.items() if isinstance(value, Mapping) else ():
         yield from str(name).split(".")
         yield from _all_names(item)
@@ -204,13 +213,17 @@ def _is_group(key: str) -> bool:
 
 @cache
 def _groups(folder: Path) -> frozenset[str]:
-    """Return the folders of `configs/` that hold YAML files, such as "probe/segmentation/loss"."""
+    """Return the folders of `configs/` with YAML files, such as "probe/segmentation/loss"."""
     groups = (path.parent.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
     return frozenset(groups) - {"."}
 
 
 def _require_file(root: str, group: str, key: str, name: Any) -> None:
-    """Check that a group has a file of this name, and register what has no file with Hydra."""
+    """Check that a group has this name.
+
+    If the name is an entry point or a run of a paper, it has no file. It is then registered with
+    Hydra.
+    """
     if name not in (known := choices(group)):
         message = f"unknown {key}={format_value(name)} for {root}"
         hint = (f"{escape_braces(key)}={{near}}",)
@@ -227,12 +240,12 @@ def _require_file(root: str, group: str, key: str, name: Any) -> None:
 
 @cache
 def _compose_files(folder: Path, root: str, files: tuple[str, ...]) -> dict[str, Any]:
-    """Compose the chosen files and enter the defaults of the classes that they name.
+    """Compose the chosen files, and fill in the default values of their classes.
 
-    Cached, because Hydra takes a tenth of a second.
+    The result is cached, because Hydra takes 0.1 seconds.
     """
     # A file such as segmentation/loss/histogram.yaml replaces the whole field `loss`. Hydra would
-    # merge it with the values of the protocol, so we enter it after Hydra.
+    # merge the file with the values of the protocol, so we insert it after Hydra has finished.
     paths = [name.replace("=", "/") for name in files if name.count("/") == 2]
     parts = {path: part for path in paths if TARGET in (part := read_file(folder / f"{path}.yaml"))}
     merged = [name for name in files if name.replace("=", "/") not in parts]
@@ -249,7 +262,7 @@ def _compose_files(folder: Path, root: str, files: tuple[str, ...]) -> dict[str,
 
 
 def _set_value(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value in place. A mapping sets the keys that it names and leaves the others."""
+    """Set a value in place. If the value is a mapping, only the keys that it contains are set."""
     *parents, name = key.split(".")
     owner: Any = config
     for parent in parents:
@@ -268,7 +281,7 @@ def _set_value(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _resolve(config: dict[str, Any]) -> dict[str, Any]:
-    """Replace references to other keys, such as ${data.root}, by their values."""
+    """Replace references to keys, such as ${data.root}, by the values of these keys."""
     values: Any = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
     return values
 
@@ -277,24 +290,25 @@ def build(config: Mapping[str, Any], part: str = "") -> Any:
     """Build the component that a configuration describes.
 
     Args:
-        config: A composed configuration.
-        part: Its key, such as "probe" or "dataset". Without it the whole configuration is built.
+        config: A configuration that `compose_config` returned.
+        part: Key of the component, such as "probe" or "dataset". If it is empty, the whole
+            configuration is built.
 
     Raises:
-        ConfigurationError: The class must not be built, or it refuses a value.
+        ConfigurationError: The class is not allowed, or a value is not valid.
     """
     return instantiate(config[part] if part else config, part)
 
 
 def instantiate(value: Any, key: str) -> Any:
-    """Return plain values in which each mapping with a `_target_` is replaced by its instance.
+    """Replace each mapping that has a `_target_` by an instance of that class.
 
     Args:
-        value: A mapping, list or scalar without references to other keys.
-        key: Its key in the configuration, such as "probe.crops", for error messages.
+        value: A mapping, list or scalar without references such as ${data.root}.
+        key: Key of the value in the configuration, such as "probe.crops", for error messages.
 
     Raises:
-        ConfigurationError: A class must not be built, or it does not accept its arguments.
+        ConfigurationError: A class is not allowed, or a value is not valid.
     """
     if isinstance(value, list):
         return [instantiate(item, key) for item in value]
@@ -318,11 +332,15 @@ def instantiate(value: Any, key: str) -> Any:
 
 
 def component_class(address: Any, key: str) -> type:
-    """Return the class at an address, such as "probes.knn.KNN".
+    """Import and return a class.
+
+    Args:
+        address: Import path of the class, such as "probes.knn.KNN".
+        key: Key that contains the address, for error messages.
 
     Raises:
-        ConfigurationError: It is neither a dataclass of this suite nor a declared entry point.
-        BrokenFile: Its file cannot be imported.
+        ConfigurationError: The class is neither a dataclass of this repository nor an entry point.
+        BrokenFile: The file of the class cannot be imported.
     """
     package, name = str(address).partition(".")[0], str(address).rpartition(".")[2]
     if package in PACKAGES:
@@ -340,7 +358,7 @@ def component_class(address: Any, key: str) -> type:
 
 
 def _import_attribute(address: str) -> Any:
-    """Return the attribute of a module, or None if either does not exist."""
+    """Return the attribute of a module, or None if the module or the attribute does not exist."""
     module, _, name = address.rpartition(".")
     try:
         return getattr(import_module(module), name, None) if module else None
@@ -348,7 +366,7 @@ def _import_attribute(address: str) -> Any:
         if f"{module}.".startswith(f"{error.name}."):
             return None
         raise broken_file_error(error) from error
-    # Importing a file can raise anything.
+    # Importing a file can raise any exception.
     except Exception as error:
         raise broken_file_error(error) from error
 
@@ -356,7 +374,7 @@ def _import_attribute(address: str) -> Any:
 def _load_entry_point(point: metadata.EntryPoint) -> type:
     try:
         kind = point.load()
-    # Importing another package can raise anything.
+    # Importing another package can raise any exception.
     except Exception as error:
         reason = broken_file_error(error, [point.module.partition(".")[0]])
         package = point.dist.name if point.dist else point.module
@@ -371,17 +389,17 @@ def _load_entry_point(point: metadata.EntryPoint) -> type:
 
 
 def fill_defaults(value: Any, key: str) -> Any:
-    """Return plain values in which each mapping with a `_target_` has all fields of its class.
+    """Add default values to each mapping that has a `_target_`, and return the result.
 
-    Missing fields get the default of the class, so that each field can be overridden. Fields
-    without a default stay missing.
+    A field of the class that is missing in the mapping gets its default value. Every such field can
+    then be overridden. Fields without a default value stay missing.
 
     Args:
         value: A mapping, list or scalar.
-        key: Its key in the configuration, for error messages.
+        key: Key of the value in the configuration, for error messages.
 
     Raises:
-        ConfigurationError: A class must not be built.
+        ConfigurationError: A class is not allowed.
     """
     if isinstance(value, list):
         return [fill_defaults(item, key) for item in value]
@@ -396,18 +414,18 @@ def fill_defaults(value: Any, key: str) -> Any:
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """Return the default of each field of a dataclass that has one."""
+    """Return the default values of a dataclass by field. Fields without a default are left out."""
     values = {item.name: get_default(item) for item in fields(kind) if item.init}
     return {name: value for name, value in values.items() if value is not MISSING}
 
 
 def get_default(item: Field[Any]) -> Any:
-    """Return the default of a field, or MISSING."""
+    """Return the default value of a field, or `MISSING` if it has no default value."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def _to_plain(default: Any) -> Any:
-    """Return a default as a YAML file would hold it, a dataclass as a mapping with `_target_`."""
+    """Convert a default value to YAML types. A dataclass becomes a mapping with a `_target_`."""
     if is_dataclass(default):
         values = {item.name: getattr(default, item.name) for item in fields(default) if item.init}
         address = f"{type(default).__module__}.{type(default).__qualname__}"
@@ -418,14 +436,15 @@ def _to_plain(default: Any) -> Any:
 
 
 def describe_keys(config: Any, key: str = "") -> dict[str, tuple[str, str]]:
-    """Return the legal values and the meaning of each key below a `_target_`.
+    """Return the allowed values and the meaning of each key that is a field of a class.
 
     Returns:
-        By full key, a text such as "a number in [0, 1]" and the first sentence on the field in the
-        docstring of its class. Either may be empty.
+        Two texts for each full key. The first describes the allowed values, such as "a number in
+        [0, 1]". The second is the first sentence about the field in the docstring of its class.
+        Each text may be empty.
 
     Raises:
-        ConfigurationError: A class must not be built.
+        ConfigurationError: A class is not allowed.
     """
     if not isinstance(config, Mapping):
         return {}
@@ -445,12 +464,13 @@ def describe_keys(config: Any, key: str = "") -> dict[str, tuple[str, str]]:
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
-    """Return the first sentence on each attribute in the docstrings of a class and its bases."""
+    """Return the first sentence about each attribute in a class docstring or its base classes."""
     docs = {}
     for base in reversed(kind.__mro__):
         text = inspect.cleandoc(base.__dict__.get("__doc__") or "")
         section = re.split(r"^(?:Attributes|Args):\n", text, flags=re.MULTILINE)[-1]
-        # An attribute is indented by four spaces, its further lines by more.
+        # The first line of an attribute is indented by four spaces. Further lines are indented
+        # more.
         entries = re.split(r"^ {4}(?=\w)", section.partition("\n\n")[0], flags=re.MULTILINE)
         for entry in entries[1:]:
             name, _, meaning = " ".join(entry.split()).partition(": ")
@@ -461,8 +481,8 @@ def attribute_docs(kind: type) -> dict[str, str]:
 def list_protocols(task: str, probe: type) -> list[str]:
     """Return the names that `probe.protocol` accepts.
 
-    They are the files of the task's protocols, else the values in the type of the field. The list
-    is empty if the field accepts any text.
+    If the task has protocol files, these are the names of the files. Otherwise they are the values
+    that the type of the field lists. The result is empty if the field accepts any text.
     """
     kind = next((item.type for item in fields(probe) if item.name == "protocol"), None)
     literals = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
@@ -470,21 +490,24 @@ def list_protocols(task: str, probe: type) -> list[str]:
 
 
 def protocol_group(task: str) -> str:
-    """Return the folder of a task's protocol files below `configs/`. Most tasks have none."""
+    """Return the path, below `configs/`, of the folder for a task's protocol files.
+
+    For most tasks, this folder does not exist.
+    """
     return f"probe/{task}/protocol"
 
 
 def changed_settings(probe: Any) -> dict[str, Any]:
-    """Return the settings of a probe that differ from the protocol that it names.
+    """Return the settings of a probe that differ from its protocol.
 
-    A protocol without a file has the defaults of the class. The result is empty if the protocol is
-    unknown or the probe is not a dataclass.
+    If the protocol has no file, the settings are compared with the default values of the class. The
+    result is empty if the protocol is unknown or if the probe is not a dataclass.
     """
     if (values := load_protocol_values(probe)) is None:
         return {}
     protocol = replace(probe, **values)
-    # A setting that the protocol's components lack, such as C of L-BFGS, is compared with its own
-    # default.
+    # A component of the probe may have a setting that no component of the protocol has, such as the
+    # parameter C of L-BFGS. Such a setting is compared with its default value.
     expected = {name: getattr(protocol, name) for name in defaults(type(probe))}
     for part in (getattr(probe, item.name) for item in fields(probe)):
         if is_dataclass(part):
@@ -498,9 +521,9 @@ def changed_settings(probe: Any) -> dict[str, Any]:
 
 
 def load_protocol_values(probe: Any) -> dict[str, Any] | None:
-    """Return the value of each field in the protocol that a probe names.
+    """Return the value that the protocol of a probe gives to each field.
 
-    Returns None if the protocol is unknown or the probe is not a dataclass.
+    The result is None if the protocol is unknown or if the probe is not a dataclass.
     """
     known = choices(protocol_group(probe.task))
     if not is_dataclass(type(probe)) or (known and probe.protocol not in known):
@@ -510,15 +533,16 @@ def load_protocol_values(probe: Any) -> dict[str, Any] | None:
 
 
 def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
-    """Return the fields that the file of a protocol sets, with their components built."""
+    """Return the fields that a protocol's file sets. Components among them are built."""
     file = config_folder() / protocol_group(probe.task) / f"{protocol}.yaml"
     return instantiate(read_file(file), "probe")
 
 
 def fill_in_guesses(probe: Any, guesses: Sequence[str]) -> list[str]:
-    """Return the guesses of a protocol with the probe's settings in place of `$NAME`.
+    """Replace each `$NAME` in the guesses of a protocol by the probe's setting of that name.
 
-    Guesses on a setting that the probe does not have are left out.
+    A guess is a text about a choice that the authors of the protocol do not state. It is left out
+    if it mentions a setting that the probe does not have.
     """
     values = {name: _format_setting(value) for name, value in probe.settings().items()}
     applicable = [

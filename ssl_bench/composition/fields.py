@@ -1,11 +1,11 @@
-"""Types that say which values a configured field accepts, and the one function that checks them.
+"""Types of configured fields, which define the allowed values, and a function that checks them.
 
-A field of type `Count` accepts whole numbers from 1 on, one of type `Fraction` numbers in [0, 1].
-A dataclass calls `check_fields(self, "probe")` in `__post_init__` to check all of its fields.
-Whole numbers in fields of type float become floats, because settings identify results: 1 and 1.0
-must be the same setting.
+A field of type `Count` accepts whole numbers of at least 1. A field of type `Fraction` accepts
+numbers in [0, 1]. A dataclass calls `check_fields(self, "probe")` in `__post_init__` to check all
+of its fields. In a field of type float, a whole number is converted to a float. This is needed
+because settings identify results, so 1 and 1.0 must be the same setting.
 
-We do not use pydantic, because in its lax mode it reads the text "3" as the number 3.
+We do not use pydantic, because its lax mode reads the text "3" as the number 3.
 """
 
 import reprlib
@@ -27,13 +27,13 @@ _SHORT.maxlist = 12
 
 @dataclass(frozen=True)
 class Bounds:
-    """Smallest and largest legal number.
+    """An interval of allowed numbers.
 
     Attributes:
         low: Lower bound.
         high: Upper bound.
-        allow_low: Whether `low` itself is legal.
-        allow_high: Whether `high` itself is legal.
+        allow_low: Whether the number `low` is allowed.
+        allow_high: Whether the number `high` is allowed.
     """
 
     low: int | float
@@ -42,7 +42,7 @@ class Bounds:
     allow_high: bool = True
 
     def contains(self, value: int | float) -> bool:
-        """Return whether a number is within the bounds. NaN never is."""
+        """Return whether a number is within the bounds. The result is False for NaN."""
         is_above = value >= self.low if self.allow_low else value > self.low
         return is_above and (value <= self.high if self.allow_high else value < self.high)
 
@@ -53,7 +53,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ListLength:
-    """Smallest and largest number of items in a list."""
+    """The minimum and the maximum number of items in a list."""
 
     shortest: int
     longest: int
@@ -68,7 +68,7 @@ class ListLength:
 
 
 class PathRule:
-    """Text that the operating system accepts as a path."""
+    """A rule that accepts texts that are valid paths."""
 
     def contains(self, value: str) -> bool:
         return is_valid_path(value)
@@ -85,7 +85,7 @@ Bits = Annotated[int, Bounds(8, 16)] | None
 Width = Annotated[int, Bounds(1, 2**20)]
 Depth = Annotated[int, Bounds(1, 1000)]
 Workers = Annotated[int, Bounds(0, 1024)]
-# The legacy random generators of NumPy accept no larger seed.
+# NumPy's legacy random generators accept no larger seed.
 Seed = Annotated[int, Bounds(0, 2**32 - 1)]
 Fraction = Annotated[float, Bounds(0, 1)]
 PositiveFraction = Annotated[float, Bounds(0, 1, allow_low=False)]
@@ -96,29 +96,31 @@ PositiveOrZero = Annotated[float, Bounds(0, _MANY)]
 Rate = Annotated[float, Bounds(0, 1000, allow_low=False)]
 RateOrZero = Annotated[float, Bounds(0, 1000)]
 Temperature = Annotated[float, Bounds(0, 1000, allow_low=False)]
-# The smallest and the largest value of a range to draw from.
+# The minimum and the maximum of a range from which random values are drawn.
 PositiveRange = Annotated[Sequence[Positive], ListLength(2, 2)]
 FractionRange = Annotated[Sequence[PositiveFraction], ListLength(2, 2)]
 FilePath = Annotated[str, PathRule()]
 OptionalPath = FilePath | Path | None
 Level = Annotated[int, Bounds(0, 255)]
 Rgb = Annotated[Sequence[Level], ListLength(3, 3)]
-# Library of the nearest-neighbour search: "auto" uses faiss for large sets on a CPU, else torch.
+# Library of the nearest-neighbour search. "auto" uses faiss for large sets on a CPU and torch in
+# all other cases.
 Engine = Literal["auto", "faiss", "torch"]
 MaskValue = Annotated[int, Bounds(0, 65535)]
 
 
 def check_fields(component: Any, key: str) -> None:
-    """Check each field of a dataclass against its type and convert whole numbers to floats.
+    """Check that each field of a dataclass has a value that its type allows.
 
-    Nested dataclasses are checked too. A single number in a field of type list becomes a list.
+    Nested dataclasses are checked too. In fields of type float, whole numbers are converted to
+    floats. In fields of type list, a single number is converted to a list.
 
     Args:
-        component: The dataclass. It may be frozen.
+        component: An instance of a dataclass, which may be frozen. Its fields are set in place.
         key: Prefix of the field names in error messages, such as "probe".
 
     Raises:
-        ConfigurationError: A value does not fit the type of its field.
+        ConfigurationError: The type of a field does not allow its value.
     """
     for name, kind in _field_types(component).items():
         value, full_name = getattr(component, name), f"{key}.{name}" if key else name
@@ -130,24 +132,24 @@ def check_fields(component: Any, key: str) -> None:
 
 
 def _field_types(component: Any) -> dict[str, Any]:
-    """Return the type of each field by name.
+    """Return a mapping from field name to type.
 
-    Annotations that are strings (`from __future__ import annotations`) are evaluated. Fields whose
-    annotations cannot be evaluated are left out.
+    Annotations that are strings, as with `from __future__ import annotations`, are evaluated. A
+    field is left out if its annotation cannot be evaluated.
     """
     types = {item.name: item.type for item in fields(component)}
     if not any(isinstance(kind, str) for kind in types.values()):
         return types
     try:
         evaluated = get_type_hints(type(component), include_extras=True)
-    # A name may be imported under TYPE_CHECKING only.
+    # The evaluation fails if a name is only imported under TYPE_CHECKING.
     except (NameError, AttributeError, TypeError):
         return {name: kind for name, kind in types.items() if not isinstance(kind, str)}
     return {name: evaluated[name] for name in types}
 
 
 def require_type(key: str, kind: Any, value: Any) -> Any:
-    """Return a value as its type stores it: a whole number becomes a float in a field of floats.
+    """Check that a type allows a value, and return the value converted as in `check_fields`.
 
     Args:
         key: Name of the field in error messages, such as "probe.tau".
@@ -155,7 +157,7 @@ def require_type(key: str, kind: Any, value: Any) -> Any:
         value: The value to check.
 
     Raises:
-        ConfigurationError: The value does not fit. The message says what the field expects.
+        ConfigurationError: The value is not allowed. The message states the allowed values.
     """
     try:
         return _convert(kind, value)
@@ -169,17 +171,17 @@ def require_type(key: str, kind: Any, value: Any) -> Any:
 
 
 def require_nonempty(key: str, values: Sequence[Any]) -> None:
-    """Raise a ConfigurationError that names the key if a list is empty."""
+    """Raise a ConfigurationError if a list is empty. The message contains the key of the list."""
     if not values:
         raise ConfigurationError(f"{key} expects at least one value, got []")
 
 
 class _IllegalValue(Exception):
-    """A value does not fit a type."""
+    """The type of a field does not allow a value."""
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    """Return a value as a field of this type stores it, or raise `_IllegalValue`."""
+    """Return a value converted as in `check_fields`. Raise `_IllegalValue` if it is not allowed."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
         converted = _convert(parts[0], value)
@@ -191,7 +193,8 @@ def _convert(kind: Any, value: Any) -> Any:
     elif origin in (Union, UnionType):
         accepted = [_convert(part, value) for part in parts if _fits(part, value)]
         if accepted:
-            # Count | FractionBelowOne keeps the whole number 1.
+            # Prefer a result without a conversion: in a field of type `Count | FractionBelowOne`,
+            # the whole number 1 must not become a float.
             return next((same for same in accepted if same is value), accepted[0])
     elif kind is int or kind is float:
         if _is_finite_number(kind, value):
@@ -233,7 +236,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as the user would type it, shortened if it is long."""
+    """Return a value as a user would write it on the command line. Long values are shortened."""
     if isinstance(value, (list, tuple)):
         more = ["..."] if len(value) > _SHORT.maxlist else []
         return f"[{','.join([*map(format_value, value[: _SHORT.maxlist]), *more])}]"
@@ -242,7 +245,7 @@ def format_value(value: Any) -> str:
 
 
 def describe_type(kind: Any) -> str:
-    """Return what a field of this type expects, such as "a whole number in [1, 8192]"."""
+    """Return a text about the values that a type allows, such as "a whole number in [1, 8192]"."""
     if kind in _WORDS:
         return _WORDS[kind]
     origin, parts = get_origin(kind), get_args(kind)

@@ -1,4 +1,4 @@
-"""Stored results: their records, per-image values and folders."""
+"""Stored results: records, per-image values, and the folders that contain them."""
 
 from ssl_bench.results.record import (
     CORRUPTED,

@@ -1,4 +1,4 @@
-"""Per-image values of results: the metric, its interval and the best block follow from them."""
+"""Per-image values of results, from which metrics, intervals and the best block are computed."""
 
 import math
 import re
@@ -31,17 +31,17 @@ from ssl_bench.scores import (
 )
 
 NUM_FOLDS = 5
-"""Number of folds of the held-out choice of a block."""
+"""Number of folds of images when the best block is chosen on held-out images."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a metric is computed from per-image values, see `PerImageKind`.
+    """How a metric is computed from per-image values. `PerImageKind` lists the kinds.
 
     Attributes:
-        shape: Shape of the values of one image, with None for any length.
+        shape: Shape of the values of one image. None stands for any length.
         value: Returns the metric, in percent.
-        estimate: Returns the metric with the influence of each image, for intervals.
+        estimate: Returns the metric and the influence of each image, which intervals need.
     """
 
     shape: tuple[int | None, ...]
@@ -52,12 +52,12 @@ class Kind:
 def _score_of_sums(
     score: Callable[[Any], Any], shape: tuple[int | None, ...], estimate: Callable[[Any], Estimate]
 ) -> Kind:
-    """Return a kind whose metric is the score of counts that are summed over the images."""
+    """Return a kind that sums counts over the images and computes the score of the sums."""
     return Kind(shape, lambda per_image: float(score(per_image.sum(0, dtype=np.int64))), estimate)
 
 
 def _mean_of_scores(score: Callable[[Any], Any], shape: tuple[int | None, ...]) -> Kind:
-    """Return a kind whose metric is the mean of a score that each image has."""
+    """Return a kind that computes the score of each image and averages it over the images."""
     return Kind(
         shape,
         lambda per_image: float(score(per_image).mean()),
@@ -79,7 +79,7 @@ def _score_of_detections(score: Callable[[Any], Any]) -> Kind:
 
 
 _PIXEL_COUNTS = (3, None)
-# By the names in `PerImageKind`.
+# The keys are the names in `PerImageKind`.
 _KINDS: Mapping[str, Kind] = {
     "hits": Kind((), _percent_of_hits, lambda hits: Share(hits.astype(bool))),
     "percent": _mean_of_scores(lambda percent: percent.astype(np.float64), ()),
@@ -110,10 +110,10 @@ _KINDS_OF_OLD_METRICS = {
 
 
 def guess_kind(metric: str, per_image: PerImage) -> str:
-    """Return the kind of per-image values of a record that does not state it.
+    """Guess the kind of per-image values for a record that does not state it.
 
-    Early versions stored floats as percentages and single integers as hits. They recognised counts
-    by the name of the metric.
+    Early versions stored percentages as floats and hits as one integer for each image. For other
+    shapes the name of the metric determined the kind.
     """
     if per_image.dtype.kind == "f":
         return "percent"
@@ -124,9 +124,9 @@ def guess_kind(metric: str, per_image: PerImage) -> str:
 
 
 def matches_record(per_image: PerImage, record: Record) -> bool:
-    """Return whether the metric, recomputed from per-image values, is the recorded value.
+    """Return whether the metric that is recomputed from per-image values equals the recorded value.
 
-    It is False for a kind of values that this version does not know.
+    The result is False if this version does not know the kind of per-image values.
     """
     kind = _KINDS.get(record.per_image_kind or guess_kind(record.metric, per_image))
     shape = per_image.shape[1:]
@@ -138,13 +138,13 @@ def matches_record(per_image: PerImage, record: Record) -> bool:
         return False
     if kind.shape == _PIXEL_COUNTS:
         correct, predicted, true = per_image.swapaxes(0, 1)
-        # Each counted pixel has one predicted and one true class, so both sums are equal.
+        # Each counted pixel has one predicted and one true class, so the two sums must be equal.
         if (correct > np.minimum(predicted, true)).any():
             return False
         if (predicted.sum(1) != true.sum(1)).any():
             return False
     value = kind.value(per_image)
-    # The mean of floats may have been computed in float32.
+    # Allow for rounding, because the recorded mean of floats may have been computed in float32.
     rel_tol = 1e-5 if per_image.dtype.kind == "f" else 0
     is_near = math.isclose(value, record.value, rel_tol=rel_tol, abs_tol=1e-6)
     return is_near or (math.isnan(value) and math.isnan(record.value))
@@ -152,16 +152,17 @@ def matches_record(per_image: PerImage, record: Record) -> bool:
 
 @dataclass(frozen=True)
 class ImageCurve:
-    """The per-image values of one metric and encoder, for each block.
+    """The per-image values of one metric and one encoder, for each block.
 
-    Each estimate is computed once, when it is first needed, because several comparisons use it.
+    Several comparisons use the same estimate, so it is cached after its first computation.
 
     Attributes:
         metric: Name of the metric.
         per_image: Per-image values by block.
-        is_ranked: Whether higher is better, see `Record.is_ranked`.
-        kind: One of `PerImageKind`, or None for records that do not state it.
-        degenerate: Percentage of degenerate images by block, where it is recorded.
+        is_ranked: Whether a higher value is better. See `Record.is_ranked`.
+        kind: One of `PerImageKind`, or None if the records do not state a kind.
+        degenerate: Percentage of degenerate images by block. A block is left out if this percentage
+            is not recorded.
     """
 
     metric: str
@@ -172,34 +173,39 @@ class ImageCurve:
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        """The blocks that can be the best: none if higher is not better, and no degenerate one."""
+        """The blocks that can be reported as best.
+
+        Degenerate blocks are left out. The tuple is empty if a higher value is not better.
+        """
         if not self.is_ranked:
             return ()
         return tuple(n for n in self.per_image if not is_degenerate(self.degenerate.get(n)))
 
     def value(self, per_image: PerImage) -> float:
-        """Return the metric of some images."""
+        """Compute the metric from per-image values."""
         return self._kind(per_image).value(per_image)
 
     def estimate(self, per_image: PerImage) -> Estimate:
-        """Return the metric of some images with the influence of each image."""
+        """Compute the metric and the influence of each image from per-image values."""
         return self._kind(per_image).estimate(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
-        """Return the candidate with the highest metric on some images.
+        """Return the block of `candidates` with the highest metric on the given images.
 
-        There must be a candidate. NaN counts as lower than any percentage.
+        At least one candidate must exist. NaN counts as lower than any percentage.
         """
         values = {layer: self.value(self.per_image[layer][images]) for layer in self.candidates}
         return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
 
     def choose_held_out(self) -> tuple[PerImage, list[int]]:
-        """Choose the block of each fold of the images by the metric on the other folds.
+        """Split the images into folds, and choose the block of each fold by the other folds.
 
-        There must be a candidate. The folds are drawn with seed 0.
+        The chosen block has the highest metric on the images of the other folds. At least one
+        block must be in `candidates`. The folds are drawn with seed 0.
 
         Returns:
-            For each image, its values at the block of its fold. The block of each fold.
+            The per-image values, which for each image come from the block that was chosen for its
+            fold. Then the chosen block of each fold.
         """
         first = next(iter(self.per_image.values()))
         order = np.random.default_rng(0).permutation(len(first))
@@ -219,28 +225,28 @@ class ImageCurve:
 
     @cached_property
     def best(self) -> int:
-        """The candidate with the highest value, or the last block if there is no candidate."""
+        """The block of `candidates` with the highest value, or the last block if there is none."""
         return self.best_layer() if self.candidates else max(self.per_image)
 
     @cached_property
     def blocks(self) -> Mapping[int, Estimate]:
-        """The estimate of each block."""
+        """The metric of each block with the influence of each image."""
         return {layer: self.estimate(values) for layer, values in self.per_image.items()}
 
     @property
     def held_out(self) -> Estimate:
-        """The estimate with the block of each fold that is best on the other folds."""
+        """The estimate at held-out blocks: each fold uses the best block of the other folds."""
         return self._held_out[0]
 
     @property
     def held_out_layers(self) -> tuple[int, ...]:
-        """The block of each fold, or the last block alone if there is no candidate."""
+        """The chosen block of each fold, or only the last block if `candidates` is empty."""
         return self._held_out[1]
 
     @property
     def held_out_degenerate_percent(self) -> float | None:
-        """Percentage of degenerate images behind `held_out`, or None if it is not recorded."""
-        # The folds have equal sizes, so each one has the same weight.
+        """Percentage of degenerate images at the blocks of `held_out`, or None if not recorded."""
+        # The folds have equal sizes, so each fold has the same weight.
         percents = [self.degenerate[n] for n in self.held_out_layers if n in self.degenerate]
         return sum(percents) / len(percents) if percents else None
 
@@ -249,7 +255,8 @@ class ImageCurve:
         if not self.candidates:
             return self.blocks[self.best], (self.best,)
         per_image, layers = self.choose_held_out()
-        # The same object if all folds choose one block, so that their difference is exactly 0.
+        # If all folds choose the same block, return the object of that block, so that the
+        # difference to the block is exactly 0.
         is_one_block = len(set(layers)) == 1
         return self.blocks[layers[0]] if is_one_block else self.estimate(per_image), tuple(layers)
 
@@ -258,9 +265,9 @@ class ImageCurve:
 
 
 def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
-    """Read the per-image values of records of one metric, encoder and seed.
+    """Read the per-image values of records that share the metric, the encoder and the seed.
 
-    Blocks without stored values, or whose values do not match the record, are left out.
+    A block is left out if it has no stored values, or if they do not match its record.
     """
     if not records:
         return ImageCurve("", {})
@@ -273,10 +280,10 @@ def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 
 
 def check_values(store: ResultStore, records: Iterable[Record]) -> None:
-    """Compare the values of older records with their per-image values.
+    """Check that the values of older records match their per-image values.
 
-    Files that do not match are added to `store.damaged`. Records with a digest of their own file
-    have been checked already.
+    Files of per-image values that do not match are added to `store.damaged`. Newer records contain
+    a digest of their file, so they have been checked already.
     """
     for record in records:
         if record.record_sha256 is None:
@@ -284,14 +291,15 @@ def check_values(store: ResultStore, records: Iterable[Record]) -> None:
 
 
 def load_matching_values(store: ResultStore, record: Record) -> PerImage | None:
-    """Return the per-image values of a record, or None if there are none that match it.
+    """Return the per-image values of a record, or None if they are missing or do not match it.
 
-    The file of values that do not match is added to `store.damaged`.
+    If the values do not match, their file is added to `store.damaged`.
     """
     per_image = store.per_image(record)
     if per_image is None or matches_record(per_image, record):
         return per_image
-    # An undefined metric, such as the top-5 accuracy of two classes, has no value to match.
+    # An undefined metric, such as the top-5 accuracy of two classes, is recorded as NaN. It cannot
+    # be compared with the per-image values.
     if not math.isnan(record.value):
         store.damaged.append(store.per_image_path(record))
     return None

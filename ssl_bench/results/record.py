@@ -1,4 +1,4 @@
-"""Records: the identity of a result, its fields, and how its file is read and checked."""
+"""Records of results: their keys, their fields, and the code that reads and checks their files."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from ssl_bench.system.files import read_untrusted
 from ssl_bench.system.paths import file_name
 
 PerImage = Shaped[np.ndarray, "images *values"]
-"""Values of the single images behind a result, from which the metric can be recomputed."""
+"""One value, or several, for each scored image. The metric can be recomputed from them."""
 
 PerImageKind = Literal[
     "hits",
@@ -37,28 +37,30 @@ PerImageKind = Literal[
     "object_iou",
     "object_accuracy",
 ]
-"""Meaning of per-image values, which determines how the metric is recomputed from them.
+"""Kind of the per-image values, which determines how the metric is recomputed.
 
 - hits: 0 or 1 for each image. The metric is their mean.
 - percent: a percentage for each image. The metric is their mean.
-- hits_of_draws: images x draws of training images, 0 or 1. The metric is their mean.
-- points: images x 2, correct and all keypoints. The metric (PCK) is the mean ratio.
-- mean_iou, pixel_accuracy: images x 3 x classes, the correct, predicted and true pixels. The metric
-  is computed from their sums over the images.
-- average_precision, average_recall: counts of boxes by rank, see
-  `ssl_bench.scores.DetectionCounts`. The metric is computed from their sums over the images.
-- object_f_beta, object_iou, object_accuracy: images x 4, see `ssl_bench.scores.ObjectCounts`. The
-  metric is the mean over the images.
+- hits_of_draws: 0 or 1, of shape (images, random draws of training images). The metric is their
+  mean.
+- points: shape (images, 2): the number of correct keypoints and the number of all keypoints. The
+  metric (PCK) is the mean ratio over images.
+- mean_iou, pixel_accuracy: shape (images, 3, classes): the numbers of correct, predicted and true
+  pixels. The metric is computed from the sums over the images.
+- average_precision, average_recall: counts of boxes by rank, as described in
+  `ssl_bench.scores.DetectionCounts`. The metric is computed from the sums over the images.
+- object_f_beta, object_iou, object_accuracy: shape (images, 4), as described in
+  `ssl_bench.scores.ObjectCounts`. The metric is the mean over the images.
 """
 
 UNRANKED_METRICS = frozenset({"explained_variance", "outlier_share", "degenerate"})
-"""Percentages for which higher is not better."""
+"""Metrics in percent for which a higher value is not better."""
 
 MAX_DEGENERATE_PERCENT = 50.0
-"""If more than this percentage of the images is degenerate, a block is never reported as best."""
+"""A block is never reported as best if a larger percentage of its images is degenerate."""
 
 SUPERVISED = "supervised"
-"""Task of the records that supervised pretraining writes; no probe has this name."""
+"""Value of `Record.task` in the records of supervised pretraining. No probe has this name."""
 
 ENCODER_FIELDS = ("checkpoint_sha256", "architecture", "mean", "std")
 """Fields of a record that identify its encoder."""
@@ -66,7 +68,7 @@ ENCODER_FIELDS = ("checkpoint_sha256", "architecture", "mean", "std")
 INFINITY_AS_JSON = "inf"
 
 TRAINED_ON = "trained_on"
-"""Name of the setting that describes the images to which a probe was fitted."""
+"""Name of the setting that describes the images on which a probe was trained."""
 
 CORRUPTED = "corrupted"
 """Name of the setting that describes the corruption of the scored images."""
@@ -77,7 +79,7 @@ _MAX_SETTING_CHARACTERS = 24
 
 @dataclass(frozen=True)
 class TrainingImages:
-    """The images to which a probe was fitted before it scored others."""
+    """The images on which a probe was trained before it was evaluated on other images."""
 
     split: str
     fingerprint: str
@@ -111,7 +113,7 @@ class Baseline:
 
     Attributes:
         answer: Short description, such as "centre box".
-        value: Score on the same images, in the metric and unit of the record that contains it.
+        value: Score on the images of the record, in the metric and unit of the record.
     """
 
     answer: str
@@ -123,7 +125,7 @@ class Baseline:
 
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> "Baseline | None":
-        """Return the baseline that `Record.details` contains, or None if there is none."""
+        """Return the baseline in `Record.details`, or None if there is no baseline."""
         entry = details.get(_BASELINE)
         return None if entry is None else cls(**entry)
 
@@ -132,7 +134,8 @@ class Baseline:
         """Return the baseline with the highest score.
 
         Args:
-            values: Score of each baseline. The first of equal scores wins, and NaN never does.
+            values: Score of each baseline by its description. If scores are equal, the first
+                baseline is returned. NaN counts as the lowest score.
         """
         best = max(values, key=lambda name: -math.inf if math.isnan(values[name]) else values[name])
         return cls(best, values[best])
@@ -142,7 +145,7 @@ class Baseline:
         """Return the top-k accuracy, in percent, of always predicting the most frequent classes.
 
         Args:
-            counts: Number of scored images of each class. At least one is positive.
+            counts: Number of scored images of each class. At least one number must be positive.
             top: Number of classes that are predicted for each image.
         """
         share = 100.0 * sum(sorted(counts, reverse=True)[:top]) / sum(counts)
@@ -150,7 +153,7 @@ class Baseline:
 
 
 def is_degenerate(percent: float | None) -> bool:
-    """Return whether too many images are degenerate for a value to be the best.
+    """Return whether so many images are degenerate that a block cannot be reported as best.
 
     Args:
         percent: Percentage of degenerate images. None if the task has no degenerate images.
@@ -159,7 +162,7 @@ def is_degenerate(percent: float | None) -> bool:
 
 
 def block_stride(architecture: Mapping[str, Any], layer: int) -> int | None:
-    """Return the stride of a block's tokens in pixels, or None if all blocks have the same one."""
+    """Return the stride of a block's tokens in pixels, or None if all blocks have equal strides."""
     strides = architecture.get("strides")
     if not isinstance(strides, (list, tuple)) or not 0 <= layer < len(strides):
         return None
@@ -171,22 +174,23 @@ def block_stride(architecture: Mapping[str, Any], layer: int) -> int | None:
 class ResultKey:
     """The identity of a result: all fields that affect its value.
 
-    The device and the number of workers, for example, do not.
+    Fields that do not affect the value, such as the device, are only in `Record`.
 
     Attributes:
         layer: Block index, from 0.
         facet: Feature of the block, such as "token", "key" or "cls".
-        protocol: Name of a set of settings of the probe.
+        protocol: Name of a predefined set of probe settings.
         checkpoint_sha256: Digest of the weights.
-        architecture: Description of the forward pass, apart from the weights.
-        mean: Subtracted from the images, RGB in [0, 1].
-        std: The images are divided by it, RGB.
+        architecture: Description of the forward pass without the weights.
+        mean: Mean of each RGB channel, for values in [0, 1]. It is subtracted from the images.
+        std: Standard deviation of each RGB channel. The images are divided by it.
         dataset_fingerprint: Digest that identifies the scored images and their annotations.
-        settings: Settings of the probe. `TRAINED_ON` and `CORRUPTED` are names of further entries.
-        metric_version: `Probe.metric_version` of the code that computed the value. Records that do
-            not state it have version 1.
-        pipeline_version: `ssl_bench.results.versions.PIPELINE_VERSION` of that code. Records that
-            do not state it have version 1.
+        settings: Settings of the probe. The entries `TRAINED_ON` and `CORRUPTED` describe the
+            training images and the corruption.
+        metric_version: `Probe.metric_version` of the code that computed the value. It is 1 if the
+            file of a record does not state it.
+        pipeline_version: `ssl_bench.results.versions.PIPELINE_VERSION` of the code that computed
+            the value. It is 1 if the file of a record does not state it.
     """
 
     task: str
@@ -208,22 +212,22 @@ class ResultKey:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that identify the result, equal on every machine."""
+        """Sixteen hexadecimal digits that identify the result and are the same on every machine."""
         return result_digest(self)
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     def record(self, **measured: Any) -> "Record":
-        """Return a record with this key, given the remaining fields of `Record`."""
+        """Return a record with the fields of this key and the given other fields of `Record`."""
         return Record(**{name: getattr(self, name) for name in _KEY_FIELDS}, **measured)
 
     def filename(self) -> str:
-        """Return the name of the record's file."""
+        """Return the file name of the record."""
         return f"layer{self.layer:02d}-{self.facet}-{self.metric}-{self.digest}.json"
 
     def relative_path(self) -> tuple[str, str, str]:
-        """Return the two folders and the file of the record, below `records`.
+        """Return the path of the record's file below `records`: two folders and the file name.
 
         Raises:
             DataError: The task, facet or metric cannot be part of a file name.
@@ -235,11 +239,12 @@ class ResultKey:
 
 
 class RecordedEncoder(NamedTuple):
-    """An encoder that has records.
+    """The identity and the name of an encoder, as its records state them.
 
     Attributes:
-        encoder_id: See the function `encoder_id`.
-        model: Its name in tables.
+        encoder_id: Digest that the function `encoder_id` returns.
+        model: Name of the encoder in tables.
+        checkpoint_sha256: Digest of the weights.
     """
 
     encoder_id: str
@@ -249,29 +254,30 @@ class RecordedEncoder(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Record(ResultKey):
-    """A result: its key, its value, and what is needed to trust or to repeat it.
+    """A result: its key, its value, and the facts that are needed to reproduce it.
 
     Attributes:
         depth: Number of blocks of the encoder.
-        value: In `unit`. NaN if it is undefined, infinite for example for a singular matrix.
-        ci95: 95 % confidence interval over images, or None if the metric has none.
+        value: Value of the metric in `unit`. It is NaN if the metric is undefined. It can be
+            infinite, for example for a singular matrix.
+        ci95: 95 % confidence interval over images, or None if the metric has no interval.
         num_images: Number of scored images.
         model: Name of the encoder in tables.
         version: Version of ssl-bench.
-        git_commit: Commit of ssl-bench, or None if it is unknown.
+        git_commit: Git commit of ssl-bench, or None if it is unknown.
         torch: Version of PyTorch.
         device: Description of the hardware.
-        seconds: Wall-clock time of the pass that computed this result and others.
-        created: ISO 8601, UTC.
+        seconds: Wall-clock time of the pass over the images, which may compute several results.
+        created: Time at which the record was created, in UTC and ISO 8601.
         details: Further output of the probe, such as the IoU of each class.
         unit: "%", or "" for a plain number.
-        changed: The settings that differ from those of the protocol.
-        per_image_kind: One of `PerImageKind`. None if no per-image values are stored, and in
-            records of versions that did not state it.
-        per_image_sha256: Digest of the file with the per-image values. None if there is no such
-            file, and in records of older versions.
-        record_sha256: Digest of the rest of the record's file, with which it was checked. None in
-            records of older versions.
+        changed: The settings that differ from the settings of the protocol.
+        per_image_kind: One of `PerImageKind`. It is None if no per-image values are stored or if
+            an older version wrote the record.
+        per_image_sha256: Digest of the file of per-image values. It is None if there is no such
+            file or if an older version wrote the record.
+        record_sha256: Digest that the record's file states for the rest of its content. The file
+            matched it when it was read. It is None if an older version wrote the record.
     """
 
     depth: int
@@ -294,7 +300,10 @@ class Record(ResultKey):
 
     @property
     def is_ranked(self) -> bool:
-        """Whether higher is better, which is known for most percentages and for no plain number."""
+        """Whether a higher value is better.
+
+        It is False for `UNRANKED_METRICS` and for values that are not percentages.
+        """
         return self.unit == "%" and self.metric not in UNRANKED_METRICS
 
     @property
@@ -304,27 +313,27 @@ class Record(ResultKey):
 
     @property
     def stride(self) -> int | None:
-        """See `block_stride`."""
+        """The stride of the block's tokens in pixels, or None if all blocks have equal strides."""
         return block_stride(self.architecture, self.layer)
 
     @property
     def protocol_label(self) -> str:
-        """The protocol, followed by the settings that differ from it, as tables print it."""
+        """The protocol and the settings that differ from it, as tables print them."""
         changes = [f"{name}={_shorten(value)}" for name, value in sorted(self.changed.items())]
         return ", ".join([self.protocol, *changes])
 
     @cached_property
     def encoder_id(self) -> str:
-        """See the function `encoder_id`."""
+        """The digest that the function `encoder_id` returns for the encoder of this record."""
         return encoder_id({name: getattr(self, name) for name in ENCODER_FIELDS})
 
     def encoder(self) -> RecordedEncoder:
-        """Return the encoder's id, name and weights."""
+        """Return the id of the encoder, its name, and the digest of its weights."""
         return RecordedEncoder(self.encoder_id, self.model, self.checkpoint_sha256)
 
     @property
     def trained_on(self) -> TrainingImages | None:
-        """The images to which the probe was fitted, or None if nothing was fitted."""
+        """The images on which the probe was trained, or None if it was not trained."""
         setting = self.settings.get(TRAINED_ON)
         return None if setting is None else TrainingImages(**setting)
 
@@ -335,21 +344,22 @@ class Record(ResultKey):
         return None if setting is None else RecordedCorruption(**setting)
 
     def key(self) -> ResultKey:
-        """Return the key alone, which can be a key of a dictionary."""
+        """Return the fields of `ResultKey` only. The result is hashable."""
         return ResultKey(**{name: getattr(self, name) for name in _KEY_FIELDS})
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON values, with "inf" for infinity and None for NaN.
 
-        The digests of the files are left out.
+        The two digests of files are left out.
         """
         values = {name: value for name, value in asdict(self).items() if name not in _FILE_DIGESTS}
         return to_plain_json(values, infinity=INFINITY_AS_JSON)
 
     def with_digest(self, digest: str) -> "Record":
-        """Set the digest, which is part of the file name, instead of computing it, and return self.
+        """Set the digest, which is part of the file name, and return this record.
 
-        A record that is found under settings typed in another way keeps the digest of its file.
+        Use this method if the digest in the file name differs from the computed digest. They differ
+        if a setting is 1 in the file and 1.0 in the requested key.
         """
         vars(self)["digest"] = digest
         return self
@@ -357,7 +367,8 @@ class Record(ResultKey):
 
 _FILE_DIGESTS = ("per_image_sha256", "record_sha256")
 _KEY_FIELDS = sorted(item.name for item in fields(ResultKey))
-# A digest includes a version only if it is above 1, so that digests of older records stay valid.
+# A version is part of the digest only if it is above 1, so that the digests of older records stay
+# valid.
 _VERSIONS = ("metric_version", "pipeline_version")
 
 
@@ -366,7 +377,7 @@ def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -
 
     Args:
         key: The key, or a record.
-        json_texts: Canonical JSON of some fields, if it is known already.
+        json_texts: Canonical JSON of some fields by name. Passing it saves time.
     """
     texts = json_texts or {}
     items = (
@@ -378,12 +389,12 @@ def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -
 
 
 def numeric_digest(key: ResultKey) -> str:
-    """Return a digest that does not depend on whether a setting was typed as 1 or as 1.0."""
+    """Return a digest that is the same whether the user wrote a setting as 1 or as 1.0."""
     return result_digest(key, {"settings": canonical_json(_floats_as_integers(key.settings))})
 
 
 def _floats_as_integers(value: Any) -> Any:
-    """Return a JSON value in which floats without a fraction are integers."""
+    """Return a JSON value in which whole-number floats, such as 1.0, are replaced by integers."""
     if isinstance(value, Mapping):
         return {name: _floats_as_integers(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -392,7 +403,10 @@ def _floats_as_integers(value: Any) -> Any:
 
 
 def _copy_floats(target: Any, source: Any) -> None:
-    """Replace integers of a JSON value, in place, by the floats of a numerically equal value."""
+    """Replace an integer in `target` by a float if `source` has a float at the same position.
+
+    `target` is modified in place. The two JSON values must be numerically equal.
+    """
     for place in target if isinstance(target, dict) else range(len(target)):
         if isinstance(target[place], (dict, list)):
             _copy_floats(target[place], source[place])
@@ -401,18 +415,18 @@ def _copy_floats(target: Any, source: Any) -> None:
 
 
 def canonical_json(value: Any) -> str:
-    """Return JSON text with sorted names, which is equal for equal values."""
-    # Ten times faster than `json.dumps`, with the same result.
+    """Return JSON text with sorted names, so that equal values give equal texts."""
+    # This function is ten times faster than `json.dumps` and has the same result.
     if type(value) is str:
         return encode_basestring_ascii(value)
     return json.dumps(value, sort_keys=True, default=list)
 
 
 def encoder_id(identity: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of weights, architecture, mean and std, which identifies an encoder.
+    """Return the SHA-256 of the fields that identify an encoder.
 
     Args:
-        identity: The fields of `ENCODER_FIELDS`.
+        identity: Mapping with the fields of `ENCODER_FIELDS`.
     """
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
@@ -423,35 +437,39 @@ def _shorten(value: Any) -> str:
 
 
 OLD_FORMAT = "old format without the identity of the encoder and the training images"
-"""Reason for which a record of an early version is not read."""
+"""Reason that is reported when a record of an early version cannot be read."""
 
 MAX_FILE_BYTES = 16 * 2**20
-"""Maximum size of the file of a record, or of a list of image ids."""
+"""Maximum size, in bytes, of a record's file and of a file with image ids."""
 
 _MAX_REASON_CHARACTERS = 200
-# Chance-adjusted percentages, which are negative for results below chance.
+# Metrics that are adjusted for chance. They are negative if the result is worse than chance.
 _CHANCE_ADJUSTED = re.compile(r"ami(_x\d+)?")
 _ROUNDING = 1e-6
-# Folders of pictures have the first digits in their names.
+# The first digits of a fingerprint are part of the names of figure folders.
 _FINGERPRINT = re.compile(r"(stat-)?[0-9a-f]{8,128}")
 _MAPPINGS = ("settings", "details", "architecture", "changed")
 _TYPES: dict[Any, tuple[type, ...]] = {
     str: (str,), int: (int,), float: (int, float), str | None: (str, NoneType)
 }  # fmt: skip
-# JSON types of each field. None for pairs and triples of numbers, which have their own check.
+# JSON types of each field. None stands for pairs and triples of numbers, which are checked
+# separately.
 _FIELD_TYPES = {
     item.name: (dict,) if item.name in _MAPPINGS else _TYPES.get(item.type)
     for item in fields(Record)
 }
-# Fields in which many records are equal, so that equal values are kept only once.
+# Fields that are equal in many records. Equal values are kept in memory only once.
 _SHARED_FIELDS = ("settings", "architecture", "changed", "mean", "std")
-# Shared fields in which older versions stored 1 or 1.0, depending on what was typed.
+# Fields in which older versions stored 1 or 1.0, depending on what the user wrote.
 _TYPED_BY_USERS = ("settings", "changed")
 _RECORD_DIGEST_LINE = re.compile(rb'\n "record_sha256": "[0-9a-f]{64}",')
 
 
 def text_with_digest(content: Mapping[str, Any]) -> str:
-    """Return the text of a record's file, including `record_sha256`, the digest of the rest."""
+    """Return the text of a record's file.
+
+    It includes `record_sha256`, which is the digest of the text without this field.
+    """
     digest = hashlib.sha256(_file_text(content)).hexdigest()
     return _file_text({**content, "record_sha256": digest}).decode()
 
@@ -461,8 +479,9 @@ def _file_text(content: Mapping[str, Any]) -> bytes:
 
 
 def _require_digest(content: bytes, expected: str) -> None:
-    """Raise ValueError unless the file's content has the digest that it states."""
-    # Files with the original white space, which is the fast case, then all others.
+    """Raise ValueError if a record's file does not match the expected digest."""
+    # First check the file as it is, which is fast. If the digest differs, only the white space may
+    # have changed. In that case restore it and check again.
     if hashlib.sha256(_RECORD_DIGEST_LINE.sub(b"", content, count=1)).hexdigest() != expected:
         rest = {name: one for name, one in json.loads(content).items() if name != "record_sha256"}
         if hashlib.sha256(_file_text(rest)).hexdigest() != expected:
@@ -472,27 +491,27 @@ def _require_digest(content: bytes, expected: str) -> None:
 class RecordReader:
     """Reads and checks the records of one folder of results.
 
-    Values that many records share, such as settings, are parsed into one object.
+    Values that are equal in many records, such as settings, become one shared object.
 
     Attributes:
-        has_retyped: Whether the settings of two records differ only in 1 and 1.0. Such records
-            share one object, which has the floats of both.
+        has_retyped: Whether the settings of two records differ only in the type of a number, such
+            as 1 and 1.0. Such records share one object, in which the number is a float.
     """
 
     def __init__(self, root: Path) -> None:
         self._root, self._checked_folders = root, set[Path]()
-        # From the Python text of a shared field, which distinguishes 1, 1.0 and True, to its object
-        # and its canonical JSON.
+        # The keys are the Python representations of shared fields, which distinguish 1, 1.0 and
+        # True. The values are the shared objects and their canonical JSON.
         self._shared: dict[str, tuple[Any, str]] = {}
         self._shared_by_number: dict[str, Any] = {}
         self.has_retyped = False
 
     def read(self, path: Path) -> Record:
-        """Return the record in a file of a folder `records/TASK/DATASET`.
+        """Read and check a record's file in a folder `records/TASK/DATASET`.
 
         Raises:
             OSError: The file cannot be read.
-            ValueError, TypeError, KeyError, OverflowError, RecursionError: As `parse` raises.
+            ValueError, TypeError, KeyError, OverflowError, RecursionError: `parse` fails.
         """
         content = read_untrusted(
             self._root, path, MAX_FILE_BYTES, checked_folders=self._checked_folders
@@ -500,15 +519,15 @@ class RecordReader:
         return self.parse(content, path)
 
     def parse(self, content: bytes, path: Path) -> Record:
-        """Return the record in the content of a file.
+        """Parse and check the content of a record's file.
 
         Args:
-            content: The content, which may come from a packed folder.
-            path: Path that the file has, or would have if it were not packed.
+            content: Bytes of the file, or of its row in a packed folder.
+            path: Path of the file. For a packed record, the path that the file had before packing.
 
         Raises:
             ValueError, TypeError, KeyError, OverflowError, RecursionError: The content is not a
-                valid record, or belongs to another file name.
+                valid record, or the record belongs in a file with another name.
         """
         values = _parse_fields(content)
         keys = {name: f"{name} {values[name]!r}" for name in _SHARED_FIELDS if name in values}
@@ -524,18 +543,18 @@ class RecordReader:
         _require_possible_values(record)
         if not interval_contains(record.ci95, record.value):
             raise ValueError(f"value is {record.value}, outside of its ci95 {record.ci95}")
-        # Computing it from the cached JSON saves seconds for thousands of records.
+        # Computing the digest from cached JSON saves seconds for thousands of records.
         texts = {name: self._shared[key][1] for name, key in keys.items()}
         record.with_digest(result_digest(record, texts))
         if path.parts[-3:] != record.relative_path():
-            raise ValueError("the file name belongs to another result. It may be a copy")
-        # After the other checks, which give more specific reasons.
+            raise ValueError("the file name belongs to another result. The file may be a copy")
+        # This check comes last, because the other checks give more specific reasons.
         if record.record_sha256 is not None:
             _require_digest(content, record.record_sha256)
         return record
 
     def _share(self, name: str, value: Any) -> Any:
-        """Return the object of a numerically equal value if there is one, or the value itself."""
+        """Return an earlier value that is numerically equal, or this value if there is none."""
         if name not in _TYPED_BY_USERS:
             return value
         by_number = f"{name} {canonical_json(_floats_as_integers(value))}"
@@ -552,14 +571,14 @@ _SCANNED_FIELDS = tuple(f'\n "{name}": '.encode() for name in (*ENCODER_FIELDS, 
 def find_encoder(
     content: bytes, by_fields: dict[tuple[bytes, ...], RecordedEncoder]
 ) -> RecordedEncoder | None:
-    """Return the encoder in a record's file without parsing the whole file.
+    """Return the encoder of a record without parsing its whole file.
 
-    None if the file was not written by `text_with_digest`, in which each field of the record starts
-    a line with one space.
+    This only works for files that `text_with_digest` wrote. Each field is on a line that starts
+    with one space. The result is None for other files.
 
     Args:
-        content: Content of the file.
-        by_fields: Encoders by the text of their fields, to which a new one is added.
+        content: Bytes of the record's file.
+        by_fields: Cache of encoders by the text of their fields. A new encoder is added to it.
     """
     texts = []
     for name in _SCANNED_FIELDS:
@@ -587,12 +606,12 @@ def find_encoder(
 
 
 def _require_possible_values(record: Record) -> None:
-    """Raise an error if a field has a value that no run writes.
+    """Raise an error if a field has an impossible value.
 
     Raises:
-        TypeError, ValueError, KeyError: A percentage is out of range, or a field has another type.
+        TypeError, ValueError, KeyError: A percentage is out of range, or a field has a wrong type.
     """
-    # These properties fail if their settings have other names than expected.
+    # Reading these properties raises an error if their settings have unexpected names.
     _ = record.trained_on, record.corrupted
     percentages = {"details.degenerate_percent": record.details.get("degenerate_percent")}
     if record.unit == "%":
@@ -614,7 +633,7 @@ def _require_possible_values(record: Record) -> None:
 
 
 def _parse_fields(content: bytes) -> dict[str, Any]:
-    """Return the fields of `Record` in a file, ignoring other names, which later versions add."""
+    """Return the fields of `Record` from a file. Unknown names of later versions are ignored."""
     try:
         values = json.loads(content)
     except ValueError as error:
@@ -632,14 +651,14 @@ def _parse_fields(content: bytes) -> dict[str, Any]:
     known = {name: value for name, value in values.items() if name in _FIELD_TYPES}
     for name, value in known.items():
         types = _FIELD_TYPES[name]
-        # Not isinstance, which accepts True as an integer.
+        # `isinstance` would accept True as an integer.
         if types is not None and type(value) not in types:
             raise TypeError(f"{name} is {value!r}")
     return known
 
 
 def _parse_number(value: Any) -> float:
-    """Return the number that `Record.as_json` wrote as this JSON value."""
+    """Convert a JSON value from `Record.as_json` to a number."""
     if value is None:
         return math.nan
     if value == INFINITY_AS_JSON:
@@ -650,7 +669,7 @@ def _parse_number(value: Any) -> float:
 
 
 def describe_reading_error(error: Exception) -> str:
-    """Return in at most 200 characters why a record could not be parsed."""
+    """Return the reason why a record could not be parsed, shortened to about 200 characters."""
     reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
     most = _MAX_REASON_CHARACTERS
     return reason if len(reason) <= most else f"{reason[:most]}..."

@@ -1,15 +1,17 @@
-"""Folders of results: one JSON file for each record, or one Parquet file for many.
+"""Folders of results: one JSON file for each record, or one Parquet file for many records.
 
 A folder of results contains:
 
-- `records/TASK/DATASET/*.json`: a record each, with its per-image values in an `.npz` of that name.
-- `images/*.json`: the ids of the images behind a fingerprint, in the order of per-image values.
-- `records.parquet`: after packing, a row with the content of each such file. A file takes
-  precedence over its row.
+- `records/TASK/DATASET/*.json`: one record in each file. Its per-image values are in the `.npz`
+  file with the same stem.
+- `images/*.json`: one file for each set of scored images. It lists the ids of the images in the
+  order of the per-image values.
+- `records.parquet`: a file that `ResultStore.pack` writes. Each row has the content of one JSON
+  file and of its `.npz` file. If a JSON file exists, its row is ignored.
 
-Files are written atomically. Digests detect every change or loss: a record contains those of itself
-and of its `.npz`, a row contains that of its content, and the metadata of the Parquet file contain
-the number of rows.
+Files are written atomically. Changes and losses are detected. Each record contains a digest of
+itself and a digest of its `.npz` file. Each row contains a digest of its content. The metadata of
+the Parquet file contain the number of rows.
 """
 
 import hashlib
@@ -69,7 +71,7 @@ _MAX_NPZ_BYTES = 2**30
 _MAX_BYTES_PER_IMAGE = 2**16
 _MAX_PACKED_BYTES = 2**30
 _COLUMNS = ("file", "record", "images")
-# Files of older versions have neither the column nor the number of rows.
+# Parquet files of older versions lack this column and the number of rows.
 _ROW_DIGEST, _NUM_ROWS = "sha256", b"ssl_bench_rows"
 _DAMAGED_ROW = f"edited or damaged: its row in {PACKED} does not match the row's digest"
 _READING_ERRORS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
@@ -81,8 +83,9 @@ class _Row(NamedTuple):
 
     Attributes:
         content: Content of the JSON file.
-        images: Content of the `.npz` with the per-image values, or None if there is none.
-        digest: Digest of the row that the file states, or None in files of older versions.
+        images: Content of the `.npz` file of per-image values, or None if there is no such file.
+        digest: Digest that the Parquet file states for the row. It is None in files of older
+            versions.
     """
 
     content: bytes
@@ -91,13 +94,14 @@ class _Row(NamedTuple):
 
 
 class ResultStore:
-    """A folder of results, which several processes may write at the same time.
+    """A folder of results, to which several processes may write at the same time.
 
     Attributes:
-        root: The folder.
-        unreadable: Why each file that the last call of `records` left out could not be read.
+        root: Path of the folder.
+        unreadable: Files that could not be read, each with the reason.
         num_files: Number of records that the last call of `records` or `encoders` found.
-        outdated: Records that `records` left out because newer code computes other values.
+        outdated: Records that the last call of `records` left out, because older code computed
+            them.
         damaged: Files of per-image values that do not match their records.
     """
 
@@ -114,7 +118,7 @@ class ResultStore:
 
     @classmethod
     def create(cls, root: Path) -> "ResultStore":
-        """Create the folder if it is missing, and delete what interrupted writers left in it.
+        """Create the folder if it is missing, and delete temporary files of interrupted writers.
 
         Raises:
             MachineError: The folder cannot be written.
@@ -139,14 +143,19 @@ class ResultStore:
         return self.path(key).with_suffix(".npz")
 
     def place(self, record: Record) -> str:
-        """Return the file from which a record was read, relative to the folder, for readers."""
+        """Return where a record is stored, as text for messages.
+
+        This is the path of its file relative to `root`. If the record is packed, the name of the
+        Parquet file comes first.
+        """
         name = "/".join(("records", *record.relative_path()))
         return name if (self.root / name).exists() else f"{PACKED}: {name}"
 
     def load(self, key: ResultKey) -> Record | None:
-        """Return the stored record of a result, or None if there is no valid one.
+        """Return the stored record of a result, or None if no valid record is stored.
 
-        A record whose settings contain 1 where the key contains 1.0 is found, too.
+        Numbers in the settings are compared by value. For example, a record with the setting 1
+        matches a key with the setting 1.0.
         """
         path, usual_path = self._find_path(key), self.path(key)
         if path is None and usual_path in self._damaged_rows():
@@ -157,14 +166,17 @@ class ResultStore:
         return replace(record, settings=key.settings).with_digest(record.digest)
 
     def has_per_image(self, key: ResultKey) -> bool:
-        """Return whether per-image values of a result are stored."""
+        """Return whether the folder contains the per-image values of a result."""
         path = self._find_path(key)
         if path is not None and path.is_file():
             return path.with_suffix(".npz").is_file()
         return path is not None and self._packed()[path].images is not None
 
     def _find_path(self, key: ResultKey) -> Path | None:
-        """Return the path of the record of a result, which may be packed, or None."""
+        """Return the path of a result's record, or None if there is no record.
+
+        If the record is packed, this is the path that its file had before packing.
+        """
         path = self.path(key)
         if path.is_file() or path in self._packed():
             return path
@@ -174,25 +186,30 @@ class ResultStore:
         return self._paths_by_number[place].get(numeric_digest(key))
 
     def _list_by_numeric_digest(self, folder: Path, checkpoint_sha256: str) -> dict[str, Path]:
-        """Return the paths of the records of a checkpoint by `numeric_digest`.
+        """Return a mapping from `numeric_digest` to path for the records of one checkpoint.
 
-        In older versions the name of a file depends on whether 1 or 1.0 was typed.
+        It is needed for records of older versions. Their file names depend on whether the user
+        wrote a setting as 1 or as 1.0.
         """
         reader, paths = RecordReader(self.root), {}
         packed = (path for path in self._packed() if path.parent == folder)
         for path in sorted({*folder.glob("*.json"), *packed}):
             try:
                 content = self._read_content(path)
-                # A fast test before the file is parsed.
+                # Parsing is slow, so skip files without the digest of the checkpoint.
                 if checkpoint_sha256.encode() in content:
                     paths[numeric_digest(reader.parse(content, path))] = path
-            # `records` reports invalid files.
+            # Ignore invalid files here, because `records` reports them.
             except (OSError, *_READING_ERRORS):
                 continue
         return paths
 
     def find_older_versions(self, keys: Iterable[ResultKey]) -> list[ResultKey]:
-        """Return the keys of stored results that code of lower versions computed for these keys."""
+        """Return the keys of stored results that older code computed.
+
+        A returned key differs from one of the given keys only in its version numbers, which are
+        lower.
+        """
         return [
             older
             for key in keys
@@ -211,15 +228,17 @@ class ResultStore:
             buffer = io.BytesIO()
             np.savez_compressed(buffer, per_image)
             content["per_image_sha256"] = hashlib.sha256(buffer.getvalue()).hexdigest()
-            # Before the record, so that no record lacks its values after a crash.
+            # Write the values before the record, so that a crash cannot leave a record without
+            # its values.
             write_atomically(path.with_suffix(".npz"), lambda file: file.write(buffer.getvalue()))
         write_text_atomically(path, text_with_digest(content))
         return path
 
     def per_image(self, record: Record) -> PerImage | None:
-        """Return the per-image values of a record, or None if there are none.
+        """Return the per-image values of a record, or None if they are missing or invalid.
 
-        A file that is damaged or has another number of images is added to `damaged`.
+        A file is invalid if it is damaged or has a wrong number of images. Its path is then added
+        to `damaged`.
         """
         path = self.per_image_path(record)
         most = min(_MAX_BYTES_PER_IMAGE * record.num_images, _MAX_NPZ_BYTES)
@@ -235,25 +254,25 @@ class ResultStore:
                 raise ValueError("the content does not match the digest in the record")
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 size = archive.getinfo("arr_0.npy").file_size
-                # Limits the memory, whatever size a damaged file states.
+                # A damaged file may state any size, so limit the memory.
                 array = archive.open("arr_0.npy").read(size) if size <= most else b""
             per_image = np.load(io.BytesIO(array), allow_pickle=False)
             if per_image.dtype.kind in "biuf" and per_image.shape[:1] == (record.num_images,):
                 return per_image
         except FileNotFoundError:
             return None
-        # The decoders of zip and npy raise exceptions of any class for damaged files.
+        # The zip and npy decoders may raise any class of exception if a file is damaged.
         except Exception as error:
             reraise_out_of_memory(error)
         self.damaged.append(path)
         return None
 
     def save_image_ids(self, fingerprint: str, ids: Sequence[str]) -> None:
-        """Write the ids of the images behind a fingerprint, in the order of per-image values."""
+        """Write the image ids of a dataset fingerprint, in the order of the per-image values."""
         write_text_atomically(self._image_ids_path(fingerprint), json.dumps(list(ids)) + "\n")
 
     def image_ids(self, fingerprint: str) -> tuple[str, ...] | None:
-        """Return the ids that `save_image_ids` wrote, or None if they cannot be read."""
+        """Return the image ids that `save_image_ids` wrote, or None if they cannot be read."""
         try:
             return _parse_image_ids(self._read_content(self._image_ids_path(fingerprint)))
         except (OSError, *_READING_ERRORS):
@@ -263,17 +282,18 @@ class ResultStore:
         return self.root / "images" / f"{fingerprint[:16]}.json"
 
     def records(self, paths: Collection[str] | None = None) -> list[Record]:
-        """Read the valid records of current code. `unreadable` and `outdated` list the others.
+        """Read the records that are valid and up to date.
 
-        If a result was stored twice because a setting was typed as 1 and as 1.0, the later record
-        is returned.
+        Invalid files are listed in `unreadable`, and records of older code in `outdated`. If two
+        records differ only in writing a setting as 1 or as 1.0, the later record is returned.
 
         Args:
-            paths: Read only these files, which `encoders` returned. None reads all.
+            paths: Paths that `encoders` returned. Only these files are read. If it is None, all
+                files are read.
 
         Raises:
-            DataError: There is no valid record. For the folder of a training run, the message says
-                what the run measured.
+            DataError: There is no valid record. If the folder is a training run, the message
+                contains the last measurements of the run.
         """
         self.outdated = []
         to_read = self._list_paths() if paths is None else set(map(Path, paths))
@@ -292,8 +312,9 @@ class ResultStore:
     def encoders(self) -> dict[RecordedEncoder, list[str]]:
         """Return the encoders that have records, each with the paths of its records.
 
-        Much faster than `records`, because a file is only searched for its encoder. Files without a
-        recognisable encoder are parsed, and the invalid ones are in `unreadable`.
+        This is much faster than `records`, because most files are only searched for the fields of
+        the encoder. A file is parsed if the search fails. If it is invalid, it is added to
+        `unreadable`.
 
         Raises:
             DataError: There is no valid record.
@@ -310,7 +331,7 @@ class ResultStore:
                     to_parse.append(path)
                 else:
                     encoders.setdefault(encoder, []).append(path)
-        # A damaged file may contain an encoder that does not exist and has no other record.
+        # An encoder with a single record may come from a damaged file, so that file is parsed.
         for encoder in [one for one, paths in encoders.items() if len(paths) == 1]:
             to_parse += encoders.pop(encoder)
         reader = RecordReader(self.root)
@@ -323,7 +344,7 @@ class ResultStore:
         return encoders
 
     def _scan(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the path and the content of each record, which is b"" if it cannot be read."""
+        """Yield the path and content of each record. The content of an unreadable file is b""."""
         for folder in sorted(self.root.glob(RECORDS.rpartition("/")[0])):
             yield from read_untrusted_folder(self.root, folder, ".json", MAX_FILE_BYTES)
         for path, row in self._packed().items():
@@ -331,23 +352,23 @@ class ResultStore:
                 yield str(path), row.content
 
     def _list_paths(self) -> set[Path]:
-        """Return the paths of all records, and start a new list of unreadable ones."""
+        """Return the paths of all records. Reset `unreadable` to the damaged rows."""
         paths = {*self.root.glob(RECORDS), *filter(self._is_record, self._packed())}
         self.unreadable = self._list_damaged_rows()
         self.num_files = len(paths | self.unreadable.keys())
         return paths
 
     def _list_damaged_rows(self) -> dict[Path, str]:
-        """Return the paths of damaged rows that no file replaces, with the reason."""
+        """Return the paths of damaged rows, each with a reason, unless the file itself exists."""
         return {path: _DAMAGED_ROW for path in self._damaged_rows() if not path.exists()}
 
     def _error_without_records(self) -> DataError:
-        """Return the error for a folder without any valid record."""
+        """Return the error for a folder that contains no valid record."""
         if self.unreadable:
             path = min(self.unreadable, key=lambda path: path.parts)
             return DataError(
                 f"none of the {self.num_files} records in {self.root / 'records'} can be read, "
-                f"such as {path} ({self.unreadable[path]}). Write new ones to another folder",
+                f"such as {path} ({self.unreadable[path]}). Write new records to another folder",
                 hint=("--out", "{folder}"),
             )
         words = ("ssl-bench", "probe", "--task", "all", "--checkpoint", "demo:skip")
@@ -357,12 +378,13 @@ class ResultStore:
         )
 
     def _leave_out_outdated(self, records: Sequence[Record]) -> list[Record]:
-        """Return the records with the newest versions of their task. `outdated` lists the others.
+        """Return the records with the newest versions of their task.
 
-        A table thus never mixes versions, even if another machine computed some of its records.
+        The other records are stored in `outdated`. A table therefore never mixes versions, even if
+        it contains records from several machines.
 
         Raises:
-            DataError: All are outdated.
+            DataError: All records are outdated.
         """
         self._newest = newest = _newest_versions(records)
         current = [record for record in records if _versions(record) == newest[record.task]]
@@ -395,7 +417,10 @@ class ResultStore:
         return [*probe, "--checkpoint", "{checkpoint}", "--out", escape_braces(str(self.root))]
 
     def notes(self) -> list[str]:
-        """Return one line on unreadable and one on outdated records, if there are any."""
+        """Return a message about unreadable records and a message about outdated records.
+
+        A message is left out if there are no such records.
+        """
         lines = []
         if self.unreadable:
             lines.append(
@@ -404,9 +429,9 @@ class ResultStore:
             )
         if count := len(self.outdated):
             records = f"{count} outdated record{'s' * (count > 1)}"
-            # A longer line would bury the command.
+            # The remedy is short, because the command is hard to find in a long line.
             remedy = (
-                "Newer ones replace them"
+                "Newer records replace them"
                 if self._num_replaced == count
                 else f"Run `{format_command(self._command_to_recompute())}` to replace them"
             )
@@ -416,7 +441,7 @@ class ResultStore:
     def pack(self) -> int:
         """Move all valid records, per-image values and image ids to `records.parquet`.
 
-        A file that another process changes during the call is not deleted.
+        If another process changes a file during this call, the file is not deleted.
 
         Returns:
             The number of records in the Parquet file.
@@ -426,7 +451,7 @@ class ResultStore:
         """
         folder = os.open(self.root, os.O_RDONLY)
         try:
-            # Processes pack one after another, and each one keeps the rows of those before.
+            # Only one process can pack at a time. It keeps the rows that earlier processes wrote.
             wait_for_lock(folder)
             rows = {**self._damaged_rows(), **self._packed()}
             moved = list[tuple[Path, os.stat_result]]()
@@ -443,7 +468,7 @@ class ResultStore:
                         reader.parse(content, path)
                     else:
                         _parse_image_ids(content)
-                # Invalid files stay where they are, and `records` reports them.
+                # Invalid files are not moved, and `records` reports them.
                 except (OSError, *_READING_ERRORS):
                     continue
                 rows[path] = _Row(content, images)
@@ -471,7 +496,7 @@ class ResultStore:
 
         names = [os.fsencode(path.relative_to(self.root).as_posix()) for path in rows]
         digests = [
-            # Damaged rows keep the digest that they do not match.
+            # A damaged row keeps its stored digest, so that it is still recognised as damaged.
             row.digest or _row_digest(name, row)
             for name, row in zip(names, rows.values(), strict=True)
         ]
@@ -496,10 +521,10 @@ class ResultStore:
         return path.parent != self.root / "images"
 
     def _read_content(self, path: Path) -> bytes:
-        """Return the content of a file of this folder, or of its row.
+        """Return the content of a file in this folder. A packed file is read from its row.
 
         Raises:
-            OSError: There is neither.
+            OSError: The file cannot be read, or neither the file nor the row exists.
         """
         row = self._packed().get(path)
         if row is None or path.exists():
@@ -507,18 +532,20 @@ class ResultStore:
         return row.content
 
     def _packed(self) -> Mapping[Path, _Row]:
-        """Return the valid rows of `records.parquet` by the path of their file."""
+        """Return the valid rows of `records.parquet`. The keys are the paths of JSON files."""
         return self._load_rows()[0]
 
     def _damaged_rows(self) -> Mapping[Path, _Row]:
-        """Return the rows of `records.parquet` that do not match their digest."""
+        """Return the rows of `records.parquet` that do not match their stored digests."""
         return self._load_rows()[1]
 
     def _load_rows(self) -> tuple[Mapping[Path, _Row], Mapping[Path, _Row]]:
-        """Return valid and damaged rows of `records.parquet`, which is read when it changed.
+        """Return the valid and the damaged rows of `records.parquet`.
+
+        The rows are cached. They are read again when the file has changed.
 
         Raises:
-            DataError: The file cannot be read, or has lost rows.
+            DataError: The file cannot be read, or it has a wrong number of rows.
         """
         path = self.root / PACKED
         try:
@@ -531,9 +558,9 @@ class ResultStore:
         return self._packed_rows[1:]
 
     def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:
-        """Return the record of a file or its row, or None if it is invalid.
+        """Return the record from a file, or from its row if it is packed.
 
-        The path of an invalid file is added to `unreadable`.
+        If the record is invalid, the result is None and the path is added to `unreadable`.
         """
         reader = reader or RecordReader(self.root)
         try:
@@ -550,22 +577,22 @@ class ResultStore:
 def _row_digest(file: bytes, row: _Row) -> bytes:
     """Return the SHA-256 of the content of a row."""
     parts = (file, row.content, b"" if row.images is None else b"." + row.images)
-    # The digest of each part, so that moving a byte to the next part changes the result.
+    # The parts are hashed separately, so that moving a byte to the next part changes the result.
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
 
 
 def _read_rows(root: Path, path: Path) -> tuple[dict[Path, _Row], dict[Path, _Row]]:
-    """Return valid and damaged rows of a Parquet file that `ResultStore.pack` wrote.
+    """Return the valid and the damaged rows of a Parquet file that `ResultStore.pack` wrote.
 
     Raises:
-        DataError: The file cannot be read, or has lost rows.
+        DataError: The file cannot be read, or it has a wrong number of rows.
     """
     import pyarrow
     import pyarrow.parquet
 
     try:
         content = pyarrow.BufferReader(read_untrusted(root, path, _MAX_PACKED_BYTES))
-        # Not `read_table`, which imports pandas.
+        # `read_table` is not used, because it imports pandas.
         table = pyarrow.parquet.ParquetFile(content).read()
         columns = [table.column(name).to_pylist() for name in _COLUMNS]
         number, has_digests = str(table.num_rows).encode(), _ROW_DIGEST in table.column_names
@@ -578,8 +605,8 @@ def _read_rows(root: Path, path: Path) -> tuple[dict[Path, _Row], dict[Path, _Ro
             row_path = root.joinpath(*os.fsdecode(file).split("/"))
             is_valid = digest == _row_digest(file, row) if has_digests else True
             (valid if is_valid else damaged)[row_path] = row
-    # The decoder raises exceptions of any class. A damaged size can ask for any amount of memory,
-    # so that `ArrowMemoryError` does not mean that memory is short.
+    # The decoder may raise any class of exception. A damaged file can state a huge size, so
+    # `ArrowMemoryError` does not prove that the machine is out of memory.
     except Exception as error:
         if not isinstance(error, pyarrow.ArrowMemoryError):
             reraise_out_of_memory(error)
@@ -596,9 +623,10 @@ def _without_versions(record: Record) -> ResultKey:
 
 
 def _newest_versions(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
-    """Return the newest metric and pipeline version of each task, in its records or installed.
+    """Return the newest metric version and pipeline version of each task.
 
-    For a task that is not installed, only its records count.
+    The records and the installed code are compared. If a task is not installed, only its records
+    are compared.
     """
     newest: dict[str, tuple[int, int]] = {}
     for record in records:
@@ -622,7 +650,7 @@ def _parse_image_ids(content: bytes) -> tuple[str, ...]:
 
 
 def summarise_problems(reasons: Mapping[Path, str]) -> str:
-    """Return the first five files with their reasons, and the number of the others."""
+    """Return a text with the first five files, their reasons, and how many more files there are."""
     listed = [f"{path}: {reason}" for path, reason in reasons.items()]
     more = [f"and {len(listed) - _MAX_LISTED} more"] if len(listed) > _MAX_LISTED else []
     return "; ".join([*listed[:_MAX_LISTED], *more])
@@ -631,17 +659,17 @@ def summarise_problems(reasons: Mapping[Path, str]) -> str:
 def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
     """Return a table with one row for each record and one column for each field.
 
-    `ci95` becomes `low_95` and `high_95`, in the unit of `value`. `mean` and `std` become three
-    columns each. Mappings, such as `settings`, become JSON text, so that every column has one type
-    and can be written as Parquet.
+    `ci95` becomes the columns `low_95` and `high_95`, in the unit of `value`. `mean` and `std`
+    become three columns each, one for each RGB channel. Mappings, such as `settings`, become JSON
+    text. Each column therefore has a single type and can be written to Parquet.
 
     Args:
-        records: Records, or the folder of results that contains them, such as "results".
+        records: A list of records, or the path of a folder of results, such as "results".
 
     Raises:
         DataError: The folder contains no valid record.
     """
-    # Here because the import is slow.
+    # Imported here because importing pandas is slow.
     import pandas
 
     if isinstance(records, Path | str):
@@ -668,10 +696,10 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
 
 
 def _error_of_run(folder: Path) -> DataError | None:
-    """Return the error for the folder of a training run, or None for other folders.
+    """Return an error if the folder is a training run, or None for other folders.
 
-    The message has the loss of the last step and the values that were measured after the first
-    step, such as the accuracy of copying.
+    The message contains the loss of the last logged step. It also contains the values that the last
+    step logged and the first step did not, such as the copying accuracy.
     """
     log = folder / "log.jsonl"
     try:
@@ -685,12 +713,12 @@ def _error_of_run(folder: Path) -> DataError | None:
         names = ["loss", *(name for name in last if name not in first and name != "loss")]
         measured = [f"{name} {last[name]:.4g}" for name in names if last.get(name) is not None]
         progress = ", ".join([f"step {int(last['step'])}", *measured])
-    # Files of these names may contain anything.
+    # Files with these names may have any content, because other programs may have written them.
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, yaml.YAMLError):
         return None
     message = (
-        f"{folder} is a training run ({objective}, {progress}) without records. Its steps are "
-        f"logged in {log}"
+        f"{folder} is a training run ({objective}, {progress}) without records. Its training log "
+        f"is {log}"
     )
     if model == "StateSpaceConfig":
         return DataError(f"{message}. Probes do not support its model")

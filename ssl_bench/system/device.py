@@ -1,4 +1,4 @@
-"""The device and precision of computations, and the torch state of the caller around them."""
+"""Device and precision of computations, and contexts that restore the torch state of the caller."""
 
 import os
 import platform
@@ -20,24 +20,25 @@ from ssl_bench.system.process import get_process_info
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the requested device and make it the current one.
+    """Return the requested device. If it is a GPU, make it the current GPU and turn TF32 off.
 
-    The default device is a GPU if there is one. TF32 is turned off on it, so that float32 means
-    float32. torch itself uses TF32 in convolutions, and some containers turn it on for matrix
-    products (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
+    Without TF32, float32 computations have the full precision. By default torch uses TF32 in
+    convolutions. Some containers also turn it on for matrix products, with the variable
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
 
     Args:
-        name: Name as in torch, such as "cpu" or "cuda:1". A process of torchrun uses the GPU with
-            the number LOCAL_RANK if the name is "cuda".
+        name: Name as in torch, such as "cpu" or "cuda:1". The default is a GPU if the machine has
+            a GPU, and the CPU otherwise. If torchrun started several processes on GPUs, each
+            process uses the GPU with the number LOCAL_RANK.
 
     Raises:
-        ConfigurationError: The name or torchrun's environment is wrong.
-        MachineError: The device does not work here.
+        ConfigurationError: The name is unknown, or torchrun's variables have wrong values.
+        MachineError: The device is not available on this machine.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     process = get_process_info()
     if name.split(":")[0] == "cuda" and process.world_size > 1:
-        # Without its own number every process would use memory of the first GPU.
+        # Each process needs its own GPU, because all of them would otherwise use the first GPU.
         if process.local_rank is None:
             raise ConfigurationError(
                 "environment variable LOCAL_RANK is not set, expected the number of this process's "
@@ -49,13 +50,13 @@ def choose_device(name: str | None) -> torch.device:
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
         if device.index is not None:
-            # Events and streams that are created without a device use the current one.
+            # CUDA events and streams use the current GPU if they are created without a device.
             torch.cuda.set_device(device)
     return device
 
 
 def parse_device(name: str) -> torch.device:
-    """Return the device with this name without checking that it exists.
+    """Return the torch device with this name. Do not check that the machine has this device.
 
     Raises:
         ConfigurationError: torch does not know the name.
@@ -71,7 +72,7 @@ def parse_device(name: str) -> torch.device:
 def _require_usable(name: str) -> torch.device:
     device = parse_device(name)
     try:
-        # Read a number, because the device "meta" creates tensors without any.
+        # Read a number, because tensors on the device "meta" contain no numbers.
         float(torch.zeros(1, device=device))
     except (RuntimeError, AssertionError) as error:
         raise MachineError(
@@ -81,9 +82,10 @@ def _require_usable(name: str) -> torch.device:
 
 
 def visible_devices() -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+    """Return the names of the GPUs that this process may use.
 
-    The names are numbers or UUIDs that the user, SLURM or a container has set.
+    The names are the entries of CUDA_VISIBLE_DEVICES, which are numbers or UUIDs. They are the
+    numbers from 0 if this variable is not set.
     """
     count, variable = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     names = map(str, range(count)) if variable is None else variable.split(",")
@@ -91,9 +93,9 @@ def visible_devices() -> list[str]:
 
 
 def describe_device(device: torch.device) -> str:
-    """Return the hardware of a device, such as "cuda: NVIDIA H200, TF32 off".
+    """Return a description of the hardware of a device, such as "cuda: NVIDIA H200, TF32 off".
 
-    A CPU is described by its architecture and threads: "cpu: x86_64, 2 threads".
+    For a CPU it contains the architecture and the number of threads: "cpu: x86_64, 2 threads".
     """
     if device.type == "cuda":
         tf32 = "on" if torch.backends.cudnn.allow_tf32 else "off"
@@ -102,7 +104,10 @@ def describe_device(device: torch.device) -> str:
 
 
 def free_gpu_memory(device: torch.device) -> int:
-    """Return the bytes that new tensors can use on a GPU, including torch's cached blocks."""
+    """Return the number of bytes that new tensors can use on a GPU.
+
+    This includes memory that torch has cached but does not use.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -110,7 +115,7 @@ def free_gpu_memory(device: torch.device) -> int:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device without waiting for earlier work on the device.
 
-    The tensor is copied to pinned memory first, because a copy from other memory would wait.
+    The tensor is first copied to pinned CPU memory. Copying from other memory would wait.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -118,7 +123,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors to CPU memory and wait for the device once, not once for each tensor."""
+    """Copy tensors to CPU memory. Wait once for all copies instead of once for each tensor."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     copies = []
     for tensor in tensors:
@@ -133,7 +138,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device for float64 computations: the CPU for MPS, which has no float64."""
+    """Return the device for float64 computations. MPS has no float64, so the CPU replaces it."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -143,18 +148,18 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 
 def power_of_two(numbers: Float[Tensor, "*some"]) -> Float[Tensor, "*some"]:
-    """Return the largest power of two up to each number, at least 2^-126.
+    """Round each number down to a power of two. The result is at least 2^-126.
 
     Args:
         numbers: Non-negative numbers in the range of float32.
     """
     positive = numbers.float().clamp(min=torch.finfo(torch.float32).tiny)
-    # Clearing the mantissa is exact on every device. Logarithms are not.
+    # Clearing the mantissa is exact on every device. Logarithms would not be exact.
     power = (positive.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     return power.to(numbers.dtype)
 
 
-# Bits of the exponent in a float32.
+# Mask of the bits that hold the exponent of a float32.
 _EXPONENT_BITS = 0x7F800000
 _PRODUCTS = frozenset(
     (
@@ -163,7 +168,7 @@ _PRODUCTS = frozenset(
         *(torch.addmm, torch.baddbmm, functional.scaled_dot_product_attention),
     )
 )
-# torch's names of instruction sets for which oneDNN has no bfloat16 product.
+# CPU capabilities, as torch names them, for which oneDNN has no bfloat16 matrix product.
 _CPUS_WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
 
 
@@ -171,9 +176,9 @@ _CPUS_WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
 def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
     """Compute matrix products and convolutions in `dtype`, as `torch.autocast` does.
 
-    float32 turns autocast off. On a CPU without bfloat16 instructions, torch's bfloat16 products
-    are slow. There the factors are rounded to bfloat16 and multiplied in float32, and the result is
-    rounded to bfloat16. The two ways only differ in the order of sums.
+    If `dtype` is float32, autocast is turned off. On a CPU without bfloat16 instructions, torch's
+    bfloat16 products are slow. `RoundedProducts` replaces them on such a CPU. Its results only
+    differ from torch's results because sums are computed in another order.
     """
     is_emulated = autocast_dtype(device, dtype) != dtype
     with (
@@ -184,15 +189,16 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
 
 
 def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which products keep the precision of their factors."""
-    # FLOPs are counted on the device "meta", for which torch has no autocast.
+    """Return a context without autocast, in which products have the precision of their factors."""
+    # torch has no autocast for the device "meta", on which FLOPs are counted.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the precision in which `autocast` multiplies.
 
-    This is float32 instead of bfloat16 on a CPU without bfloat16 instructions.
+    The result is `dtype`, with one exception: on a CPU without bfloat16 instructions, float32 is
+    returned instead of bfloat16.
     """
     if dtype != torch.bfloat16 or device.type != "cpu":
         return dtype
@@ -203,8 +209,8 @@ def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 class RoundedProducts(TorchFunctionMode):
     """Emulation of bfloat16 products: round the factors, multiply in float32, round the result.
 
-    It acts inside `torch.autocast` and not where autocast is disabled. Gradients are rounded at the
-    same places as with `torch.autocast`, because the backward pass of a cast is a cast.
+    It has no effect where autocast is disabled. Gradients are rounded at the same places as with
+    `torch.autocast`, because the backward pass of a cast is a cast.
     """
 
     def __torch_function__(
@@ -224,7 +230,7 @@ class RoundedProducts(TorchFunctionMode):
 
 
 def _round_factor(factor: Tensor) -> Tensor:
-    # Like autocast, leave indices, masks and float64 as they are.
+    # As in autocast, indices, masks and float64 tensors are not rounded.
     if not factor.is_floating_point() or factor.dtype == torch.float64:
         return factor
     return factor.to(torch.bfloat16).float()
@@ -234,8 +240,8 @@ def _round_factor(factor: Tensor) -> Tensor:
 def evaluation_mode(module: nn.Module) -> Generator[None]:
     """Switch a module to evaluation mode, then restore the mode of each submodule.
 
-    Only the attribute `training` is set. A `train` method of the module's own may do more, such as
-    merge weights, and a second call may not undo it exactly.
+    Only the attribute `training` is set. The method `train` is not called, because a module may
+    override it. The override may merge weights, for example, and this cannot be undone exactly.
     """
     submodules = [submodule for submodule in module.modules() if submodule.training]
     try:
@@ -249,9 +255,10 @@ def evaluation_mode(module: nn.Module) -> Generator[None]:
 
 @contextmanager
 def restore_tensor_storage(module: nn.Module) -> Generator[None]:
-    """Let a module move to another device, then give its tensors their previous memory back.
+    """Let a module move to another device, then restore the previous memory of its tensors.
 
-    An optimizer of the caller, or a module that shares weights, may hold the same tensors.
+    The same tensors may be in use elsewhere, for example in an optimizer or in a module that shares
+    weights.
     """
     tensors = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
     previous_data = [(tensor, tensor.data) for tensor in tensors]
@@ -271,11 +278,12 @@ def restore_tensor_storage(module: nn.Module) -> Generator[None]:
 
 @contextmanager
 def preserve_process_state() -> Generator[None]:
-    """Compute with torch's default settings, then restore the settings of the caller.
+    """Use torch's default settings in this context, then restore the settings of the caller.
 
-    Inside, torch records gradients, has no autocast, and uses float32 and the CPU by default.
-    Afterwards the default dtype and device, the current GPU, TF32 and the states of all random
-    number generators are as before. A training that calls a probe continues bit for bit.
+    In the context, gradients are recorded and autocast is off. The default dtype is float32, and
+    the default device is the CPU. Afterwards the default dtype and device, the current GPU, TF32
+    and the states of all random number generators are restored. A training loop that calls a probe
+    therefore continues with bitwise identical results.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     torch_state = torch.get_rng_state()
@@ -288,10 +296,11 @@ def preserve_process_state() -> Generator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            # Without autocast's cache, which torch only clears when the outermost context ends.
+            # Disable autocast's cache, because torch only clears it when the outermost context
+            # ends.
             for device_type in ("cpu", "cuda"):
                 stack.enter_context(torch.autocast(device_type, enabled=False, cache_enabled=False))
-            # Only if needed, because this context makes each call of torch slower.
+            # Enter this context only if needed, because it makes each call of torch slower.
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
             torch.set_default_dtype(torch.float32)
@@ -309,9 +318,10 @@ def preserve_process_state() -> Generator[None]:
 
 
 def _tf32_settings() -> list[tuple[Any, str, Any]]:
-    """Return torch's TF32 settings as (owner, attribute, value).
+    """Return torch's TF32 settings as tuples of owner, attribute and value.
 
-    torch has old and new names for them. It refuses to read an old name once the new one was set.
+    torch has an old and a new name for each setting. After the new name has been set, reading the
+    old name raises an error.
     """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn

@@ -1,4 +1,4 @@
-"""Signals that stop a command, and errors as one line on stderr with an exit code."""
+"""Ways in which a command ends early: by a signal, or by an error that is printed in one line."""
 
 import io
 import os
@@ -25,12 +25,12 @@ from ssl_bench.system.process import is_main_process, is_out_of_memory, out_of_m
 from ssl_bench.system.progress import format_duration
 
 STOP_SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1")
-"""Signals that schedulers, shutdowns and closed terminals send."""
+"""Signals that stop a command. Schedulers, shutdowns and closed terminals send them."""
 _MAX_CHARACTERS = 1000
 
 
 class StopSignal(KeyboardInterrupt):
-    """Exception for one of `STOP_SIGNALS`, which is handled in the same way as Ctrl-C."""
+    """Exception for a signal of `STOP_SIGNALS`. It is handled in the same way as Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -40,10 +40,11 @@ class StopSignal(KeyboardInterrupt):
 def handle_signals(
     names: Sequence[str], handler: Callable[[int, FrameType | None], None]
 ) -> Generator[None]:
-    """Call a handler for these signals, then restore the previous handlers.
+    """Call a handler for these signals, and restore the previous handlers at the end.
 
-    Nothing happens outside the main thread, where Python allows no handlers. An ignored SIGHUP
-    stays ignored, as `nohup` expects. SIGHUP also redirects the output of a closed terminal.
+    Outside the main thread this has no effect, because Python does not allow handlers there. If
+    SIGHUP is ignored, it stays ignored, as `nohup` expects. Otherwise SIGHUP also redirects the
+    output of a closed terminal to /dev/null.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -71,9 +72,10 @@ def handle_signals(
 def _discard_lost_output() -> None:
     """Redirect stdout and stderr to /dev/null if their terminal or pipe is closed.
 
-    A failed print would otherwise end the command before it has saved its results.
+    Otherwise a failed print could end the command before it has saved its results.
     """
-    # Programs behind a pipe get the same signal. Wait until they have ended.
+    # If the output is piped to another program, this program gets the same signal. Wait until it
+    # has ended.
     time.sleep(0.1)
     for descriptor in (1, 2):
         poll = select.poll()
@@ -85,16 +87,17 @@ def _discard_lost_output() -> None:
 
 
 def raise_stop_signal(number: int, frame: FrameType | None) -> None:
-    """Raise `StopSignal`: the signal handler of commands that have nothing to save first."""
+    """Raise `StopSignal`. This is the signal handler of commands that save nothing at the end."""
     del frame
     raise StopSignal(number)
 
 
 def repair_standard_streams() -> None:
-    """Open the standard streams that the caller closed, and let stdout print any text.
+    """Open each standard stream that the caller has closed, and let stdout print any character.
 
-    Otherwise the next opened file would get the number of a closed stream, and messages would be
-    written into it. Characters that the terminal's encoding lacks are printed as escapes.
+    Otherwise the next opened file would get the descriptor of the closed stream, and messages would
+    be written into that file. A character is printed as an escape if the terminal's encoding does
+    not contain it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -106,11 +109,11 @@ def repair_standard_streams() -> None:
 
 
 def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> int:
-    """Print why a command was stopped and how to continue it, and return its exit code."""
+    """Print the reason for the stop and how to continue, and return the exit code."""
     name = next(iter(reason.args), "") if isinstance(reason, StopSignal) else ""
     if is_main_process():
         event = f"stopped by {name}" if name else "interrupted"
-        # `pretrain` does not write into the folder of a run without this flag.
+        # Without this flag, `pretrain` refuses to write to the folder of an existing run.
         resume = " with --resume" if "pretrain" in arguments[:1] else ""
         print(
             f"ssl-bench: {event}. Finished work is saved. Run the same command again{resume} to "
@@ -121,16 +124,19 @@ def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> 
 
 
 def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
-    """Print an error in one line and return its exit code, or None for a bug of this program.
+    """Print an error in one line and return its exit code.
 
-    `main` must not do this itself. Its frame is part of the error's traceback, so the two would
-    keep each other alive, and with them data workers and memory.
+    The result is None if the error is a bug of this program.
+
+    `main` must not do this itself. The error's traceback refers to the frame of `main`, so a
+    variable of `main` that refers to the error would form a reference cycle. The cycle would keep
+    data workers and memory alive.
     """
     reported = _convert_error(error, next(iter(arguments), ""))
     if reported is None:
         return None
     if reported is not error:
-        # The disk or a library failed, so flushing the rest of stdout would fail again.
+        # The disk or a library has failed, so another attempt to flush stdout would fail too.
         sys.stdout = None
     if reported.is_raised_on_all_ranks and not is_main_process():
         return reported.exit_code
@@ -141,7 +147,7 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
 
 
 def _convert_error(error: Exception, command: str) -> SslBenchError | None:
-    """Return the error to report to the user, or None for a bug of this program."""
+    """Return the error to report to the user, or None if the error is a bug of this program."""
     if isinstance(error, SslBenchError):
         return error
     if is_out_of_memory(error):
@@ -158,13 +164,13 @@ def _convert_error(error: Exception, command: str) -> SslBenchError | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one part of a command ended, such as a job of a sweep. Other parts continue.
+    """How one part of a command ended, such as a job of a sweep.
 
     Attributes:
-        seconds: Duration of the part.
-        exit_code: Exit code of the part as a command of its own, 0 if it finished.
-        error: Error in one line, empty if it finished.
-        ran_out_of_memory: Whether it failed because memory ran out.
+        seconds: Duration of the part in seconds.
+        exit_code: Exit code that the part would have as a separate command. It is 0 on success.
+        error: Error message in one line. It is empty on success.
+        ran_out_of_memory: Whether the part failed because memory ran out.
     """
 
     seconds: float
@@ -177,7 +183,7 @@ class Outcome:
         return "failed" if self.exit_code else "finished"
 
     def line(self, count: str, title: str) -> str:
-        """Return a progress line such as "finished 2 of 9 in 40 s, pca on toy val, skip"."""
+        """Return a progress message such as "finished 2 of 9 in 40 s, pca on toy val, skip"."""
         error = f": {self.error}" if self.error else ""
         return f"{self.state} {count} in {format_duration(self.seconds)}, {title}{error}"
 
@@ -186,9 +192,9 @@ def run_and_catch(work: Callable[[], int | None], command: str, *, debug: bool) 
     """Run one part of a command and return how it ended, so that other parts can continue.
 
     Args:
-        work: The part; returns its exit code, where None means 0.
-        command: Name of the command, for the advice in out-of-memory errors.
-        debug: Raise errors instead of catching them.
+        work: Function that runs the part and returns its exit code. None means 0.
+        command: Name of the command. The hint of an out-of-memory error depends on it.
+        debug: Raise errors instead of returning them.
 
     Raises:
         Preempted, KeyboardInterrupt: The user or a scheduler stopped the command.

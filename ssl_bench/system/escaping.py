@@ -1,7 +1,7 @@
-"""Escape text from outside, with one function for each place that it is written to.
+"""Escape untrusted text, with one function for each output format.
 
 File names, fields of records, metadata of checkpoints and error messages may come from anybody.
-They may contain commands of a terminal, TeX, a spreadsheet or a browser.
+They may contain text that a terminal, TeX, a spreadsheet or a browser would run as a command.
 """
 
 import json
@@ -27,13 +27,14 @@ _LATEX = {
     "‡": r"$\ddagger$",
     "§": r"\S{}",
 }
-# Table bars, tags, code, emphasis, attribute lists and mathematics; underscores at the edge of a
-# word; brackets before an address; and addresses that become links by themselves.
+# The pattern matches characters that start tables, tags, code, emphasis, attribute lists or
+# mathematics. It also matches underscores at the edge of a word, and the brackets of links. The
+# last alternatives match parts of addresses, which Markdown would turn into links.
 _MARKDOWN = re.compile(
     r"[|&<>\\`*{}~$]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[])|:(?=//)|(?<=\bwww)\.|(?<=\w)@(?=\w)",
     re.IGNORECASE,
 )
-# A semicolon starts a new cell where the comma is the decimal mark. The last four characters are
+# In languages with a decimal comma, a semicolon starts a new cell. The last four characters are the
 # full-width forms of "=+-@".
 _FORMULA = re.compile(r"(^|;)(\s*)(?=[=+\-@\uff1d\uff0b\uff0d\uff20])")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
@@ -42,8 +43,8 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
 def escape_unprintable(text: str) -> str:
     r"""Replace unprintable characters by Python escapes, so that the text stays on one line.
 
-    An escape sequence then begins with the visible text `\x1b`. Line ends, marks that change the
-    direction of writing, and undecodable bytes of file names are replaced too.
+    For example, the ESC character becomes the visible text `\x1b`. Line ends, characters that
+    change the writing direction, and undecodable bytes of file names are also replaced.
     """
     if text.isprintable():
         return text
@@ -51,17 +52,17 @@ def escape_unprintable(text: str) -> str:
 
 
 def to_one_line(message: object) -> str:
-    """Join the lines of a message by spaces and escape it for a terminal."""
+    """Join the lines of a message with spaces, and escape the message for a terminal."""
     return escape_unprintable(" ".join(str(message).split()))
 
 
 def escape_lines(lines: Iterable[str]) -> str:
-    """Escape each line for a terminal and join them by line ends."""
+    """Escape each line for a terminal, and join the lines with line ends."""
     return "\n".join(map(escape_unprintable, lines))
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Escape the cells of a table for a terminal and pad them to equal column widths."""
+    """Return a table as text for a terminal, with escaped cells and aligned columns."""
     cells = [[escape_unprintable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
@@ -70,12 +71,13 @@ def align_columns(rows: Sequence[Sequence[str]]) -> str:
 def escape_latex(text: str) -> str:
     """Escape a cell of a LaTeX table."""
     escaped = "".join(_LATEX.get(character, character) for character in escape_unprintable(text))
-    # A leading bracket or star would become an argument of the \\ that ends the row above.
+    # Braces protect a leading bracket or star. LaTeX would read it as an argument of the \\ that
+    # ends the previous row.
     return f"{{{escaped[0]}}}{escaped[1:]}" if escaped.startswith(("[", "*")) else escaped
 
 
 def escape_markdown(text: str) -> str:
-    """Escape a line or cell of Markdown as GitHub and MkDocs read it."""
+    """Escape a line or a table cell for Markdown on GitHub and in MkDocs."""
     entities = {"|": "\\|", "&": "&amp;", "<": "&lt;", ">": "&gt;"}
     return _MARKDOWN.sub(
         lambda match: entities.get(match[0], f"&#{ord(match[0])};"), escape_unprintable(text)
@@ -85,7 +87,7 @@ def escape_markdown(text: str) -> str:
 def escape_csv(value: Any) -> Any:
     """Put an apostrophe before a text that a spreadsheet would run as a formula.
 
-    Numbers stay as they are, also as text with a sign.
+    Numbers are not changed, even if they are texts with a sign.
     """
     if not isinstance(value, str) or _NUMBER.fullmatch(value):
         return value
@@ -100,9 +102,9 @@ def dump_json(
     NaN and infinity become null. Undecodable bytes of file names become escapes.
 
     Args:
-        value: Mappings, sequences, numbers and texts.
-        indent: Spaces for each level, or None to write a single line.
-        text: Function that is applied to each text instead.
+        value: Mappings, sequences, numbers and texts, which may be nested.
+        indent: Number of spaces for each level, or None to write a single line.
+        text: Function that converts each text. By default it only escapes undecodable bytes.
     """
     separators = (",", ":") if indent is None else None
     decodable = text or (lambda string: string.encode(errors="backslashreplace").decode())
@@ -116,9 +118,9 @@ def to_plain_json(
     """Convert a nested value to JSON types, with null for NaN and infinity.
 
     Args:
-        value: Mappings, sequences, numbers and texts; other values stay as they are.
+        value: Mappings, sequences, numbers and texts. Values of other types are not changed.
         infinity: Text to write instead of null for positive infinity.
-        text: Function that is applied to each text and key.
+        text: Function that converts each text and each key.
     """
     # The frequent types come first, because the check for a mapping is slow.
     if value is None or type(value) in (int, bool):
@@ -140,27 +142,28 @@ def to_plain_json(
 
 
 def escape_in_template(value: Any) -> Any:
-    """Make a text printable before an HTML template prints it.
+    """Replace unprintable characters in a text that is inserted into an HTML template.
 
-    The template engine escapes HTML itself. Its markup objects are returned unchanged.
+    HTML is not escaped here, because the template engine does this. Its markup objects are returned
+    unchanged.
     """
     return escape_unprintable(value) if type(value) is str else value
 
 
 def escape_matplotlib(text: str) -> str:
-    """Escape a text for a figure, because matplotlib reads mathematics between dollar signs."""
+    """Escape a text for a figure, because matplotlib renders text between dollar signs as math."""
     return escape_unprintable(text).replace("$", r"\$")
 
 
 def safe_file_name(name: str) -> str:
-    """Return a name of at most 80 characters that is valid in every file system and URL."""
+    """Convert a name to at most 80 characters that are valid in every file system and URL."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:80]
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a text is the name of a single file, without folders, on any system.
+    """Return whether a text is a valid file name without folders on every operating system.
 
-    Undecodable bytes of file names are allowed. Lone surrogates that stand for nothing are not.
+    Surrogates that stand for undecodable bytes are allowed. Other lone surrogates are not allowed.
     """
     try:
         os.fsencode(name)
@@ -170,7 +173,7 @@ def is_file_name(name: str) -> bool:
 
 
 def quote_command(words: Sequence[str]) -> str:
-    """Return a command line that is printable and that bash and zsh read as the same words.
+    """Return a printable command line that bash and zsh split into the given words.
 
     A word with unprintable characters is written as `$'...'`.
     """

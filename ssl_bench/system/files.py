@@ -1,4 +1,4 @@
-"""Write files whole or not at all, open files with care, and mark folders that ssl-bench wrote."""
+"""Write files atomically, open files safely, and mark folders that ssl-bench wrote."""
 
 import errno
 import hashlib
@@ -23,11 +23,11 @@ from ssl_bench.system.progress import say_once
 try:
     import fcntl
 except ImportError:
-    # Windows has no locks of this kind.
+    # Windows does not support these locks.
     fcntl = None
 
-# Flags to open a file in binary mode, without a wait for the writer of a pipe, and without making a
-# terminal the controlling one. Not every system has them.
+# Flags for opening a file in binary mode. With them, opening a pipe does not wait for its writer,
+# and opening a terminal does not make it the controlling terminal. Some systems lack these flags.
 _READ = os.O_RDONLY | sum(getattr(os, f"O_{name}", 0) for name in ("BINARY", "NOCTTY", "NONBLOCK"))
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
@@ -40,7 +40,7 @@ _ORPHAN_SECONDS_WITHOUT_LOCKS = 86_400.0
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file so that a crash or a full disk leaves the old file or the new one, never a part.
+    """Write a file so that a crash or a full disk never leaves a partial file.
 
     Args:
         path: File to write. Missing parent folders are created.
@@ -60,7 +60,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 text like `write_atomically`, and preserve undecodable file names in it."""
+    """Write text as UTF-8, as `write_atomically` does. Undecodable file names are preserved."""
     write_atomically(path, lambda file: file.write(text.encode(errors="surrogateescape")))
 
 
@@ -68,23 +68,23 @@ def write_text_atomically(path: Path, text: str) -> None:
 def atomic_file(path: Path) -> Generator[BinaryIO]:
     """Open a temporary file in the same folder, and rename it to `path` if no error occurs.
 
-    A power failure loses nothing: the content is on the disk before the file is renamed, and the
-    new name is on the disk at the end. The name of the temporary file is unique among processes and
-    hosts. The file is locked while it is written, which tells `remove_orphans` that its writer is
-    alive.
+    After this context has ended, a power failure cannot lose the file, because its content and its
+    name are flushed to the disk. The name of the temporary file is unique among processes and
+    hosts. The temporary file is locked while it is written, so that `remove_orphans` keeps it.
 
     Raises:
         OSError: The file cannot be written. The old file is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The name of the file is not part of it, because that may be as long as a name can be.
+    # The temporary name does not contain the name of `path`, which may already have the maximum
+    # length.
     temporary = path.with_name(f".ssl-bench-{uuid.uuid4().hex}.tmp")
-    # Unlike files of tempfile.mkstemp, it may be read by others, as far as the umask allows it.
-    # It is never writable for everybody, because `open_trusted` would refuse it.
+    # Other users may read the file if the umask allows it, unlike a file of tempfile.mkstemp. The
+    # file is never world-writable, because `open_trusted` would refuse it.
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o664)
     try:
         with os.fdopen(descriptor, "w+b") as file:
-            # A process that removes orphans may hold the lock for a moment.
+            # Another process may hold the lock for a moment, while it runs `remove_orphans`.
             with suppress(BlockingIOError):
                 try_lock(descriptor)
             yield file
@@ -102,10 +102,12 @@ def atomic_file(path: Path) -> Generator[BinaryIO]:
 
 
 def require_writable(folder: Path) -> None:
-    """Check before a long computation that files can be written to a folder, without creating it.
+    """Check that files can be written to a folder. Call it before a long computation.
+
+    The folder is not created.
 
     Raises:
-        MachineError: They cannot.
+        MachineError: The folder is not writable.
     """
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -119,18 +121,18 @@ def require_writable(folder: Path) -> None:
 
 
 def remove_orphans_below(folder: Path) -> None:
-    """Apply `remove_orphans` to a folder and all folders in it, without following links."""
+    """Apply `remove_orphans` to a folder and all of its subfolders. Links are not followed."""
     if not folder.is_symlink():
         for place, _, _ in os.walk(folder):
             remove_orphans(Path(place))
 
 
 def remove_orphans(folder: Path, *, idle_seconds: float = _ORPHAN_SECONDS) -> None:
-    """Delete the temporary files that killed writers left in a folder, and nothing else.
+    """Delete temporary files that killed processes left in a folder.
 
-    A locked file is kept, because the lock of a writer ends with its process. Some network file
-    systems hide locks from other hosts. A file is therefore kept until it has not changed for
-    `idle_seconds`, or for a day if the file system has no locks.
+    A locked file is kept, because the lock shows that its process is still running. On some network
+    file systems, other hosts cannot see the lock. An unlocked file is therefore only deleted if it
+    has not changed for `idle_seconds`, or for a day if the file system does not support locks.
     """
     with suppress(OSError):
         for path in folder.iterdir():
@@ -139,7 +141,7 @@ def remove_orphans(folder: Path, *, idle_seconds: float = _ORPHAN_SECONDS) -> No
 
 
 def _remove_orphan(path: Path, idle_seconds: float) -> None:
-    # An error means that the writer lives, that the path is a link, or that it is already removed.
+    # An error means that the file is locked, is a link, or is already deleted.
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDWR | _NO_LINK | getattr(os, "O_NONBLOCK", 0))
         try:
@@ -153,9 +155,9 @@ def _remove_orphan(path: Path, idle_seconds: float) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file until it is closed, and return whether that is possible.
+    """Lock a file until it is closed. Return False if the system does not support locks.
 
-    It is impossible on Windows and on some network file systems.
+    Windows and some network file systems do not support them.
 
     Raises:
         BlockingIOError: Another process holds the lock.
@@ -172,12 +174,12 @@ def try_lock(descriptor: int) -> bool:
 
 
 def wait_for_lock(descriptor: int) -> None:
-    """Wait until no other process holds the lock of a file, and lock it until it is closed.
+    """Wait until no other process holds the lock of a file, then lock it until it is closed.
 
-    On Windows nothing is locked. Downloads are protected by their digest there.
+    On Windows this function has no effect. Damaged downloads are still recognised by their digest.
 
     Raises:
-        OSError: The file system has no locks.
+        OSError: The file system does not support locks.
     """
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -187,11 +189,11 @@ def wait_for_lock(descriptor: int) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file, or the file that a link leads to, for reading.
+    """Open a regular file for reading. Links are followed.
 
     Raises:
-        OSError: The file is missing, or it is a folder, pipe, socket or device, which could block
-            or have no end.
+        OSError: The file is missing, or it is a folder, pipe, socket or device. Reading a pipe or
+            device could block or never end.
     """
     descriptor = os.open(path, _READ)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -201,23 +203,23 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a file that `open_regular` opens."""
+    """Return the content of a regular file."""
     with open_regular(path) as file:
         return file.read()
 
 
 def file_sha256(path: Path) -> str:
-    """Return the hexadecimal sha256 of a file that `open_regular` opens."""
+    """Return the hexadecimal SHA-256 of a regular file."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_trusted(path: Path) -> BufferedReader:
-    """Open a cache file for reading if no other user can have written it.
+    """Open a cache file for reading, and refuse a file that another user could have written.
 
-    Results are computed from cache files, so their content must be trusted. A file is refused if
-    everybody may write it, or if it belongs to another user, except root. Links, pipes and devices
-    are refused too.
+    Results are computed from cache files, so their content must be trusted. A file is refused if it
+    is world-writable. It is also refused if its owner is neither the current user nor root. Links,
+    pipes and devices are refused too.
 
     Raises:
         OSError: The file is missing or refused. `strerror` gives the reason.
@@ -237,24 +239,24 @@ def open_trusted(path: Path) -> BufferedReader:
     raise OSError(errno.EPERM, refusal, str(path))
 
 
-# Read files of a folder that somebody else may have prepared, such as results from the web.
+# Read files of a folder that somebody else may have created, such as downloaded results.
 
 
 def open_untrusted(
     root: Path, path: Path, max_bytes: int, *, checked_folders: set[Path] | None = None
 ) -> BufferedReader:
-    """Open a regular file below a folder without following a link out of it.
+    """Open a regular file below a folder. Links below this folder are not followed.
 
     Args:
-        root: The folder that may come from somebody else.
+        root: The folder, which somebody else may have created. It may be a link itself.
         path: File below `root`.
-        max_bytes: Largest accepted size.
-        checked_folders: Folders that were already found to contain no link. Pass the same set when
-            you read many files, so that each folder is checked once.
+        max_bytes: Maximum size of the file.
+        checked_folders: Cache of folders that are not below a link. Pass the same set when you read
+            many files, so that each folder is checked only once.
 
     Raises:
-        OSError: The file is a link, pipe or device, lies below a link, or is too large. `strerror`
-            gives the reason.
+        OSError: The file is missing, too large, a link, a pipe or a device, or one of its parent
+            folders is a link. `strerror` gives the reason.
     """
     folder = path.parent
     if checked_folders is None or folder not in checked_folders:
@@ -262,7 +264,7 @@ def open_untrusted(
             raise _link_error(link, path)
         if checked_folders is not None:
             checked_folders.add(folder)
-    # On other systems opening a link fails.
+    # On systems with O_NOFOLLOW, opening a link fails.
     if not hasattr(os, "O_NOFOLLOW") and path.is_symlink():
         raise _link_error(path, path)
     try:
@@ -285,7 +287,7 @@ def open_untrusted(
 def read_untrusted(
     root: Path, path: Path, max_bytes: int, *, checked_folders: set[Path] | None = None
 ) -> bytes:
-    """Return the content of a file that `open_untrusted` opens."""
+    """Return the content of a file. It is opened, and may be refused, as in `open_untrusted`."""
     with open_untrusted(root, path, max_bytes, checked_folders=checked_folders) as file:
         return file.read()
 
@@ -293,9 +295,10 @@ def read_untrusted(
 def read_untrusted_folder(
     root: Path, folder: Path, suffix: str, max_bytes: int
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield the path and content of each file of a folder, fast enough for thousands of files.
+    """Yield the path and content of each file of a folder.
 
-    The content is b"" where `read_untrusted` would raise an error. Hidden files are included.
+    This is faster than `read_untrusted`. The content is b"" if `read_untrusted` would raise an
+    error. Hidden files are included.
     """
     is_below_link = _find_link(root, folder) is not None
     try:
@@ -321,7 +324,7 @@ def read_untrusted_folder(
 
 
 def _find_link(root: Path, folder: Path) -> Path | None:
-    """Return the first link among a folder and its parents up to `root`, which may be a link."""
+    """Return the first link among a folder and its parents below `root`, or None."""
     places = takewhile(lambda place: place != root, (folder, *folder.parents))
     return next((place for place in places if place.is_symlink()), None)
 
@@ -333,15 +336,15 @@ def _link_error(link: Path, path: Path) -> OSError:
 
 # Files with checksums.
 
-# sha256sum puts "*" before the name of a file that it read in binary mode.
+# If sha256sum reads a file in binary mode, it writes "*" before the file name.
 _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
 
 
 def read_digests(sidecar: Path) -> list[tuple[str, str]]:
-    """Return the (digest, file name) pairs of a file that `sha256sum` wrote.
+    """Return the (digest, file name) pairs in a file that `sha256sum` wrote.
 
-    Digests are in lower case. A line without a name has an empty one, and other lines are ignored.
-    The list is empty if the file cannot be read.
+    Digests are in lower case. If a line only contains a digest, the file name is empty. Lines
+    without a digest are ignored. The list is empty if the file cannot be read.
     """
     try:
         lines = read_regular(sidecar).decode(errors="replace").splitlines()
@@ -355,19 +358,20 @@ _CHECKSUM = "crc32"
 
 
 def format_checked_line(content: Mapping[str, Any]) -> str:
-    """Return an object as one line of JSON with a CRC-32 of its content, without a line end."""
+    """Return a mapping as JSON in a single line, with a CRC-32 of its content and no line end."""
     return json.dumps({**content, _CHECKSUM: _checksum(content)})
 
 
 def parse_checked_lines(content: bytes, path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header of a log and its entries with a correct checksum.
+    """Return the header of a log, and the entries whose checksum is correct.
 
-    A message says how many lines are damaged. A last line without a line end is ignored, because
-    its writer is still at work or was killed.
+    If lines are damaged, a message gives their number. The last line is ignored if it has no line
+    end, because the process that writes it has not finished or was killed.
 
     Args:
-        content: A line of JSON as the header, then lines of `format_checked_line`.
-        path: File name for the message.
+        content: Bytes of the log. The first line is JSON, and `format_checked_line` wrote the
+            other lines.
+        path: Path of the log for the message.
     """
     header, *lines = content.decode(errors="replace").split("\n")[:-1] or ["{}"]
     entries = [entry for line in lines if (entry := _parse_checked_line(line)) is not None]
@@ -395,18 +399,20 @@ def _checksum(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content).encode())
 
 
-# Folders with output of ssl-bench, which datasets leave out.
+# Folders that ssl-bench wrote. Datasets ignore them.
 
 REPORT_MARK = ".ssl-bench-report"
-"""File that marks a folder as a report."""
+"""Name of the file that marks a folder as a report."""
 _OUTPUT_MARK = ".ssl-bench-written"
 RECORDS, NAMES = "records/*/*/*.json", f"images/{'[0-9a-f]' * 16}.json"
-"""Glob patterns in a folder of results: records, and files with the image names of a split."""
+"""Glob patterns, in a folder of results, for records and for files with image ids."""
 _RESULT_FILES = ("records.parquet", RECORDS, NAMES)
 
 
 def mark_as_output(folder: Path) -> None:
-    """Mark a folder, created if missing, as written by ssl-bench, so that no dataset uses it.
+    """Mark a folder as output of ssl-bench, so that no dataset reads its images.
+
+    The folder is created if it is missing.
 
     Raises:
         MachineError: The folder cannot be written.
@@ -417,10 +423,10 @@ def mark_as_output(folder: Path) -> None:
 
 
 def is_output(folder: Path) -> bool:
-    """Return whether ssl-bench wrote the pictures in a folder."""
+    """Return whether ssl-bench wrote the images in a folder."""
     if any((folder / mark).is_file() for mark in (_OUTPUT_MARK, REPORT_MARK)):
         return True
-    # Older versions left no mark.
+    # Older versions wrote no file that marks the folder.
     return folder.name == "pictures" and any(
         next(folder.parent.glob(pattern), None) is not None for pattern in _RESULT_FILES
     )
@@ -429,15 +435,17 @@ def is_output(folder: Path) -> bool:
 def list_files(root: Path) -> Iterator[str]:
     """Yield the relative paths of all files below a folder.
 
-    The files of a folder come before those of its subfolders. Links to folders are followed. Hidden
-    files are left out. Folders that ssl-bench wrote, such as pictures, reports and toy scenes, are
-    left out too, unless `root` itself is one. A message names the first of them.
+    The files in a folder come before the files in its subfolders. Links to folders are followed.
+    Hidden files and folders are left out.
+
+    Folders that ssl-bench wrote, such as figures, reports and toy scenes, are left out too. A
+    message gives the first of these folders. `root` itself is never left out.
     """
     visited: set[str] = set()
     outputs: list[Path] = []
     for name, subfolders, names in os.walk(root, followlinks=True):
         folder, real_path = Path(name), os.path.realpath(name)
-        # Without this check a link to a parent folder would never end.
+        # Without this check, a link to a parent folder would lead to an infinite loop.
         if real_path in visited:
             subfolders.clear()
         elif folder != root and is_output(folder):

@@ -1,4 +1,4 @@
-"""Paths that users type, and file names for models, datasets and images of any name."""
+"""Paths that users enter, and valid file names for models, datasets and images."""
 
 import os
 import re
@@ -14,19 +14,19 @@ _ENDS_IN_DIGEST = re.compile(rf".*~[0-9a-f]{{{_DIGEST_DIGITS}}}", re.DOTALL)
 _SHORT_DIGITS = 8
 
 PACKAGE = Path(__file__).parents[1]
-"""Folder of the installed package `ssl_bench`; its parent is the checkout, if there is one."""
+"""Folder of the package `ssl_bench`. In a git checkout, its parent is the root of the checkout."""
 
 
 def expand_path(text: str | Path) -> Path:
-    """Return a path that a user typed, with `~` replaced by the home folder.
+    """Return a path that a user entered, with `~` replaced by the home folder.
 
     Raises:
-        ConfigurationError: There is no such user, or the text is not a valid path.
+        ConfigurationError: The text is not a valid path, or the user in `~USER` does not exist.
     """
     if not is_valid_path(text):
         raise ConfigurationError(
-            f"invalid path {str(text)[:100]!r}, expected names of 1 to {_MAX_NAME_BYTES} bytes, "
-            "of which the first may be ~ or ~USER"
+            f"invalid path {str(text)[:100]!r}, expected names of 1 to {_MAX_NAME_BYTES} bytes. "
+            "The first name may be ~ or ~USER"
         )
     return Path(text).expanduser()
 
@@ -34,11 +34,11 @@ def expand_path(text: str | Path) -> Path:
 def is_valid_path(text: str | Path) -> bool:
     """Return whether a text can be the path of a file.
 
-    An empty text is not, because it is often an unset variable of a script.
+    The result is False for an empty text, because scripts often pass an unset variable by mistake.
     """
     try:
         path = os.fsencode(Path(text).expanduser())
-    # There is no such home folder, or a lone surrogate cannot be encoded.
+    # The home folder does not exist, or the text contains a surrogate that cannot be encoded.
     except (RuntimeError, ValueError):
         return False
     is_short = len(path) <= _MAX_PATH_BYTES
@@ -47,18 +47,20 @@ def is_valid_path(text: str | Path) -> bool:
 
 
 def resolve_links(path: Path) -> Path:
-    """Return the absolute path without links.
+    """Return the absolute path with all links resolved.
 
-    Unlike `Path.resolve`, this also works for a link that leads to itself.
+    Unlike `Path.resolve`, this function also accepts a link that points to itself.
     """
     return Path(os.path.realpath(path))
 
 
 def cache_folder(configured: str | Path | None) -> Path:
-    """Return the configured cache folder, by default `ssl-bench` in the user's cache (XDG).
+    """Return the configured cache folder, or the default folder if none is configured.
+
+    The default is `ssl-bench` in XDG_CACHE_HOME, or in `~/.cache` if this variable is not set.
 
     Raises:
-        MachineError: There is no home folder and XDG_CACHE_HOME is not set.
+        MachineError: XDG_CACHE_HOME is not set and the user has no home folder.
     """
     if configured is not None:
         return expand_path(configured)
@@ -67,21 +69,22 @@ def cache_folder(configured: str | Path | None) -> Path:
         return (base if base.is_absolute() else Path.home() / ".cache") / "ssl-bench"
     except RuntimeError as error:
         raise MachineError(
-            f"no folder for the cache ({error}). Set XDG_CACHE_HOME to a folder"
+            f"the user has no folder for caches ({error}). Set XDG_CACHE_HOME to a folder"
         ) from error
 
 
 def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
-    """Return a valid file name for a text, which is the text itself wherever possible.
+    """Return a valid file name for a text. If the text is already valid, return it unchanged.
 
-    "/" becomes "_". A name that would be hidden or too long ends in "~" and 16 digits of the text's
-    sha256. So does a text that already looks like such a name. Therefore no two texts share a name
-    because one of them was shortened.
+    "/" becomes "_". If the name would be hidden or too long, it is changed and ends with "~" and 16
+    digits of the text's SHA-256. These digits are also added to a text that already ends in this
+    way. A changed name therefore never equals the name of another text.
 
     Args:
         text: Text of any length, such as the name of a model.
-        added: Bytes that the caller adds before and after the name.
-        distinct: Add the digits to every text with "/" as well, so that no two texts share a name.
+        added: Number of bytes that the caller adds before and after the name.
+        distinct: Also add the digits if the text contains "/". Any two different texts then have
+            different names.
     """
     plain = os.fsencode(re.sub(r"[/\0]", "_", text))
     is_hidden = plain.startswith(b".") or not plain
@@ -93,7 +96,7 @@ def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
     if is_hidden:
         plain = b"_" + plain
     length = max(0, _MAX_NAME_BYTES - added - 1 - _DIGEST_DIGITS)
-    # Do not cut within a character of UTF-8.
+    # Do not cut in the middle of a UTF-8 character.
     while length < len(plain) and plain[length] & 0xC0 == 0x80:
         length -= 1
     return f"{os.fsdecode(plain[:length])}~{digest}"
@@ -101,8 +104,8 @@ def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
 
 def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
     """Return a key that sorts numbers in names by value: `run@10` comes before `run@100`."""
-    # Texts and numbers alternate. A number may have more digits than `int` accepts, so it is
-    # compared by its length and then by its digits.
+    # The parts alternate between text and number. A number may have more digits than `int` accepts,
+    # so numbers are compared by their length and then by their digits.
     parts = re.split(r"([0-9]+)", name)
     keys = [(0, part) for part in parts]
     numbers = (part.lstrip("0") for part in parts[1::2])
@@ -111,20 +114,23 @@ def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def figure_file_name(image_id: str, *, before: str = "") -> str:
-    """Return the name of the PNG file for an image, which is different for each id.
+    """Return the name of the PNG file for an image. Different ids have different names.
 
     Args:
-        image_id: Id of the image, which may contain folders.
-        before: Text at the start of the name.
+        image_id: Id of the image, which may contain the names of folders.
+        before: Text to put at the start of the file name.
     """
     added = len(before) + len(".png")
     return f"{before}{file_name(image_id, added=added, distinct=True)}.png"
 
 
 def figure_title(name: str) -> str:
-    """Return a title for readers: the stem of a `figure_file_name` without its digest.
+    """Return the title of a figure: its file name without suffix and digest.
 
-    Two images may share a title.
+    Two images may have the same title.
+
+    Args:
+        name: Result of `figure_file_name` without its suffix.
     """
     return name[: -1 - _DIGEST_DIGITS] if _ENDS_IN_DIGEST.fullmatch(name) else name
 
@@ -132,25 +138,26 @@ def figure_title(name: str) -> str:
 def figures_folder(encoder_folder: str, fingerprint: str) -> str:
     """Return the name of the folder for the figures of an encoder and a set of images.
 
-    A changed image changes the fingerprint, so figures of different images have different folders.
+    If an image changes, the fingerprint changes too. Figures of the old and the new image are
+    therefore in different folders.
 
     Args:
-        encoder_folder: The name that `encoder_folder` returns.
+        encoder_folder: Result of the function `encoder_folder`.
         fingerprint: Fingerprint of the images, with or without a prefix such as "stat-".
     """
     return f"{encoder_folder}-{short_fingerprint(fingerprint)}"
 
 
 def encoder_folder(model: str, encoder_id: str) -> str:
-    """Return how the names of all folders for the figures of an encoder start."""
+    """Return the prefix of the names of all figure folders of an encoder."""
     return f"{encoder_folder_prefix(model)}-{encoder_id[:_SHORT_DIGITS]}"
 
 
 def encoder_folder_prefix(model: str) -> str:
-    """Return the part of `encoder_folder` that depends on the name of the model."""
+    """Return the part of `encoder_folder` that only depends on the name of the model."""
     return file_name(model, added=2 * (1 + _SHORT_DIGITS))
 
 
 def short_fingerprint(fingerprint: str) -> str:
-    """Return the digits of a fingerprint that occur in folder names."""
+    """Return the first eight digits of a fingerprint, which are part of folder names."""
     return fingerprint.rpartition("-")[2][:_SHORT_DIGITS]

@@ -1,4 +1,4 @@
-"""The running process: its rank among the processes of torchrun, its cores and its memory."""
+"""Properties of the running process: its rank under torchrun, its CPU cores and its memory."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ _MAX_PROCESSES = 1_000_000
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """The position of this process among all processes of a command, in torchrun's terms.
+    """The rank of this process and the number of all processes, as torchrun defines them.
 
     Attributes:
         rank: Number of this process, from 0 to `world_size` - 1.
@@ -30,12 +30,12 @@ class ProcessInfo:
 
 
 def get_process_info() -> ProcessInfo:
-    """Return the position of this process, as torchrun's environment variables state it.
+    """Read the rank and the number of processes from torchrun's environment variables.
 
-    There is a single process if WORLD_SIZE is not set.
+    If WORLD_SIZE is not set, there is a single process.
 
     Raises:
-        ConfigurationError: A variable is missing or has a wrong value.
+        ConfigurationError: A variable is missing or has an invalid value.
     """
     world_size = _read_number("WORLD_SIZE", range(1, _MAX_PROCESSES), "1")
     if world_size == 1:
@@ -70,9 +70,9 @@ def _wrong_variable(name: str, expected: str) -> ConfigurationError:
 
 
 def is_main_process() -> bool:
-    """Return whether this process has rank 0, which prints for all processes.
+    """Return whether this process has rank 0. Only the process of rank 0 prints messages.
 
-    It is also true if torchrun's variables are wrong, so that their error is printed.
+    The result is also True if torchrun's variables are invalid, so that the error is printed.
     """
     try:
         return get_process_info().rank == 0
@@ -81,15 +81,17 @@ def is_main_process() -> bool:
 
 
 def local_world_size() -> int:
-    """Return the number of processes of this command on this machine."""
+    """Return the number of processes that run this command on this machine."""
     return get_process_info().local_world_size
 
 
 def require_single_process(command: str) -> None:
-    """Raise an error if torchrun started a command that would do the same work in each process.
+    """Raise an error if torchrun started several processes.
+
+    Call it in commands that would repeat the same work in each process.
 
     Raises:
-        ConfigurationError: There are several processes, or torchrun's variables are wrong.
+        ConfigurationError: There are several processes, or torchrun's variables are invalid.
     """
     world_size = get_process_info().world_size
     if world_size > 1:
@@ -106,25 +108,26 @@ _OPENMP_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 def count_usable_cores() -> int:
     """Return the number of CPU cores that this process may use.
 
-    A scheduler may allow fewer cores than the machine has.
+    A scheduler may assign fewer cores to the process than the machine has.
     """
-    # Windows and macOS lack this function.
+    # Windows and macOS do not have this function.
     get_affinity = getattr(os, "sched_getaffinity", None)
     return len(get_affinity(0)) if get_affinity else os.cpu_count() or 1
 
 
 def use_passive_openmp_waiting() -> None:
-    """Let waiting OpenMP threads sleep, unless the environment sets another policy.
+    """Let waiting OpenMP threads sleep, unless the user has set an environment variable for this.
 
     By default a waiting thread keeps its core busy, which slows down all other programs on the
-    machine (results/tables/waiting_threads.md). OpenMP reads the variable when torch is imported,
-    so call this function before.
+    machine (results/tables/waiting_threads.md). Call this function before torch is imported,
+    because OpenMP reads its environment variables during this import.
     """
     if not any(name in os.environ for name in _OPENMP_WAIT_VARIABLES):
         os.environ[_OPENMP_WAIT_VARIABLES[0]] = "PASSIVE"
 
 
-# NumPy, Pillow and Python raise MemoryError. Other libraries only say so in the message.
+# NumPy, Pillow and Python raise MemoryError if memory runs out. Errors of other libraries can only
+# be recognised by these phrases in the message.
 _OUT_OF_MEMORY_PHRASES = (
     "can't allocate memory",
     "not enough memory",
@@ -142,7 +145,10 @@ _OUT_OF_MEMORY_PHRASES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or one of its causes, means that CPU or GPU memory ran out."""
+    """Return whether an error was raised because CPU or GPU memory ran out.
+
+    The errors in its chain of `__cause__` are checked too.
+    """
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, MemoryError):
@@ -156,16 +162,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reraise_out_of_memory(error: Exception) -> None:
-    """Raise the error again if memory ran out.
+    """Raise an error again if it was raised because memory ran out.
 
-    Code that treats any other error as a damaged file calls this function first.
+    Call this function before code that assumes that an error is due to a damaged file.
     """
     if is_out_of_memory(error):
         raise error
 
 
 def out_of_memory_error(error: BaseException, command: str) -> MachineError:
-    """Return the error that a command prints if memory ran out, with the settings to change."""
+    """Return the error that a command reports if memory ran out.
+
+    The hint lists settings that need less memory.
+    """
     detail = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     hint: tuple[str, ...] = ()
     if command == "probe":
@@ -185,17 +194,18 @@ def out_of_memory_error(error: BaseException, command: str) -> MachineError:
 
 _SHARED_MEMORY = "/dev/shm"
 _CGROUPS = Path("/sys/fs/cgroup")
-# Files with the limit and the use of a control group, in version 2 and in version 1.
+# Names of the files with the memory limit and the memory use of a control group. The first pair is
+# for cgroups version 2, and the second pair is for version 1.
 _LIMIT_FILES = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-# Entries of memory.stat that count cached files. Version 1 uses the same names.
+# Entries of the file memory.stat that count cached files. Both versions use these names.
 _CACHE_ENTRIES = ("active_file", "inactive_file")
 
 
 def free_shared_memory() -> int | None:
-    """Return the free bytes in /dev/shm, or None on a system without it."""
+    """Return the number of free bytes in /dev/shm, or None if the system does not have it."""
     try:
         status = os.statvfs(_SHARED_MEMORY)
     except OSError:
@@ -204,10 +214,10 @@ def free_shared_memory() -> int | None:
 
 
 def free_host_memory() -> int:
-    """Return the bytes of CPU memory that this process can still allocate.
+    """Return the number of bytes of CPU memory that this process can still allocate.
 
-    This is the free memory of the machine. It is less if a scheduler or container limits the
-    control group of the process.
+    This is the free memory of the machine, or less if a scheduler or container limits the memory of
+    the process.
     """
     return min([_free_machine_memory(), *_free_cgroup_memory()])
 
@@ -217,12 +227,15 @@ def _free_machine_memory() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         return int(line.split()[1]) * 1024
-    # Other systems only report how much memory there is, so half of it is assumed to be free.
+    # Systems without /proc/meminfo only report the total memory. Assume that half of it is free.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _free_cgroup_memory() -> Iterator[int]:
-    """Yield the bytes left in each control group of the process, from the innermost outwards."""
+    """Yield the number of free bytes in each control group of the process.
+
+    The innermost group comes first.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -234,7 +247,7 @@ def _free_cgroup_memory() -> Iterator[int]:
         innermost = _CGROUPS / controllers / path.lstrip("/")
         for group in (innermost, *innermost.parents):
             for limit_file, use_file in _LIMIT_FILES:
-                # The limit is "max" if there is none.
+                # If the group has no limit, the file contains "max", and `int` raises ValueError.
                 with suppress(OSError, ValueError):
                     limit = int((group / limit_file).read_text())
                     used = int((group / use_file).read_text())
@@ -244,7 +257,7 @@ def _free_cgroup_memory() -> Iterator[int]:
 
 
 def _file_cache_bytes(group: Path) -> int:
-    """Return the bytes of cached files in a control group, which the system frees on demand."""
+    """Return the size of a control group's file cache in bytes. The system frees it on demand."""
     with suppress(OSError, ValueError):
         lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
         return sum(int(number) for name, number in lines if name in _CACHE_ENTRIES)
@@ -253,10 +266,10 @@ def _file_cache_bytes(group: Path) -> int:
 
 @contextmanager
 def pause_garbage_collection() -> Generator[None]:
-    """Turn off Python's search for reference cycles while many records are read.
+    """Turn off Python's cyclic garbage collector in this context.
 
-    Records form no cycles, so the search would only cost time. Objects outside of cycles are still
-    freed at once.
+    It would only cost time while many records are read, because records form no reference cycles.
+    Objects that are not part of a cycle are still freed at once.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Messages and progress on stderr: a bar on a terminal, lines in a log."""
+"""Messages and progress on stderr. Progress is a bar on a terminal and a list of lines in a log."""
 
 import os
 import sys
@@ -18,8 +18,8 @@ _FIRST_LINE_SECONDS, _MAX_SECONDS_BETWEEN_LINES = 20.0, 600.0
 def say(line: str) -> None:
     """Print a message on stderr without breaking a progress bar.
 
-    Only tables are printed on stdout. If torchrun started several processes, only the first of them
-    prints.
+    stdout is reserved for tables. If torchrun started several processes, only the process of rank 0
+    prints the message.
     """
     if not is_main_process():
         return
@@ -29,20 +29,21 @@ def say(line: str) -> None:
 
 @cache
 def say_once(line: str) -> None:
-    """Print a message like `say`, but only the first time in a process."""
+    """Print a message as `say` does. If it is repeated in the same process, do nothing."""
     say(line)
 
 
 def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
-    """Yield the items unchanged while stderr shows how many are done and the time left.
+    """Yield the items, and show on stderr how many are finished and how much time is left.
 
-    A terminal shows a bar. A log gets a line after 20 seconds, then whenever the elapsed time has
-    doubled, and at least every ten minutes. Only the first of several processes shows progress.
+    On a terminal, the progress is a bar. In a log, it is a line after 20 seconds, another line each
+    time the elapsed time has doubled, and at least one line every ten minutes. If there are several
+    processes, only the process of rank 0 shows its progress.
 
     Args:
         items: Items to yield.
         description: Text before the numbers.
-        total: Number of items; by default their length, if they have one.
+        total: Number of items. The default is `len(items)`, or unknown if `items` has no length.
     """
     if not is_main_process():
         return items
@@ -62,13 +63,15 @@ def _show_bar(items: Iterable[T], description: str, total: int | None) -> Iterat
 
 @cache
 def bar_class() -> Any:
-    """Return tqdm's progress bar, changed in two ways.
+    """Return a subclass of tqdm's progress bar with two changes.
 
-    The time left is computed without the first item, which also waits for data and models to load.
-    Each process has its own lock. tqdm itself shares one lock with forked processes, so that a
-    process that is killed while it prints would block all others.
+    The remaining time is computed without the first item, which takes longer because data and
+    models must be loaded.
+
+    Each process has its own lock. In tqdm, forked processes share a lock with their parent. If one
+    process were killed while it prints, all other processes would wait forever.
     """
-    # Imported here because the import takes as long as the rest of `--help`.
+    # Imported here because the import takes as long as everything else that `--help` does.
     from tqdm import tqdm
 
     class Bar(tqdm):  # pyrefly: ignore[implicit-any-type-argument]
@@ -89,7 +92,8 @@ def bar_class() -> Any:
                     values["rate"] = later_items / seconds
             return values
 
-    # A thread that holds the lock during a fork does not exist in the child to release it.
+    # If a thread holds the lock during a fork, the child gets a locked lock but not the thread that
+    # would release it. The child therefore needs a new lock.
     os.register_at_fork(after_in_child=lambda: Bar.set_lock(threading.RLock()))
     return Bar
 

@@ -1,7 +1,7 @@
-"""Provenance of a result: the commit of the code, versions, hardware and time.
+"""Provenance of a result: the git commit, the versions, the hardware and the time.
 
-The build (`hatch_build.py`) runs this file on its own, so its top level only imports the standard
-library.
+`hatch_build.py` runs this file when a wheel is built. At that time no package is installed, so the
+top level of this file only imports the standard library.
 """
 
 import subprocess
@@ -13,15 +13,15 @@ from typing import Any
 _PACKAGE = Path(__file__).parents[1]
 
 COMMIT_FILE = "COMMIT"
-"""File in the package with the commit that a wheel or source archive was built from."""
+"""Name of a file in the package. It contains the commit of a wheel or source archive."""
 
 
 def provenance_fields(hardware: str, seconds: float) -> dict[str, Any]:
-    """Return the fields of a `Record` that say where and when it was computed.
+    """Return the fields of a `Record` that describe the code, the hardware and the time.
 
     Args:
-        hardware: The text that `ssl_bench.system.device.describe_device` returns.
-        seconds: Duration of the computation.
+        hardware: Result of `ssl_bench.system.device.describe_device`.
+        seconds: Duration of the computation in seconds.
     """
     import torch
 
@@ -39,10 +39,10 @@ def provenance_fields(hardware: str, seconds: float) -> dict[str, Any]:
 
 @cache
 def source_commit() -> str | None:
-    """Return the commit of the running code, or None if it is unknown.
+    """Return the git commit of the running code, or None if it is unknown.
 
-    A git checkout is asked for its commit, with "-dirty" appended if tracked files were changed.
-    An installed wheel reads `COMMIT_FILE`.
+    In a git checkout, git returns the commit, and "-dirty" is appended if a tracked file has
+    uncommitted changes. In an installed wheel, the commit is read from `COMMIT_FILE`.
     """
     checkout = _PACKAGE.parent
     if (checkout / ".git").exists():
@@ -56,7 +56,7 @@ def source_commit() -> str | None:
 def read_git_commit(checkout: Path) -> str | None:
     """Return the commit of a git checkout, or None if git is missing or fails.
 
-    "-dirty" is appended if tracked files were changed since.
+    "-dirty" is appended if a tracked file has uncommitted changes.
     """
 
     def git(*arguments: str) -> str:
