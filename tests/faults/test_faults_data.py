@@ -128,7 +128,7 @@ def test_fault_04_flipped_bytes_of_an_image_are_found_by_its_sha256(place, capsy
 
     said = fails(capsys, verify, 3)
 
-    assert "1 files" in said
+    assert "1 changed" in said
     assert "JPEGImages/t2.jpg" in said
     assert "t1.jpg" not in said
     assert main([*verify, "--update"]) == 0
@@ -143,9 +143,11 @@ def test_fault_04_missing_and_new_files_are_told_apart_and_a_broken_list_is_refu
     assert main(verify) == 0
     picture(9).save(photos / "new.png")
     assert main(verify) == 0
-    assert "1 new, not in the list: new.png" in capsys.readouterr().err
+    assert "new.png" in capsys.readouterr().err
     (photos / "0.jpg").unlink()
-    assert "1 are missing: 0.jpg" in fails(capsys, verify, 3)
+    line = fails(capsys, verify, 3)
+    assert "1 missing" in line
+    assert "0.jpg" in line
 
     Path("lists/photos").write_text("no digest  0.jpg\n")
 
