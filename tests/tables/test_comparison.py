@@ -345,7 +345,7 @@ REASONS = {
     ),
     "images of one": (
         [("a", {0: IMAGES}, {}), ("d", {0: None}, {"num_images": 2})],
-        "per-image values are missing, which `ssl-bench probe --task tokencut --overwrite`",
+        "values are missing, recompute them with `ssl-bench probe --task tokencut --overwrite`",
     ),
     "other facets": (
         [("a", {0: IMAGES}, {}), ("d", {0: IMAGES}, {"facet": "token"})],
@@ -353,7 +353,7 @@ REASONS = {
     ),
     "never probed": (
         [("a", {0: IMAGES}, {}), ("d", {0: None}, {"task": "pca"})],
-        "no record of skipless, which `ssl-bench probe --task tokencut --dataset toy --checkpoint",
+        "`ssl-bench probe --task tokencut --dataset toy --checkpoint",
     ),
 }
 
