@@ -168,7 +168,7 @@ class Pivot(Table):
         )
 
     def _strides(self) -> dict[Any, str]:
-        """Return the token stride of each block in pixels, such as "16", or "8/16" if encoders differ.
+        """Return the token strides of each block in pixels: "16", or "8/16" if encoders differ.
 
         The dictionary is empty if the token grid of every encoder has the same size at all blocks,
         or if the rows are not blocks.

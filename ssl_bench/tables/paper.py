@@ -53,7 +53,7 @@ class PaperTable(Pivot):
         """Return None, because this table has no curves to draw."""
 
     def sheet(self) -> Sheet:
-        """Return the printed table. Its cells read "published | ours", and none is marked as best."""
+        """Return the printed table. A cell reads "published | ours". No cell is marked as best."""
         rows = [
             (Cell(row), *(Cell(self._text(row, column)) for column in self.published.columns))
             for row in self.rows

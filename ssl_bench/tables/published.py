@@ -257,7 +257,7 @@ def describe_settings(record: Record) -> str:
 
 
 def _family(metric: str) -> str:
-    """Return a metric name without its variant, so without the "20" of "top1_k20"."""
+    """Return the metric without its variant: "miou_holdout" as "miou", "top1_k20" as "top1_k"."""
     if metric.startswith("miou"):
         return "miou"
     return re.sub(r"_k\d+$", "_k", metric)
@@ -274,8 +274,8 @@ def _parse_table(paper: Paper, values: Mapping[str, Any]) -> PublishedTable:
             column.reference in rows and column.of in column_names
         ):
             raise ValueError(
-                f"column {column.name}: `reference` must be a row of {values['name']}, and `of` must "
-                "be a column of it"
+                f"column {column.name}: `reference` must be the name of a row of {values['name']}, "
+                "and `of` must be the name of a column"
             )
 
     def parse_cells(key: str) -> dict[tuple[str, str], float]:
