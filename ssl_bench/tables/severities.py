@@ -119,7 +119,7 @@ class SeverityTable(Pivot):
         return (*note, *super().marks())
 
     def sheet(self) -> Sheet:
-        """Return the printed table. Its last column is the drop, with the smallest one marked."""
+        """Return the printed table. Its last column is the drop. The smallest drop is marked."""
         sheet, most_robust = super().sheet(), self.most_robust_layers
         drops = []
         for layer in self.rows:

@@ -70,7 +70,7 @@ class Table(ABC):
 
     @abstractmethod
     def csv_rows(self) -> list[dict[str, Any]]:
-        """Return one dictionary per value, in full precision. All have the same keys."""
+        """Return one CSV row per value, by column name, with numbers in full precision."""
 
     @abstractmethod
     def as_json(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def render_tables(tables: Sequence[Table], style: str) -> str:
 
 
 def as_parquet(tables: Sequence[Table]) -> bytes:
-    """Return the bytes of a Parquet file with the CSV rows of all tables."""
+    """Return the CSV rows of all tables as a Parquet file, in bytes. Missing values are null."""
     # Import pyarrow here, because the import is slow.
     import pyarrow
     import pyarrow.parquet
