@@ -43,7 +43,7 @@ class Curve:
     Attributes:
         name: Name of the checkpoint or block.
         style: CSS classes of the line, separated by spaces.
-        number: Number of the checkpoint or block. The script of the page hides curves by it.
+        number: Number of the checkpoint or block. The script of the page uses it to hide curves.
         points: Scores, sorted by x.
         label: Text at the right end of the line. It may be empty.
     """

@@ -54,7 +54,7 @@ TASK_DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
 """Descriptions of tasks for readers of a report. Tasks of plugins have no description."""
 
 _MAX_COLUMNS = 3
-# Number of tables of one task and split that are visible without unfolding.
+# Largest number of tables per task and split that are visible without unfolding.
 _MAX_OPEN_TABLES = 3
 # Facts that only the page of a checkpoint shows.
 _NOT_IN_LEADERBOARD = ("modules sha256", "position margin")

@@ -77,7 +77,7 @@ class PanelComparison(NamedTuple):
         layers: Index of the best block of the first and of the second checkpoint.
         images: The images with the largest differences in mean IoU at the best blocks. Each tuple
             is an image name, then first IoU, second IoU and their difference in percent.
-        tally: Four numbers of images at the best blocks: correct for both checkpoints, only for the
+        tally: Four counts of images at the best blocks: correct for both checkpoints, only for the
             first, only for the second, for neither. It is None if the metric does not judge single
             images as correct or wrong.
     """
@@ -96,8 +96,8 @@ def choose_pairs(
 ) -> list[Pair]:
     """Return the pairs of checkpoints that get a page.
 
-    These are the requested pairs. If none are requested, they are all pairs, provided that there
-    are at most `MAX_PAIRED` checkpoints.
+    If pairs are requested, only these are returned. Otherwise the result depends on the number of
+    checkpoints: up to `MAX_PAIRED` checkpoints give all pairs, and more checkpoints give no pair.
 
     Args:
         checkpoints: All checkpoints of the report.

@@ -121,7 +121,7 @@ def style_block(layer: int, depth: int) -> str:
     """Return the CSS classes that make the curve of a block distinguishable.
 
     The colour shade shows the position of the block in the encoder. Blocks of the same shade have
-    different dashes. Odd blocks have hollow dots.
+    different dashes. Blocks with an odd index have hollow dots.
     """
     shades = [number * (NUM_SHADES - 1) // max(1, depth - 1) for number in range(layer + 1)]
     dashes = min(shades.count(shades[-1]) - 1, 2)

@@ -1,4 +1,4 @@
-"""Write a report as a folder of HTML pages. An older report is replaced by a complete one only."""
+"""Write a report as a folder of HTML pages, and replace an older report in this folder."""
 
 import json
 import math
@@ -128,8 +128,8 @@ def require_replaceable(folder: Path) -> None:
 
 
     Raises:
-        ConfigurationError: The path is a symbolic link or a file, or the folder contains files of
-            another kind.
+        ConfigurationError: The path is a symbolic link or a file, or the folder contains other
+            files than a report.
     """
     hint = ("--into", "{folder}")
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -138,7 +138,8 @@ def require_replaceable(folder: Path) -> None:
         )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT_MARK).is_file():
         raise ConfigurationError(
-            f"cannot write the report to {folder}, which contains files of another kind", hint=hint
+            f"cannot write the report to {folder}, which contains other files than a report",
+            hint=hint,
         )
 
 
@@ -150,7 +151,7 @@ def replace_report(folder: Path) -> Generator[Path]:
 
 
     Raises:
-        ConfigurationError: `folder` is not a folder, or contains files that are not a report.
+        ConfigurationError: `folder` is not a folder, or contains other files than a report.
         MachineError: The disk is full, or the folder cannot be written. An older report is kept.
     """
     require_replaceable(folder)

@@ -242,7 +242,7 @@ def _layer_list(layers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Comparison(Table):
-    """A table of the differences of one metric over blocks.
+    """A table of differences of one metric, with one row per compared block.
 
     Attributes:
         record: Any of the compared records.
@@ -291,7 +291,7 @@ class Comparison(Table):
         if self.without_best:
             names = " and ".join(self.without_best)
             notes.append(f"no block of {names} is best, because all are degenerate")
-        # For example "held-out choice (9, 11)".
+        # The row "held-out choice (9, 11)" averages over several blocks, for example.
         is_mixed = any(row.name.startswith("held-out") and "," in row.name for row in self.rows)
         notes += mixed_notes([self.record.metric] if is_mixed else [])
         first, second = self.rows[-1].layers
@@ -368,8 +368,8 @@ def code_warning(tables: Iterable[Comparison]) -> str:
         return ""
     sides = "; ".join(f"{name}: {', '.join(sorted(code))}" for name, code in versions.items())
     return (
-        f"warning: the compared results come from different code ({sides}). If that may matter, "
-        "compute a side again with `ssl-bench probe --overwrite`"
+        f"warning: the compared results come from different code ({sides}). If the code may have "
+        "changed the scores, recompute them with `ssl-bench probe --overwrite`"
     )
 
 
@@ -511,7 +511,9 @@ def _explain_failure(
             name: sorted({f"{r.metric} {r.dataset} {r.facet} {r.protocol}" for r in side})
             for name, side in sides.items()
         }
-        return "; ".join(f"{name} only has {', '.join(known)}" for name, known in measured.items())
+        return "; ".join(
+            f"{name} only has results for {', '.join(known)}" for name, known in measured.items()
+        )
     has_images = [
         {r.layer for r in side if store.has_per_image(r.key())} for side in (first, second)
     ]

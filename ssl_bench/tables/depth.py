@@ -24,9 +24,9 @@ from ssl_bench.tables.entries import (
 from ssl_bench.tables.sheets import Cell, Sheet, Table, default_format, render_tables
 
 MAX_TABLES = 4
-"""Largest number of tables that are all printed, if the records belong to a single task.
+"""If a single task has tables, and not more than this number, all its tables are printed.
 
-A task with more tables prints only the tables of its main metric.
+Otherwise only the tables of the main metric of each task are printed.
 """
 
 PROBE_EPOCHS = (

@@ -39,7 +39,7 @@ def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
     figure, suffix = curves_figure(tables), path.suffix.removeprefix(".").lower()
     if suffix not in figure.canvas.get_supported_filetypes():
         raise ConfigurationError(
-            f"expected a figure that ends with .png, .svg or .pdf, got {path}",
+            f"expected a figure file that ends with .png, .svg or .pdf, got {path}",
             hint=("--figure", "{file}.png"),
         )
     # Draw in memory first, because matplotlib does not report a full disk.

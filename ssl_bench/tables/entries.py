@@ -376,7 +376,10 @@ def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[
 
 
 def with_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
-    """Return the entries. All print their number of seeds if these numbers are not all equal."""
+    """Return copies of entries that print their number of seeds.
+
+    If all entries have the same number of seeds, the copies do not print it.
+    """
     differ = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 

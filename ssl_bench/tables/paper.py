@@ -239,7 +239,10 @@ def _derive_numbers(
     entries: Mapping[tuple[str, str], Entry],
     runs: Mapping[str, Path],
 ) -> dict[tuple[str, str], float]:
-    """Return the known measures of runs and differences between rows, by (row, column)."""
+    """Return `PaperTable.derived`: measures of runs and differences between rows.
+
+    Numbers that cannot be computed are left out.
+    """
     derived: dict[tuple[str, str], float] = {}
     for column in published.columns:
         known = {row: e.value for (row, name), e in entries.items() if name == column.of}

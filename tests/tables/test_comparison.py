@@ -349,7 +349,7 @@ REASONS = {
     ),
     "other facets": (
         [("a", {0: IMAGES}, {}), ("d", {0: IMAGES}, {"facet": "token"})],
-        "skip only has corloc toy key reference; skipless only has corloc toy token",
+        "skip only has results for corloc toy key reference; skipless only has results for",
     ),
     "never probed": (
         [("a", {0: IMAGES}, {}), ("d", {0: None}, {"task": "pca"})],
