@@ -1,1 +1,1 @@
-"""HTML pages about the records and pictures of a results folder. They open from disk."""
+"""Create an HTML report of a results folder. A browser can open it without a web server."""

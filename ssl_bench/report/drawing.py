@@ -1,4 +1,4 @@
-"""Layout of line charts: from values to coordinates that a template writes as SVG."""
+"""Compute the layout of line charts: the coordinates that a template writes as SVG."""
 
 import math
 from collections.abc import Sequence
@@ -9,23 +9,23 @@ WIDTH, HEIGHT = 400, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 10, 34
 _MAX_TICK_LETTERS = 5
 _MIN_TICK_DISTANCE = 27
-# Width of a letter and height of a line of text, in units of the drawing.
+# Width of a letter and height of a line of text, in SVG units of the chart.
 _LETTER_WIDTH, _LINE_HEIGHT = 5.9, 11.0
 
 MAX_END_LABELS = 8
-"""Curves that may have their names at the right edge. More names would overlap."""
+"""Largest number of curves that get labels at the right edge. More labels would overlap."""
 
 
 class Point(NamedTuple):
-    """One value of a curve.
+    """One score of a curve.
 
     Attributes:
-        x: Block, epoch or severity.
-        value: NaN interrupts the line, infinity lies at the upper edge.
-        low: Lower end of the 95 % interval, or None.
-        high: Upper end of the 95 % interval, or None.
-        tooltip: Text that appears when the pointer is on the point.
-        is_degenerate: Whether the point is drawn as a cross.
+        x: Block index, epoch or severity.
+        value: The score. NaN interrupts the line. Infinity is drawn at the upper edge.
+        low: Lower end of the 95 % interval, or None if there is no interval.
+        high: Upper end of the 95 % interval, or None if there is no interval.
+        tooltip: Text that appears when the mouse pointer is on the point.
+        is_degenerate: Whether the score is degenerate. The point is then drawn as a cross.
     """
 
     x: int | float
@@ -38,14 +38,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """Values to draw as one line.
+    """Scores that are drawn as one line.
 
     Attributes:
         name: Name of the checkpoint or block.
-        style: Classes in the style sheet.
-        number: Number of the checkpoint or block. A page hides curves by this number.
-        points: Values in the order of x.
-        label: Text at the right end, or an empty string.
+        style: CSS classes of the line, separated by spaces.
+        number: Number of the checkpoint or block. The script of the page uses it to hide curves.
+        points: Scores, sorted by x.
+        label: Text at the right end of the line. It may be empty.
     """
 
     name: str
@@ -56,14 +56,14 @@ class Curve:
 
 
 class Tick(NamedTuple):
-    """A position along one axis and the text beside it."""
+    """A position on an axis, in SVG units, with its text."""
 
     position: float
     label: str
 
 
 class Mark(NamedTuple):
-    """A point in coordinates of the drawing."""
+    """A point of a curve in SVG coordinates."""
 
     x: float
     y: float
@@ -73,16 +73,16 @@ class Mark(NamedTuple):
 
 
 class DrawnCurve(NamedTuple):
-    """A curve in coordinates of the drawing.
+    """A curve in SVG coordinates.
 
     Attributes:
         name: Name of the checkpoint or block.
-        style: Classes in the style sheet.
+        style: CSS classes of the line, separated by spaces.
         number: Number of the checkpoint or block.
         line: SVG path through the points.
-        band: SVG path around the 95 % intervals.
+        band: SVG path around the area of the 95 % intervals.
         marks: The points.
-        label: Height and text of the label at the right end, or None.
+        label: Height and text of the label at the right end, or None without a label.
     """
 
     name: str
@@ -95,19 +95,25 @@ class DrawnCurve(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A drawing, in which y grows downwards.
+    """A chart in SVG coordinates. The y coordinate grows downwards.
 
     Attributes:
         x_ticks: Labelled positions on the horizontal axis.
         y_ticks: Labelled positions on the vertical axis.
-        curves: One per checkpoint or block.
-        published: Heights of published values, drawn as dashes at the right edge.
-        baselines: Heights of image-independent baselines, drawn as dotted lines.
-        baseline_labels: Names of the baselines, at heights where they do not overlap.
-        zero: Height of the value 0 if it lies between the ticks, else None.
-        y_label: Metric and unit.
-        x_label: Quantity on the horizontal axis.
-        right: Right end of the axes.
+        curves: Curves, one per checkpoint or block.
+        published: The y coordinates of published values. They are drawn as short dashes at the
+            right edge.
+        baselines: The y coordinates of image-independent baselines. They are drawn as dotted lines.
+        baseline_labels: Names of the baselines, at y coordinates where the names do not overlap.
+        zero: The y coordinate of the value 0, or None if 0 is outside the axis.
+        y_label: Label of the vertical axis: metric and unit.
+        x_label: Label of the horizontal axis.
+        right: The x coordinate of the right end of the axes.
+        width: Width of the chart.
+        height: Height of the chart.
+        left: The x coordinate of the vertical axis.
+        top: The y coordinate of the upper end of the axes.
+        bottom: The y coordinate of the horizontal axis.
     """
 
     x_ticks: Sequence[Tick]
@@ -137,17 +143,19 @@ def draw_chart(
     same_axes: Sequence[Curve] = (),
     baselines: Sequence[tuple[str, float]] = (),
 ) -> Chart:
-    """Lay out curves on axes that hold all values, intervals and baselines.
+    """Compute the layout of a chart.
 
-    Positive values without a unit that span more than a factor of 100 get a logarithmic axis.
+    The vertical axis covers all scores, intervals and baselines. It is logarithmic if the values
+    are positive plain numbers and the largest is more than 100 times the smallest.
 
     Args:
         curves: Curves to draw.
-        published: Names and values from papers. Values outside the axes are omitted.
+        published: Names and values from papers. Values outside the vertical axis are not drawn.
         unit: "%", or an empty string for plain numbers.
-        y_label: Label of the vertical axis. The default is the unit.
+        y_label: Label of the vertical axis. If it is empty, the unit is used.
         x_label: Label of the horizontal axis.
-        same_axes: Curves of other charts whose values the axes must hold too.
+        same_axes: Curves of other charts. The axes also cover their values, so that the charts have
+            the same axes.
         baselines: Names and values of image-independent baselines.
     """
     points = [point for curve in (*curves, *same_axes) for point in curve.points]
@@ -173,7 +181,7 @@ def draw_chart(
         return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
 
     def draw_curve(curve: Curve, label: Tick | None) -> DrawnCurve:
-        # A missing value splits the line into several pieces.
+        # A NaN splits the line into two pieces.
         pieces: list[list[Point]] = [[]]
         for point in curve.points:
             if not math.isnan(point.value):
@@ -197,7 +205,7 @@ def draw_chart(
         )
 
     def draw_band(piece: Sequence[Point]) -> str:
-        """Return a path along the upper ends of the intervals and back along the lower ends."""
+        """Return a closed SVG path around the 95 % intervals of consecutive points."""
         ends = [(p.x, p.low, p.high) for p in piece if p.low is not None and p.high is not None]
         ends = [(x, lower, upper) for x, lower, upper in ends if not math.isnan(lower + upper)]
         there = [(to_x(x), to_y(upper)) for x, _, upper in ends]
@@ -217,7 +225,7 @@ def draw_chart(
         for number, height in zip(last_heights, label_heights, strict=True)
     }
     baseline_ticks = [Tick(to_y(value), name) for name, value in baselines]
-    # Names stand below their lines if there is room above the axis.
+    # The name of a baseline is below its dotted line, or above the line if there is no room below.
     wanted = [
         tick.position + _LINE_HEIGHT if tick.position + _LINE_HEIGHT < bottom else tick.position - 4
         for tick in baseline_ticks
@@ -243,11 +251,11 @@ def draw_chart(
 
 
 def choose_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
-    """Return at most `most` round values that enclose both ends.
+    """Return tick values of a linear axis that covers the range from `low` to `high`.
 
-    The steps are 1, 2 or 5 times a power of ten.
+    There are at most `most` ticks. Their distance is 1, 2 or 5 times a power of ten.
     """
-    # Values that are equal except for rounding leave no step between them.
+    # If the values are equal up to rounding errors, widen the range so that it is not empty.
     if high - low <= 1e-6 * max(1.0, abs(high)):
         margin = max(0.5, 1e-3 * abs(high))
         low, high = low - margin, high + margin
@@ -260,23 +268,28 @@ def choose_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
 
 
 def choose_log_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
-    """Return at most `most` powers of ten in even steps that enclose both ends."""
+    """Return tick values of a logarithmic axis that covers the range from `low` to `high`.
+
+    There are at most `most` ticks. They are powers of ten with equal ratios between neighbours.
+    """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     step = -(-(last - first) // (most - 1))
     return tuple(10.0 ** (first + step * i) for i in range(-(-(last - first) // step) + 1))
 
 
 def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tuple[float, ...]:
-    """Move labels apart and keep their order.
+    """Move labels apart until they do not overlap, without changing their order.
+
+    If there is no room for all labels, some overlap at `low`.
 
     Args:
-        heights: Wanted heights of the labels, downwards.
-        gap: Least distance between two labels.
-        low: Least height, where labels overlap if there is no room for all of them.
-        high: Largest height.
+        heights: Desired y coordinates of the labels.
+        gap: Smallest allowed distance between two labels.
+        low: Smallest allowed y coordinate.
+        high: Largest allowed y coordinate.
 
     Returns:
-        The new heights, in the order of `heights`.
+        The new y coordinates, in the order of `heights`.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     moved = list(heights)
@@ -284,7 +297,7 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tup
     for i in order:
         moved[i] = free = max(moved[i], free)
         free += gap
-    # Push labels that went too far down back up.
+    # Move labels back up if their y coordinate exceeds `high`.
     free = high
     for i in reversed(order):
         moved[i] = max(low, min(moved[i], free))
@@ -293,7 +306,7 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tup
 
 
 def _format_tick(value: float) -> str:
-    """Return a text that fits beside the axis, such as "2.5e5"."""
+    """Return a number as a short text for the label of a tick, such as "2.5e5"."""
     text = f"{value:g}"
     if len(text) <= _MAX_TICK_LETTERS:
         return text
@@ -302,7 +315,7 @@ def _format_tick(value: float) -> str:
 
 
 def _omit_crowded(ticks: Sequence[Tick]) -> list[Tick]:
-    """Return the ticks whose labels do not overlap with the label before."""
+    """Return the ticks without those that would overlap with the label of the previous tick."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
         if tick.position - kept[-1].position >= _MIN_TICK_DISTANCE:

@@ -1,4 +1,4 @@
-"""Text and tables of a report: sentences, leaderboard, and scores by block."""
+"""Write the text and tables of a report: summaries, leaderboard, and scores of each block."""
 
 import math
 from collections import defaultdict
@@ -51,23 +51,23 @@ TASK_DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "to an isometry.",
     }
 )
-"""Descriptions of the tasks of this suite. Other tasks have none."""
+"""Descriptions of tasks for readers of a report. Tasks of plugins have no description."""
 
 _MAX_COLUMNS = 3
-# Tables of one task and split that are not folded.
+# Largest number of tables per task and split that are visible without unfolding.
 _MAX_OPEN_TABLES = 3
-# Only the page of the checkpoint shows them.
+# Facts that only the page of a checkpoint shows.
 _NOT_IN_LEADERBOARD = ("modules sha256", "position margin")
 
 
 class Leaderboard(NamedTuple):
-    """One row per checkpoint, with scores and with the facts in which the checkpoints differ.
+    """A table with one row per checkpoint: its scores, and the facts that distinguish it.
 
     Attributes:
-        panels: Panels of the columns with scores, one per task and dataset.
-        fact_names: Names of the facts in which the checkpoints differ.
-        fact_rows: Their values by checkpoint. A missing value is an empty string.
-        shared_facts: Names and values that are the same for all checkpoints.
+        panels: One panel for each column of scores, at least one per task and dataset.
+        fact_names: Names of the facts that are not equal for all checkpoints.
+        fact_rows: Values of these facts for each checkpoint. A missing value is an empty string.
+        shared_facts: Names and values of the facts that are equal for all checkpoints.
     """
 
     panels: Sequence[Panel]
@@ -77,7 +77,7 @@ class Leaderboard(NamedTuple):
 
 
 def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> Leaderboard:
-    """Choose the columns of the leaderboard and compare the facts of the checkpoints."""
+    """Return the leaderboard with its columns of scores and its columns of differing facts."""
     facts = [dict(checkpoint.facts) for checkpoint in checkpoints]
     names = dict.fromkeys(n for row in facts for n in row if n not in _NOT_IN_LEADERBOARD)
     differing = [name for name in names if len({row.get(name) for row in facts}) > 1]
@@ -90,17 +90,17 @@ def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
 
 
 BlockTable = Sequence[tuple[Panel, Line]]
-"""Columns of a table with one row per block."""
+"""The columns of a table with one row per block. Each column is a panel and one of its lines."""
 
 
 class BlockGroup(NamedTuple):
-    """Scores of one checkpoint for a task on one split of a dataset.
+    """Scores of one checkpoint for one task on one split of a dataset.
 
     Attributes:
         task: Task of the probe.
-        split_name: Dataset and split.
-        tables: Tables that are shown, first those of the headline metric.
-        folded: Tables that readers unfold.
+        split_name: Dataset and split, such as "voc2012 val".
+        tables: Tables that are visible at once. Tables of the headline metric come first.
+        folded: Tables that readers must unfold.
     """
 
     task: str
@@ -110,7 +110,7 @@ class BlockGroup(NamedTuple):
 
 
 def group_block_tables(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
-    """Arrange the scores of one checkpoint as tables with few columns."""
+    """Distribute the scores of one checkpoint over tables with at most `_MAX_COLUMNS` columns."""
     line_by_panel = {panel.number: line for panel, line in lines}
     groups = []
     for task, of_task in group_by_task([panel for panel, _ in lines]).items():
@@ -118,7 +118,7 @@ def group_block_tables(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
             metric = choose_headline_metric(of_split)
             panels = sorted(of_split, key=lambda panel, metric=metric: panel.metric != metric)
             columns = [(panel, line_by_panel[panel.number]) for panel in panels]
-            # As few tables as possible, with almost equal numbers of columns.
+            # Make as few tables as possible. Their numbers of columns differ by at most one.
             count = -(-len(columns) // _MAX_COLUMNS)
             ends = [len(columns) * number // count for number in range(count + 1)]
             tables = [columns[start:end] for start, end in pairwise(ends)]
@@ -132,8 +132,9 @@ def summarize_checkpoints(
 ) -> dict[Checkpoint, list[str]]:
     """Return the summaries of each checkpoint, one per task, dataset and protocol.
 
-    Checkpoints without scores are omitted. With at most `MAX_PAIRED` checkpoints, blocks are
-    compared on the same images. With more, this would take too long, so intervals are compared.
+    Checkpoints without scores are omitted. If the report has at most `MAX_PAIRED` checkpoints,
+    blocks are compared by the paired difference on the same images. This would take too long for
+    more checkpoints, so then their 95 % intervals are compared instead.
     """
     chosen = _select_summarized_panels(panels)
     protocols = defaultdict[tuple[str, str], set[str]](set)
@@ -159,7 +160,7 @@ def summarize_checkpoints(
 
 
 def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the headline panels of every protocol, in the order of the tasks."""
+    """Return the headline panels of every protocol, sorted by task and split."""
     chosen = {panel.number: panel for panel in select_headline_panels(panels)}
     for protocol in dict.fromkeys(panel.protocol for panel in panels):
         of_protocol = [panel for panel in panels if panel.protocol == protocol]
@@ -171,21 +172,21 @@ def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
 def find_lower_blocks(
     store: ResultStore, panel: Panel, line: Line, *, is_paired: bool
 ) -> set[int] | None:
-    """Return the blocks that are significantly lower than the best one.
+    """Return the blocks with a significantly lower score than the best block.
 
-    A block is lower if the 95 % interval of the difference over the same images excludes 0.
-    Degenerate blocks are never among them.
+    The lower score is significant if the 95 % interval of the paired difference on the same images
+    excludes 0. If per-image values are missing, it is significant if the whole 95 % interval of the
+    block is below the interval of the best block. Degenerate blocks are never returned.
 
     Args:
-        store: Holds the per-image values.
-        panel: The panel of the line.
+        store: Results folder with the per-image values.
+        panel: The panel that contains the line.
         line: Scores of one checkpoint. The best block has the highest mean over seeds. The
-            per-image values are those of the lowest seed.
-        is_paired: Whether to load per-image values. If they are not loaded or not stored, a block
-            is lower if its 95 % interval lies below that of the best block.
+            per-image values are those of the smallest seed.
+        is_paired: Whether to load per-image values.
 
     Returns:
-        Block indices, or None if there are neither per-image values nor intervals.
+        Block indices. The result is None if neither per-image values nor intervals exist.
     """
     best = line.best
     if best is None:
@@ -206,12 +207,12 @@ def find_lower_blocks(
 
 
 def summarize_line(panel: Panel, line: Line, lower: set[int] | None) -> str:
-    """Return sentences on the best block of a checkpoint.
+    """Return sentences about the best block of a checkpoint.
 
     Args:
-        panel: The panel of the line.
+        panel: The panel that contains the line.
         line: Scores of one checkpoint.
-        lower: Blocks that are significantly lower than the best one, or None if unknown.
+        lower: Blocks with a significantly lower score than the best block, or None if unknown.
     """
     metric, num_images = panel.metric, panel.record.num_images
     valued = [entry for entry in line.entries if not math.isnan(entry.value)]
@@ -255,7 +256,7 @@ def summarize_line(panel: Panel, line: Line, lower: set[int] | None) -> str:
 
 
 def _count_lower(number: int, others: int) -> str:
-    """Return a sentence on how many of the other blocks are significantly lower."""
+    """Return a sentence that states how many blocks score significantly lower than the best."""
     if others == 1:
         return f"The other block is {'' if number else 'not '}significantly lower."
     if number == others:

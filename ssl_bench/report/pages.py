@@ -1,4 +1,4 @@
-"""Contents of a report and of each of its pages, ready for the templates."""
+"""Collect the contents of a report, and the values that the template of each page needs."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -49,22 +49,22 @@ from ssl_bench.tables.severities import SeverityTable
 _MAX_UNFOLDED = 2
 
 Page = dict[str, Any]
-"""Values that a template finds under `page`."""
+"""Values that a template can access under the name `page`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Contents of all pages.
+    """Contents of all pages of a report.
 
     Attributes:
         store: The results folder.
-        records: Records of the report. Pages refer to them by index.
-        checkpoints: Encoders, ordered by name.
-        panels: Groups of scores that may be compared.
-        pairs: Checkpoints that are compared on pages of their own.
-        epochs: Panels with runs that were probed at two epochs or more.
-        severities: Scores of corrupted images.
-        galleries: Pictures by encoder id.
+        records: All records of the report. Pages refer to a record by its index.
+        checkpoints: The encoders, sorted by name.
+        panels: Groups of comparable scores.
+        pairs: Pairs of checkpoints. Each pair is compared on its own page.
+        epochs: Scores over epochs, for panels with a run that was probed at several epochs.
+        severities: Tables and charts of scores on corrupted images.
+        galleries: Galleries of pictures by encoder id.
         pictures: Picture files of the results folder.
     """
 
@@ -80,16 +80,16 @@ class Report:
 
     @property
     def clean_panels(self) -> Sequence[Panel]:
-        """Panels without corrupted images, or all panels if there are no others."""
+        """The panels of uncorrupted images, or all panels if every panel has corrupted images."""
         return [panel for panel in self.panels if not panel.is_corrupted] or self.panels
 
     @cached_property
     def summaries(self) -> Mapping[Checkpoint, Sequence[str]]:
-        """Sentences on the best blocks by checkpoint."""
+        """Sentences about the best blocks, by checkpoint."""
         return summarize_checkpoints(self.store, self.clean_panels, self.checkpoints)
 
     def picture_paths(self) -> list[str]:
-        """Return the paths of all pictures, relative to the results folder, without duplicates."""
+        """Return the distinct paths of all pictures, relative to the results folder."""
         every = (gallery for shown in self.galleries.values() for gallery in shown)
         return list(dict.fromkeys(path for gallery in every for path in gallery.paths()))
 
@@ -106,9 +106,9 @@ def build_report(
     Args:
         store: The results folder.
         records: Records to show.
-        encoder_ids: Pairs of checkpoints to compare. If there are none, see `choose_pairs`.
-        layers: Block indices whose pictures are shown. Negative ones count from the last block.
-            None shows all blocks.
+        encoder_ids: Pairs of encoder ids to compare. If it is empty, `choose_pairs` selects pairs.
+        layers: Pictures are shown for these block indices only. A negative index counts from the
+            last block. None shows all blocks.
 
     Raises:
         ConfigurationError: A pair consists of the same checkpoint twice.
@@ -135,7 +135,7 @@ def build_report(
 
 
 def build_index_page(report: Report) -> Page:
-    """Return the overview: sentences, leaderboard, pictures, and the curves of all panels."""
+    """Return the overview page: summaries, leaderboard, pictures, and the charts of all panels."""
     panels, checkpoints = report.panels, report.checkpoints
     leaderboard = build_leaderboard(report.clean_panels, checkpoints)
     headlines = leaderboard.panels
@@ -165,7 +165,7 @@ def build_index_page(report: Report) -> Page:
         ),
         "panels_with_epochs": {trends.panel.number for trends in report.epochs},
         "has_severities": bool(report.severities),
-        # Without labels there is more to look at than to read.
+        # If no score uses labels, the page shows the pictures before the tables.
         "has_labels": any(panel.has_labels for panel in panels),
         "has_skipless": any(checkpoint.is_skipless for checkpoint in checkpoints),
         "filters": _list_filters(panels),
@@ -182,7 +182,7 @@ def build_index_page(report: Report) -> Page:
 
 
 def _draw_panel(panel: Panel) -> dict[str, Any]:
-    """Draw a panel with its baselines and with the published values that its axes hold."""
+    """Draw the chart of a panel with its baselines and the published values inside its axes."""
     lines = panel.drawn_lines
     curves = [
         Curve(
@@ -197,11 +197,11 @@ def _draw_panel(panel: Panel) -> dict[str, Any]:
         )
         for line in lines
     ]
-    # One table per paper and difference from its experiment.
+    # Make one table per published source and per description of the differences from it.
     published: dict[tuple[str, str], list[PublishedValue]] = defaultdict(list)
     for value in find_published_values(panel.record):
         published[value.source, value.differs].append(value)
-    # Published values refer to whole datasets, so a part of a dataset has none.
+    # Published values refer to full datasets, so they are not drawn for subsets.
     heights = [
         (f"published: {value.row}, {value.column}, {value.value:.1f}", value.value)
         for values in published.values()
@@ -223,9 +223,10 @@ def _draw_panel(panel: Panel) -> dict[str, Any]:
 
 
 def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group the panels of a task by split, and fold all but those of the headline metric.
+    """Group the panels of one task by split.
 
-    A split with at most `_MAX_UNFOLDED` panels has no fold.
+    Only panels of the headline metric are visible without unfolding. If a split has at most
+    `_MAX_UNFOLDED` panels, all of them are visible.
     """
     groups = []
     for split_name, panels in group_by_split([view["panel"] for view in views]).items():
@@ -242,12 +243,12 @@ def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _list_filters(panels: Sequence[Panel]) -> list[tuple[str, list[str]]]:
-    """Return the fields by which readers filter panels, and their values."""
+    """Return the fields by which readers can filter panels, each with all of its values."""
     return [(name, sorted({getattr(panel, name) for panel in panels})) for name in PANEL_FIELDS]
 
 
 def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
-    """Return everything about one checkpoint: sentences, scores, pictures and settings."""
+    """Return the page of one checkpoint: summaries, scores, pictures and settings."""
     lines = [(p, line) for p in report.panels if (line := p.find_line(checkpoint)) is not None]
     panels = [panel for panel, _ in lines]
     entries = [entry for _, line in lines for entry in line.entries]
@@ -279,10 +280,10 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
 
 
 def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, Any]]:
-    """Return the IoU of every class, one table per dataset, protocol and facet.
+    """Return tables with the IoU of each class, one per dataset, protocol and facet.
 
-    If several mean IoUs were recorded, the first one is shown, which is the held-out one. Classes
-    that are absent at every block are counted but not listed.
+    If several kinds of mean IoU were recorded, the table shows the first kind, which is
+    `miou_holdout`. Classes without an IoU at any block are counted but not listed.
     """
     tables: dict[tuple[str, ...], dict[str, Any]] = {}
     for panel, line in lines:
@@ -295,7 +296,7 @@ def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, A
         if key in tables or not panel.metric.startswith("miou") or not by_entry:
             continue
         names = dict.fromkeys(name for iou in by_entry.values() for name in iou)
-        # The value of an absent class is None.
+        # The IoU of a class that is absent from the images is None.
         rows = [(name, [iou.get(name) for iou in by_entry.values()]) for name in names]
         present = [row for row in rows if any(value is not None for value in row[1])]
         tables[key] = {
@@ -308,7 +309,7 @@ def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, A
 
 
 def _list_settings(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return the settings and provenance of some records, without duplicates."""
+    """Return the distinct settings of some records, each with the provenance of its records."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         title = (
@@ -328,7 +329,7 @@ def _list_settings(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def build_pair_page(report: Report, pair: Pair, compared: Sequence[PanelComparison]) -> Page:
-    """Return two checkpoints side by side, with their differences block by block."""
+    """Return the page that compares two checkpoints: differences at each block, and pictures."""
     first, second = pair
     order = [panel.number for of_task in group_by_task(report.panels).values() for panel in of_task]
     compared = sorted(compared, key=lambda comparison: order.index(comparison.panel.number))
@@ -348,7 +349,7 @@ def build_pair_page(report: Report, pair: Pair, compared: Sequence[PanelComparis
 
 
 def _draw_comparison(pair: Pair, comparison: PanelComparison) -> dict[str, Any]:
-    """Draw the differences of one panel over the blocks."""
+    """Draw the differences between two checkpoints over the blocks, for one panel."""
     differences = [row.difference for row in comparison.blocks]
     points = [
         Point(
@@ -370,12 +371,12 @@ def _draw_comparison(pair: Pair, comparison: PanelComparison) -> dict[str, Any]:
 
 
 def build_epochs_page(epochs: Sequence[PanelTrends]) -> Page:
-    """Return scores over epochs, panel by panel."""
+    """Return the page with charts of scores over epochs, one group of charts per panel."""
     panels = [trends.panel for trends in epochs]
     drawn = sorted(
         (run for trends in epochs for run in trends.drawn_trends), key=lambda run: run.depth
     )
-    # Each block has the style that it has in the deepest encoder.
+    # The legend shows the style that a block has in the deepest encoder.
     blocks = {curve.number: curve for run in drawn for curve in run.make_curves()}
     return {
         "panels": epochs,

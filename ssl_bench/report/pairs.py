@@ -1,4 +1,4 @@
-"""Differences between two checkpoints, paired over the same images."""
+"""Compare two checkpoints by paired differences, computed over the same images."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,32 +22,32 @@ from ssl_bench.tables.comparison import (
 )
 
 MAX_PAIRED = 6
-"""Largest number of checkpoints of which all pairs get a page by default."""
+"""By default, a report with at most this many checkpoints has a page for each pair of them."""
 
 _NUM_IMAGES = 6
 
 
 class Pair(NamedTuple):
-    """Two checkpoints that are compared on a page."""
+    """Two checkpoints that one page of the report compares."""
 
     first: Checkpoint
     second: Checkpoint
 
     @property
     def page(self) -> str:
-        """File name of the page."""
+        """File name of the page for this pair."""
         return f"compare-{self.first.encoder_id[:8]}-{self.second.encoder_id[:8]}.html"
 
 
 class Side(NamedTuple):
-    """Stored per-image values of one checkpoint in one panel.
+    """Per-image values of one checkpoint for one panel, read from the results folder.
 
     Attributes:
-        checkpoint: The encoder.
-        curve: Per-image values and scores by block.
-        image_names: Names of the images, in the order of the values.
-        records: Records by block.
-        seed: Seed of the records.
+        checkpoint: The checkpoint.
+        curve: Per-image values and scores of each block.
+        image_names: Names of the images, in the order of the per-image values.
+        records: Record of each block, by block index.
+        seed: The seed of all these records.
     """
 
     checkpoint: Checkpoint
@@ -58,7 +58,7 @@ class Side(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A difference and the records behind its two sides."""
+    """A difference, with the records of its first score and the records of its second score."""
 
     difference: Difference
     first: Sequence[Record]
@@ -66,19 +66,20 @@ class Row(NamedTuple):
 
 
 class PanelComparison(NamedTuple):
-    """Two checkpoints in one panel.
+    """Comparison of two checkpoints in one panel.
 
     Attributes:
         panel: The panel.
-        table: The same differences as `ssl-bench compare` shows them.
-        blocks: Differences block by block, first minus second.
-        summary: Differences of the best blocks and of the held-out choice. Empty if no block may
-            be best.
-        layers: Best block of each side.
-        images: Images with the largest differences in mean IoU at these blocks: name, first,
-            second, difference, all in percent.
-        tally: Number of images that are right at these blocks for both sides, for the first only,
-            for the second only, and for neither. None unless images are right or wrong.
+        table: The same differences as a table of `ssl-bench compare`.
+        blocks: Differences at each common block: first checkpoint minus second checkpoint.
+        summary: Difference between the best blocks, and difference between the held-out choices.
+            It is empty if either checkpoint has no block that can be best.
+        layers: Index of the best block of the first and of the second checkpoint.
+        images: The images with the largest differences in mean IoU at the best blocks. Each tuple
+            is an image name, then first IoU, second IoU and their difference in percent.
+        tally: Four counts of images at the best blocks: correct for both checkpoints, only for the
+            first, only for the second, for neither. It is None if the metric does not judge single
+            images as correct or wrong.
     """
 
     panel: Panel
@@ -93,11 +94,14 @@ class PanelComparison(NamedTuple):
 def choose_pairs(
     checkpoints: Sequence[Checkpoint], encoder_ids: Iterable[tuple[str, str]]
 ) -> list[Pair]:
-    """Return the requested pairs, or all pairs of at most `MAX_PAIRED` checkpoints.
+    """Return the pairs of checkpoints that get a page.
+
+    If pairs are requested, only these are returned. Otherwise the result depends on the number of
+    checkpoints: up to `MAX_PAIRED` checkpoints give all pairs, and more checkpoints give no pair.
 
     Args:
         checkpoints: All checkpoints of the report.
-        encoder_ids: Requested pairs.
+        encoder_ids: Requested pairs of encoder ids.
 
     Raises:
         ConfigurationError: A pair consists of the same checkpoint twice.
@@ -106,7 +110,7 @@ def choose_pairs(
     pairs = [(by_id[first], by_id[second]) for first, second in encoder_ids]
     if any(first == second for first, second in pairs):
         raise ConfigurationError(
-            "a pair consists of the same checkpoint twice, expected two different checkpoints",
+            "a pair must consist of two different checkpoints, got the same checkpoint twice",
             hint=("--pair", "{checkpoint}", "{other_checkpoint}"),
         )
     if not pairs and len(checkpoints) <= MAX_PAIRED:
@@ -115,9 +119,10 @@ def choose_pairs(
 
 
 def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | None:
-    """Load the per-image values of a checkpoint, or return None if they were not stored.
+    """Load the per-image values of a checkpoint, or return None if none are stored.
 
-    If there are several seeds, only the lowest is loaded, because images are paired at one seed.
+    If there are several seeds, only the smallest seed is loaded, because images are paired within
+    one seed.
     """
     line = panel.find_line(checkpoint)
     records = [record for entry in line.entries for record in entry.records] if line else []
@@ -138,7 +143,7 @@ def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side 
 
 
 def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
-    """Return the names of the scored images, or numbers if the names are unknown."""
+    """Return the names of the scored images, or names such as "image 3 of 40" if unknown."""
     names = store.image_ids(record.dataset_fingerprint)
     if names is not None and len(names) == number:
         return list(names)
@@ -146,7 +151,10 @@ def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
 
 
 def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | None:
-    """Return the differences first minus second, or None if the images or seeds differ."""
+    """Compare two checkpoints in one panel: the scores of the first minus those of the second.
+
+    The result is None if the two have different seeds or different numbers of images.
+    """
     if len(first.image_names) != len(second.image_names) or first.seed != second.seed:
         return None
 
@@ -186,8 +194,9 @@ def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | 
 
 
 def _count_right(first: PerImage, second: PerImage) -> list[int] | None:
-    """Count the images that are right on both sides, on either side only, and on neither."""
-    # Per-image values are right or wrong unless they are percentages or pixel counts.
+    """Return `PanelComparison.tally` from the per-image values of the two best blocks."""
+    # One integer per image states whether the image is correct. Other kinds of per-image values
+    # are percentages, counts or results of several draws.
     if first.ndim != 1 or "f" in (first.dtype.kind, second.dtype.kind):
         return None
     one, other = first.astype(bool), second.astype(bool)
@@ -198,7 +207,10 @@ def _count_right(first: PerImage, second: PerImage) -> list[int] | None:
 def _list_images(
     metric: str, names: Sequence[str], sides: tuple[PerImage, PerImage]
 ) -> list[tuple[str, float, float, float]]:
-    """Return the images with the largest differences in mean IoU, gains of the first side first."""
+    """Return the images with the largest differences in mean IoU.
+
+    Images on which the first checkpoint is better come first. See `PanelComparison.images`.
+    """
     if not metric.startswith("miou") or sides[0].ndim != 3:
         return []
     values = zip(names, *(mean_iou(side).tolist() for side in sides), strict=True)
@@ -216,7 +228,10 @@ def _list_images(
 def compare_pairs(
     store: ResultStore, panels: Sequence[Panel], pairs: Sequence[Pair]
 ) -> dict[Pair, list[PanelComparison]]:
-    """Compare all pairs in all panels. Each checkpoint is loaded once per panel."""
+    """Compare all pairs in all panels. Return the comparisons of each pair.
+
+    The per-image values of a checkpoint are loaded once per panel.
+    """
     members = {checkpoint for pair in pairs for checkpoint in pair}
     compared: dict[Pair, list[PanelComparison]] = defaultdict(list)
     for panel in show_progress(panels, "comparisons", len(panels)):

@@ -1,6 +1,7 @@
-"""Checkpoints of a report, and panels: groups of scores that may be compared.
+"""Arrange the records of a report into checkpoints and panels.
 
-A checkpoint has the same colour and dashes on every page. A panel has one line per checkpoint.
+A panel is a group of comparable scores, drawn as one chart with a line for each checkpoint. A
+checkpoint has the same colour and dashes in every chart.
 """
 
 import math
@@ -32,42 +33,44 @@ from ssl_bench.tables.entries import (
 from ssl_bench.tables.sheets import NO_VALUE
 
 NUM_COLOURS = 8
-"""Colours of checkpoints in the style sheet."""
+"""Number of colours for checkpoints in the style sheet."""
 
 MAX_LINES = 24
-"""Checkpoints, or runs, that are drawn in one panel."""
+"""Largest number of checkpoints, or of runs, that are drawn for one panel."""
 
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
-"""Fields of a record by which readers filter panels."""
+"""Record fields by which readers can filter panels on a page."""
 
 FIRST_TASKS = ("segmentation", "tokencut")
-"""Tasks at the beginning of a page."""
+"""Tasks that come first on a page, in this order."""
 
 _MAX_LABEL_LETTERS = 20
 _NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
 _SKIPS = ("skip", "skip_attention", "skip_mlp")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Tasks, protocols and metrics whose scores need no labels.
+# Names of tasks, protocols and metrics. Their scores are computed without labels.
 _UNLABELLED = frozenset({"pca", "conditioning", "geometry", "warps", "degenerate"})
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One encoder.
+    """An encoder as a report shows it.
 
     Attributes:
-        number: Position in the order of the names, 0-based.
-        encoder_id: Identity of the encoder, as in records.
-        sha256: Digest of the weights.
-        name: Name, unique in the report.
-        distinction: Differences from other checkpoints of the same model, such as "image size 224".
-        label: Name at the end of a curve. The middle of a long name is omitted.
-        model: Model name, as in records. Several checkpoints may share it.
+        number: Index in the list of checkpoints, which is sorted by name.
+        encoder_id: Identity of the encoder, see `Record.encoder_id`.
+        sha256: SHA-256 digest of the weights.
+        name: Name of the checkpoint, which is unique in the report.
+        distinction: Facts that distinguish the checkpoint from others with the same model name,
+            such as "image size 224".
+        label: Short name at the right end of a curve. The middle of a long name is omitted.
+        model: Model name as in records. Several checkpoints may have the same model name.
         depth: Number of blocks.
-        facts: Names and values of the recorded architecture.
-        is_skipless: Whether the architecture or the name says that skip connections are missing.
-        page: File name of its page.
-        picture_folders: Names that its picture folders begin with.
+        facts: Names and values of facts about the architecture.
+        is_skipless: Whether skip connections are missing, according to the architecture or the
+            name.
+        page: File name of the page about this checkpoint.
+        picture_folders: Beginnings of the names of the folders with its pictures.
     """
 
     number: int
@@ -85,13 +88,13 @@ class Checkpoint:
 
     @property
     def style(self) -> str:
-        """Classes in the style sheet: a colour, and dashes for encoders without skips."""
+        """CSS classes for colour and dashes. Encoders without skip connections get other dashes."""
         round_of_colours = min(self.number // NUM_COLOURS, 2)
         return f"c{self.number % NUM_COLOURS} d{round_of_colours}{'s' if self.is_skipless else ''}"
 
 
 def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
-    """Return the checkpoints behind the records, ordered by name."""
+    """Return the checkpoints that have records, sorted by name."""
     folders: dict[str, set[str]] = defaultdict(set)
     for encoder, model in {(record.encoder_id, record.model) for record in records}:
         folders[encoder].add(encoder_folder(model, encoder))
@@ -122,7 +125,12 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
 
 
 def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
-    """Return the recorded facts in which an encoder differs from others of the same model."""
+    """Return the facts that distinguish an encoder from others with the same model name.
+
+    Args:
+        record: A record of the encoder.
+        namesakes: One record of each encoder with this model name.
+    """
 
     def list_facts(other: Record) -> dict[str, str]:
         inputs = {"mean": list(other.mean), "std": list(other.std)}
@@ -139,7 +147,7 @@ def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
 def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
     architecture = record.architecture
     facts: dict[str, Any] = {}
-    # The skip connections of a user's own module are unknown.
+    # It is unknown whether a user's own PyTorch module has skip connections.
     if architecture.get("kind") != "module":
         facts["skips"] = _describe_skips(architecture)
     facts["depth"] = record.depth
@@ -148,7 +156,7 @@ def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
     if isinstance(epoch, (int, float)):
         facts["epoch"] = f"{epoch:g}"
     texts = {name: "not set" if value is None else str(value) for name, value in facts.items()}
-    # The first digits of a digest suffice.
+    # Show only the first digits of a SHA-256 digest.
     return tuple(
         (name.replace("_", " "), text[:12] if _SHA256.fullmatch(text) else text)
         for name, text in texts.items()
@@ -156,7 +164,11 @@ def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
 
 
 def _describe_skips(architecture: Mapping[str, Any]) -> str:
-    """Return "yes", "no", or the only part of a block that has a skip connection."""
+    """Describe the skip connections of an encoder.
+
+    The text is "yes", "no", or the name of the only part of a block with a skip connection:
+    "attention" or "mlp".
+    """
     missing = {name for name in _SKIPS if architecture.get(name) is False}
     if missing in ({"skip_attention"}, {"skip_mlp"}):
         return "mlp" if "skip_attention" in missing else "attention"
@@ -165,11 +177,11 @@ def _describe_skips(architecture: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Scores of one checkpoint over its blocks.
+    """Scores of one checkpoint at all scored blocks.
 
     Attributes:
-        checkpoint: The encoder.
-        entries: Means over seeds, in the order of the blocks.
+        checkpoint: The checkpoint.
+        entries: The score of each block, averaged over seeds, in the order of the blocks.
     """
 
     checkpoint: Checkpoint
@@ -177,13 +189,16 @@ class Line:
 
     @cached_property
     def best(self) -> Entry | None:
-        """The highest entry, or None if no block may be best (`Entry.is_rankable`)."""
+        """The entry with the highest score, or None if no entry is `Entry.is_rankable`."""
         candidates = [entry for entry in self.entries if entry.is_rankable]
         return max(candidates, key=lambda entry: entry.value, default=None)
 
     @cached_property
     def all_best(self) -> tuple[Entry, ...]:
-        """All entries as high as the best one, or none if several blocks are all equal."""
+        """All entries with the same score as the best entry.
+
+        The tuple is empty if there are several blocks and all of them have the same score.
+        """
         if self.best is None:
             return ()
         equal = tuple(entry for entry in self._valid if entry.value == self.best.value)
@@ -191,7 +206,7 @@ class Line:
 
     @property
     def best_text(self) -> str:
-        """The blocks of the leaderboard's score, such as "block 3" or "all 12 blocks equal"."""
+        """The blocks with the best score as text: "block 3", or "all 12 blocks equal"."""
         if not self.all_best and self.best is not None:
             return f"all {len(self._valid)} blocks equal"
         return name_blocks([entry.layer for entry in self.all_best or self.entries[-1:]])
@@ -207,20 +222,21 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Scores of one metric on the same images with the same settings.
+    """Comparable scores: one metric on the same images with the same settings.
 
     Attributes:
-        number: Position in the report, 0-based. Links to the panel contain it.
+        number: Index in the list of panels. Links to the panel contain this number.
         task: Task of the probe.
         dataset: Name of the dataset.
         split: Split of the scored images.
         metric: Name of the metric.
         unit: "%", or an empty string for plain numbers.
-        facet: Features that were probed.
+        facet: Facet of the probed features.
         protocol: Protocol of the probe.
-        difference: Settings that distinguish it from panels of the same metric and protocol.
-        lines: One per checkpoint.
-        footnote: Number of images, seeds, versions and devices behind the scores.
+        difference: Settings that distinguish the panel from other panels with the same metric and
+            protocol. The text is empty if there are none.
+        lines: Lines of scores, one per checkpoint.
+        footnote: Notes about the scores, such as the number of images, the seeds and the versions.
     """
 
     number: int
@@ -247,28 +263,28 @@ class Panel:
 
     @property
     def variant(self) -> str:
-        """Facet, protocol and differing settings, such as "token, protocol fast, lr=0.1"."""
+        """Facet, protocol and `difference`, such as "token, protocol fast, lr=0.1"."""
         return f"{self.facet}, protocol {self.protocol}{self.difference}"
 
     @property
     def title(self) -> str:
-        """Metric and variant."""
+        """Metric and `variant`, such as "corloc, key, protocol reference"."""
         return f"{self.metric}, {self.variant}"
 
     @property
     def record(self) -> Record:
-        """One of the records. All of them share images and settings."""
+        """Any record of the panel. All records have the same images and settings."""
         return self.lines[0].entries[0].records[0]
 
     @property
     def is_ranked(self) -> bool:
-        """Whether higher is better and at least one block has a value."""
+        """Whether a higher score is better and at least one score is not NaN."""
         has_value = any(not math.isnan(entry.value) for entry in self.entries)
         return has_value and self.record.is_ranked
 
     @property
     def has_labels(self) -> bool:
-        """Whether the scores come from labels and not from the images alone."""
+        """Whether labels of the images are needed to compute the scores."""
         return _UNLABELLED.isdisjoint((self.task, self.protocol, self.metric))
 
     @property
@@ -278,48 +294,57 @@ class Panel:
 
     @property
     def drawn_lines(self) -> tuple[Line, ...]:
-        """The `MAX_LINES` lines with the highest values, in the order of their names."""
+        """The lines that are drawn: the `MAX_LINES` lines with the highest scores, sorted by name.
+
+        Checkpoints without a best block have the lowest priority.
+        """
         ordered = sorted(self.lines, key=lambda line: -line.best.value if line.best else math.inf)
         chosen = {line.checkpoint.encoder_id for line in ordered[:MAX_LINES]}
         return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """Entries of all lines."""
+        """The entries of all lines."""
         return tuple(entry for line in self.lines for entry in line.entries)
 
     @property
     def records(self) -> list[Record]:
-        """Records behind the entries."""
+        """The records of all entries."""
         return [record for entry in self.entries for record in entry.records]
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the scored blocks, 0-based."""
+        """Indices of the scored blocks, in ascending order. The first block of an encoder is 0."""
         return tuple(sorted({entry.layer for entry in self.entries}))
 
     @cached_property
     def dagger_note(self) -> str:
-        """Meaning of the dagger beside its numbers, or an empty string without daggers."""
+        """Explanation of the sign †, or an empty string if no score of the panel has a †."""
         return dagger_meaning(entry.degenerate_percent for entry in self.entries)
 
     @cached_property
     def baselines(self) -> tuple[tuple[str, float], ...]:
-        """Texts such as "centre box 43.0" and values of the image-independent baselines."""
+        """The image-independent baselines as pairs of a text and a score, see `list_baselines`."""
         return list_baselines(self.records)
 
     @property
     def newest(self) -> str:
-        """Date of the latest record."""
+        """Creation date of the newest record."""
         return max(record.created for record in self.records)
 
     def describe_unbeaten(self, entry: Entry | None) -> str:
-        """Return a text that names the baselines that a score does not exceed, if there are any."""
+        """Return which baselines an entry does not exceed, such as "not above centre box 43.0".
+
+        The text is empty if the entry exceeds all baselines.
+        """
         names = [name for name, value in self.baselines if entry and entry.value <= value]
         return f"not above {' and '.join(names)}" if names else ""
 
     def find_headline_entry(self, checkpoint: Checkpoint) -> Entry | None:
-        """Return a checkpoint's best entry, or the one of its last block if none may be best."""
+        """Return the score of a checkpoint for the leaderboard.
+
+        It is the entry of the best block, or of the last block if no block can be best.
+        """
         line = self.find_line(checkpoint)
         return (line.best or line.entries[-1]) if line else None
 
@@ -335,7 +360,7 @@ class Panel:
 def group_into_panels(
     records: Sequence[Record], checkpoints: Sequence[Checkpoint]
 ) -> tuple[Panel, ...]:
-    """Group records by everything that must be equal if their scores are compared."""
+    """Return one panel for each group of comparable records, see `comparable_groups`."""
     groups = comparable_groups(records)
     firsts = [group[0] for group in groups]
     names = (*PANEL_FIELDS, "split")
@@ -369,25 +394,30 @@ def group_into_panels(
 
 
 def make_point(entry: Entry, x: int | float, name: str) -> Point:
-    """Return a score at a position of the horizontal axis. Its tooltip begins with `name`."""
+    """Return the point of a score at the x coordinate `x`. Its tooltip begins with `name`."""
     tooltip = f"{name}: {entry.text()}"
     return Point(x, entry.value, entry.low, entry.high, tooltip, entry.is_degenerate)
 
 
 def list_baselines(records: Sequence[Record]) -> tuple[tuple[str, float], ...]:
-    """Return texts such as "centre box 43.0" and values of the image-independent baselines."""
+    """Return the image-independent baselines of some records.
+
+    Returns:
+        One pair for each baseline: a text with its name and score, such as "centre box 43.0", and
+        the score.
+    """
     values = {answer: v[0] for answer, v in baselines(records).items()}
     return tuple((f"{answer} {value:.1f}", value) for answer, value in values.items())
 
 
 def explain_missing_values(entries: Iterable[Entry]) -> str:
-    """Return the reasons why entries have no value, such as "–: no class has two images"."""
+    """Return why some entries have no value, such as "–: no class has two images"."""
     reasons = dict.fromkeys(entry.reason for entry in entries if entry.reason)
     return f"{NO_VALUE}: {'; '.join(reasons)}" if reasons else ""
 
 
 def name_blocks(layers: Sequence[int]) -> str:
-    """Return a text such as "block 3", "blocks 0, 4 and 7" or "blocks 3 to 11"."""
+    """Return block indices as text: "block 3", "blocks 0, 4 and 7" or "blocks 3 to 11"."""
     if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
         return f"blocks {layers[0]} to {layers[-1]}"
     *others, last = map(str, layers)
@@ -395,17 +425,20 @@ def name_blocks(layers: Sequence[int]) -> str:
 
 
 def choose_headline_metric(panels: Sequence[Panel]) -> str:
-    """Return the headline metric, which represents a task. All panels must be of this task."""
+    """Return the metric that represents a task in the report. All panels must have this task."""
     return choose_main_metric([(panel.metric, panel.is_ranked) for panel in panels])
 
 
 def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
     """Choose the panels that represent each task on each split of a dataset.
 
-    The first panel is the one with the most checkpoints. Ties are resolved by more blocks, fewer
-    changed options, a facet at the output of a block, the names of facet and protocol, and the
-    newest records. If checkpoints are missing there, further panels of the same metric follow,
-    first those of the same facet and protocol, until every checkpoint has a score.
+    All chosen panels of a task and split have its headline metric. The panel with the most
+    checkpoints is chosen first. Ties are resolved by these criteria, in this order: more blocks,
+    fewer changed settings, a facet at the output of a block, the names of facet and protocol, newer
+    records.
+
+    If some checkpoints have no score in the first panel, further panels are added until each of
+    them has a score. Panels with the same facet and protocol as the first panel are added first.
     """
 
     def rank(panel: Panel) -> tuple[int, int, int, bool, str, str]:
@@ -432,7 +465,7 @@ def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
 
 
 def group_by_split(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
-    """Group panels by the dataset and split of the scored images."""
+    """Return the panels of each dataset and split, by `Panel.split_name`."""
     groups: dict[str, list[Panel]] = defaultdict(list)
     for panel in panels:
         groups[panel.split_name].append(panel)
@@ -440,10 +473,10 @@ def group_by_split(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
 
 
 def group_by_task(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
-    """Group panels by task in the order of the pages.
+    """Return the panels of each task, with tasks in the order in which pages show them.
 
-    The order is `FIRST_TASKS`, tasks in which higher is better, then the others by their number of
-    panels.
+    `FIRST_TASKS` come first. Tasks with a metric for which higher is better come second. The
+    remaining tasks are sorted by their number of panels, smallest first.
     """
     groups: dict[str, list[Panel]] = defaultdict(list)
     for panel in panels:

@@ -1,4 +1,4 @@
-"""Pictures that probes wrote below OUT/pictures/TASK/DATASET, and how pages show them."""
+"""Find the pictures that probes saved below OUT/pictures, and arrange them for pages."""
 
 import re
 from collections import Counter, defaultdict
@@ -15,12 +15,12 @@ from ssl_bench.system.files import open_untrusted, read_untrusted
 from ssl_bench.system.paths import figure_title, file_name, short_fingerprint
 
 MAX_STRIP_PICTURES = 4
-"""Pictures of a checkpoint in a row of the overview."""
+"""Largest number of pictures in a row of the overview page. A row shows one checkpoint."""
 
 _MAX_STRIP_TASKS = 2
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_BYTES = 64 * 2**20
-# Masks are for other programs and show less than the panels.
+# Masks are meant for other programs. They show less than the other pictures.
 _HIDDEN_FOLDER = "masks"
 _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
 _FIRST_TASKS = ("pca", "tokencut", "segmentation")
@@ -49,13 +49,14 @@ _CAPTIONS = {
 
 
 class PictureFiles:
-    """Pictures in a results folder, which may come from an untrusted source.
+    """The picture files of a results folder, which may come from an untrusted source.
 
-    Only PNG files are shown, because an SVG file can contain scripts. Links are not followed.
+    Only PNG files are shown, because an SVG file can contain scripts. Symbolic links are not
+    followed.
 
     Attributes:
         root: The results folder.
-        refused: Reasons by path why pictures are not shown.
+        refused: For each picture that is not shown, the reason by its path.
     """
 
     def __init__(self, root: Path) -> None:
@@ -63,7 +64,7 @@ class PictureFiles:
         self.refused: dict[Path, str] = {}
 
     def list_below(self, folder: str) -> list[PurePosixPath]:
-        """Return the sorted pictures below a folder, relative to it."""
+        """Return the sorted paths of all pictures below a folder, relative to this folder."""
         place = self.root / folder
         parents = [place, *place.parents]
         links = [path for path in parents[: parents.index(self.root)] if path.is_symlink()]
@@ -74,7 +75,7 @@ class PictureFiles:
         return [PurePosixPath(path.relative_to(place).as_posix()) for path in paths]
 
     def copy(self, name: str, target: Path) -> None:
-        """Copy a listed picture and its folders into another folder."""
+        """Copy the picture at the relative path `name` to the same relative path below `target`."""
         content = read_untrusted(self.root, self.root / name, _MAX_BYTES)
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ class PictureFiles:
         if path.is_symlink() or path.suffix == ".png":
             return self._is_png(path)
         if path.suffix == ".svg" and not path.with_suffix(".png").is_file():
-            self.refused[path] = "an SVG can hold scripts (probe.grid=both writes a PNG beside it)"
+            self.refused[path] = "an SVG can hold scripts (probe.grid=both also writes a PNG)"
         return False
 
     def _is_png(self, path: Path) -> bool:
@@ -97,24 +98,26 @@ class PictureFiles:
             self.refused[path] = error.strerror or str(error)
             return False
         if not is_png:
-            self.refused[path] = "no PNG"
+            self.refused[path] = "not a PNG file"
         return is_png
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures of the same kind: every image at every block, or every image for all blocks.
+    """Pictures of one checkpoint with the same task, images, protocol and facet.
 
+    There is either one picture per image and block, or one picture per image that shows all blocks.
     The path of a picture is `prefixes[layer] + files[image]`.
 
     Attributes:
         task: Task of the probe.
         dataset: Name of the dataset.
-        images: Digits of the dataset's fingerprint (`short_fingerprint`).
-        variant: Protocol and facet, as in the folder names.
-        prefixes: Beginnings of the paths by block. The key None means all blocks.
-        files: Ends of the paths by image.
-        data: Label that distinguishes image sets of the same dataset, or an empty string.
+        images: First digits of the fingerprint of the dataset, see `short_fingerprint`.
+        variant: Protocol and facet, as they are written in folder names.
+        prefixes: First part of the path for each block. The key is None if a picture shows all
+            blocks.
+        files: Last part of the path for each image, by image title.
+        data: Label of the image set. It is empty unless a dataset has several image sets.
     """
 
     task: str
@@ -133,17 +136,21 @@ class Gallery:
 
     @property
     def protocol(self) -> str:
-        """The variant as readers see it."""
+        """The variant as a text for readers, such as "protocol image"."""
         return f"protocol {self.variant}" if self.variant else ""
 
     @property
     def kind(self) -> tuple[str, str, str, str, bool]:
-        """A key that is equal for galleries of two checkpoints that show the same things."""
+        """Key for finding the corresponding gallery of another checkpoint.
+
+        Two galleries have the same key if their task, dataset, images, protocol and facet are
+        equal, and if both show single blocks or both show all blocks at once.
+        """
         return self.task, self.dataset, self.images, self.variant, not self.layers
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Block indices, 0-based. Empty if each picture shows all blocks."""
+        """Indices of the blocks, sorted. The tuple is empty if each picture shows all blocks."""
         return tuple(sorted(layer for layer in self.prefixes if layer is not None))
 
     def path(self, layer: int | None, image: str) -> str:
@@ -151,11 +158,11 @@ class Gallery:
         return self.prefixes[layer] + self.files[image]
 
     def paths(self) -> list[str]:
-        """Return the paths of all pictures."""
+        """Return the paths of all pictures, relative to the results folder."""
         return [prefix + file for prefix in self.prefixes.values() for file in self.files.values()]
 
     def select(self, layers: Iterable[int | None], images: Iterable[str]) -> "Gallery":
-        """Return a copy with some of the blocks and images."""
+        """Return a copy of the gallery that contains only the given blocks and images."""
         return replace(
             self,
             prefixes={layer: self.prefixes[layer] for layer in layers},
@@ -166,7 +173,10 @@ class Gallery:
 def find_galleries(
     files: PictureFiles, records: Sequence[Record], checkpoint: Checkpoint
 ) -> list[Gallery]:
-    """Return the pictures of a checkpoint that belong to the tasks and images of the records."""
+    """Return the galleries of a checkpoint.
+
+    Only pictures that belong to the task and images of at least one record are included.
+    """
     variants: dict[tuple[str, str, str, str], set[tuple[str, str]]] = defaultdict(set)
     datasets: dict[tuple[str, str, str, str], str] = {}
     for record in records:
@@ -190,7 +200,7 @@ def find_galleries(
 def _find_block_galleries(
     template: Gallery, start: str, names: Sequence[PurePosixPath]
 ) -> list[Gallery]:
-    """Return galleries of pictures in folders that are named after blocks."""
+    """Return the galleries with one picture per image and block. Each block has a folder."""
     images: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     prefixes: dict[tuple[str, int], str] = {}
     for name in names:
@@ -200,7 +210,7 @@ def _find_block_galleries(
             prefixes[variant, layer] = f"{start}{name.parent}/"
     galleries = []
     for variant, by_layer in images.items():
-        # A path needs an image that was drawn at every block.
+        # Keep only images that were drawn at every block, so that every path exists.
         everywhere = set.intersection(*map(set, by_layer.values()))
         files = _title_images({PurePosixPath(file).stem: file for file in sorted(everywhere)})
         own: dict[int | None, str] = {n: prefixes[variant, n] for n in sorted(by_layer)}
@@ -215,13 +225,14 @@ def _find_overview_galleries(
     names: Sequence[PurePosixPath],
     variants: Iterable[tuple[str, str]],
 ) -> list[Gallery]:
-    """Return galleries of pictures that show all blocks at once.
+    """Return the galleries whose pictures show all blocks at once.
 
-    They are called PROTOCOL-FACET-IMAGE.png, of a recorded protocol and facet, or FOLDER/NAME.png.
-    Contact sheets of a block, blockNN_FACET.png, are left out.
+    Such a picture is named PROTOCOL-FACET-IMAGE.png or FOLDER/NAME.png. A protocol and facet are
+    recognised if a record has them. Files named blockNN_FACET.png show many images at one block,
+    and are left out.
     """
     starts = {f"{protocol}-{facet}-": f"{protocol} {facet}" for protocol, facet in variants}
-    # The longest start comes first, because one may begin with another.
+    # Try longer beginnings first, because one beginning may be a part of another.
     longest_first = sorted(starts, key=len, reverse=True)
     groups: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:
@@ -241,17 +252,23 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 
 
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
-    """Return files by the titles of their images, or by their names if titles are not unique."""
+    """Return the files by image title.
+
+    If two images have the same title, the files are returned by their names instead.
+    """
     titles = {figure_title(name): file for name, file in files.items()}
     return titles if len(titles) == len(files) else dict(files)
 
 
 def keep_layers(galleries: Sequence[Gallery], layers: Set[int] | None, depth: int) -> list[Gallery]:
-    """Remove pictures of other blocks.
+    """Return the galleries with the pictures of the requested blocks only.
+
+    Pictures that show all blocks at once are always kept.
 
     Args:
         galleries: Galleries of one checkpoint.
-        layers: Block indices to keep. Negative ones count from the last block. None keeps all.
+        layers: Block indices to keep. A negative index counts from the last block. None keeps all
+            blocks.
         depth: Number of blocks of the encoder.
     """
     if layers is None:
@@ -267,7 +284,10 @@ def keep_layers(galleries: Sequence[Gallery], layers: Set[int] | None, depth: in
 def pair_galleries(
     first: Sequence[Gallery], second: Sequence[Gallery]
 ) -> list[tuple[Gallery, Gallery]]:
-    """Return the galleries that both have, reduced to the blocks and images of both."""
+    """Return pairs of corresponding galleries of two checkpoints.
+
+    Each gallery contains only the blocks and images that both galleries of its pair have.
+    """
     others = {gallery.kind: gallery for gallery in second}
     pairs = []
     for gallery in first:
@@ -280,9 +300,12 @@ def pair_galleries(
 
 
 def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, list[Gallery]]:
-    """Set `data` if a report has pictures of several image sets of one task and dataset.
+    """Set `Gallery.data` if a task and dataset have pictures of several image sets.
 
-    This happens, for example, after one image of a dataset was replaced.
+    For example, replacing one image of a dataset creates another image set.
+
+    Args:
+        galleries: Galleries by encoder id.
     """
     sets: dict[tuple[str, str], set[str]] = defaultdict(set)
     for of_encoder in galleries.values():
@@ -300,12 +323,13 @@ def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, li
 
 
 class Strip(NamedTuple):
-    """A row of pictures of one checkpoint over its blocks.
+    """A row of pictures that show one image at several blocks of one checkpoint.
 
     Attributes:
-        checkpoint: The encoder.
+        checkpoint: The checkpoint.
         title: Task, dataset, protocol and image.
-        pictures: Block, such as "block 3" or "all blocks", link, and alternative text.
+        pictures: Three texts for each picture: the block, such as "block 3" or "all blocks", the
+            link, and the alternative text.
     """
 
     checkpoint: Checkpoint
@@ -318,13 +342,16 @@ def select_strips(
     galleries: Mapping[str, Sequence[Gallery]],
     scored: Iterable[Record],
 ) -> list[Strip]:
-    """Choose one image per task and checkpoint, preferably one that all checkpoints have.
+    """Return rows of pictures for the overview page.
+
+    There is one row per task and checkpoint. It shows one image, preferably an image that all
+    checkpoints have.
 
     Args:
-        checkpoints: Encoders in the order of the page.
+        checkpoints: Checkpoints in the order of the page.
         galleries: Galleries by encoder id.
-        scored: One record per set of images whose scores stand on the same page. If there are
-            several sets of a task and dataset, only these are shown.
+        scored: Records whose scores are on the overview page. If a task and dataset have several
+            image sets, only pictures of the image sets of these records are shown.
     """
     scored_images: dict[tuple[str, str], set[str]] = defaultdict(set)
     for record in scored:
@@ -348,7 +375,11 @@ def select_strips(
         return not has_blocks, _rank_task(task), task
 
     def rank_gallery(gallery: Gallery) -> tuple[bool, int, int]:
-        """Prefer one picture per block, then kinds that many checkpoints have, then many blocks."""
+        """Return a sort key of a gallery. The gallery with the smallest key is shown.
+
+        Galleries with one picture per block come first, then galleries that many checkpoints have,
+        then galleries with many blocks.
+        """
         return not gallery.layers, -uses[gallery.kind], -len(gallery.layers)
 
     strips = []
@@ -367,7 +398,7 @@ def _make_strip(checkpoint: Checkpoint, gallery: Gallery, image: str) -> Strip:
     suffix = f", image {image}"
     layers: list[int | None] = list(gallery.layers) or [None]
     if len(layers) > MAX_STRIP_PICTURES:
-        # Take even steps from the first block to the last one.
+        # Choose evenly spaced blocks, including the first and the last block.
         last = MAX_STRIP_PICTURES - 1
         layers = [layers[round((len(layers) - 1) * n / last)] for n in range(MAX_STRIP_PICTURES)]
     pictures = []
@@ -381,16 +412,17 @@ def _make_strip(checkpoint: Checkpoint, gallery: Gallery, image: str) -> Strip:
 def build_picture_sections(
     shown: Sequence[Sequence[tuple[str, Gallery]]],
 ) -> list[dict[str, Any]]:
-    """Return pictures with a choice of image and block, one section per task.
+    """Return one section per task with viewers, in which readers choose an image and a block.
 
     Args:
-        shown: Galleries that stand side by side, with the names of their checkpoints. They must
-            be of the same kind and have the same blocks and images.
+        shown: For each viewer, the galleries that it shows side by side, each with the name of its
+            checkpoint. The galleries of a viewer must have the same `Gallery.kind`, blocks and
+            images.
     """
     by_task: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
     def rank(sides: Sequence[tuple[str, Gallery]]) -> tuple[int, str, bool, tuple[object, ...]]:
-        """Put pictures of single blocks before pictures of all blocks."""
+        """Return a sort key. Within a task, pictures of single blocks come before the others."""
         gallery = sides[0][1]
         return _rank_task(gallery.task), gallery.task, not gallery.layers, gallery.kind
 
@@ -408,7 +440,7 @@ def build_picture_sections(
 
 
 def _build_viewer(sides: Sequence[tuple[str, Gallery]]) -> dict[str, Any]:
-    """Return the picture that is shown first, and under `data` all links for the script."""
+    """Return the values for a viewer: the first picture, and all links under the key `data`."""
     first = sides[0][1]
     layers: list[int | None] = list(first.layers) or [None]
     images, start = list(first.files), len(layers) - 1
@@ -436,7 +468,7 @@ def _build_viewer(sides: Sequence[tuple[str, Gallery]]) -> dict[str, Any]:
                 for name, gallery in sides
             ],
         },
-        # Wide pictures stand below each other.
+        # Pictures of all blocks are wide, so the page puts them below each other.
         "is_tall": not first.layers,
     }
 
@@ -446,12 +478,12 @@ def _name_block(layer: int | None) -> str:
 
 
 def _rank_task(task: str) -> int:
-    """Return the position of a task's pictures on a page."""
+    """Return a sort key of a task: the lower the number, the earlier its pictures are shown."""
     if task in _FIRST_TASKS:
         return _FIRST_TASKS.index(task)
     return len(_FIRST_TASKS) + (task in _LAST_TASKS)
 
 
 def make_link(path: str) -> str:
-    """Return a relative path as a link. File names may contain bytes that are not UTF-8."""
+    """Return a relative path as a percent-encoded link. Bytes that are not UTF-8 are allowed."""
     return quote(path, errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""Scores of every block over the epochs of a run, and over the severity of corrupted images."""
+"""Charts of the scores of every block over pretraining epochs or severities of corruptions."""
 
 import math
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from ssl_bench.tables.entries import Entry, choose_main_metric, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
 NUM_SHADES = 12
-"""Shades of blocks in the style sheet, from the first block to the last."""
+"""Number of colour shades in the style sheet. They show the position of a block in its encoder."""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """Scores of all blocks of one run over its epochs, or of one encoder over severities.
+    """Scores of all blocks over the epochs of a run, or over severities for one encoder.
 
     Attributes:
         name: Name of the run or encoder.
-        table: Epochs or severities in rows, blocks in columns.
+        table: Table of epochs or severities (rows) by blocks (columns).
     """
 
     name: str
@@ -36,18 +36,18 @@ class Trend:
 
     @property
     def depth(self) -> int:
-        """Number of blocks of the encoder, scored or not."""
+        """Number of blocks of the encoder, including blocks without a score."""
         records = (record for entry in self.table.entries.values() for record in entry.records)
         return max(record.depth for record in records)
 
     @property
     def highest(self) -> float:
-        """Highest score of any block that may be best, else minus infinity."""
+        """Highest score that may be marked as best, or minus infinity if there is none."""
         entries = self.table.entries.values()
         return max((entry.value for entry in entries if entry.is_rankable), default=-math.inf)
 
     def find_entry(self, row: float, block: str) -> Entry | None:
-        """Return the score of a block at an epoch or severity, or None."""
+        """Return the score of a block at an epoch or severity, or None if there is no score."""
         return self.table.entries.get((row, block))
 
     def make_curves(self) -> list[Curve]:
@@ -63,12 +63,12 @@ class Trend:
 
 
 class PanelTrends(NamedTuple):
-    """Runs of one panel that were probed at two epochs or more.
+    """Runs in one panel that were probed at two or more epochs.
 
     Attributes:
         panel: The panel.
-        trends: One per run.
-        problems: Reasons why other runs of the panel are not drawn.
+        trends: One trend for each run that can be drawn.
+        problems: For each run that cannot be drawn, the reason.
     """
 
     panel: Panel
@@ -77,13 +77,13 @@ class PanelTrends(NamedTuple):
 
     @property
     def drawn_trends(self) -> Sequence[Trend]:
-        """The `MAX_LINES` runs with the highest values, in the order of their names."""
+        """The trends of the `MAX_LINES` runs with the highest scores, sorted by name."""
         ordered = sorted(self.trends, key=lambda trend: -trend.highest)
         names = {trend.name for trend in ordered[:MAX_LINES]}
         return [trend for trend in self.trends if trend.name in names]
 
     def draw_charts(self) -> list[tuple[Trend, Chart]]:
-        """Draw one chart per run, all on the same axes."""
+        """Draw one chart per run. All charts have the same axes."""
         panel, curves = self.panel, [trend.make_curves() for trend in self.drawn_trends]
         charts = [
             draw_chart(
@@ -100,7 +100,7 @@ class PanelTrends(NamedTuple):
 
 
 def find_epoch_trends(panels: Sequence[Panel]) -> tuple[PanelTrends, ...]:
-    """Return the panels in which a run was probed at two epochs or more."""
+    """Return the trends of each panel with a run that was probed at two or more epochs."""
     groups = map(_find_runs, panels)
     return tuple(group for group in groups if group.trends or group.problems)
 
@@ -118,10 +118,10 @@ def _find_runs(panel: Panel) -> PanelTrends:
 
 
 def style_block(layer: int, depth: int) -> str:
-    """Return classes in the style sheet that differ for every block of an encoder.
+    """Return the CSS classes that make the curve of a block distinguishable.
 
-    The shade shows the depth. Blocks of the same shade have different dashes, and every second
-    block has hollow dots.
+    The colour shade shows the position of the block in the encoder. Blocks of the same shade have
+    different dashes. Blocks with an odd index have hollow dots.
     """
     shades = [number * (NUM_SHADES - 1) // max(1, depth - 1) for number in range(layer + 1)]
     dashes = min(shades.count(shades[-1]) - 1, 2)
@@ -129,9 +129,12 @@ def style_block(layer: int, depth: int) -> str:
 
 
 def draw_severities(records: Sequence[Record]) -> list[tuple[SeverityTable, Chart]]:
-    """Draw scores over severity, one chart per encoder and corruption.
+    """Draw scores over severities, with one chart per encoder and corruption.
 
     Only the headline metric of each task is drawn.
+
+    Returns:
+        Each table of scores with its chart. The list is empty without corrupted images.
     """
     corrupted = [record for record in records if record.corrupted is not None]
     metrics = {

@@ -1,4 +1,4 @@
-"""Write a report as a folder of pages. It replaces an older report only when it is complete."""
+"""Write a report as a folder of HTML pages, and replace an older report in this folder."""
 
 import json
 import math
@@ -37,7 +37,7 @@ from ssl_bench.system.paths import resolve_links
 from ssl_bench.system.progress import show_progress
 
 _STATIC = ("style.css", "report.js")
-# Fields of a record and their names in the dialog on provenance.
+# Fields of a record, with their names in the dialog that shows the provenance of a score.
 _FIELDS = {
     "model": "checkpoint",
     "checkpoint_sha256": "sha256 of the weights",
@@ -67,10 +67,13 @@ _FIELDS = {
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write all pages and copy the pictures. An older report is replaced at the end.
+    """Write all pages and copy the pictures.
+
+    An older report in the folder is replaced after all new pages have been written.
+
 
     Raises:
-        ConfigurationError: The folder holds something other than a report.
+        ConfigurationError: The folder contains files that do not belong to a report.
         MachineError: The folder cannot be written.
     """
     environment = Environment(
@@ -119,10 +122,14 @@ def write_report(report: Report, folder: Path) -> None:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raise an error unless a folder is missing, empty or a report.
+    """Raise an error unless a report may be written to a folder.
+
+    The folder must be missing, be empty, or contain an older report.
+
 
     Raises:
-        ConfigurationError: The path is a link or a file, or the folder holds other files.
+        ConfigurationError: The path is a symbolic link or a file, or the folder contains other
+            files than a report.
     """
     hint = ("--into", "{folder}")
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -131,20 +138,24 @@ def require_replaceable(folder: Path) -> None:
         )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT_MARK).is_file():
         raise ConfigurationError(
-            f"cannot write the report to {folder}, which holds other files", hint=hint
+            f"cannot write the report to {folder}, which contains other files than a report",
+            hint=hint,
         )
 
 
 @contextmanager
 def replace_report(folder: Path) -> Generator[Path]:
-    """Yield a new folder, which replaces `folder` if the block ends without an error.
+    """Yield a temporary folder for a report.
+
+    It replaces `folder` if the body of the `with` statement ends without an error.
+
 
     Raises:
-        ConfigurationError: `folder` is something other than a report.
-        MachineError: The disk is full or the folder cannot be written. An older report stays.
+        ConfigurationError: `folder` is not a folder, or contains other files than a report.
+        MachineError: The disk is full, or the folder cannot be written. An older report is kept.
     """
     require_replaceable(folder)
-    # The path "." has no name until it is resolved.
+    # Resolve the path, because "." has no name.
     folder = resolve_links(folder)
     mark = uuid.uuid4().hex
     new, old = (folder.with_name(f".{mark}.{word}") for word in ("new", "old"))
@@ -163,7 +174,7 @@ def replace_report(folder: Path) -> Generator[Path]:
             hint=("--into", "{folder}"),
         ) from error
     finally:
-        # An interrupt between the two renames moves the older report back.
+        # After an interrupt between the two calls of rename, move the older report back.
         if old.exists() and not folder.exists():
             with suppress(OSError):
                 old.rename(folder)
@@ -173,12 +184,13 @@ def replace_report(folder: Path) -> Generator[Path]:
 
 
 def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
-    """Return JavaScript that defines the constant `RECORDS`.
+    """Return a script that defines the JavaScript constant `RECORDS`.
 
-    It holds the names of the fields, every distinct value once, and for each record the indices of
-    its values.
+    The constant contains the names of the fields and a list of all distinct values. For each
+    record, it contains the index of each value in this list.
     """
-    # Indices of values by their JSON. Many records share a mapping, which is looked up by identity.
+    # Indices of values by their JSON text. Mappings are also looked up by object identity, because
+    # many records share them.
     values, mappings = dict[str, int](), dict[int, int]()
 
     def add(value: Any) -> int:
@@ -203,7 +215,7 @@ def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
             "unit": record.unit or "plain number",
         }
         fields = [rewritten[n] if n in rewritten else getattr(record, n) for n in _FIELDS]
-        # Long details are in the record only.
+        # Leave out long details. They can be read in the file of the record.
         details = {
             name: _round(value, ".4f")
             for name, value in record.details.items()
@@ -217,12 +229,12 @@ def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
         "rows": rows,
     }
     text = dump_json(content, indent=None, text=escape_unprintable)
-    # A literal would treat the name __proto__ specially, so the text is parsed.
+    # Parse a JSON text, because a JavaScript literal would treat the name __proto__ specially.
     return f"const RECORDS = JSON.parse({json.dumps(text)});\n"
 
 
 def _round(value: Any, digits: str) -> Any:
-    """Round a number, or all numbers of a list, to a format such as ".4f"."""
+    """Round a number, or all numbers of a list, to a precision such as ".4f"."""
     if isinstance(value, (list, tuple)):
         return [_round(item, digits) for item in value]
     is_number = isinstance(value, float) and math.isfinite(value)

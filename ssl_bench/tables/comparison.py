@@ -1,4 +1,7 @@
-"""Paired differences over the same images: between two encoders, two runs, or blocks of one."""
+"""Compute the paired differences between two encoders, two runs, or the blocks of one encoder.
+
+Both scores of a difference come from the same images.
+"""
 
 import itertools
 import math
@@ -31,23 +34,25 @@ from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet, Table
 
 _SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
 _QUESTION = ("task", "dataset", "metric", "facet", "protocol")
-"""Fields in which two records must agree before their settings are compared."""
+"""Settings of two records are compared only if these record fields are equal."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """First score minus second score in percentage points, over the same images.
+    """The first score minus the second score, both over the same images, in percentage points.
 
     Attributes:
-        name: Name of the row, such as "11" for a block.
-        first: First score in percent; NaN without a value.
-        second: Second score.
-        low: Lower end of the 95 % interval of the difference; NaN without an interval.
-        high: Upper end of the interval.
-        layers: The blocks behind the first and behind the second score.
-        degenerate: Percentages of degenerate images of both sides; None where unknown.
-        p: Two-sided p-value of the test of the interval; NaN without an interval.
-        p_holm: The p-value after Holm's correction over single blocks; NaN for other rows.
+        name: Name of the table row, such as "11" for block 11.
+        first: First score in percent, or NaN if it is undefined.
+        second: Second score in percent, or NaN if it is undefined.
+        low: Lower end of the 95 % interval of the difference, or NaN if there is no interval.
+        high: Upper end of the 95 % interval, or NaN if there is no interval.
+        layers: Two tuples of block indices: the blocks of the first score and of the second score.
+        degenerate: Percentage of degenerate images for the first and for the second score. A
+            percentage is None if it is unknown.
+        p: Two-sided p-value that belongs to the interval, or NaN if there is no interval.
+        p_holm: The p-value after Holm's correction over the block-by-block rows of the table. It
+            is NaN for all other rows and for rows without a test.
     """
 
     name: str
@@ -70,39 +75,39 @@ class Difference:
 
     @property
     def is_degenerate(self) -> bool:
-        """Whether the answer of a side is arbitrary for most images."""
+        """Whether at least one of the two scores is degenerate, see `MAX_DEGENERATE_PERCENT`."""
         return any(map(is_degenerate, self.degenerate))
 
     @property
     def is_significant(self) -> bool:
-        """Whether the interval excludes 0 and neither side is degenerate."""
+        """Whether the interval excludes 0 and neither score is degenerate."""
         return self.interval_excludes_0 and not self.is_degenerate
 
     @property
     def is_significant_after_holm(self) -> bool:
-        """Whether the difference is also significant after Holm's correction over the blocks."""
+        """Whether the difference stays significant after Holm's correction over the blocks."""
         return self.is_significant and self.p_holm < SIGNIFICANT
 
     @property
     def first_text(self) -> str:
-        """The first score with its dagger."""
+        """The first score as text, with a dagger if images are degenerate."""
         return _format_number(self.first, ".1f") + dagger(self.degenerate[0])
 
     @property
     def second_text(self) -> str:
-        """The second score with its dagger."""
+        """The second score as text, with a dagger if images are degenerate."""
         return _format_number(self.second, ".1f") + dagger(self.degenerate[1])
 
     @property
     def text(self) -> str:
-        """The difference, such as "+2.5 [+1.0, +4.0] §", or a dash if a side has no value."""
+        """The difference, such as "+2.5 [+1.0, +4.0] §", or a dash if a score is undefined."""
         if math.isnan(self.value) or math.isnan(self.low + self.high):
             return _format_number(self.value, "+z.1f")
         sign = " §" if self.is_significant_after_holm else ""
         return f"{self.value:+z.1f} [{self.low:+z.1f}, {self.high:+z.1f}]{sign}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the numbers. NaN and infinity become null."""
+        """Return the difference as JSON types. NaN and infinity become null."""
         values = {"first": self.first, "second": self.second, "difference": self.value}
         values |= {"low": self.low, "high": self.high, "p": self.p, "p_holm": self.p_holm}
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
@@ -121,7 +126,7 @@ def _format_number(value: float, style: str) -> str:
 
 
 class Side(NamedTuple):
-    """One side of a difference: a score, its blocks and its percentage of degenerate images."""
+    """One of the two scores of a difference, its blocks and its percentage of degenerate images."""
 
     estimate: Estimate
     layers: tuple[int, ...]
@@ -129,17 +134,23 @@ class Side(NamedTuple):
 
 
 def block_side(curve: ImageCurve, layer: int) -> Side:
-    """Return the score of one block."""
+    """Return the score of one block as a side of a difference."""
     return Side(curve.blocks[layer], (layer,), curve.degenerate.get(layer))
 
 
 def _held_out_side(curve: ImageCurve) -> Side:
-    """Return the score with the held-out choice of a block, to which all blocks belong."""
+    """Return the score with the held-out choice of a block.
+
+    The layers of this side are all blocks of the curve, because each could have been chosen.
+    """
     return Side(curve.held_out, tuple(curve.blocks), curve.held_out_degenerate_percent)
 
 
 def difference(name: str, first: Side, second: Side) -> Difference:
-    """Subtract the second score from the first. A score minus itself has no interval."""
+    """Return the first score minus the second score.
+
+    The difference has no interval if both sides share one `Estimate` object.
+    """
     is_same = first.estimate is second.estimate
     interval = None if is_same else first.estimate.difference_ci95(second.estimate)
     low, high = interval or (math.nan, math.nan)
@@ -156,13 +167,16 @@ def difference(name: str, first: Side, second: Side) -> Difference:
 
 
 def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
-    """Add Holm-corrected p-values. Degenerate rows are not tested."""
+    """Return the rows with Holm-corrected p-values. Degenerate rows are not tested."""
     ps = holm([math.nan if row.is_degenerate else row.p for row in rows])
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]
 
 
 def compare_block_by_block(first: ImageCurve, second: ImageCurve) -> list[Difference]:
-    """Compare the blocks that both encoders have, and the last blocks if their indices differ."""
+    """Compare two encoders at every block index that both have.
+
+    If their last blocks have different indices, the two last blocks are compared too.
+    """
     pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
     last = max(first.blocks), max(second.blocks)
     if last[0] != last[1]:
@@ -173,11 +187,13 @@ def compare_block_by_block(first: ImageCurve, second: ImageCurve) -> list[Differ
 
 
 def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Difference]:
-    """Compare the best blocks on the scored images, and the held-out choices of a block.
+    """Compare two encoders at their best blocks and with their held-out choices of a block.
 
-    The best block on the scored images is optimistic for both sides. The held-out choice is what a
-    user gets who must choose a block before seeing the image. The list is empty if no block of a
-    side may be the best.
+    The best block is chosen on the scored images, so both of its scores are optimistic. The
+    held-out choice estimates the score of a user who must choose a block before seeing the images.
+
+    Returns:
+        Two differences. The list is empty if either encoder has no block that can be best.
     """
     if not (first.has_best and second.has_best):
         return []
@@ -191,16 +207,20 @@ def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Differenc
 
 
 def compare_checkpoints(first: ImageCurve, second: ImageCurve) -> list[Difference]:
-    """Compare two encoders block by block, and at their best blocks if both have several."""
+    """Compare two encoders block by block.
+
+    If both encoders have several scored blocks, `compare_best_blocks` is added.
+    """
     rows = compare_block_by_block(first, second)
     have_several = len(first.blocks) > 1 and len(second.blocks) > 1
     return rows + compare_best_blocks(first, second) if have_several else rows
 
 
 def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
-    """Compare every block, and the held-out choice, with the best block on the scored images.
+    """Compare every block and the held-out choice of one encoder with its best block.
 
-    If no block may be the best, compare every block with the last one.
+    The best block is chosen on the scored images. If no block can be best, every block is compared
+    with the last block instead.
     """
     best = block_side(curve, curve.best)
     rows = _correct_over_blocks(
@@ -222,15 +242,15 @@ def _layer_list(layers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Comparison(Table):
-    """A table of the differences of one metric over blocks.
+    """A table of differences of one metric, with one row per compared block.
 
     Attributes:
-        record: One of the compared records.
-        names: Heads of the two columns of scores.
-        encoders: A record of each compared encoder, one or two.
-        title: What was measured.
-        without_best: Names of encoders whose blocks are all degenerate.
-        code: The versions and commits that computed each side, see `code_versions`.
+        record: Any of the compared records.
+        names: Column headings of the first and of the second score.
+        encoders: One record of each compared encoder, so one or two records.
+        title: Title of the table, which states what was measured.
+        without_best: Names of the encoders for which every block is degenerate.
+        code: Code versions that computed the scores, by encoder name. See `code_versions`.
     """
 
     record: Record
@@ -242,7 +262,10 @@ class Comparison(Table):
     code: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def sheet(self) -> Sheet:
-        """Return the differences. Those that are significant without a correction are marked."""
+        """Return the printed table.
+
+        Differences that are significant before Holm's correction are marked.
+        """
         return Sheet(
             title=self.title,
             head=("block", *self.names, "first - second [95 %]"),
@@ -268,7 +291,7 @@ class Comparison(Table):
         if self.without_best:
             names = " and ".join(self.without_best)
             notes.append(f"no block of {names} is best, because all are degenerate")
-        # For example "held-out choice (9, 11)".
+        # The row "held-out choice (9, 11)" averages over several blocks, for example.
         is_mixed = any(row.name.startswith("held-out") and "," in row.name for row in self.rows)
         notes += mixed_notes([self.record.metric] if is_mixed else [])
         first, second = self.rows[-1].layers
@@ -313,7 +336,10 @@ class Comparison(Table):
 
 
 def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
-    """Explain § and † in the rows of tables. Each table is corrected on its own."""
+    """Return the explanations of the signs § and † that occur in the rows of some tables.
+
+    Holm's correction was applied to each table separately.
+    """
     rows, notes = list(itertools.chain(*tables)), []
     num_tested = [sum(not math.isnan(row.p_holm) for row in table) for table in tables]
     if most := max(num_tested, default=0):
@@ -331,10 +357,10 @@ def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, .
 
 
 def code_warning(tables: Iterable[Comparison]) -> str:
-    """Return a warning if the sides of a comparison come from different code, else ""."""
+    """Return a warning if different code versions computed the compared scores, else ""."""
     versions: dict[str, set[str]] = defaultdict(set)
     for table in tables:
-        # Only code that differs within a table can explain a difference.
+        # A difference can only be due to the code if the versions differ within one table.
         if len(set().union(*table.code.values())) > 1:
             for name, code in table.code.items():
                 versions[name] |= code
@@ -342,13 +368,13 @@ def code_warning(tables: Iterable[Comparison]) -> str:
         return ""
     sides = "; ".join(f"{name}: {', '.join(sorted(code))}" for name, code in versions.items())
     return (
-        f"warning: the compared results come from different code ({sides}). If that may matter, "
-        "compute a side again with `ssl-bench probe --overwrite`"
+        f"warning: the compared results come from different code ({sides}). If the code may have "
+        "changed the scores, recompute them with `ssl-bench probe --overwrite`"
     )
 
 
 def code_versions(records: Iterable[Record]) -> frozenset[str]:
-    """Return the versions and commits that computed records, such as "0.2.0 (3f9a01b2c4)"."""
+    """Return the code versions that computed some records, such as "0.2.0 (3f9a01b2c4)"."""
     versions = set()
     for record in records:
         commit = record.git_commit or "unknown"
@@ -363,20 +389,21 @@ def compare_encoders(
     encoders: Mapping[str, str],
     select: Callable[[Sequence[Record]], Collection[Record]] = list,
 ) -> tuple[list[Comparison], dict[str, str]]:
-    """Compare two encoders, or the blocks of one, in every task that allows it.
+    """Compare two encoders, or the blocks of one encoder, in every task with per-image values.
 
     Args:
-        store: Contains the per-image values.
-        records: Records to consider.
-        encoders: One or two names that the user typed, by `Record.encoder_id`.
-        select: Selects the tables to compute, given one record of each table.
+        store: Results folder with the per-image values.
+        records: Records to compare.
+        encoders: One or two checkpoint names from the command line, by `Record.encoder_id`.
+        select: Function that receives one record of each possible table. It returns the records of
+            the tables to compute.
 
     Returns:
-        One table for each group of comparable records, and the reason by task for each task
-        without a table.
+        One table for each group of comparable records, and a dictionary. For each task without a
+        table, the dictionary gives the reason.
 
     Raises:
-        DataError: Nothing can be compared.
+        DataError: There is no table.
     """
     ids = list(encoders)
     by_id = {record.encoder_id: record for record in records}
@@ -429,7 +456,7 @@ def compare_encoders(
 
 
 def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
-    """Group records whose images can be paired: comparable records of one seed."""
+    """Group comparable records of the same seed. Only within a group can images be paired."""
     seeds = sorted({record.seed for record in records})
     groups = [
         [r for r in group if r.seed == n] for group in comparable_groups(records) for n in seeds
@@ -438,7 +465,7 @@ def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequence[str]) -> bool:
-    """Return whether per-image values of each encoder are stored."""
+    """Return whether each encoder has at least one record with stored per-image values."""
     return all(
         any(store.has_per_image(record) for record in group if record.encoder_id == key)
         for key in encoders
@@ -448,7 +475,7 @@ def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequen
 def _load_sides(
     store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
 ) -> list[ImageCurve]:
-    """Return the estimates of each encoder, or nothing if one has no per-image values."""
+    """Return the curve of each encoder, or [] if any encoder lacks per-image values."""
     curves = [load_curve(store, [r for r in group if r.encoder_id == key]) for key in encoders]
     is_complete = all(curve.per_image for curve in curves)
     return curves if is_complete else []
@@ -457,12 +484,12 @@ def _load_sides(
 def _explain_failure(
     store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]
 ) -> str:
-    """Return why a task cannot be compared, and the command that helps if there is one.
+    """Return why a task cannot be compared, with the command that solves it if one exists.
 
     Args:
-        store: Contains the per-image values.
-        records: The records of the task.
-        encoders: As in `compare_encoders`.
+        store: Results folder with the per-image values.
+        records: All records of the task.
+        encoders: Checkpoint names by `Record.encoder_id`, as in `compare_encoders`.
     """
     task = records[0].task
     sides = {name: [r for r in records if r.encoder_id == key] for key, name in encoders.items()}
@@ -470,8 +497,8 @@ def _explain_failure(
         if not side:
             datasets = sorted({r.dataset for r in records if r.encoder_id in encoders})
             return (
-                f"no record of {name}, which `ssl-bench probe --task {task} --dataset "
-                f"{','.join(datasets)} --checkpoint ...` computes"
+                f"no record of {name}, compute it with `ssl-bench probe --task {task} --dataset "
+                f"{','.join(datasets)} --checkpoint ...`"
             )
     (first, *_), (*_, second) = sides.values(), sides.values()
     pairs = [
@@ -484,23 +511,26 @@ def _explain_failure(
             name: sorted({f"{r.metric} {r.dataset} {r.facet} {r.protocol}" for r in side})
             for name, side in sides.items()
         }
-        return "; ".join(f"{name} only has {', '.join(known)}" for name, known in measured.items())
+        return "; ".join(
+            f"{name} only has results for {', '.join(known)}" for name, known in measured.items()
+        )
     has_images = [
         {r.layer for r in side if store.has_per_image(r.key())} for side in (first, second)
     ]
     if not any(has_images):
         return "no per-image values are stored"
-    # The pair with the fewest differences. If it has none, the reason lies in the stored values.
+    # Explain the pair of records with the fewest differing settings. If no setting differs, the
+    # stored per-image values are the reason.
     if differing := min((_list_differences(*pair) for pair in pairs), key=len):
         return "; ".join(differing)
     again = f"`ssl-bench probe --task {task} --overwrite`"
     if not all(has_images):
-        return f"per-image values are missing, which {again} computes"
-    return f"per-image values do not match their records, and {again} replaces both"
+        return f"per-image values are missing, recompute them with {again}"
+    return f"per-image values do not match their records, recompute both with {again}"
 
 
 def _list_differences(first: Record, second: Record) -> list[str]:
-    """Return the settings and data in which two records of the same question differ."""
+    """Return the settings and datasets that differ between two records with equal `_QUESTION`."""
     fields: list[tuple[str, Any, Any]] = [("trained on", first.trained_on, second.trained_on)]
     for name in ("split", "dataset_fingerprint", "seed"):
         fields.append((name, getattr(first, name), getattr(second, name)))
@@ -511,21 +541,21 @@ def _list_differences(first: Record, second: Record) -> list[str]:
 
 @dataclass(frozen=True)
 class EpochComparison(Table):
-    """A table of the differences of one metric between two runs, over blocks and epochs.
+    """A table of differences between two runs: one metric, at every common block and epoch.
 
     Attributes:
-        by_epoch: Differences of single blocks, by ascending epoch.
+        by_epoch: Block-by-block differences at each epoch, in ascending order of epochs.
     """
 
     by_epoch: Mapping[float, Comparison]
 
     @property
     def record(self) -> Record:
-        """One of the compared records."""
+        """Any of the compared records."""
         return next(iter(self.by_epoch.values())).record
 
     def sheet(self) -> Sheet:
-        """Return the rows of all epochs, sorted by block and then by epoch."""
+        """Return one table with the rows of all epochs, sorted by block and then by epoch."""
         sheets = {epoch: comparison.sheet() for epoch, comparison in self.by_epoch.items()}
         first = next(iter(sheets.values()))
         rows = [
@@ -536,7 +566,7 @@ class EpochComparison(Table):
         return replace(
             first,
             head=(first.head[0], "epoch", *first.head[1:]),
-            # The sort is stable, so epochs keep their order.
+            # The sort is stable, so the epochs of a block stay in ascending order.
             rows=tuple(sorted(rows, key=lambda row: int(row[0].text))),
             marks=difference_footnotes([table.rows for table in self.by_epoch.values()]),
         )
@@ -559,12 +589,12 @@ def compare_runs(
     """Compare two runs block by block at every epoch that was probed in both.
 
     Args:
-        store: Contains the per-image values.
-        records: Records to consider.
-        runs: Names of the runs: `RUN` for encoders such as `RUN@100`.
+        store: Results folder with the per-image values.
+        records: Records to compare.
+        runs: Names of the two runs. The encoder `RUN@100` belongs to the run `RUN`.
 
     Raises:
-        DataError: A run has two encoders of an epoch, or nothing can be compared.
+        DataError: A run has two encoders for the same epoch, or there is no table.
     """
     tables = []
     for group in _groups_by_seed(records):
@@ -578,7 +608,7 @@ def compare_runs(
             pair = tuple(by_epoch_of_run[epoch] for by_epoch_of_run in encoders)
             sides = _load_sides(store, group, [record.encoder_id for record in pair])
             rows = _compare(sides) if sides else []
-            # The best block is left out, because it may be another one at each epoch.
+            # Best blocks are not compared, because the best block may change from epoch to epoch.
             if blocks := tuple(row for row in rows if row.name.isdigit()):
                 code = {
                     run: code_versions(r for r in group if r.encoder_id == record.encoder_id)
@@ -596,9 +626,9 @@ def compare_runs(
             for run, own in epochs.items()
         )
         raise DataError(
-            f"nothing to compare over epochs in {store.root}. No task has per-image values of both "
-            "runs at a common epoch for the same images and settings (epochs with records: "
-            f"{known})",
+            f"nothing to compare over epochs in {store.root}. Both runs need per-image values of "
+            "the same task at a common epoch, for the same images and settings (epochs with "
+            f"records: {known})",
             hint=PROBE_EPOCHS,
         )
     return tables

@@ -1,4 +1,4 @@
-"""Tables of scores over the blocks of encoders, and over the epochs of a run."""
+"""Tables with one row per block of some encoders, or with one row per epoch of a run."""
 
 import math
 from collections import defaultdict
@@ -24,26 +24,30 @@ from ssl_bench.tables.entries import (
 from ssl_bench.tables.sheets import Cell, Sheet, Table, default_format, render_tables
 
 MAX_TABLES = 4
-"""If a single task has at most this many tables, all are printed, else those of its main metric."""
+"""If a single task has tables, and not more than this number, all its tables are printed.
+
+Otherwise only the tables of the main metric of each task are printed.
+"""
 
 PROBE_EPOCHS = (
     *("ssl-bench", "pretrain", "train.keep_epochs=[100,200]", "or"),
     *("ssl-bench", "probe", "--task", "all", "--checkpoint", "{run}@100"),
 )
-"""Hint for records of several epochs of a run."""
+"""Hint shown when records of several epochs of a run are needed but missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pivot(Table):
-    """Scores by row and column.
+    """A table of scores, such as blocks (rows) by encoders (columns).
 
     Attributes:
-        row_name: What a row is: "block", "epoch", "severity" or "encoder".
-        rows: Block indices, epochs, severities or names, in printed order.
+        title: Title of the table.
+        row_name: Kind of the rows: "block", "epoch", "severity" or "encoder".
+        rows: Block indices, epochs, severities or encoder names, in printed order.
         columns: Names or severities, in printed order.
-        entries: Scores by row and column.
-        undecided: Rows and columns for which no block could be chosen.
-        notes: Lines below the table.
+        entries: Scores by (row, column).
+        undecided: The (row, column) pairs without a score because no block could be chosen.
+        notes: Lines of text that are printed below the table.
     """
 
     title: str
@@ -56,37 +60,43 @@ class Pivot(Table):
 
     @property
     def record(self) -> Record:
-        """One of the records behind the scores."""
+        """Any of the records that the scores were computed from."""
         return next(entry.records[0] for _, _, entry in self.scores())
 
     @property
     def has_values(self) -> bool:
-        """Whether any score is a number. Top-5 accuracy of two classes, for example, has none."""
+        """Whether at least one score is not NaN.
+
+        For example, the top-5 accuracy of a dataset with two classes is always NaN.
+        """
         return any(not math.isnan(entry.value) for _, _, entry in self.scores())
 
     @property
     def footnote(self) -> str:
-        """The notes in one line."""
+        """The notes joined into one line."""
         return "; ".join(self.notes)
 
     @property
     def dagger_meaning(self) -> str:
-        """Explanation of the dagger, empty if there is none in the table."""
+        """Explanation of the sign †, or an empty text if the table contains no †."""
         return dagger_meaning(entry.degenerate_percent for _, _, entry in self.scores())
 
     def scores(self) -> Iterator[tuple[Any, Any, Entry]]:
-        """Yield row, column and entry of every score, row by row."""
+        """Yield the row, the column and the entry of every score, row by row."""
         for row in self.rows:
             for column in self.columns:
                 if (row, column) in self.entries:
                     yield row, column, self.entries[row, column]
 
     def curves(self) -> "Pivot | None":
-        """Return the table whose columns a figure draws as curves over the rows."""
+        """Return the table to draw: a figure has one curve per column, and x runs over the rows.
+
+        It is None for a table that cannot be drawn.
+        """
         return self
 
     def best_row(self, column: Any) -> Any:
-        """Return the row of the highest score of a column, or None if no score is best."""
+        """Return the row of the best score in a column, or None if no score is marked as best."""
         if not self._ranking(column):
             return None
         entries = {row: entry for row, at, entry in self.scores() if at == column}
@@ -96,10 +106,11 @@ class Pivot(Table):
         )
 
     def _ranking(self, column: Any) -> list[str]:
-        """Return the distinct printed scores of a column, highest first.
+        """Return the distinct scores of a column as printed text, highest first.
 
-        The list is empty, so that no score is marked, if the column has fewer than two scores, or
-        if all that may be best are equal.
+        Scores that cannot be best (`Entry.is_rankable`) are left out. An empty list means that no
+        score of the column is marked. It is returned in two cases: the column has fewer than two
+        scores, or several scores remain and all are printed as the same number.
         """
         known = [e for _, at, e in self.scores() if at == column and not math.isnan(e.value)]
         values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)
@@ -130,19 +141,19 @@ class Pivot(Table):
         )
 
     def column_label(self, column: Any) -> str:
-        """Return the head of a column."""
+        """Return the heading of a column."""
         return str(column)
 
     def marks(self) -> tuple[str, ...]:
-        """Return explanations of the signs in the table."""
+        """Return the explanations of signs such as † that occur in the table."""
         return (self.dagger_meaning,) if self.dagger_meaning else ()
 
     def entry_text(self, entry: Entry) -> str:
-        """Return the text of a score."""
+        """Return the text that is printed for a score."""
         return entry.text()
 
     def missing_text(self, row: Any, column: Any) -> str:
-        """Return the text of a cell without a score."""
+        """Return the text that is printed in a cell without a score."""
         return "‡" if (row, column) in self.undecided else ""
 
     def _cell(self, row: Any, column: Any, ranking: Sequence[str]) -> Cell:
@@ -157,7 +168,11 @@ class Pivot(Table):
         )
 
     def _strides(self) -> dict[Any, str]:
-        """Return the strides of each block in pixels, or {} if every encoder has a single grid."""
+        """Return the token strides of each block in pixels: "16", or "8/16" if encoders differ.
+
+        The dictionary is empty if the token grid of every encoder has the same size at all blocks,
+        or if the rows are not blocks.
+        """
         if self.row_name != "block":
             return {}
         strides: dict[Any, set[int]] = defaultdict(set)
@@ -189,7 +204,7 @@ def _stride_field(entry: Entry) -> dict[str, int]:
 
 
 def depth_tables(records: Sequence[Record]) -> list[Pivot]:
-    """Return one table of blocks against models for each group of comparable records."""
+    """Return a table of blocks (rows) by models (columns) for each group of comparable records."""
     groups, names = comparable_groups(records), model_names(records)
     return [
         _pivot(group, title, "block", lambda record: (record.layer, names[record.encoder_id]))
@@ -198,12 +213,12 @@ def depth_tables(records: Sequence[Record]) -> list[Pivot]:
 
 
 def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
-    """Return one table of epochs against blocks for each run and group of comparable records.
+    """Return tables of epochs (rows) by blocks (columns), one per run and comparable group.
 
-    The encoders `RUN@100`, `RUN@200` and `RUN` (the last one) belong to one run.
+    The encoders `RUN@100`, `RUN@200` and `RUN` belong to one run. `RUN` is its last epoch.
 
     Raises:
-        DataError: No run has records of two epochs, or two runs have the same name.
+        DataError: No run has records of at least two epochs, or two runs share a name.
     """
     groups = comparable_groups(records)
     for group in groups:
@@ -216,14 +231,15 @@ def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
     ]
     if not tables:
         raise DataError(
-            "no run has records of two or more epochs: keep epochs of a run, and probe each",
+            "no run has records of at least two epochs. Save several epochs of a run while "
+            "pretraining, then probe each saved epoch",
             hint=PROBE_EPOCHS,
         )
     return tables
 
 
 def epoch_table(records: Sequence[Record], title: str) -> Pivot:
-    """Return a table of epochs against blocks from the comparable records of one run."""
+    """Return a table of epochs (rows) by blocks (columns) of one run with comparable records."""
     return _pivot(
         records, title, "epoch", lambda record: (epoch_number(record), f"block {record.layer}")
     )
@@ -235,7 +251,7 @@ def _pivot(
     row_name: str,
     key: Callable[[Record], tuple[float, str]],
 ) -> Pivot:
-    """Average records over seeds and place them at the row and column that `key` returns."""
+    """Average records over seeds. The function `key` returns the row and column of a record."""
     entries = mean_entries(records, key)
     return Pivot(
         title=title,
@@ -248,7 +264,7 @@ def _pivot(
 
 
 def runs_with_several_epochs(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Group records by run and keep the runs with at least two epochs, sorted by name."""
+    """Return the records of each run that has at least two epochs, sorted by run name."""
     return {
         run: run_records
         for run, run_records in sorted(group_by_run(records).items())
@@ -257,7 +273,10 @@ def runs_with_several_epochs(records: Sequence[Record]) -> dict[str, list[Record
 
 
 def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Group the records that state the epoch of their encoder by the name of the run."""
+    """Return records by the name of their run.
+
+    Records that do not state the epoch of their encoder are left out.
+    """
     runs: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         epoch = record.details.get("epoch")
@@ -267,10 +286,14 @@ def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
-    """Raise an error if the records come from two runs of the same name.
+    """Raise an error if two different runs share a name.
+
+    Args:
+        run: Name of the run.
+        records: Comparable records with this run name.
 
     Raises:
-        DataError: Two encoders have the same epoch.
+        DataError: Two different encoders have the same epoch, so they belong to two runs.
     """
     encoders: dict[float, str] = {}
     for record in records:
@@ -278,18 +301,24 @@ def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
         if encoders.setdefault(epoch, record.encoder_id) != record.encoder_id:
             raise DataError(
                 f"epoch {epoch:g} of run {run} has two encoders, so two runs have this name. "
-                "Rename a run folder and probe it again, or read a folder with results of one run",
+                "Rename one run folder and probe that run again, or pass a results folder that "
+                "contains only one of the runs",
                 hint=("--out", "{folder}"),
             )
 
 
 def epoch_number(record: Record) -> float:
-    """Return the epoch of the encoder of a record from `group_by_run`."""
+    """Return the pretraining epoch of a record's encoder. The record must state it."""
     return float(record.details["epoch"])
 
 
 def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
-    """Print all tables of a task that has few, and those of the main metric of other tasks."""
+    """Print the most important tables of each task.
+
+    If there is one task with at most `MAX_TABLES` tables, all its tables are printed. Otherwise
+    only the tables of each task's main metric are printed, and a message tells how to print the
+    others.
+    """
     by_task: dict[str, list[Pivot]] = defaultdict(list)
     for table in tables:
         by_task[table.record.task].append(table)
@@ -312,7 +341,7 @@ def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
 def main_metrics(
     records: Iterable[Record], names: Sequence[str] = ("task", "dataset")
 ) -> dict[tuple[Any, ...], str]:
-    """Return the main metric of each group of records with equal fields of these names."""
+    """Group records by the fields in `names`, and return the main metric of each group."""
     metrics: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
     for record in records:
         group = tuple(getattr(record, name) for name in names)

@@ -1,4 +1,4 @@
-"""Draw score curves over blocks, epochs or severities with matplotlib."""
+"""Draw scores as curves over blocks, epochs or severities with matplotlib."""
 
 import io
 import math
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 _PANELS_PER_ROW = 3
 _PANEL_INCHES = (4.2, 3.4)
 _LINE_INCHES = 0.18
-# A panel is as wide as this number of letters. The line of a legend entry takes nine of them.
+# Width of a panel, and width of the coloured line in a legend entry, both in letters.
 _PANEL_LETTERS, _KEY_LETTERS = 56, 9
 _HOLLOW: Mapping[str, Any] = {"marker": "o", "markersize": 5, "markerfacecolor": "white"}
-"""Marker of a degenerate value."""
+"""Marker for a degenerate score: a hollow dot."""
 
 
 def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
-    """Write `curves_figure` to a file, in the format of its suffix, such as .png or .svg.
+    """Draw tables with `curves_figure` and write the figure to a file.
+
+    The suffix of the path, such as .png or .svg, selects the file format.
+
 
     Raises:
         ConfigurationError: The suffix is not a known format.
@@ -36,21 +39,22 @@ def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
     figure, suffix = curves_figure(tables), path.suffix.removeprefix(".").lower()
     if suffix not in figure.canvas.get_supported_filetypes():
         raise ConfigurationError(
-            f"expected a figure that ends with .png, .svg or .pdf, got {path}",
+            f"expected a figure file that ends with .png, .svg or .pdf, got {path}",
             hint=("--figure", "{file}.png"),
         )
-    # Drawn in memory first, because matplotlib hides the error of a full disk.
+    # Draw in memory first, because matplotlib does not report a full disk.
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix, dpi=120)
     write_atomically(path, lambda file: file.write(buffer.getbuffer()))
 
 
 def curves_figure(tables: Sequence[Pivot]) -> "Figure":
-    """Draw one panel per table and one line per column, with a band for the 95 % interval.
+    """Draw one panel per table, with one curve per column of the table.
 
-    A column has the same colour in all panels.
+    A band around each curve shows the 95 % intervals. Columns of the same name have the same
+    colour in all panels.
     """
-    # Tables without any number are left out, unless there is no other.
+    # Tables in which every score is NaN are left out, unless all tables are like this.
     tables = [table for table in tables if table.has_values] or tables
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -61,7 +65,7 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
         names.sort()
         colours: dict[str, Any] = {name: f"C{number}" for number, name in enumerate(names)}
     else:
-        # The columns are blocks, whose order the colours show.
+        # The columns are blocks. Ordered colours show the order of the blocks.
         shades = mpl.colormaps["viridis"]
         colours = {name: shades(n / max(len(names) - 1, 1)) for n, name in enumerate(names)}
     num_columns = min(len(tables), _PANELS_PER_ROW)
@@ -85,7 +89,7 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
 
 
 def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
-    """Break a text after its first comma and into lines of at most `letters` letters."""
+    """Start a new line after the first comma, and wrap lines at `letters` letters."""
     parts = escape_unprintable(text).split(", ", 1)
     return "\n".join(
         escape_matplotlib(line) for part in parts for line in textwrap.wrap(part, letters)
@@ -93,7 +97,7 @@ def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
 
 
 def _count_legend_columns(labels: Sequence[str], num_columns: int) -> int:
-    """Return how many legend entries fit side by side below a row of panels."""
+    """Return how many legend entries have room side by side below a row of panels."""
     longest = max(len(line) for label in labels for line in label.splitlines())
     return max(1, min(len(labels), num_columns * _PANEL_LETTERS // (longest + _KEY_LETTERS)))
 
@@ -101,7 +105,10 @@ def _count_legend_columns(labels: Sequence[str], num_columns: int) -> int:
 def _figure_inches(
     titles: Sequence[str], num_columns: int, legend_lines: int
 ) -> tuple[float, float]:
-    """Return width and height with room for the longest title of each row and the legend."""
+    """Return the width and height of the figure in inches.
+
+    The height includes the longest title of each row of panels and the legend.
+    """
     starts = range(0, len(titles), num_columns)
     title_lines = [max(t.count("\n") for t in titles[n : n + num_columns]) for n in starts]
     width, height = _PANEL_INCHES
@@ -117,7 +124,8 @@ def _draw_panel(axis: Any, table: Pivot, colours: Mapping[str, Any]) -> None:
     shown = [*ends, *lowest_baselines.values()]
     heights = [end for end in shown if end is not None and math.isfinite(end)]
     lowest, highest = min(heights, default=0.0), max(heights, default=0.5)
-    # A zero on a logarithmic axis would lie at minus infinity, and the layout would not end.
+    # The axis is logarithmic only if all values are positive. A zero would lie at minus infinity,
+    # and the layout algorithm of matplotlib would never finish.
     if not table.record.unit and 0 < 5 * lowest < highest:
         axis.set_yscale("log")
     top = highest + (abs(highest) or 1.0)
@@ -142,7 +150,7 @@ def _draw_panel(axis: Any, table: Pivot, colours: Mapping[str, Any]) -> None:
 
 
 def _draw_curve(axis: Any, table: Pivot, column: str, colour: Any, top: float) -> None:
-    """Draw the curve of one column. Infinite values lie at `top`."""
+    """Draw the curve of one column. Infinite values are drawn at the height `top`."""
     entries = {row: entry for row, at, entry in table.scores() if at == column}
     values = [min(entry.value, top) for entry in entries.values()]
     axis.plot(list(entries), values, marker="o", markersize=3, color=colour)

@@ -1,4 +1,4 @@
-"""Tables of encoders (rows) against datasets, metrics, facets or protocols (columns)."""
+"""Tables of encoders (rows) by datasets, metrics, facets or protocols (columns)."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,18 +30,19 @@ from ssl_bench.tables.layer_selection import (
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderTable(Pivot):
-    """One score of each encoder in each column.
+    """A table of encoders (rows) with one score in each column.
 
     Attributes:
-        choice: How the block was chosen: "holdout", "oracle", or "block" if there is only one.
-        series: One record of each column.
+        choice: How the block of each score was chosen: "holdout" or "oracle". It is "block" if
+            every encoder has a single scored block.
+        series: One record of each column, by column name.
     """
 
     choice: str
     series: Mapping[str, Record]
 
     def curves(self) -> None:
-        """Return None: a figure shows scores over blocks instead."""
+        """Return None, because this table has no curves to draw."""
 
     def entry_text(self, entry: Entry) -> str:
         return entry.text() if self.choice == "block" else f"{entry.text()} {blocks_text(entry)}"
@@ -69,7 +70,7 @@ class EncoderTable(Pivot):
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the scores with their records. The value is null where no block was chosen."""
+        """Return every score with its records. The value is null if no block could be chosen."""
         values = {key: choice_as_json(e) | e.as_json() for key, e in self.entries.items()}
         values |= {key: {"value": None} for key in self.undecided}
         return {
@@ -94,8 +95,8 @@ def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) ->
 
     Args:
         records: Records of any encoders, datasets and tasks.
-        store: Contains the per-image values.
-        choice: How a block is chosen if there are several, see `choose_block`.
+        store: Results folder with the per-image values.
+        choice: How to choose among several blocks: "holdout" or "oracle", see `choose_block`.
     """
     groups = comparable_groups(records)
     columns = column_names([group[0] for group in groups])
@@ -165,7 +166,11 @@ def _notes(
 
 
 def column_names(records: Sequence[Record]) -> list[str]:
-    """Return a name for each series that tells it apart from the others, as short as possible."""
+    """Return a short unique name for each column of a table, such as "voc2012, miou".
+
+    Args:
+        records: One record of each column.
+    """
     metrics = len({record.metric for record in records}) > 1
     names = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
     for field in ("split", "task", "facet", "protocol_label"):
@@ -180,7 +185,10 @@ def column_names(records: Sequence[Record]) -> list[str]:
 
 
 def _extend_equal(names: Sequence[list[str]], words: Sequence[list[str]]) -> list[list[str]]:
-    """Append the words of each name if names are equal and their words are not."""
+    """Append words to names that are not unique.
+
+    Each name has its own words. They are appended to equal names only if their words differ.
+    """
     words_by_name: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
     for name, more in zip(names, words, strict=True):
         words_by_name[tuple(name)].add(tuple(more))

@@ -1,6 +1,6 @@
-"""Group comparable records, average them over seeds, and describe where the numbers come from.
+"""Group comparable records, average them over seeds, and write the notes below a table.
 
-An `Entry` is one value of a table. The notes below a table are written here too.
+An `Entry` is one value of a table. The notes state, for example, the images and versions.
 """
 
 import hashlib
@@ -45,18 +45,21 @@ _MAIN_METRICS = (
 )
 
 SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
-"""Fields of a record that say what was measured."""
+"""Fields of a record that state what was measured."""
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
 
 
 def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
-    """Group records whose values may share a table, and sort the groups.
+    """Group records that are comparable, so that a table can show them together.
 
-    Records of a group have the same task, dataset, split, metric, protocol, facet, images and
-    settings. Their block, encoder and seed may differ.
+    All records of a group have the same task, dataset, split, metric, protocol, facet, images and
+    settings. Their blocks, encoders and seeds may differ.
+
+    Returns:
+        The groups, sorted by these fields.
     """
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
-    # Cached by identity, because records that were read together share one settings object.
+    # Cache by object identity, because records that were read together share a settings object.
     texts: dict[int, str] = {}
     for record in records:
         settings = id(record.settings)
@@ -69,9 +72,9 @@ def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
-    """Return a title for each group of `comparable_groups`.
+    """Return a table title for each group of `comparable_groups`.
 
-    Groups with the same title get the settings in which they differ, in brackets.
+    If several groups have the same title, their differing settings are appended in brackets.
     """
     titles = [table_title(group[0]) for group in groups]
     namesakes: dict[str, list[Record]] = defaultdict(list)
@@ -88,9 +91,17 @@ def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
 
 
 def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
-    """List the settings and data in which a record differs from any of the others.
+    """Return the settings of a record that differ in at least one of the other records.
 
-    Settings that already appear in the title of a table are left out.
+    Settings that are part of the table title anyway are left out. If the images differ, the result
+    also contains the digits of their fingerprint.
+
+    Args:
+        record: The record to describe.
+        rivals: The other records. They may include `record`.
+
+    Returns:
+        Texts such as "lr=0.1".
     """
     in_title = {*record.changed, TRAINED_ON, CORRUPTED}
     differing = [
@@ -107,7 +118,7 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
 
 
 def table_title(record: Record) -> str:
-    """Return what was measured, on which images and with which protocol."""
+    """Return a title that states the task, metric, dataset, split, facet and protocol."""
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
         f"{record.facet}, protocol {record.protocol_label}{training_suffix(record)}"
@@ -115,23 +126,26 @@ def table_title(record: Record) -> str:
 
 
 def training_suffix(record: Record) -> str:
-    """Return, for example, ", trained on train (1464 images, 3f9a01)", or nothing if untrained."""
+    """Return the training images as a suffix, or an empty text if the probe has no training.
+
+    An example is ", trained on train (1464 images, 3f9a01)".
+    """
     return "" if record.trained_on is None else f", trained on {record.trained_on}"
 
 
 def metric_with_unit(record: Record) -> str:
-    """Return, for example, "corloc (%)"."""
+    """Return the metric with its unit, such as "corloc (%)"."""
     return f"{record.metric} ({record.unit})" if record.unit else record.metric
 
 
 def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
-    """Return a unique name of each encoder by its `encoder_id`.
+    """Return a unique name for each encoder, by `encoder_id`.
 
-    If two encoders share a name, the first digits of their ids are appended.
+    If several encoders have the same name, the first digits of the id are appended to each.
     """
     names = {record.encoder_id: record.model for record in records}
     digits = 6
-    # Repeated because the new name may already be the name of a third encoder.
+    # Repeat, because a third encoder may already have the new name.
     while len(set(names.values())) < len(names):
         uses = Counter(names.values())
         names = {
@@ -143,20 +157,20 @@ def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
 
 
 def choose_main_metric(metrics: Sequence[tuple[str, bool]]) -> str:
-    """Return the metric that represents a task.
+    """Return the metric that represents a task in overviews.
 
-    A fixed list of well-known metrics is searched first. If none of them was measured, the first
-    metric for which higher is better is returned.
+    It is the first metric of `_MAIN_METRICS` that was measured. If none of these was measured, it
+    is the first metric for which higher is better.
 
     Args:
-        metrics: Name of each measured metric, and whether higher is better.
+        metrics: The measured metrics as pairs: the name, and whether a higher value is better.
     """
     names = [name for name, _ in sorted(metrics, key=lambda metric: not metric[1])]
     return next((name for name in _MAIN_METRICS if name in names), names[0])
 
 
 def series_as_json(record: Record) -> dict[str, Any]:
-    """Return the fields and settings that all records of a comparable group share."""
+    """Return, as JSON types, the fields and settings that are equal within a comparable group."""
     return {
         **{name: getattr(record, name) for name in SERIES},
         "dataset_fingerprint": record.dataset_fingerprint,
@@ -166,7 +180,7 @@ def series_as_json(record: Record) -> dict[str, Any]:
 
 
 def settings_digest(record: Record) -> str:
-    """Return twelve hexadecimal digits that are equal for equal settings."""
+    """Return a hash of the settings of a record: twelve hexadecimal digits."""
     return hashlib.sha256(_settings_text(record).encode()).hexdigest()[:12]
 
 
@@ -176,18 +190,20 @@ def _settings_text(record: Record) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One value of a table: the mean over seeds with its 95 % interval, in the unit of its records.
+    """One value of a table: the mean over seeds with its 95 % interval.
 
     Attributes:
-        low: Lower end of the interval; None without an interval.
-        high: Upper end of the interval.
-        degenerate_percent: Percentage of images whose answer is arbitrary; None where this cannot
-            happen.
-        records: The records behind the value. There are several for several seeds, and for a
-            held-out choice of several blocks.
-        offered_layers: The blocks from which one was chosen; empty without a choice.
-        omitted_seeds: Seeds that are left out because other blocks were probed with them.
-        shows_seed_count: Whether the text states the number of seeds.
+        value: The mean over seeds, in the unit of the records. It may be NaN.
+        low: Lower end of the 95 % interval, or None if there is no interval.
+        high: Upper end of the 95 % interval, or None if there is no interval.
+        degenerate_percent: Percentage of degenerate images. Rounding errors decide their result.
+            It is None if the task has no degenerate images.
+        records: The records from which the value was computed. An entry has several records if
+            there are several seeds, or if the held-out choice selected several blocks.
+        offered_layers: The blocks from which one was chosen. The tuple is empty if no choice was
+            made.
+        omitted_seeds: Seeds that are left out because they were probed at different blocks.
+        shows_seed_count: Whether the printed text states the number of seeds.
     """
 
     value: float
@@ -205,45 +221,48 @@ class Entry:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The blocks behind the value, ascending."""
+        """The blocks of the records, in ascending order."""
         return tuple(sorted({record.layer for record in self.records}))
 
     @property
     def layer(self) -> int:
-        """The block of an entry of a single block."""
+        """The block of the entry, which must have a single block."""
         return self.records[0].layer
 
     @property
     def is_degenerate(self) -> bool:
-        """Whether the answer is arbitrary for most images."""
+        """Whether more than `MAX_DEGENERATE_PERCENT` of the images are degenerate."""
         return is_degenerate(self.degenerate_percent)
 
     @property
     def is_rankable(self) -> bool:
-        """Whether the value may be the best: higher is better, not NaN, not degenerate."""
+        """Whether the value may be marked as the best.
+
+        This requires that higher is better, and that the value is neither NaN nor degenerate.
+        """
         is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
         return is_ranked and not self.is_degenerate
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The text split after the value, so that the rest can be printed below it."""
+        """The text in two parts: the value, and the rest, which pages print below the value."""
         return tuple(filter(None, self.text().partition(" ")[::2]))
 
     @property
     def reason(self) -> str:
-        """The recorded reason why the value is NaN, else an empty text."""
+        """The recorded reason why the value is NaN. It is empty without a reason or if not NaN."""
         reasons = (record.details.get("reason") for record in self.records)
         return next((str(text) for text in reasons if text), "") if math.isnan(self.value) else ""
 
     @property
     def sort_key(self) -> str:
-        """The value as JavaScript reads it, or an empty text for NaN."""
+        """The value as a number for JavaScript, or an empty text for NaN."""
         if math.isnan(self.value):
             return ""
         return "Infinity" if self.value == math.inf else str(self.value)
 
     def text(self) -> str:
-        """Return the value as tables print it, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]"."""
+        """Return the value as it is printed, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]"."""
         if math.isnan(self.value):
             return NO_VALUE
         count = len(self.seeds)
@@ -264,7 +283,7 @@ class Entry:
         return "" if low == high else f" [{low}, {high}]"
 
     def csv_fields(self) -> dict[str, Any]:
-        """Return the value, its interval and what identifies the experiment."""
+        """Return the columns of a CSV row: the value, its interval and the experiment."""
         first = self.records[0]
         baseline = Baseline.from_details(first.details)
         return {
@@ -286,7 +305,7 @@ class Entry:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return the value, its interval and every record behind it."""
+        """Return the value, its interval and all of its records as JSON types."""
         first = self.records[0]
         return {
             "model": first.model,
@@ -316,11 +335,11 @@ def _format_plain(value: float) -> str:
 
 
 def mean_entry(records: Sequence[Record]) -> Entry:
-    """Average records of one block that differ only in their seed."""
+    """Return the mean of records of one block that differ only in the seed."""
     entries = []
     for record in records:
         low, high = record.ci95 or (None, None)
-        # An interval of which only one end is known is dropped.
+        # If only one end of an interval is known, leave the interval out.
         if low is None or high is None or math.isnan(low + high):
             low = high = None
         entries.append(Entry(record.value, low, high, record.degenerate_percent, (record,)))
@@ -328,9 +347,10 @@ def mean_entry(records: Sequence[Record]) -> Entry:
 
 
 def average_entries(entries: Sequence[Entry]) -> Entry:
-    """Average entries of several seeds.
+    """Return the mean of entries of several seeds.
 
-    The ends of the intervals are averaged, so the mean has the uncertainty of a single seed.
+    The ends of the intervals are averaged, so the interval of the mean is about as wide as that of
+    a single seed.
     """
     return Entry(
         value=sum(entry.value for entry in entries) / len(entries),
@@ -342,13 +362,13 @@ def average_entries(entries: Sequence[Entry]) -> Entry:
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None, or None if all are."""
+    """Return the mean of the values that are not None, or None if all values are None."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, Entry]:
-    """Average the records of each key over their seeds."""
+    """Group records by the value of the function `key`, and average each group over seeds."""
     groups: dict[K, list[Record]] = defaultdict(list)
     for record in records:
         groups[key(record)].append(record)
@@ -356,16 +376,20 @@ def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[
 
 
 def with_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
-    """Let all entries show their number of seeds if these numbers differ."""
+    """Return copies of entries that print their number of seeds.
+
+    If all entries have the same number of seeds, the copies do not print it.
+    """
     differ = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 
 
 def dagger(percent: float | None) -> str:
-    """Return the suffix of a value with degenerate images, such as " †24", else an empty text.
+    """Return the percentage of degenerate images as a suffix, such as " †24".
 
-    Percentages are rounded to whole numbers, below 1 to one decimal. A percentage slightly above
-    `MAX_DEGENERATE_PERCENT` keeps enough decimals to be recognised as above it.
+    The suffix is empty if no image is degenerate. Percentages below 1 are rounded to one decimal,
+    others to whole numbers. A percentage slightly above `MAX_DEGENERATE_PERCENT` gets more decimals
+    so that its printed number is above this limit too.
     """
     if not percent:
         return ""
@@ -376,7 +400,7 @@ def dagger(percent: float | None) -> str:
 
 
 def dagger_meaning(percents: Iterable[float | None]) -> str:
-    """Explain the dagger if any percentage of degenerate images is above 0, else return ""."""
+    """Return an explanation of the sign † if any of the percentages is above 0, else ""."""
     if not any(percents):
         return ""
     return (
@@ -387,7 +411,7 @@ def dagger_meaning(percents: Iterable[float | None]) -> str:
 
 
 def metric_notes(records: Iterable[Record]) -> list[str]:
-    """Explain words in the names of some metrics."""
+    """Return notes that explain words in metric names, such as "oracle"."""
     metrics = {record.metric for record in records}
     notes = []
     if any(metric.endswith("_oracle") for metric in metrics):
@@ -404,10 +428,10 @@ def metric_notes(records: Iterable[Record]) -> list[str]:
 
 
 def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
-    """Return the scores of image-independent baselines by name, such as "centre box".
+    """Return the scores of each image-independent baseline by its name, such as "centre box".
 
-    The scores of a baseline are distinct and ascending. There are several if encoders receive the
-    images in different sizes.
+    The scores of a baseline are distinct and in ascending order. A baseline has several scores if
+    encoders received the images in different sizes.
     """
     scores: dict[str, set[float]] = defaultdict(set)
     for record in records:
@@ -418,7 +442,10 @@ def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
 
 
 def baseline_note(records: Sequence[Record]) -> str:
-    """Return, for example, "image-independent baseline (centre box): 31.2", or an empty text."""
+    """Return a note on the baselines, or an empty text if the records have no baseline.
+
+    An example is "image-independent baseline (centre box): 31.2".
+    """
     notes = []
     for answer, values in baselines(records).items():
         ends = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
@@ -427,14 +454,14 @@ def baseline_note(records: Sequence[Record]) -> str:
 
 
 def table_notes(records: Sequence[Record]) -> list[str]:
-    """Return the notes below the values of one metric: baselines, warnings and provenance.
+    """Return the notes below a table of one metric: baselines, warnings and provenance.
 
-    The title of the table states the protocol with its changed settings, so the notes do not.
+    The notes do not repeat the protocol and its changed settings, which the table title states.
     """
     notes = metric_notes(records)
     if baseline := baseline_note(records):
         notes.append(baseline)
-    # The mean over seeds has an interval if one of them has.
+    # The mean over seeds has an interval if at least one seed has an interval.
     with_interval = {record.layer for record in records if record.ci95}
     no_interval: dict[str, set[int]] = defaultdict(set)
     no_value: dict[str, set[int]] = defaultdict(set)
@@ -465,7 +492,7 @@ def table_notes(records: Sequence[Record]) -> list[str]:
 
 
 def footnote(records: Sequence[Record]) -> str:
-    """Return `table_notes` in one line."""
+    """Return all notes of `table_notes` joined into one line."""
     return "; ".join(table_notes(records))
 
 
@@ -475,11 +502,11 @@ def _block_list(layers: Iterable[int]) -> str:
 
 
 def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
-    """Return images, seeds, versions and machines behind at least one record, in one line.
+    """Return one line with the images, seeds, versions and devices of some records.
 
     Args:
-        records: The records behind a table.
-        stated: Names of settings that the title states already.
+        records: The records of a table, at least one.
+        stated: Names of settings that the table title already states. They are not repeated.
     """
 
     def distinct(values: Sequence[object]) -> str:
@@ -498,14 +525,19 @@ def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
 
 
 def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> str:
-    """Return the recorded size of the images, such as ", image_size=224".
+    """Return the recorded image size as a suffix, such as ", image_size=224".
 
-    If encoders receive different sizes, each size is followed by its encoders in parentheses.
+    If encoders received images of different sizes, each size is followed by the names of its
+    encoders in parentheses.
+
+    Args:
+        records: The records of a table.
+        stated: Names of settings that the table title already states. They are not repeated.
     """
     users: dict[str, set[str]] = defaultdict(set)
     for record in records:
         settings = record.settings
-        # Either of these settings replaces the encoder's own size.
+        # If one of these settings is set, the input size of the encoder has no effect.
         replacing = {
             name: settings[name] for name in ("longer_side", "squash") if settings.get(name)
         }
@@ -521,8 +553,8 @@ def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> s
 
 
 def _unreadable_note(records: Sequence[Record]) -> str:
-    """Return how many images were left out because they cannot be read, and the first names."""
-    # A record says "2 of train (3f9a01)" or "2 of all (3f9a01)".
+    """Return the number of images that could not be read, and the names of the first few."""
+    # The recorded text is, for example, "2 of train (3f9a01)" or "2 of all (3f9a01)".
     counts = {
         re.sub(r" \(\w+\)$| of all\b", "", str(record.settings["left_out"]))
         for record in records
@@ -536,13 +568,13 @@ def _unreadable_note(records: Sequence[Record]) -> str:
 
 
 def trusted_note(records: Iterable[Record]) -> str:
-    """Return a note if images were identified without reading their files, else an empty text."""
+    """Return a note if image files were identified by size and time only, else an empty text."""
     is_trusted = any(kind_of(record.dataset_fingerprint) == "stat" for record in records)
     return ", files identified by size and time only" if is_trusted else ""
 
 
 def _corruption_note(records: Iterable[Record]) -> str:
-    """Return the corruptions of the scored images with their severities, else an empty text."""
+    """Return the corruptions and severities of the scored images, or "" for clean images."""
     severities: dict[str, set[int]] = defaultdict(set)
     is_trained = False
     for record in records:

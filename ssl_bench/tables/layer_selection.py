@@ -1,4 +1,7 @@
-"""Choose the block that represents an encoder, on other images or on the scored images."""
+"""Choose the block whose score represents an encoder.
+
+A held-out choice uses other images than those it scores. An oracle choice uses the scored images.
+"""
 
 import math
 from collections import defaultdict
@@ -34,21 +37,21 @@ NO_CHOICE_MARK = (
 
 
 def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> Entry | None:
-    """Score one encoder with a block chosen from several.
+    """Choose one block of an encoder, and return the score of this block.
 
-    Seeds may have records of different blocks. Only seeds with the largest set of blocks are used.
-    Among equally large sets, the set that most seeds have is used. In a held-out choice each seed
-    chooses its own block.
+    Different seeds may have been probed at different sets of blocks. Then only the seeds with the
+    largest set are used. If several sets are equally large, the most frequent set is used. In a
+    held-out choice, each seed chooses its own block.
 
     Args:
         records: Comparable records of one encoder, which differ only in block and seed.
-        store: Contains the per-image values.
+        store: Results folder with the per-image values.
         choice: "holdout" or "oracle". It has no effect if there is only one block.
 
     Returns:
-        The score with `Entry.offered_layers` and `Entry.omitted_seeds`. None if per-image values
-        are missing for a held-out choice, if higher is not better, or if every block is
-        degenerate.
+        The score, with `Entry.offered_layers` and `Entry.omitted_seeds`. It is None if no block can
+        be chosen: if higher is not better, if every block is degenerate, or if a held-out choice
+        lacks per-image values.
     """
     by_seed: dict[int, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.seed):
@@ -70,9 +73,10 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
 
 
 def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Entry | None:
-    """Return the block with the highest mean over seeds.
+    """Return the score of the block with the highest mean over seeds.
 
-    If there are several blocks, degenerate ones are left out. None if no block is left.
+    If there are several blocks, degenerate blocks are left out. The result is None if no block
+    remains.
     """
     entries = [
         mean_entry([record for seed in seeds for record in seed if record.layer == layer])
@@ -87,7 +91,10 @@ def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Ent
 
 
 def _held_out_entry(seeds: Sequence[Sequence[Record]], store: ResultStore) -> Entry | None:
-    """Return the mean of the held-out choices of all seeds, or None if a seed cannot choose."""
+    """Return the mean score over seeds, where each seed makes a held-out choice of its block.
+
+    It is None if the choice is impossible for at least one seed.
+    """
     choices = [_held_out_choice(seed, store) for seed in seeds]
     entries = [entry for entry in choices if entry is not None]
     return average_entries(entries) if len(entries) == len(choices) else None
@@ -102,7 +109,7 @@ def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | N
     if len(set(layers)) == 1:
         return mean_entry([by_layer[layers[0]]])
     estimate = curve.estimate(mixed)
-    # Folds have equal sizes, so a block counts once for each fold that chose it.
+    # All folds have the same size, so the mean over folds gives every image the same weight.
     shares = [by_layer[layer].degenerate_percent for layer in layers]
     return Entry(
         estimate.value,
@@ -113,7 +120,7 @@ def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | N
 
 
 def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
-    """Explain how the blocks of entries were chosen, for the notes below a table."""
+    """Return notes for a table that explain how the blocks of its entries were chosen."""
     notes = [CHOICE_NOTES[choice]] if any(len(e.offered_layers) > 1 for e in entries) else []
     if choice == "holdout":
         notes += mixed_notes(e.records[0].metric for e in entries if len(e.layers) > 1)
@@ -131,7 +138,7 @@ def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
 
 
 def _seeds_differ(entry: Entry) -> bool:
-    """Return whether the seeds of an entry have chosen different blocks."""
+    """Return whether different blocks were chosen for different seeds of an entry."""
     blocks: dict[int, set[int]] = defaultdict(set)
     for record in entry.records:
         blocks[record.seed].add(record.layer)
@@ -139,7 +146,7 @@ def _seeds_differ(entry: Entry) -> bool:
 
 
 def mixed_notes(metrics: Iterable[str]) -> list[str]:
-    """Warn about a mean IoU whose images are scored with different blocks."""
+    """Return a note about mean IoU if different blocks score different images, else []."""
     if not any(metric.startswith("miou") for metric in metrics):
         return []
     return [
@@ -149,19 +156,19 @@ def mixed_notes(metrics: Iterable[str]) -> list[str]:
 
 
 def choice_as_json(entry: Entry) -> dict[str, list[int]]:
-    """Return the chosen blocks and those that could have been chosen."""
+    """Return the chosen blocks, and all blocks from which they were chosen, as JSON types."""
     return {"blocks": list(entry.layers), "blocks_offered": list(entry.offered_layers)}
 
 
 def blocks_text(entry: Entry) -> str:
-    """Return the chosen blocks, such as "@3,5"."""
+    """Return the chosen blocks as text, such as "@3,5"."""
     return f"@{','.join(map(str, entry.layers))}"
 
 
 def with_seed_counts_by_column(
     entries: Mapping[tuple[str, str], Entry],
 ) -> dict[tuple[str, str], Entry]:
-    """Let the entries of a column show their number of seeds if these numbers differ."""
+    """Apply `with_seed_counts` to each column separately. Entries are given by (row, column)."""
     counted: dict[tuple[str, str], Entry] = {}
     for column in dict.fromkeys(column for _, column in entries):
         counted |= with_seed_counts({at: e for at, e in entries.items() if at[1] == column})

@@ -1,4 +1,7 @@
-"""Tables of published values with our scores, and every known difference of the experiments."""
+"""Tables that show published values next to our scores.
+
+The notes below a table list every known difference between the published experiment and ours.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +34,15 @@ from ssl_bench.tables.sheets import Cell, Sheet
 
 @dataclass(frozen=True, kw_only=True)
 class PaperTable(Pivot):
-    """A published table with our scores in the cells where we have one.
+    """A published table in which each cell also shows our score, if there is one.
 
     Attributes:
-        entries: Our scores by row and column.
+        entries: Our scores from records, by (row, column).
         published: The published table.
-        derived: Numbers that no record holds: measures of runs, and differences between rows.
-        choice: How blocks are chosen in every column; None for the way of each column.
+        derived: Our numbers that are not stored in records, by (row, column). They are measures of
+            runs and differences between rows.
+        choice: How blocks are chosen in all columns: "holdout" or "oracle". None means that each
+            column uses its own `PublishedColumn.choice`.
     """
 
     published: PublishedTable
@@ -45,10 +50,10 @@ class PaperTable(Pivot):
     choice: str | None
 
     def curves(self) -> None:
-        """Return None: a figure shows scores over blocks instead."""
+        """Return None, because this table has no curves to draw."""
 
     def sheet(self) -> Sheet:
-        """Return "published | ours" in each cell. Nothing is marked as best."""
+        """Return the printed table. A cell reads "published | ours". No cell is marked as best."""
         rows = [
             (Cell(row), *(Cell(self._text(row, column)) for column in self.published.columns))
             for row in self.rows
@@ -74,7 +79,7 @@ class PaperTable(Pivot):
         return (*no_choice, *super().marks())
 
     def csv_rows(self) -> list[dict[str, Any]]:
-        """Return one row per published cell. Fields of our score are missing if there is none."""
+        """Return one CSV row per cell. The fields of our score are missing if we have no score."""
         rows = []
         for cell, ours in self._cells():
             row = {**cell, "source": self.published.source}
@@ -86,7 +91,7 @@ class PaperTable(Pivot):
         return rows
 
     def as_json(self) -> dict[str, Any]:
-        """Return the published cells, our scores with their records, and the notes."""
+        """Return the published values, our scores with their records, and the notes."""
         cells = []
         for cell, ours in self._cells():
             value: dict[str, Any] | None = None
@@ -107,7 +112,7 @@ class PaperTable(Pivot):
         }
 
     def _cells(self) -> Iterator[tuple[dict[str, Any], Entry | float | None]]:
-        """Yield every published cell with our score, if there is one."""
+        """Yield every published cell with our score. The score is None if we have none."""
         for row in self.rows:
             for column in self.columns:
                 key = (row, column)
@@ -129,16 +134,16 @@ def paper_table(
     choice: str | None = None,
     runs: Mapping[str, Path] | None = None,
 ) -> PaperTable:
-    """Place records next to a published table.
+    """Build a table that shows our scores next to published values.
 
     Args:
-        published: Gives the rows and columns.
-        records: Candidates for the cells.
-        store: Contains the per-image values.
-        encoders: `Record.encoder_id` of the encoder for each row.
-        choice: How a block is chosen if there are several, see `choose_block`; None for the way of
-            each column.
-        runs: Run folders by row.
+        published: The published table. It defines the rows and columns.
+        records: Records that may fill the cells.
+        store: Results folder with the per-image values.
+        encoders: `Record.encoder_id` of our encoder for each row, by row name.
+        choice: How to choose among several blocks: "holdout" or "oracle", see `choose_block`. None
+            means that each column uses its own `PublishedColumn.choice`.
+        runs: Folders of our pretraining runs, by row name.
     """
     encoders = {row: encoders[row] for row in published.rows if row in encoders}
     candidates = [record for record in records if record.encoder_id in encoders.values()]
@@ -191,7 +196,10 @@ def paper_table(
 def _fitting_series(
     column: PublishedColumn, records: Sequence[Record], paper: str
 ) -> list[list[Record]]:
-    """Return the groups of comparable records that fit a column, nearest to the paper first."""
+    """Return the groups of comparable records that measure a column.
+
+    The group with the settings that are closest to the paper comes first.
+    """
 
     def distance(group: Sequence[Record]) -> tuple[bool, bool, bool, int, int, int]:
         first = group[0]
@@ -209,7 +217,7 @@ def _fitting_series(
 
 
 def _has_block(column: PublishedColumn, record: Record) -> bool:
-    """Return whether a record may fill a column, by its block."""
+    """Return whether the block of a record is one that the column allows."""
     block = record.depth - 1 if column.choice == LAST else column.block(record.depth)
     return block in (None, record.layer)
 
@@ -219,7 +227,7 @@ def _choice_of_column(column: PublishedColumn, choice: str | None) -> str:
 
 
 def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[str, list[str]]:
-    """Group the names of the columns by how their block is chosen."""
+    """Return the names of the columns by the way in which their block is chosen."""
     columns: dict[str, list[str]] = {}
     for column in published.columns:
         columns.setdefault(_choice_of_column(column, choice), []).append(column.name)
@@ -231,7 +239,10 @@ def _derive_numbers(
     entries: Mapping[tuple[str, str], Entry],
     runs: Mapping[str, Path],
 ) -> dict[tuple[str, str], float]:
-    """Return measures of runs and differences between rows, as far as they are known."""
+    """Return `PaperTable.derived`: measures of runs and differences between rows.
+
+    Numbers that cannot be computed are left out.
+    """
     derived: dict[tuple[str, str], float] = {}
     for column in published.columns:
         known = {row: e.value for (row, name), e in entries.items() if name == column.of}
@@ -254,7 +265,7 @@ def _difference_notes(
     derived: Mapping[tuple[str, str], float],
     unused: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """Describe the published experiment, ours in every column, and our encoders."""
+    """Return notes on the published experiment, on our experiments, and on our encoders."""
     records = [record for entry in entries.values() for record in entry.records]
     comes_from_runs = records and all(record.task == SUPERVISED for record in records)
     pretraining = "" if comes_from_runs else " Records do not state how an encoder was pretrained."
@@ -290,7 +301,7 @@ def _block_notes(
     entries: Mapping[tuple[str, str], Entry],
     choice: str | None,
 ) -> list[str]:
-    """Return how blocks were chosen, for each group of columns with the same choice."""
+    """Return notes on how blocks were chosen in each group of columns with the same choice."""
     notes = []
     by_choice = _columns_by_choice(published, choice)
     for way, columns in by_choice.items():
@@ -312,7 +323,7 @@ def _missing_notes(
     derived: Mapping[tuple[str, str], float],
     records: Sequence[Record],
 ) -> list[str]:
-    """Return the provenance, and how to fill the rows and columns without a score."""
+    """Return the provenance note, and notes on how to fill rows and columns without a score."""
     notes = []
     if scores := entries.values():
         notes.append(provenance([record for entry in scores for record in entry.records]))
@@ -346,7 +357,7 @@ def _describe_derived(column: PublishedColumn) -> str:
 
 
 def _how_to_measure(column: PublishedColumn) -> str:
-    """Return the name of a column with the command that measures it."""
+    """Return the name of a column, followed by the command that measures it in parentheses."""
     if column.task in (RUN, DIFFERENCE):
         how = f"{_describe_derived(column)}, filled by `ssl-bench reproduce`"
     elif column.task == SUPERVISED:

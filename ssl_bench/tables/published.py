@@ -1,4 +1,4 @@
-"""Read published tables, and describe how their experiments differ from a record."""
+"""Read published tables, and describe how their experiments differ from ours."""
 
 import re
 from collections.abc import Mapping
@@ -13,13 +13,16 @@ from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.run_logs import RUN_MEASURES
 
 RUN = "run"
-"""Task of a column that is read from the log of a run instead of a record."""
+"""Task of a column that is computed from the log of a pretraining run, not from records."""
 DIFFERENCE = "difference"
-"""Task of a column with differences between two rows of another column."""
+"""Task of a column that contains the differences between rows of another column."""
 LAST = "last"
-"""Choice of the last block, for metrics whose value at a block averages all blocks up to it."""
+"""Choice of the last block.
+
+It is for metrics that average over all blocks from the first block to the block of the record.
+"""
 SINGLE = "single"
-"""Heads that see the features of one block."""
+"""Value of `probe.layers_mode` for heads that use the features of a single block."""
 _COPIED_KEYS = ("name", "title", "setup", "unknown", "where", "doubts", "in_reports")
 _RATE_CHOICES = {
     "miou_holdout": "learning rate chosen on held-out training images",
@@ -32,24 +35,25 @@ class PublishedColumn:
     """A column of a published table.
 
     Attributes:
-        name: Head of the column.
-        task: Name of a probe, "supervised", "run" or "difference"; empty if this suite cannot
-            measure the column.
-        dataset: Name of the dataset in records; empty if there is none.
-        metric: Name of the metric in records; empty if there is none.
-        facets: Facets that measure the same kind of feature; empty if any does.
-        num_images: Number of images of the usual complete split; None for durations. Papers do not
-            always state the images.
-        probe: Overrides with which the probe measures the column.
-        layers_modes: How many blocks a head may see, as in `probe.layers_mode`.
+        name: Heading of the column.
+        task: Name of a probe, or "supervised", "run" or "difference". It is empty if ssl-bench
+            cannot measure the column.
+        dataset: Name of the dataset as in records. It is empty if the column has no dataset.
+        metric: Name of the metric as in records. It is empty if the column has no metric.
+        facets: Facets that match the features of the paper. An empty tuple allows every facet.
+        num_images: Number of images in the usual full split, or None for durations. It is an
+            assumption, because papers do not always state the number of images.
+        probe: Overrides for the command `ssl-bench probe` that measures the column.
+        layers_modes: Values of `probe.layers_mode` that match the paper.
         layout: Name of the dataset component that reads the images, if it is not `dataset`.
-        layer: The block of the column, counted from the last one if negative; None if a block is
-            chosen.
-        choice: How the paper chose a block: "oracle" on the scored images, "holdout" if it does
-            not say, or "last".
-        of: For a column of differences, the column whose rows are subtracted.
-        reference: For a column of differences, the row that every other row is compared with.
-        is_loss: Whether the rows are subtracted from the reference, and not the other way round.
+        layer: Index of the paper's block. A negative index counts from the last block. It is None
+            if a block must be chosen.
+        choice: How the paper chose the block. "oracle" means on the scored images, and "last" means
+            that it is the last block. "holdout" is used if the paper does not state it.
+        of: Name of another column. A column of differences subtracts rows of that column.
+        reference: Name of the row with which a column of differences compares each row.
+        is_loss: Whether a difference is the reference minus the row. By default it is the row minus
+            the reference.
     """
 
     name: str
@@ -69,9 +73,9 @@ class PublishedColumn:
 
     def __post_init__(self) -> None:
         if self.choice not in (*CHOICES, LAST):
-            raise ValueError(f"column {self.name}: unknown choice of a block {self.choice!r}")
+            raise ValueError(f"column {self.name}: unknown way to choose a block {self.choice!r}")
         if self.task == RUN and self.metric not in RUN_MEASURES:
-            raise ValueError(f"column {self.name}: runs do not measure {self.metric!r}")
+            raise ValueError(f"column {self.name}: a run does not measure {self.metric!r}")
 
     @property
     def is_probed(self) -> bool:
@@ -79,21 +83,21 @@ class PublishedColumn:
         return self.task not in ("", SUPERVISED, RUN, DIFFERENCE)
 
     def block(self, depth: int | None) -> int | None:
-        """Return the index of the column's block in an encoder of `depth` blocks.
+        """Return the block index of the column in an encoder with `depth` blocks.
 
-        If the encoder is shallower than the paper's, this is its last block. It is None if the
-        block is chosen among several.
+        The index is clipped to the existing blocks if the encoder is shallower than in the paper.
+        It is None if a block must be chosen.
         """
         if self.layer is None or depth is None:
             return self.layer
         return max(self.layer + depth, 0) if self.layer < 0 else min(self.layer, depth - 1)
 
     def is_measured_by(self, record: Record) -> bool:
-        """Return whether a record of any protocol has the same task, data, metric and facet."""
+        """Return whether a record measures this column. Its protocol may differ from the paper."""
         names = (record.task, _family(record.metric))
         if names != (self.task, _family(self.metric)):
             return False
-        # The name of a subset of a dataset ends with a dash and its number of images.
+        # A subset is named after its dataset and its number of images, such as DATASET-500.
         same_data = record.dataset == self.dataset or record.dataset.startswith(f"{self.dataset}-")
         if record.settings.get("layers_mode", SINGLE) not in self.layers_modes:
             return False
@@ -102,23 +106,25 @@ class PublishedColumn:
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A published table of encoders (rows) against measurements (columns).
+    """A published table of encoders (rows) by measurements (columns).
 
     Attributes:
         paper: Name of the paper in `configs/papers`.
-        name: Unique among all papers, such as "table2".
-        title: What the table is about.
-        setup: The experiment as the paper describes it.
-        unknown: What the paper does not state.
-        source: Paper, venue and number of the table.
+        name: Name of the table, such as "table2". No other table of any paper has this name.
+        title: Topic of the table.
+        setup: Description of the experiment, according to the paper.
+        unknown: Facts about the experiment that the paper does not state.
+        source: Title of the paper, venue, and number of the table.
         rows: Names of the encoders.
-        values: Published values by row and column, in percent unless the metric has another unit.
-            Empty cells are missing.
-        spreads: Published values behind ±, in the same unit.
+        columns: The measurements.
+        values: Published values by (row, column), in percent unless the metric has another unit.
+            Empty cells are not in the dictionary.
+        spreads: Published numbers that follow the sign ±, by (row, column), in the same unit.
         where: Number of the table in the paper, such as "table B.9".
-        doubts: Why a value is doubtful, such as a text that contradicts it; empty without doubts.
-        runs: The experiment of this suite for a row, as NAME or NAME@EPOCH.
-        in_reports: Whether reports show the values next to records. This is off for tables of
+        doubts: Reason why a value may be wrong, for example because the text of the paper
+            contradicts it. It is empty if there is no doubt.
+        runs: Our pretraining experiment for each row, written NAME or NAME@EPOCH, by row name.
+        in_reports: Whether reports show the values next to our scores. It is False for tables with
             hundreds of variants.
     """
 
@@ -138,7 +144,7 @@ class PublishedTable:
     in_reports: bool = True
 
     def cell(self, row: str, column: str) -> str:
-        """Return a cell as text, or "-" if nothing is published."""
+        """Return the published value of a cell as text, or "-" if the cell is empty."""
         if (row, column) not in self.values:
             return "-"
         spread = self.spreads.get((row, column))
@@ -147,13 +153,16 @@ class PublishedTable:
 
 @dataclass(frozen=True)
 class PublishedValue:
-    """A cell of a published table that is shown next to a record of another experiment.
+    """A published value that a report shows next to one of our records.
 
     Attributes:
-        table: Name of the table.
+        table: Name of the published table.
+        row: Name of the row.
+        column: Name of the column.
+        dataset: Name of the dataset of the column.
         value: The published value, in the unit of the record.
-        source: Paper, venue and number of the table.
-        differs: Description of the published experiment and of the record.
+        source: Title of the paper, venue, and number of the table.
+        differs: Description of the published experiment and of our experiment.
     """
 
     table: str
@@ -180,10 +189,10 @@ def _load_tables(folder: Path) -> tuple[PublishedTable, ...]:
 
 
 def load_published_table(name: str) -> PublishedTable:
-    """Return a table by its name, such as "table2" or "cutting_the_skip:table2".
+    """Return the published table with a name such as "table2" or "cutting_the_skip:table2".
 
     Raises:
-        ConfigurationError: No table has this name.
+        ConfigurationError: No published table has this name.
     """
     known = {f"{table.paper}:{table.name}": table for table in load_published_tables()}
     matches = [table for full, table in known.items() if name in (full, table.name)]
@@ -195,7 +204,7 @@ def load_published_table(name: str) -> PublishedTable:
 
 
 def find_published_values(record: Record) -> tuple[PublishedValue, ...]:
-    """Return the published values for the task, dataset and metric of a record."""
+    """Return all published values that measure the same quantity as a record."""
     return tuple(
         PublishedValue(
             table=table.name,
@@ -215,7 +224,7 @@ def find_published_values(record: Record) -> tuple[PublishedValue, ...]:
 
 
 def describe_experiments(table: PublishedTable, column: PublishedColumn, record: Record) -> str:
-    """Return what is known of a published experiment and of a record."""
+    """Return a description of a published experiment, followed by a description of ours."""
     images = "" if column.num_images is None else f", {column.num_images:,} images if all were used"
     doubts = f". Doubtful: {table.doubts}" if table.doubts else ""
     return (
@@ -225,7 +234,7 @@ def describe_experiments(table: PublishedTable, column: PublishedColumn, record:
 
 
 def describe_settings(record: Record) -> str:
-    """Return the settings of a record that papers usually state."""
+    """Return a description of a record: the settings that papers usually state."""
     settings = record.settings
     words = [
         f"{record.num_images:,} images of {record.dataset} {record.split}",
@@ -248,7 +257,7 @@ def describe_settings(record: Record) -> str:
 
 
 def _family(metric: str) -> str:
-    """Return the common name of variants of a metric: mean IoU, or k-NN with any k."""
+    """Return the metric without its variant: "miou_holdout" as "miou", "top1_k20" as "top1_k"."""
     if metric.startswith("miou"):
         return "miou"
     return re.sub(r"_k\d+$", "_k", metric)
@@ -259,14 +268,14 @@ def _parse_table(paper: Paper, values: Mapping[str, Any]) -> PublishedTable:
     column_names = {column.name for column in columns}
     rows = tuple(row["name"] for row in values["rows"])
     if len(set(rows)) < len(rows) or len(column_names) < len(columns):
-        raise ValueError(f"names of rows and columns of {values['name']} must be unique")
+        raise ValueError(f"{values['name']}: names of rows and names of columns must be unique")
     for column in columns:
         if column.task == DIFFERENCE and not (
             column.reference in rows and column.of in column_names
         ):
             raise ValueError(
-                f"column {column.name}: `reference` must be a row of {values['name']}, and `of` a "
-                "column"
+                f"column {column.name}: `reference` must be the name of a row of {values['name']}, "
+                "and `of` must be the name of a column"
             )
 
     def parse_cells(key: str) -> dict[tuple[str, str], float]:
@@ -274,7 +283,7 @@ def _parse_table(paper: Paper, values: Mapping[str, Any]) -> PublishedTable:
             (row["name"], column.name): float(value)
             for row in values["rows"]
             if key in row
-            # Strict, because a missing number would shift all that follow.
+            # Strict, because a missing number would shift all later numbers of the row.
             for column, value in zip(columns, row[key], strict=True)
             if value is not None
         }

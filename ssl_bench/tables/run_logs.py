@@ -1,4 +1,7 @@
-"""Read from run folders how far a run came, and what its log measures for a published table."""
+"""Read run folders: the state of a run, and the measures in its log.
+
+The measures fill the columns of published tables that no probe measures.
+"""
 
 import json
 import math
@@ -15,7 +18,7 @@ _SECONDS_PER_DAY = 86_400.0
 
 
 class RunState(NamedTuple):
-    """Number of optimizer steps that a run has taken, and whether it is finished."""
+    """Number of completed optimizer steps of a run, and whether the run is finished."""
 
     step: int
     is_finished: bool
@@ -25,7 +28,10 @@ class RunState(NamedTuple):
 
 
 def read_run_state(folder: Path) -> RunState | None:
-    """Return the state of a run from its weights and configuration, or None without a run."""
+    """Read the state of a run from its weights and its configuration.
+
+    It is None if the folder contains no readable run.
+    """
     try:
         with safetensors.safe_open(folder / "last.safetensors", "numpy") as file:
             metadata = file.metadata()
@@ -33,19 +39,20 @@ def read_run_state(folder: Path) -> RunState | None:
         step, epoch = int(metadata["step"]), float(metadata["epoch"])
         max_steps = train["max_steps"]
         is_finished = epoch >= train["epochs"] or (max_steps is not None and step >= max_steps)
-    # The folder may contain any files.
+    # The files may have any content.
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError, yaml.YAMLError):
         return None
     return RunState(step, is_finished)
 
 
 class RunMeasure(NamedTuple):
-    """A number that a run itself measures.
+    """A number that is computed from the log of a pretraining run.
 
     Attributes:
-        description: What the number is, for the notes of a table.
-        compute: Function of the configuration and the rows of the log in order of the steps.
-        digits: Format of the number in a table.
+        description: Text for the notes of a table that says what the number is.
+        compute: Function that returns the number. Its arguments are the configuration of the run
+            and the rows of the log, in the order of the steps.
+        digits: Format specification of the number in a table.
     """
 
     description: str
@@ -54,13 +61,13 @@ class RunMeasure(NamedTuple):
 
 
 def _copied_letters(config: Mapping[str, Any], rows: Iterator[Mapping[str, Any]]) -> float:
-    """Return the last `letters_N` of the log, where N is the trained length."""
+    """Return the last `letters_N` value in the log, where N is the length of trained strings."""
     name = f"letters_{config['objective']['length']}"
     return [row[name] for row in rows if name in row][-1]
 
 
 def _training_days(config: Mapping[str, Any], rows: Iterator[Mapping[str, Any]]) -> float:
-    """Return the duration of all steps in days. The time of the monitor does not count."""
+    """Return the total duration of the optimizer steps in days, without the monitor."""
     batch = config["train"]["batch_size"]
     return sum(batch / row["images_per_second"] for row in rows) / _SECONDS_PER_DAY
 
@@ -77,14 +84,15 @@ RUN_MEASURES = {
         ".3g",
     ),
 }
-"""Metrics of published columns whose task is "run"."""
+"""Measures by metric name. They fill columns of published tables with the task "run"."""
 
 
 def read_run_measure(metric: str, folder: Path) -> float | None:
-    """Return a number of `RUN_MEASURES` from a run folder.
+    """Compute one of the `RUN_MEASURES` from a run folder.
 
     Returns:
-        None if the folder has no finished run, or if its log lacks the number.
+        The number. It is None if the folder contains no finished run, or if the number cannot be
+        computed from the log.
     """
     folder = expand_path(folder)
     state = read_run_state(folder)
@@ -92,7 +100,7 @@ def read_run_measure(metric: str, folder: Path) -> float | None:
         return None
     try:
         value = float(RUN_MEASURES[metric].compute(_read_config(folder), _read_log(folder)))
-    # The folder may contain any files.
+    # The files may have any content.
     except (OSError, ValueError, KeyError, TypeError, IndexError, ZeroDivisionError):
         return None
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Tables of scores over the severities of image corruptions."""
+"""Tables that show how scores depend on the severity of image corruptions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,15 +19,15 @@ from ssl_bench.tables.entries import (
 from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 CLEAN = 0
-"""Severity of images without corruption."""
+"""Severity that stands for images without corruption."""
 _NOT_PROBED = "‡"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeverityTable(Pivot):
-    """Scores of one encoder by block (rows) and severity of one corruption (columns).
+    """A table of blocks (rows) by severities of one corruption (columns), for one encoder.
 
-    `CLEAN` is among the columns if clean images were probed.
+    If images without corruption were probed, `CLEAN` is one of the columns.
 
     Attributes:
         model: Name of the encoder.
@@ -37,9 +37,11 @@ class SeverityTable(Pivot):
 
     @cached_property
     def common_severities(self) -> tuple[int, ...]:
-        """The severities that all blocks with a clean and another score share, without `CLEAN`.
+        """The severities over which `drop` is averaged, without `CLEAN`.
 
-        A mean drop over other severities could not be compared between blocks.
+        A block counts if it has a clean score and at least one score on corrupted images. The
+        severities are those at which all of these blocks were probed. This makes the drops of
+        different blocks comparable.
         """
         probed = [{at for row, at in self.entries if row == layer} for layer in self.rows]
         corrupted = [some - {CLEAN} for some in probed if CLEAN in some and len(some) > 1]
@@ -47,7 +49,7 @@ class SeverityTable(Pivot):
 
     @property
     def incomplete_layers(self) -> tuple[int, ...]:
-        """The blocks that were not probed at all severities of the table."""
+        """The blocks without a score in at least one column of the table."""
         return tuple(
             layer
             for layer in self.rows
@@ -56,7 +58,7 @@ class SeverityTable(Pivot):
 
     @property
     def incomplete_note(self) -> str:
-        """The incomplete blocks and the severities behind the drop, empty if all are complete."""
+        """A note on `incomplete_layers`, or an empty text if every block has all scores."""
         if not self.incomplete_layers:
             return ""
         blocks = ", ".join(map(str, self.incomplete_layers))
@@ -67,10 +69,11 @@ class SeverityTable(Pivot):
         )
 
     def drop(self, layer: int) -> float | None:
-        """Return the percentage of the clean score that a block loses.
+        """Return the relative drop of a block's score on corrupted images, in percent.
 
-        It is a mean over `common_severities`. It is None if higher is not better, if a score is
-        missing, or if the clean score does not exceed the image-independent baseline.
+        The drop is 100 % if the mean score over `common_severities` is 0, and 0 % if this mean
+        equals the clean score. It is None if higher is not better, if a score is missing, or if the
+        clean score does not exceed the image-independent baseline.
         """
         clean = self.entries.get((layer, CLEAN))
         corrupted = [self.entries.get((layer, severity)) for severity in self.common_severities]
@@ -85,9 +88,10 @@ class SeverityTable(Pivot):
 
     @property
     def most_robust_layers(self) -> frozenset[int]:
-        """The blocks with the smallest drop, or nothing if several blocks all have the same.
+        """The blocks with the smallest drop.
 
-        Blocks that are degenerate at one of the compared severities are left out.
+        Blocks that are degenerate at a compared severity are left out. The set is empty if there
+        are several blocks and all of them have the same drop.
         """
         compared = (CLEAN, *self.common_severities)
         drops = {
@@ -115,7 +119,7 @@ class SeverityTable(Pivot):
         return (*note, *super().marks())
 
     def sheet(self) -> Sheet:
-        """Return the scores with a last column for the drop. The smallest drop is marked."""
+        """Return the printed table. Its last column is the drop. The smallest drop is marked."""
         sheet, most_robust = super().sheet(), self.most_robust_layers
         drops = []
         for layer in self.rows:
@@ -153,7 +157,7 @@ class SeverityTable(Pivot):
         }
 
     def curves(self) -> Pivot:
-        """Return the table with severities as rows and blocks as columns."""
+        """Return the transposed table, with severities as rows and blocks as columns."""
         names = {layer: f"block {layer}" for layer in self.rows}
         return Pivot(
             title=self.title,
@@ -168,13 +172,13 @@ class SeverityTable(Pivot):
 def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
     """Return one table for each encoder, corruption and group of comparable records.
 
-    Records of the same images without corruption become the column `CLEAN`.
+    Records of the same images without corruption fill the column `CLEAN`.
 
     Raises:
-        DataError: No record is of corrupted images.
+        DataError: There are no records of corrupted images.
     """
     names = model_names(records)
-    # Records are grouped by the images before corruption.
+    # Group records by their dataset before corruption, so that clean records join their group.
     uncorrupted = [_as_clean(record) for record in records]
     originals = {id(clean): record for clean, record in zip(uncorrupted, records, strict=True)}
     groups = comparable_groups(uncorrupted)
@@ -202,7 +206,7 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
             )
     if not tables:
         raise DataError(
-            "no record is of corrupted images",
+            "there are no records of corrupted images",
             hint=("ssl-bench", "probe", "--task", "all", "corrupt=clean,gaussian_noise:1-5"),
         )
     return tables
@@ -213,7 +217,7 @@ def _severity(record: Record) -> int:
 
 
 def _as_clean(record: Record) -> Record:
-    """Return a copy of a record with the dataset and settings of the images before corruption."""
+    """Return a copy of a record with the dataset and settings that it has without corruption."""
     if record.corrupted is None:
         return replace(record)
     settings = {name: value for name, value in record.settings.items() if name != CORRUPTED}

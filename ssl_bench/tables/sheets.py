@@ -31,9 +31,9 @@ class Cell:
     """A cell of a sheet.
 
     Attributes:
-        text: The value. A part from " †" on is never emphasised, because it questions the value.
-        is_best: Set in bold.
-        is_second: Underlined in LaTeX, as papers do.
+        text: The printed text. If it contains " †", only the text before this sign is emphasised.
+        is_best: Whether the text is printed in bold.
+        is_second: Whether the text is underlined in LaTeX, which papers do for the second best.
     """
 
     text: str
@@ -43,13 +43,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table as readers see it.
+    """A printed table: its title, headings, cells and notes as text.
 
     Attributes:
-        head: Names of the columns.
+        title: Title above the table.
+        head: Headings of the columns.
         rows: Cells of each row. The first cell is the name of the row.
-        notes: Lines below the table: settings, baselines, provenance. Comments in LaTeX.
-        marks: Lines that explain signs such as †. They are printed in every format.
+        notes: Lines of text below the table about settings, baselines and provenance. In LaTeX,
+            they are comments above the table.
+        marks: Lines of text that explain signs such as †. They are printed in every style.
     """
 
     title: str
@@ -60,33 +62,40 @@ class Sheet:
 
 
 class Table(ABC):
-    """A table that can be written in every format."""
+    """A table that can be written in all `FORMATS`."""
 
     @abstractmethod
     def sheet(self) -> Sheet:
-        """Return the table as readers see it, with rounded values."""
+        """Return the printed table, with rounded values."""
 
     @abstractmethod
     def csv_rows(self) -> list[dict[str, Any]]:
-        """Return one row per value, all with the same fields, in full precision."""
+        """Return one CSV row per value, by column name, with numbers in full precision."""
 
     @abstractmethod
     def as_json(self) -> dict[str, Any]:
-        """Return every value with its records and their provenance."""
+        """Return every value as JSON types, with the provenance of its records."""
 
 
 def default_format() -> str:
-    """Return "terminal" if stdout is a terminal that can print bold text, else "text"."""
-    # A service manager may have closed stdout: it is None then.
+    """Return the style "terminal" if stdout can print bold text, else "text"."""
+    # stdout is None if a service manager has closed it.
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return "terminal" if is_terminal and os.environ.get("TERM", "dumb") != "dumb" else "text"
 
 
 def render_tables(tables: Sequence[Table], style: str) -> str:
-    """Write tables as one text. CSV has one header for all tables, JSON one array.
+    """Return all tables as one text.
+
+    CSV text has a single header row for all tables. JSON text is one array with an object for each
+    table.
+
+    Args:
+        tables: The tables.
+        style: One of `FORMATS`, except "parquet", which is binary.
 
     Raises:
-        ConfigurationError: The style is unknown, or it is Parquet, which is not text.
+        ConfigurationError: The style is unknown or "parquet".
     """
     if style == "csv":
         return _format_csv([row for table in tables for row in table.csv_rows()])
@@ -101,8 +110,8 @@ def render_tables(tables: Sequence[Table], style: str) -> str:
 
 
 def as_parquet(tables: Sequence[Table]) -> bytes:
-    """Return the CSV rows of all tables as one Parquet file. Missing values are null."""
-    # Imported here because it is slow.
+    """Return the CSV rows of all tables as a Parquet file, in bytes. Missing values are null."""
+    # Import pyarrow here, because the import is slow.
     import pyarrow
     import pyarrow.parquet
 
@@ -115,7 +124,10 @@ def as_parquet(tables: Sequence[Table]) -> bytes:
 
 
 def _parquet_column(values: Sequence[Any]) -> list[Any]:
-    """Return values of one type: empty text becomes null, numbers become text if mixed with it."""
+    """Convert the values of a column to a single type.
+
+    Empty texts become null. If the column contains texts and numbers, the numbers become texts.
+    """
     known = [None if value == "" else value for value in values]
     types = {type(value) for value in known if value is not None}
     if str in types and len(types) > 1:
@@ -133,7 +145,7 @@ def _format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def format_sheet(sheet: Sheet, style: str) -> str:
-    """Return a sheet in one of `STYLES`. The text ends with a newline."""
+    """Return a sheet as text in one of `STYLES`, with a newline at the end."""
     if style == "markdown":
         return _format_markdown(sheet)
     if style == "latex":
@@ -163,7 +175,7 @@ def _format_text(sheet: Sheet, bold: str) -> str:
     cells = [[_emphasise(cell, bold, escape_unprintable) for cell in row] for row in sheet.rows]
     rows = [list(map(escape_unprintable, sheet.head)), *cells]
     widths = [max(_printed_width(row[i]) for row in rows) for i in range(len(sheet.head))]
-    # Names of rows are aligned left, block numbers right.
+    # The first column is aligned left if it contains names, and right if it contains numbers.
     has_names = not all(row[0].text.lstrip("-").isdigit() for row in sheet.rows)
     blocks = []
     for columns in _split_columns(widths):
@@ -181,7 +193,10 @@ def _format_text(sheet: Sheet, bold: str) -> str:
 
 
 def _split_columns(widths: Sequence[int]) -> list[list[int]]:
-    """Split the columns after the first into blocks that fit a line and are printed in turn."""
+    """Split the column indices from 1 on into groups that are narrow enough for one line.
+
+    The groups are printed below each other. Each repeats the first column.
+    """
     blocks: list[list[int]] = [[]]
     for column, width in enumerate(widths[1:], start=1):
         used = widths[0] + sum(2 + widths[other] for other in blocks[-1])
@@ -217,7 +232,14 @@ def _format_latex(sheet: Sheet) -> str:
 
 
 def _emphasise(cell: Cell, bold: str, escape: Callable[[str], str], underline: str = "{}") -> str:
-    """Return the escaped text of a cell. `bold` and `underline` are formats around the value."""
+    """Return the escaped text of a cell with its emphasis.
+
+    Args:
+        cell: The cell.
+        bold: Format string for the best value, such as "**{}**".
+        escape: Function that escapes text for the style.
+        underline: Format string for the second best value.
+    """
     value, space, dagger = cell.text.partition(" †")
     emphasis = bold if cell.is_best else underline if cell.is_second else "{}"
     return (emphasis.format(escape(value)) if value else "") + escape(space + dagger)

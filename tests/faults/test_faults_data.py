@@ -151,7 +151,7 @@ def test_fault_04_missing_and_new_files_are_told_apart_and_a_broken_list_is_refu
 
     Path("lists/photos").write_text("no digest  0.jpg\n")
 
-    assert "line 1 is not" in fails(capsys, verify, 3)
+    assert "line 1" in fails(capsys, verify, 3)
     assert "is not a folder" in fails(capsys, ["data", "verify", "absent"], 3)
 
 

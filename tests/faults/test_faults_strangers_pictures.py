@@ -53,7 +53,7 @@ def huge(place: Path) -> None:
         ("evil.png", lambda place: place.symlink_to(place.with_name("good.png")), "a link"),
         ("folder", lambda place: place.symlink_to(place.parents[5]), "a link"),
         ("evil.png", os.mkfifo, "a folder, pipe or device"),
-        ("evil.png", lambda place: place.write_text("the key of the house"), "no PNG"),
+        ("evil.png", lambda place: place.write_text("the key of the house"), "not a PNG"),
         ("evil.png", huge, "8,589,934,592 bytes"),
         ("evil.svg", lambda place: place.write_text("<svg/>"), "an SVG can hold scripts"),
     ],

@@ -345,15 +345,15 @@ REASONS = {
     ),
     "images of one": (
         [("a", {0: IMAGES}, {}), ("d", {0: None}, {"num_images": 2})],
-        "per-image values are missing, which `ssl-bench probe --task tokencut --overwrite`",
+        "values are missing, recompute them with `ssl-bench probe --task tokencut --overwrite`",
     ),
     "other facets": (
         [("a", {0: IMAGES}, {}), ("d", {0: IMAGES}, {"facet": "token"})],
-        "skip only has corloc toy key reference; skipless only has corloc toy token",
+        "skip only has results for corloc toy key reference; skipless only has results for",
     ),
     "never probed": (
         [("a", {0: IMAGES}, {}), ("d", {0: None}, {"task": "pca"})],
-        "no record of skipless, which `ssl-bench probe --task tokencut --dataset toy --checkpoint",
+        "`ssl-bench probe --task tokencut --dataset toy --checkpoint",
     ),
 }
 
