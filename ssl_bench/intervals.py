@@ -107,7 +107,7 @@ class Share:
         return 2 * float(ndtr(-abs(difference) / error))
 
     def _difference(self, first: "Share") -> tuple[float, float]:
-        """Return the difference of the two proportions and the standard error of this difference."""
+        """Return the difference of the two proportions, and its standard error."""
         total = len(self.hits) + 2
         gained = (int((self.hits & ~first.hits).sum()) + 1) / total
         lost = (int((~self.hits & first.hits).sum()) + 1) / total
