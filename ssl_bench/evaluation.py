@@ -337,7 +337,7 @@ class Probe:
         return self
 
     def serves(self, other: "Probe") -> bool:
-        """Return whether a run of this probe also computes data for `other`, a later probe."""
+        """Return whether a run of this probe also does the work of `other`, a later probe."""
         del other
         return False
 
@@ -367,7 +367,7 @@ class Probe:
 
 
 def display_name(probe: Probe) -> str:
-    """Return the name of the task. A secondary protocol is appended."""
+    """Return the name of the task. The name of a secondary protocol is appended."""
     is_secondary = probe.protocol in probe.further_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
 
@@ -407,7 +407,7 @@ class Evaluation:
         features: FeatureCache | None = None,
         later: Sequence[Probe] = (),
     ) -> list[Record]:
-        """Compute the results that are missing from the store, and save each one immediately.
+        """Compute the results that are missing from the store, and save each result immediately.
 
         Args:
             store: Store of finished results. New results are saved in it.

@@ -28,7 +28,7 @@ SIGNIFICANT = 2 * _TAIL
 """Significance level. If p is below this level, the 95 % interval of a difference excludes 0."""
 
 _DRAWS, _DRAWS_AT_ONCE = 1000, 50
-# Differences between scores, in percentage points, are rounding errors if they are smaller.
+# Score differences below this number of percentage points are rounding errors.
 _NO_CHANGE = 1e-9
 
 
@@ -297,7 +297,7 @@ def mean_estimate(values: Float[np.ndarray, " images"]) -> Jackknife:
 
 
 def few_images_warning(num_images: int) -> list[str]:
-    """Return warnings for the record of a mean IoU. The list is empty if images are not too few."""
+    """Return warnings for the record of a mean IoU, or an empty list if images suffice."""
     if num_images >= FEW_IMAGES:
         return []
     rarely = "may hold the truth in less than 90 % of all cases"

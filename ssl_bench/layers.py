@@ -9,7 +9,7 @@ from ssl_bench.errors import ConfigurationError
 Facet = str
 """Name of a facet, which is a kind of feature of a block.
 
-It is an item of `FACETS`, `REGISTERS`, or a submodule such as "blocks.*.mlp.fc1".
+It is an item of `FACETS`, the facet `REGISTERS`, or a submodule such as "blocks.*.mlp.fc1".
 """
 
 INNER_FACETS: tuple[Facet, ...] = ("attn_out", "attn_skip", "mlp_hidden", "mlp_out")

@@ -24,7 +24,7 @@ _MAX_SIMILARITIES = 2**26
 _FAISS_QUERIES, _RERANK_QUERIES = 4096, 8
 # Number of queries that have their votes in memory at a time.
 _VOTE_QUERIES = 4096
-# If all queries together have fewer entries, faiss does not work in blocks and is slower.
+# If all queries together have fewer entries than this, faiss does not work in blocks and is slower.
 _FAISS_MIN_ENTRIES = 2**17
 # If there are at least this many memory vectors for each candidate, faiss is faster than the
 # matrix product.
@@ -68,7 +68,7 @@ def knn_ranks(
     for start in range(0, len(queries.labels), _VOTE_QUERIES):
         some = unit_vectors(queries.features[start : start + _VOTE_QUERIES].float())
         similarities, index = nearest_vectors(some, memory, max(neighbours), engine=engine)
-        # Similarities are relative to the nearest image, so exp overflows at no temperature.
+        # Similarities are relative to the nearest image, so exp never overflows.
         votes = torch.exp(to_float64(similarities - similarities[:, :1]) / temperature)
         # A vote that underflows to 0 would turn a neighbour's class into a class without votes.
         votes = votes.clamp(min=torch.finfo(votes.dtype).tiny)

@@ -114,7 +114,8 @@ def parse_on_bad_image(text: str | None) -> OnBadImage | None:
 def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
     """Return the folder of each dataset.
 
-    The text is `DIR`, one folder for all datasets, or `NAME=DIR,NAME=DIR`, a folder for each.
+    The text `DIR` states one folder for all datasets. The text `NAME=DIR,NAME=DIR` states a folder
+    for each dataset.
 
     Raises:
         ConfigurationError: Only some parts begin with the name of a dataset, or a dataset is

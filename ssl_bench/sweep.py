@@ -187,7 +187,7 @@ def _split_layers(
         return [layers]
     figures = probe.pictures(layers, images, planned.seed) if count > 1 else {}
     if any(len(shown) > 1 for shown in figures.values()):
-        line = f"{display_name(probe)} is one job, because a figure shows several blocks"
+        line = f"{display_name(probe)} runs as one job, because a figure shows several blocks"
         # Other probes, such as PCA maps, score their figures, so they must draw them.
         hint = ("probe.panels=0",) if probe.task == "segmentation" else ()
         say(with_hint(line, hint=hint))
