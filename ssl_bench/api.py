@@ -1,6 +1,6 @@
 """The Python API: probe an encoder, read results, extract features, and show tables and figures.
 
-Hints in errors and messages are shown as keyword arguments instead of flags.
+Errors and messages show hints as keyword arguments instead of command-line flags.
 """
 
 import inspect
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 Images = str | Path | np.ndarray | Tensor
 """An image file, a numpy.uint8 array (height x width x 3), or a tensor in [0, 1] (3 x height x
-width). Files are rotated as their EXIF orientation says."""
+width). Image files are rotated according to their EXIF orientation."""
 _OVERSHOOT = 0.2
-"""How far values may lie outside of [0, 1], as they do by some percent after bicubic resizing."""
+"""Allowed distance of image values from [0, 1]. Bicubic resizing can exceed this range slightly."""
 _SHORT_FORMS: Mapping[str, str] = {"limit": "data.limit", "pictures": "probe.panels"}
-"""Keywords of `probe` for keys that have another name."""
+"""Keyword arguments of `probe`, and the config keys of other names that they set."""
 _WHOLE_KEYS = ("seed", "dtype", "corrupt")
 _PROBE_KEYWORDS = {"--checkpoint": "encoder", **{key: name for name, key in _SHORT_FORMS.items()}}
 _FEATURES_KEYWORDS = {
@@ -56,10 +56,12 @@ _TABLE_KEYWORDS = {"--format": "style"}
 
 @dataclass(frozen=True)
 class Results:
-    """Records of probes, with tables, a data frame and a figure. A notebook shows the tables.
+    """Records of probes. Methods return them as tables, a data frame or a figure.
+
+    A notebook displays this object as tables.
 
     Attributes:
-        records: One for each block, facet and metric.
+        records: One record for each block, facet and metric.
     """
 
     records: tuple[Record, ...]
@@ -79,9 +81,9 @@ class Results:
         Args:
             style: "text", "markdown", "latex", "csv" or "json".
             task: Tasks to show, separated by commas (default: all).
-            dataset: Datasets to show, likewise.
-            metric: Metrics to show, likewise.
-            facet: Facets to show, likewise.
+            dataset: Datasets to show, separated by commas (default: all).
+            metric: Metrics to show, separated by commas (default: all).
+            facet: Facets to show, separated by commas (default: all).
         """
         tables = self._tables(task=task, dataset=dataset, metric=metric, facet=facet)
         return render_tables(tables, style)
@@ -92,7 +94,9 @@ class Results:
 
     @hints_for_python(_TABLE_KEYWORDS)
     def plot(self, metric: str | None = None) -> "Figure":
-        """Return a matplotlib figure of scores over blocks with 95 % bands, a panel for each table.
+        """Return a matplotlib figure of scores over blocks, with a panel for each table.
+
+        Bands around the curves show 95 % confidence intervals.
 
         Args:
             metric: Metrics to show, separated by commas (default: all).
@@ -143,30 +147,30 @@ def probe(
     on_bad_image: OnBadImage | None = None,
     **settings: Any,
 ) -> Results:
-    """Probe blocks of an encoder, as `ssl-bench probe` does, and return the results.
+    """Probe blocks of an encoder and return the results, like the command `ssl-bench probe`.
 
-    Results that are finished in `out` are not computed again.
+    Results that already exist in `out` are not computed again.
 
     Args:
-        encoder: An address as `--checkpoint` takes it, an `Encoder`, or a torch module with a list
-            of blocks, which `Encoder.from_module` inspects.
-        task: A task such as "tokencut", several separated by commas, or "all" for all that fit.
-            `ssl-bench keys task` lists them.
+        encoder: An address in the format of `--checkpoint`, an `Encoder`, or a torch module with a
+            list of blocks. `Encoder.from_module` converts such a module.
+        task: A task such as "tokencut", several tasks separated by commas, or "all" for all tasks
+            that fit. `ssl-bench keys task` lists the tasks.
         dataset: Name of a dataset, such as "voc2012".
         data_root: Folder of the dataset.
         layer: Block indices, 0-based: "all", 11, -1, "0,5,11" or a list.
         out: Folder of records and figures.
-        device: Name of a torch device. The default is the device of the module, else a GPU if
-            there is one.
+        device: Name of a torch device. By default, a torch module stays on its device. Other
+            encoders use a GPU if there is one.
         overwrite: Compute finished results again.
         on_bad_image: "skip" leaves out images that cannot be read, "fail" raises an error. The
             default depends on the dataset.
-        settings: Keys of the probe, such as `image_size=224` for `probe.image_size=224`. `limit`,
-            `pictures` and `seed` mean what the flags mean. Write other keys whole:
-            `**{"dataset.num_val": 4}`.
+        settings: Settings of the probe, such as `image_size=224` for `probe.image_size=224`.
+            `limit`, `pictures` and `seed` have the same meaning as the flags of these names. Write
+            other keys in full: `**{"dataset.num_val": 4}`.
 
     Raises:
-        SslBenchError: An argument, the encoder or the data is wrong.
+        SslBenchError: An argument, the encoder or the data is invalid.
     """
     request = ProbeRequest.parse(
         task=task,
@@ -197,10 +201,12 @@ def probe(
 
 @hints_for_python({"--out": "folder"})
 def read_results(folder: str | Path = "results") -> Results:
-    """Read all records below a folder of results, with a message on those that cannot be shown.
+    """Read all records in a folder of results and in its subfolders.
+
+    A message lists records that cannot be shown.
 
     Raises:
-        DataError: There are none.
+        DataError: There are no records.
     """
     store = ResultStore(Path(folder))
     records = store.records()
@@ -211,10 +217,10 @@ def read_results(folder: str | Path = "results") -> Results:
 
 @hints_for_python({"--checkpoint": "uri"})
 def load_encoder(uri: str) -> Encoder:
-    """Load an encoder from an address as `--checkpoint` takes it, such as "demo:skip".
+    """Load an encoder from an address in the format of `--checkpoint`, such as "demo:skip".
 
     Raises:
-        CheckpointError: The address or its file is wrong, or the model is not supported.
+        CheckpointError: The address or its file is invalid, or the model is not supported.
     """
     return models.load_encoder(uri)
 
@@ -235,22 +241,24 @@ def extract_features(
 
     Args:
         encoder: See `probe`.
-        images: A batch of RGB images in [0, 1] whose sides are multiples of the patch size, or a
-            list of files, arrays and tensors, each resized to a square.
+        images: A batch of RGB images, or a list of files, arrays and tensors. A batch has values in
+            [0, 1], and its height and width are multiples of the patch size. The images of a list
+            are resized to squares.
         layers: See `layer` of `probe`.
-        facets: Names as in `ssl_bench.features.FeatureExtractor`. "cls" and "token" are the output
-            of a block. "cls_normed" and "token_normed" are the same after the encoder's final
-            norm. k-NN and classification use these for `probe.facet` "cls" and "patch_mean".
+        facets: Names of facets, as in `ssl_bench.features.FeatureExtractor`. "cls" and "token" are
+            the output of a block. "cls_normed" and "token_normed" are this output after the
+            encoder's final norm. For `probe.facet` "cls" and "patch_mean", k-NN and classification
+            use the features after the final norm.
         image_size: Side of the square in pixels (default: the encoder's own size).
         batch_size: Images per forward pass.
         device: See `probe`.
 
     Returns:
-        Features by block and facet: batch x rows x cols x dim, or batch x dim for "cls" and
-        "cls_normed".
+        Features by block and facet. Their shape is batch x rows x cols x dim, or batch x dim for
+        "cls" and "cls_normed".
 
     Raises:
-        SslBenchError: An argument, the encoder or an image is wrong.
+        SslBenchError: An argument, the encoder or an image is invalid.
     """
     names = [facets] if isinstance(facets, str) else list(facets)
     with _prepare_encoder(encoder, device) as (prepared, used_device):
@@ -277,7 +285,7 @@ def extract_features(
 
 
 def _settings_as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Return keyword arguments as KEY=VALUE. A name without a dot is a key of the probe."""
+    """Return keyword arguments as KEY=VALUE. Most names without a dot are settings of the probe."""
     overrides = []
     for name, value in settings.items():
         if name.removesuffix("s") in inspect.signature(probe).parameters:
@@ -302,15 +310,15 @@ def _override_value(value: Any) -> str:
 def _prepare_encoder(
     encoder: "str | Encoder | nn.Module", device: str | None
 ) -> Generator[tuple[Encoder, torch.device]]:
-    """Yield an encoder and its device. Afterwards a user's module is where it was."""
+    """Yield an encoder and its device. On exit, a user's module returns to its original device."""
     if isinstance(encoder, str):
         yield models.load_encoder(encoder), choose_device(device)
         return
     if isinstance(encoder, nn.Module):
         encoder = Encoder.from_module(encoder)
         say_once(
-            "assuming the mean and standard deviation of ImageNet, unless Encoder.from_module("
-            "module, mean=..., std=...) states others"
+            "images are normalised with the mean and standard deviation of ImageNet. To change "
+            "this, pass Encoder.from_module(module, mean=..., std=...)"
         )
     elif not isinstance(encoder, Encoder):
         raise ConfigurationError(
@@ -333,8 +341,8 @@ def _resize_to_square(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 
         image = read_image(Path(image), upright=True)
     elif image.dtype != np.uint8 or image.shape[2:] != (3,):
         raise ConfigurationError(
-            "expected an array of height x width x 3 of numpy.uint8, 0 to 255, got one of "
-            f"{' x '.join(map(str, image.shape))} of {image.dtype}"
+            "expected a numpy.uint8 array of height x width x 3 with values from 0 to 255, got "
+            f"{' x '.join(map(str, image.shape))} and {image.dtype}"
         )
     return resize_image(image, size)
 
@@ -342,8 +350,10 @@ def _resize_to_square(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 
 def _require_unit_range(images: Tensor, dimensions: int) -> Tensor:
     """Return the images unchanged if they are floats in [0, 1] with 3 channels.
 
+    Images must not be normalised, because encoders of this suite normalise images themselves.
+
     Raises:
-        ConfigurationError: They are not. Encoders of this suite normalise images themselves.
+        ConfigurationError: The images have another data type, range or shape.
     """
     if images.ndim != dimensions or images.shape[-3] != 3:
         expected = "3 x height x width" if dimensions == 3 else "a batch of N x 3 x height x width"

@@ -1,8 +1,8 @@
 """Evaluate probes on the blocks of a frozen encoder.
 
-`Probe` is the base class of all probes. A probe lists the results that it has and scores them.
-`Evaluation.run` looks up which of them the store lacks, has the probe score those, and saves each
-record as soon as its score is known.
+`Probe` is the base class of all probes. A probe lists its results and computes their scores.
+`Evaluation.run` looks up which results are missing from the store, runs the probe to compute their
+scores, and saves each record as soon as its score is computed.
 """
 
 import time
@@ -60,18 +60,21 @@ _CPU = torch.device("cpu")
 _EXCLUDED = ("protocol", "facet", "num_workers", "guesses")
 
 Progress = Callable[..., Iterable[Any]]
-"""A function like `ssl_bench.system.progress.show_progress`, which returns the items unchanged."""
+"""A function that shows progress and returns the items unchanged.
+
+Its signature is that of `ssl_bench.system.progress.show_progress`.
+"""
 
 
 class FeatureCache(UserDict[Any, Any]):
     """Features of the current encoder and image set, shared by consecutive probes.
 
-    `select` states which encoder and images come next, and drops the features of any others, so
-    that no memory is held longer than needed. Keys name everything that a feature depends on.
+    Call `select` before each probe. It drops features of other encoders and other images, to free
+    memory. Each key contains everything that determines the value of its features.
 
     Attributes:
-        started_files: Files that a probe of this command has started, so that later probes add to
-            them, with `overwrite` too.
+        started_files: Files that an earlier probe of the same command has created. Later probes
+            append to these files, even with `overwrite`.
     """
 
     def __init__(self) -> None:
@@ -84,16 +87,17 @@ class FeatureCache(UserDict[Any, Any]):
     def select(
         self, encoder: Encoder, role: str, images: str, corruption: str | None = None
     ) -> None:
-        """Keep only features of this encoder and of these images.
+        """Keep only features of this encoder and these images.
 
-        If the same images come again after another corruption, the features that were used since
-        the previous change are kept: those of the uncorrupted training images among them.
+        If only the corruption changes, features that were used since the previous change are kept.
+        They include the features of training images, which are never corrupted.
 
         Args:
             encoder: Encoder of the next probe.
-            role: Role of the dataset that the next probe requires.
-            images: Fingerprint of the scored images, before any corruption.
-            corruption: Corruption of the scored images. Training images are never corrupted.
+            role: What the next probe requires of the dataset, a key of
+                `ssl_bench.data.samples.OFFERED`.
+            images: Fingerprint of the scored images without corruption.
+            corruption: Corruption of the scored images, or None.
         """
         selected = (encoder_id(encoder.identity()), role, images)
         if selected != self._selected:
@@ -115,23 +119,23 @@ class FeatureCache(UserDict[Any, Any]):
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """Everything that a probe needs for one encoder and one dataset.
+    """Inputs and settings of a probe for one encoder and one dataset.
 
     Attributes:
         encoder: The frozen encoder.
-        dataset: The dataset, with the role that the probe requires.
+        dataset: The dataset. It must support the role that the probe requires.
         layers: Block indices to score, 0-based.
         device: Device of the computation.
         dtype: Precision of the encoder's forward pass.
-        seed: Seed of everything random.
+        seed: Seed of all random number generators.
         artifacts: Folder for the figures that `Probe.run` draws.
-        progress: Wraps an iterable to show progress.
-        overwrite: Whether results and files of earlier runs are ignored.
-        say: Prints one line for the user. No record holds it.
-        known: Records of finished results, whose scores need not be computed again.
-        features: Features that earlier probes computed with this encoder.
-        later: Probes that this one `serves` and that run after it on the same blocks, each with its
-            folder of artifacts.
+        progress: Function that wraps an iterable to show progress.
+        overwrite: Whether to ignore results and files of earlier runs.
+        say: Function that prints a message for the user. Messages are not stored in records.
+        known: Records of finished results. Their scores need not be computed again.
+        features: Cache of features that earlier probes computed with this encoder.
+        later: Later probes on the same blocks for which `Probe.serves` is true. Each probe comes
+            with the folder for its figures.
     """
 
     encoder: Encoder
@@ -149,13 +153,16 @@ class ProbeContext:
     later: Sequence[tuple["Probe", Path]] = ()
 
     def extractor(self, layers: Sequence[int], *facets: Facet) -> FeatureExtractor:
-        """Return an extractor of these facets and blocks, with the run's device and precision."""
+        """Return a feature extractor for these blocks and facets.
+
+        It uses the device and the precision of this context.
+        """
         return FeatureExtractor(
             self.encoder, layers=layers, facets=facets, device=self.device, dtype=self.dtype
         )
 
     def stages(self) -> list["ProbeContext"]:
-        """Split the context by token grid and width, so that all blocks of each part are alike."""
+        """Split the context into parts with blocks of the same token grid and feature width."""
         return [
             replace(self, encoder=encoder, layers=layers)
             for encoder, layers in self.encoder.stages(self.layers)
@@ -164,27 +171,28 @@ class ProbeContext:
 
 @dataclass(frozen=True)
 class Score:
-    """A metric of one block, with its interval.
+    """The value of a metric for one block, with its confidence interval.
 
     Attributes:
         layer: Block index, 0-based.
         facet: Facet of the block, such as "token" or "cls".
         metric: Name of the metric.
         value: The score, in percent if `unit` is "%".
-        ci95: 95 % confidence interval (low, high), if there is one.
+        ci95: 95 % confidence interval (low, high). None if it cannot be computed.
         num_images: Number of scored images.
-        details: Further values for the record. "undefined" is the reason for a NaN value, which
-            tables print.
-        per_image: Contribution of each image to a percentage, in one order for all blocks, facets
-            and encoders, so that two scores can be compared image by image. It is not kept for
-            plain numbers.
-        unit: "%", or an empty text for a plain number.
-        per_image_kind: How the value follows from `per_image`. It may be left out for hits (a
-            boolean, 0 or 1 for each image) and for percentages (finite floats whose mean is the
-            value).
+        details: Further values for the record. If `value` is NaN, the entry "undefined" states the
+            reason, and tables print it.
+        per_image: Contribution of each image to a percentage. All blocks, facets and encoders use
+            the same order of images, so two scores can be compared image by image. Contributions
+            are not stored if `unit` is not "%".
+        unit: "%", or an empty string if the value is not a percentage.
+        per_image_kind: How `value` is computed from `per_image`. You may omit it in two cases:
+            `per_image` has one hit (a boolean, 0 or 1) for each image, or it has one finite float
+            for each image and `value` is their mean.
 
     Raises:
-        ConfigurationError: Counts do not state their kind, or it is not one of `PerImageKind`.
+        ConfigurationError: `per_image_kind` is missing, although `per_image` contains counts, or it
+            is not in `PerImageKind`.
     """
 
     layer: int
@@ -212,33 +220,34 @@ class Score:
 class Probe:
     """Base class of probes, which are frozen dataclasses.
 
-    The fields of the dataclass are what a user can set. Class attributes that a probe does not set
-    have the defaults below.
+    Users can set the fields of the dataclass. If a probe does not define a class attribute, it has
+    the default value of this base class.
 
     Attributes:
-        task: Name on the command line.
+        task: Name of the probe on the command line.
         role: What the dataset must support, a key of `ssl_bench.data.samples.OFFERED`.
-        protocol: Field with the name of the preset that gives the other fields their defaults.
-        facet: Field with the facets of a block to score, one name or several. None for probes
-            without facets.
+        protocol: Field with the name of a preset. The preset sets the defaults of other fields.
+        facet: Field with one or several names of facets to score. None for probes without facets.
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
-        image_size: Side in pixels of the square images that the encoder sees. None for its native
-            size.
-        longer_side: Longer side in pixels of images that keep their aspect ratio. None for their
-            original size.
-        squash: Side in pixels of the square that such images are resized to instead, without
-            keeping the aspect ratio.
-        keeps_images: Whether scores come with the contribution of each image.
-        metrics_of_sets: Metrics of a whole set, to which single images have no contribution.
-        further_protocols: Protocols that `--task all` runs in addition.
-        rounds_size: Whether the probe itself rounds a default `image_size` to the patch size.
-        takes_long: Whether the probe runs after the others because each image needs many forward
-            passes.
-        excluded_from_identity: Fields that do not affect results, or that a record stores
-            elsewhere. Every other field is part of a result's identity, so adding one invalidates
-            finished results.
-        metric_version: Version of the metric's code, a plain integer in the class body. Raise it
-            if a change of the code changes a number: results of lower versions are then outdated.
+        image_size: Side in pixels of the square images that the encoder receives. None for the
+            encoder's native size.
+        longer_side: Longer side in pixels that images are resized to. Their aspect ratio is kept.
+            None for the original size of each image.
+        squash: Side in pixels of a square that images are resized to, if their aspect ratio is not
+            kept. It replaces `longer_side`.
+        keeps_images: Whether each score includes the contribution of every image.
+        metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores
+            include no contributions of single images.
+        further_protocols: Secondary protocols, which `--task all` runs in addition.
+        rounds_size: Whether the probe rounds a default `image_size` to a multiple of the patch
+            size. If False, `fit_size` does this.
+        takes_long: Whether the probe needs many forward passes for each image. Such a probe runs
+            after the others.
+        excluded_from_identity: Fields that do not affect results, or that a record stores in
+            another column. All other fields are part of a result's identity. If you add a field
+            that is not excluded, finished results of the probe are computed again.
+        metric_version: Version of the metric's code, an integer literal in the class body. Increase
+            it if a change of the code changes scores. Results of lower versions are then outdated.
     """
 
     task: str
@@ -259,14 +268,14 @@ class Probe:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
-        # Raises an error for an unknown name.
+        # Parsing the facets raises an error if a name is unknown.
         _ = self.facets
 
     @classmethod
     def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
-        """Return the settings that a dataset needs in place of the defaults, such as a protocol.
+        """Return settings, such as a protocol, that replace the defaults for a dataset.
 
-        A setting that the user chose takes precedence.
+        A setting of the user takes precedence over them.
 
         Args:
             roles: What the dataset supports, keys of `ssl_bench.data.samples.OFFERED`.
@@ -275,30 +284,30 @@ class Probe:
         return {}
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        """Return every (layer, facet, metric) that `run` scores."""
+        """Return every combination of layer, facet and metric that `run` scores."""
         raise NotImplementedError
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Yield the scores of the context's layers, each as soon as it is known."""
+        """Score the layers of the context, and yield each score as soon as it is computed."""
         raise NotImplementedError
 
     @property
     def facet_spec(self) -> FacetSpec | None:
-        """Return the parsed `facet` field: facet names, and the block if a name includes one."""
+        """Return the parsed `facet` field. None for probes without facets."""
         return parse_facets(self.facet, self.known_facets) if self.known_facets else None
 
     @property
     def facets(self) -> tuple[Facet, ...]:
-        """Return the facets to score, as records name them."""
+        """Return the names of the facets to score, as they are stored in records."""
         return self.facet_spec.names if self.facet_spec else ()
 
     @property
     def scored_facet(self) -> Facet:
-        """Return the facet of a probe that scores exactly one."""
+        """Return the facet of a probe that scores exactly one facet."""
         return self.facets[0]
 
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
-        """Refuse an encoder whose blocks the probe cannot score.
+        """Raise an error if the probe cannot score the blocks of an encoder.
 
         Raises:
             UnfitEncoder: A facet needs a [CLS] token and the encoder has none.
@@ -309,22 +318,26 @@ class Probe:
             )
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
-        """Return the probe with values that suit the dataset, in fields that the user did not set.
+        """Return the probe with default values that suit the dataset.
 
         Args:
             dataset: Dataset that the probe runs on.
-            typed: Fields that the user set.
+            typed: Names of the fields that the user set. These fields are not changed.
         """
         del dataset, typed
         return self
 
     def with_native_size(self, native_size: tuple[int, int]) -> Any:
-        """Return the probe configured for an encoder's native input size (height, width)."""
+        """Return the probe with settings for the native input size of an encoder.
+
+        Args:
+            native_size: Height and width in pixels.
+        """
         del native_size
         return self
 
     def serves(self, other: "Probe") -> bool:
-        """Return whether a run of this probe can also do the work of `other`, which runs later."""
+        """Return whether a run of this probe also does the work of `other`, a later probe."""
         del other
         return False
 
@@ -333,7 +346,7 @@ class Probe:
         return dataset.val()
 
     def training_images(self, dataset: Dataset) -> ImageSet | None:
-        """Return the images that the probe fits something to, or None if it fits nothing."""
+        """Return the images that the probe is trained on, or None if it needs no training."""
         del dataset
         return None
 
@@ -345,34 +358,34 @@ class Probe:
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
-        """Return every figure that a run of these layers writes, with the layers that it shows.
+        """Return the layers that each figure shows, for all figures that a run writes.
 
-        Paths are relative to `ProbeContext.artifacts`.
+        The keys are paths of figures, relative to `ProbeContext.artifacts`.
         """
         del layers, images, seed
         return {}
 
 
 def display_name(probe: Probe) -> str:
-    """Return the task name, followed by the protocol if it is a secondary one."""
+    """Return the name of the task. The name of a secondary protocol is appended."""
     is_secondary = probe.protocol in probe.further_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One probe on one dataset, for some layers of one encoder.
+    """Evaluation of selected layers of one encoder, with one probe on one dataset.
 
     Attributes:
         encoder: The encoder, with its weights loaded.
-        dataset: The dataset, with the role that the probe requires.
+        dataset: The dataset. It must support the role that the probe requires.
         probe: The probe, adapted to the encoder and the dataset.
         layers: Block indices, 0-based.
-        seed: Seed of everything random.
+        seed: Seed of all random number generators.
         device: Device of the computation.
         dtype: Precision of the encoder's forward pass.
         allow_overlap: Whether scored images may also be training images.
-        changed: Settings that differ from the protocol's. None if the probe alone determines them.
+        changed: Settings that differ from the protocol. None to derive them from the probe.
     """
 
     encoder: Encoder
@@ -394,17 +407,17 @@ class Evaluation:
         features: FeatureCache | None = None,
         later: Sequence[Probe] = (),
     ) -> list[Record]:
-        """Compute the results that the store lacks, and save each as soon as it is known.
+        """Compute the results that are missing from the store, and save each result immediately.
 
         Args:
-            store: Where finished results are looked up and new ones are saved.
-            say: Prints a line about skipped and pending results.
+            store: Store of finished results. New results are saved in it.
+            say: Function that prints a message about skipped and pending results.
             overwrite: Compute finished results again.
-            features: Features of earlier probes. This run reads from it and adds to it.
-            later: Probes that this one serves and that run after it on the same dataset.
+            features: Cache of features. The run reads from the cache and adds new features to it.
+            later: Later probes on the same dataset for which `Probe.serves` is true.
 
         Returns:
-            The records of all requested results, old and new.
+            The records of all requested results, both stored and new.
 
         Raises:
             UnreadableImage: An image cannot be read.
@@ -412,7 +425,7 @@ class Evaluation:
         probe, dataset = self.probe, OpenedOnce(self.dataset)
         probe.require_fitting(self.encoder)
         images = probe.split(dataset)
-        # Hashed once and first: image files may change before the last score is known.
+        # Image files may change during the run, so they are hashed only once, at the start.
         keys, plan = self._plan(probe, dataset, store, overwrite=overwrite)
         self._log_plan(plan, keys, images, store, say)
         if store.image_ids(images.fingerprint()) is None:
@@ -438,7 +451,7 @@ class Evaluation:
                 artifacts=folders[0],
                 progress=show_progress,
                 overwrite=overwrite,
-                # Prints a line only once: all stages of an encoder have the same to report.
+                # The cache prints a message only once, although every stage of an encoder sends it.
                 say=cache(say),
                 known=list(plan.finished.values()),
                 features=self._select_features(features, images, keys[0]),
@@ -459,7 +472,7 @@ class Evaluation:
     def _plan(
         self, probe: Probe, dataset: Dataset, store: ResultStore, *, overwrite: bool
     ) -> tuple[list[ResultKey], "WorkPlan"]:
-        """Return the keys of all results of a probe, and the plan to compute them."""
+        """Return the keys of all results of a probe, and the plan for the missing results."""
         images = probe.split(dataset)
         keys = result_keys(
             probe,
@@ -493,7 +506,7 @@ class Evaluation:
     ) -> None:
         where = f"{display_name(self.probe)} on {images.name} {images.split}, {self.encoder.name}"
         if done := len(keys) - len(plan.pending):
-            # The developer of another version may have forgotten to raise `metric_version`.
+            # Other versions are printed, because their `metric_version` may be wrong by mistake.
             versions_used = {record.version for record in plan.finished.values()}
             others = ", ".join(sorted(versions_used - {ssl_bench.__version__}))
             by = f", computed by version {others}" if others else ""
@@ -512,7 +525,7 @@ class Evaluation:
         self, key: ResultKey, score: Score, unreadable: dict[str, list[str]], seconds: float
     ) -> Record:
         epoch = self.encoder.contents.epoch
-        # The settings may only say "the encoder's own size", so the details state which one.
+        # If the settings leave the image size to the encoder, the details state it in pixels.
         is_native = "image_size" in key.settings and key.settings["image_size"] is None
         native = {"image_size": native_square(self.probe, self.encoder, key.layer)}
         return key.record(
@@ -536,10 +549,10 @@ class Evaluation:
 
 
 def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score:
-    """Return a score without what a record must not hold.
+    """Return a score without values that must not be stored in a record.
 
-    An interval that excludes its own value is meaningless and is dropped with a message. Plain
-    numbers keep no contributions of images.
+    An interval that does not contain the score is removed, and a message says so. Contributions of
+    images are removed if the score is not a percentage.
     """
     if score.ci95 and not interval_contains(score.ci95, score.value):
         low, high = score.ci95
@@ -554,12 +567,12 @@ def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """Results still to compute.
+    """Results and figures of a probe that are still missing.
 
     Attributes:
-        pending: Keys of the results without a stored record.
-        layers: Layers to run for these results and for missing figures, in the requested order.
-        finished: Stored records of the other results.
+        pending: Keys of the results that have no stored record.
+        layers: Layers with pending results or missing figures, in the requested order.
+        finished: Stored records by key.
     """
 
     pending: frozenset[ResultKey]
@@ -574,9 +587,10 @@ def find_pending(
     images: ImageSet,
     store: ResultStore,
 ) -> WorkPlan:
-    """Look up which results have no record, and which layers have missing figures.
+    """Find the results that have no record, and the layers that have missing figures.
 
-    A figure that shows several layers is drawn by one run of all of them, so it is never partial.
+    If a figure shows several layers, a run always includes all of these layers. The figure is
+    therefore always complete.
     """
     finished = {}
     for key in keys:
@@ -599,7 +613,13 @@ def find_pending(
 
 
 def _find_finished(key: ResultKey, store: ResultStore, *, with_images: bool) -> Record | None:
-    """Return the stored record, or None if it or its per-image values are missing."""
+    """Return the stored record of a result, or None if data is missing.
+
+    Args:
+        key: Key of the result.
+        store: Store of finished results.
+        with_images: Whether the contribution of each image must be stored too.
+    """
     record = store.load(key)
     if with_images and record and record.unit == "%" and not store.has_per_image(key):
         return None
@@ -609,7 +629,7 @@ def _find_finished(key: ResultKey, store: ResultStore, *, with_images: bool) -> 
 def _list_figures(
     probe: Probe, keys: Sequence[ResultKey], images: ImageSet
 ) -> dict[str, tuple[int, ...]]:
-    """Return every figure with the layers that it shows, stage by stage."""
+    """Return the layers that each figure shows, by the path of the figure."""
     stages: dict[int | None, list[ResultKey]] = {}
     for key in keys:
         stages.setdefault(block_stride(key.architecture, key.layer), []).append(key)
@@ -628,7 +648,7 @@ def _distinct_layers(keys: Sequence[ResultKey]) -> tuple[int, ...]:
 def figures_folder(
     store: ResultStore, task: str, images: ImageSet, encoder: Encoder | EncoderIdentity
 ) -> Path:
-    """Return the folder of a task's figures of these images and this encoder."""
+    """Return the folder for the figures of one task, image set and encoder."""
     beginning = paths.encoder_folder(encoder.name, encoder_id(encoder.identity()))
     folder = paths.figures_folder(beginning, images.fingerprint())
     return store.root / "pictures" / task / paths.file_name(images.name) / folder
@@ -649,9 +669,9 @@ def result_keys(
         probe: The probe.
         images: The scored images.
         layers: Block indices, 0-based.
-        identity: From `ssl_bench.models.Encoder.identity`.
-        settings: From `result_settings`.
-        seed: Seed of everything random.
+        identity: Identity of the encoder, as `ssl_bench.models.Encoder.identity` returns it.
+        settings: Settings of the results, as `result_settings` returns them.
+        seed: Seed of all random number generators.
     """
     fingerprint = images.fingerprint()
     return [
@@ -677,9 +697,9 @@ def result_keys(
 def result_settings(
     probe: Probe, dataset: Dataset, dtype: object, *, allow_overlap: bool = False
 ) -> dict[str, Any]:
-    """Return the settings of a result that have no field of their own in its key.
+    """Return the value of `ResultKey.settings` for all results of a probe.
 
-    This reads the training images for their fingerprint, so call it once.
+    Call this function only once, because it reads all training images to compute their fingerprint.
 
     Args:
         probe: The probe.
@@ -699,18 +719,18 @@ def result_settings(
         **({TRAINED_ON: asdict(describe_training_images(training))} if training else {}),
         **({CORRUPTED: corrupted} if corrupted else {}),
         **({"fitted_and_scored": shared} if shared else {}),
-        # A setting, so that no table shows the result next to those of all images.
+        # Left-out images are a setting, so that no table mixes such results with complete ones.
         **({"left_out": summary(unreadable)} if unreadable else {}),
     }
 
 
 def describe_training_images(images: ImageSet) -> TrainingImages:
-    """Return what a record stores about training images."""
+    """Return the description of training images for a record."""
     return TrainingImages(images.split, images.fingerprint(), len(images))
 
 
 def unreadable_ids(dataset: Dataset) -> dict[str, list[str]]:
-    """Return the ids of images that are left out because they cannot be read, by split."""
+    """Return the ids of unreadable images in each split. Such images are left out."""
     original = dataset.dataset if isinstance(dataset, OpenedOnce) else dataset
     return original.left_out() if isinstance(original, ReadableDataset) else {}
 
@@ -718,19 +738,21 @@ def unreadable_ids(dataset: Dataset) -> dict[str, list[str]]:
 def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
     """Return the probe with an image size that the encoder accepts.
 
-    `image_size` must be a multiple of the patch size, unless the probe rounds it by itself
-    (`rounds_size`). A default value is rounded to the nearest multiple. If the encoder accepts only
-    one size, the probe gets that size, as `squash` if its images keep their aspect ratio.
+    A default `image_size` is rounded to the nearest multiple of the patch size, unless
+    `Probe.rounds_size` is True. An `image_size` of the user must be such a multiple.
+
+    If the encoder accepts only one size, the probe uses this size. If the probe normally keeps the
+    aspect ratio of images, its field `squash` is set to this size.
 
     Args:
         probe: The probe. A probe without size fields is returned unchanged.
-        encoder: The encoder. The largest patch of all its blocks counts, so that a result does not
-            depend on which other blocks are scored.
-        typed: Fields that the user set.
+        encoder: The encoder. If its blocks differ in patch size, the largest patch size is used.
+            A result therefore does not depend on which other blocks are scored.
+        typed: Names of the fields that the user set.
 
     Raises:
-        ConfigurationError: A size that the user set does not fit.
-        UnfitEncoder: The encoder accepts only one size and it is not square.
+        ConfigurationError: The encoder does not accept a size that the user set.
+        UnfitEncoder: The encoder accepts only one size, and this size is not square.
     """
     if not encoder.any_size:
         return _with_only_size(probe, encoder, typed)
@@ -767,7 +789,8 @@ def _with_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Colle
     changes: dict[str, int | None] = {}
     native = probe.with_native_size(encoder.native_size)
     if native.image_size is not None:
-        # If the protocol's default is None, the result must be the same as with the size typed.
+        # If the protocol's default is None, use None even if the user set the only valid size.
+        # Both must have the same identity.
         default = (
             height
             if native is not probe
@@ -780,15 +803,16 @@ def _with_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Colle
 
 
 def native_square(probe: Probe, encoder: Encoder, layer: int) -> int:
-    """Return the side in pixels of the square images if the encoder's native size is used."""
+    """Return the side in pixels of square images at the native size of the encoder."""
     side, patch = min(encoder.native_size), encoder.stride(layer)
     return max(1, round(side / patch)) * patch if probe.rounds_size else side
 
 
 def position_details(probe: Probe, encoder: Encoder, layer: int) -> dict[str, str]:
-    """Return how stored position embeddings were resampled, for a record; empty if they were not.
+    """Return how position embeddings were resampled, for the details of a record.
 
-    Images that keep their aspect ratio count as resampled: hardly any has the stored grid.
+    The result is empty if they were not resampled. If images keep their aspect ratio, resampling
+    is assumed, because hardly any image has the token grid of the stored embeddings.
     """
     own: Any = probe
     names = {item.name for item in fields(own)}

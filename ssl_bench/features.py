@@ -1,7 +1,7 @@
 """Extract features of the blocks of a frozen encoder.
 
-All probes use `FeatureExtractor`. Images with values in [0, 1] go in, and one forward pass yields
-the features of any number of blocks and facets. The module also has the image transforms that
+All probes use `FeatureExtractor`. It takes images with values in [0, 1] and extracts features of
+any number of blocks and facets in one forward pass. This file also contains image transforms that
 several probes share.
 """
 
@@ -35,16 +35,17 @@ from ssl_bench.system.progress import say
 
 Features = dict[int, dict[Facet, Tensor]]
 Grid = tuple[int, int]
-# Where a hook stores features: those of its layer by facet, the layer's grid, and the batch size.
+# Arguments of a hook: features of its layer by facet, token grid of the layer, and batch size.
 _Destination = tuple[dict[Facet, Tensor], Grid, int]
 Layout = Literal["tokens", "channels_first", "channels_last"]
 
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
 _TOKENS = ("probe.facet=token", "or", "--facet", "token")
-# Rows and columns of patches of the trial pass. They differ, so that a map's layout is unambiguous.
+# Rows and columns of patches in the trial pass. The two numbers differ, so that the layout of a
+# feature map is unambiguous.
 _TRIAL_GRID = (2, 3)
-# The first of these submodules that a block has gives the output of the sublayer. In timm's blocks
-# "drop_path" comes after LayerScale and, in post-norm blocks, after the norm.
+# Submodules whose output is captured for a sublayer. The first submodule that exists is used. In
+# timm's blocks, "drop_path" follows LayerScale. In timm's post-norm blocks, it follows the norm.
 _SUBLAYER_OUTPUT = {
     "attn_out": ("drop_path1", "drop_path", "attn"),
     "mlp_out": ("drop_path2", "drop_path", "mlp"),
@@ -53,7 +54,7 @@ _SUBLAYER = {"attn_out": "attn", "attn_skip": "attn", "mlp_hidden": "mlp", "mlp_
 
 
 class FeatureExtractor:
-    """Extract features of a frozen encoder's blocks, all from one forward pass.
+    """Extract features of several blocks of a frozen encoder in one forward pass.
 
     Args:
         encoder: The encoder. It is moved to `device`.
@@ -62,27 +63,28 @@ class FeatureExtractor:
 
             - "token": patch tokens after the block.
             - "token_normed": patch tokens after the block and the encoder's final norm.
-            - "cls", "cls_normed": the first token, without and with the final norm.
-            - "key", "query", "value": parts of the qkv layer's output, heads concatenated.
-            - "attn_out", "mlp_out": output of a sublayer after LayerScale, before the skip
-              connection.
-            - "attn_skip": patch tokens after the skip connection of attention.
-            - "mlp_hidden": input of the MLP's last layer.
+            - "cls": the first token after the block.
+            - "cls_normed": the first token after the block and the encoder's final norm.
+            - "key", "query", "value": parts of the qkv layer's output, with concatenated heads.
+            - "attn_out", "mlp_out": output of the attention or MLP sublayer, after LayerScale and
+              before the skip connection.
+            - "attn_skip": patch tokens after the skip connection of the attention sublayer.
+            - "mlp_hidden": input of the last layer of the MLP.
             - "blocks.*.NAME": output of the block's submodule NAME.
-            - "registers": register tokens, which lie between [CLS] and the patches.
+            - "registers": register tokens, which lie between the [CLS] token and the patch tokens.
         device: Device of the computation.
-        dtype: Precision of the encoder. Below float32 it runs under autocast. Features are always
-            float32.
-        pad: Pad images with zeros on the right and at the bottom to a multiple of the patch size,
-            after normalisation, as TokenCut does. Otherwise other sizes raise an error.
+        dtype: Precision of the encoder's forward pass. Precisions below float32 use autocast. The
+            features are always float32.
+        pad: Whether to pad normalised images with zeros to a multiple of the patch size, on the
+            right and at the bottom, as TokenCut does. If False, other image sizes raise an error.
 
     Attributes:
         encoder, device, dtype, pad: See the arguments.
-        layers, facets: See the arguments, without duplicates.
-        patch_size: Largest stride of the layers in pixels. Layers of hierarchical encoders differ
-            in stride, so each layer has a grid of its own. `Encoder.stages` groups layers that are
-            alike.
-        dim: Width of the last layer.
+        layers, facets: The arguments without duplicates.
+        patch_size: Largest patch stride of the layers, in pixels. Hierarchical encoders have
+            layers with different strides and token grids. `Encoder.stages` groups layers of the
+            same grid and width.
+        dim: Feature width of the deepest layer.
         depth: Number of blocks of the encoder.
     """
 
@@ -117,7 +119,7 @@ class FeatureExtractor:
             self._widths |= self._measure_widths()
 
     def _measure_widths(self) -> dict[Facet, int]:
-        """Return the widths of facets inside of blocks, from a trial pass of two zero images."""
+        """Measure the width of each facet inside blocks, in a trial pass with two zero images."""
         encoder = self.encoder
         patch = max((*encoder.strides, self.patch_size))
         trial = [n * patch for n in _TRIAL_GRID] if encoder.any_size else encoder.native_size
@@ -128,21 +130,21 @@ class FeatureExtractor:
             if widths.setdefault(tap.facet, width) != width:
                 raise UnfitEncoder(
                     f"{tap.facet} of {encoder.name} has {width} channels in block {tap.layer}, but "
-                    f"{widths[tap.facet]} in an earlier one, expected the same in all blocks"
+                    f"{widths[tap.facet]} in an earlier block, expected equal numbers"
                 )
         return widths
 
     def width(self, facet: Facet) -> int:
-        """Return the number of channels of a facet, that of the last layer if layers differ."""
+        """Return the number of channels of a facet. If layers differ, the deepest layer counts."""
         return self._widths[facet]
 
     def __call__(
         self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str] = ()
     ) -> Features:
-        """Return the features of images by layer and facet, float32.
+        """Return the features of images by layer and facet, as float32 tensors.
 
         Args:
-            images: RGB images in [0, 1]. They are normalised here.
+            images: RGB images with values in [0, 1]. The extractor normalises them.
             ids: Names of the images for error messages.
 
         Returns:
@@ -150,28 +152,30 @@ class FeatureExtractor:
             "registers", and "batch rows cols dim" for all other facets.
 
         Raises:
-            ConfigurationError: Height or width is no multiple of the patch size, and `pad` is off.
+            ConfigurationError: `pad` is False, and the height or width of the images is not a
+                multiple of the patch size.
             CheckpointError: Features are not finite.
-            UnfitEncoder: The encoder does not compute a facet, or does not accept the size.
+            UnfitEncoder: The encoder does not compute a facet, or does not accept the image size.
         """
         features, sums = self.extract_unchecked(images)
         self.require_finite(to_host([sums])[0], ids)
         return features
 
-    # inference_mode would keep heads that are trained on the features from running backward.
+    # With torch.inference_mode, heads could not be trained on the features.
     @torch.no_grad()
     def extract_unchecked(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
-        """Extract features like `__call__`, without the check that they are finite.
+        """Extract features like `__call__`, but do not check that they are finite.
 
-        Pass the returned sums to `require_finite`, together with other data that moves to the host,
-        so that the host waits for the device only once. If memory does not suffice, the batch is
-        halved, also in later calls.
+        To check the features, copy the returned sums to the host and pass them to `require_finite`.
+        Copy them together with other data, so that the host waits for the device only once.
+
+        If memory runs out, the batch size is halved for this call and all later calls.
 
         Returns:
-            The features, and their sums over all axes except the batch, in the order of layers and
-            facets.
+            The features, and the sum of each feature tensor over all axes except the batch. Each
+            layer has one row of sums for each facet.
         """
         while True:
             batch = max(1, min(self._max_batch, len(images)))
@@ -181,11 +185,11 @@ class FeatureExtractor:
             except RuntimeError as error:
                 if batch == 1 or not is_out_of_memory(error):
                     raise
-            # Outside of the handler, because the exception keeps the tensors in memory alive.
+            # This is outside of the except block, because the exception keeps tensors in memory.
             self._max_batch = batch // 2
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            say(f"out of memory at batch size {batch}, continuing with {self._max_batch}")
+            say(f"out of memory at batch size {batch}, reducing it to {self._max_batch}")
         if len(parts) == 1:
             return parts[0]
         joined: Features = {
@@ -217,7 +221,7 @@ class FeatureExtractor:
             if never_called := [facet for facet in missing if facet not in _QKV_PARTS]:
                 raise UnfitEncoder(
                     f"{self.encoder.name} never calls {', '.join(never_called)} of block {layer} "
-                    "in a forward pass, so it has no output"
+                    "in a forward pass, so there is no output"
                 )
             if missing:
                 raise UnfitEncoder(
@@ -225,7 +229,7 @@ class FeatureExtractor:
                     f"{', '.join(missing)}",
                     hint=_TOKENS,
                 )
-        # A sum is finite only if all of its terms are, and needs no copy of the features.
+        # A sum is finite only if all of its terms are finite. Sums need no copy of the features.
         sums = [value.flatten(1).sum(1) for item in captured.values() for value in item.values()]
         ordered: Features = {
             layer: {facet: features[facet] for facet in self.facets}
@@ -240,7 +244,7 @@ class FeatureExtractor:
 
         Args:
             sums: The sums, on the host.
-            ids: Names of the images for the message.
+            ids: Names of the images for the error message.
         """
         invalid = (~sums.isfinite()).nonzero()
         if len(invalid):
@@ -249,18 +253,18 @@ class FeatureExtractor:
             layer = self.layers[index // len(self.facets)]
             raise CheckpointError(
                 f"block {layer} of {self.encoder.name} has NaN or infinite features for {name}: "
-                "its training diverged, or it needs float32",
+                "training diverged, or the encoder needs float32",
                 hint=("dtype=float32",),
             )
 
     def require_size(self, height: int, width: int) -> None:
         """Raise an error if the encoder does not accept images of this size in pixels.
 
-        With `pad`, check the size after padding.
+        If images are padded, pass their size after padding.
 
         Raises:
-            UnfitEncoder: The encoder only accepts one other size.
-            ConfigurationError: Height or width is no multiple of the patch size.
+            UnfitEncoder: The encoder accepts only its native size, and the given size differs.
+            ConfigurationError: The height or width is not a multiple of the patch size.
         """
         if not self.encoder.any_size and (height, width) != self.encoder.native_size:
             rows, cols = self.encoder.native_size
@@ -281,7 +285,7 @@ class FeatureExtractor:
     def _hooks_installed(
         self, captured: Features, grids: dict[int, Grid], batch: int
     ) -> Generator[None]:
-        """Install hooks that fill `captured` in a forward pass, and remove them in any case."""
+        """Install hooks that store features in `captured`, and always remove them on exit."""
         blocks = self._module.get_submodule("blocks")
         handles = []
         try:
@@ -289,7 +293,7 @@ class FeatureExtractor:
                 block = blocks.get_submodule(str(layer))
                 capture = partial(self._capture_tokens, captured[layer], grids[layer])
                 handles.append(block.register_forward_hook(capture))
-                # Some of timm's blocks have no qkv layer. `_extract_batch` reports that.
+                # Some of timm's blocks have no qkv layer. `_extract_batch` raises the error.
                 qkv = dict(block.named_modules()).get("attn.qkv")
                 if qkv is not None and any(facet in _QKV_PARTS for facet in self.facets):
                     destination = (captured[layer], grids[layer], batch)
@@ -310,10 +314,10 @@ class FeatureExtractor:
             for handle in handles:
                 handle.remove()
 
-    # torch calls a hook with the module, its inputs and, after the forward pass, its output.
+    # Torch calls a forward hook with the module, its inputs and its output.
     def _capture_tokens(self, features: dict[Facet, Tensor], grid: Grid, *arguments: Any) -> None:
         tokens = block_tokens(arguments[-1])
-        # Convolutional and windowed blocks give maps. The final norm expects tokens.
+        # Convolutional and windowed blocks return feature maps, but the final norm expects tokens.
         if tokens.ndim != 3:
             last = self.encoder.channels_last
             tokens = tokens.flatten(1, 2) if last else tokens.flatten(2).transpose(1, 2)
@@ -380,7 +384,7 @@ class FeatureExtractor:
             value = value[:, value.shape[1] - grid[0] * grid[1] :].unflatten(1, grid)
         elif layout == "channels_first":
             value = value.permute(0, 2, 3, 1)
-        # A copy, because later modules of the block may modify the tensor in place.
+        # The tensor is copied, because later modules of the block may modify it in place.
         features[tap.facet] = value.float().clone()
 
     def _patches(
@@ -390,7 +394,7 @@ class FeatureExtractor:
 
 
 def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> None:
-    """Raise an error if the encoder cannot have these layers or facets."""
+    """Raise an error if the encoder does not have these layers or facets."""
     outside = [layer for layer in layers if not 0 <= layer < encoder.depth]
     if outside or not layers:
         raise ConfigurationError(
@@ -400,7 +404,7 @@ def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Fac
     unknown = [f for f in facets if f not in (*FACETS, REGISTERS) and submodule_name(f) is None]
     if unknown or not facets:
         raise ConfigurationError(
-            f"facets must be in {', '.join(FACETS)} or of the form blocks.*.NAME, "
+            f"facets must be among {', '.join(FACETS)} or of the form blocks.*.NAME, "
             f"got {', '.join(unknown) or 'none'}"
         )
     if {"cls", "cls_normed"} & set(facets) and not encoder.has_cls:
@@ -420,12 +424,12 @@ def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Fac
 
 
 def block_tokens(output: Any) -> Tensor:
-    """Return the tokens from a block's output, which may be a tuple that starts with them."""
+    """Return the tokens in a block's output. In a tuple or list, they are the first item."""
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
 class _DeepestLayerDone(Exception):
-    """Raised to end the forward pass after the deepest requested layer."""
+    """Exception that ends the forward pass after the deepest requested layer."""
 
 
 def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
@@ -439,9 +443,9 @@ class _Tap:
     Attributes:
         layer: Block index, 0-based.
         facet: Name of the facet.
-        name: Name of the position in messages.
-        modules: Submodules. The first one that is called gives the facet.
-        side: Whether the facet is the input or the output of the submodule.
+        name: Name of the position in error messages.
+        modules: Submodules. The facet is captured at the submodule that is called first.
+        side: Whether the input or the output of the submodule is captured.
     """
 
     layer: int
@@ -452,7 +456,7 @@ class _Tap:
 
 
 def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
-    """Return where to capture a facet.
+    """Return the position in a block where a facet is captured.
 
     Raises:
         UnfitEncoder: The block has no such submodule.
@@ -488,11 +492,13 @@ def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
 def _find_modules(
     parts: dict[str, nn.Module], facet: Facet
 ) -> tuple[tuple[nn.Module, ...], Literal["input", "output"]]:
-    """Return the submodules of a block that give one of `INNER_FACETS`, none if it lacks them.
+    """Return the submodules where a facet is captured, and the side to capture.
+
+    There are no submodules in the result if the block does not have this facet.
 
     Args:
-        parts: The submodules of the block by name.
-        facet: One of `INNER_FACETS`.
+        parts: All submodules of the block by name.
+        facet: An item of `INNER_FACETS`.
     """
     if _SUBLAYER[facet] not in parts:
         return (), "output"
@@ -501,7 +507,8 @@ def _find_modules(
     if facet == "mlp_hidden":
         names = ("mlp.fc2", "mlp.w3", "mlp.w2")
         return tuple(parts[name] for name in names if name in parts)[:1], "input"
-    # "attn_skip" is the input of the norm before the MLP, or of the MLP in post-norm blocks.
+    # "attn_skip" is the input of the norm before the MLP. In post-norm blocks, it is the input of
+    # the MLP.
     pair = [parts[name] for name in ("norm2", "mlp") if name in parts]
     return (tuple(pair) if len(pair) == 2 else ()), "input"
 
@@ -515,7 +522,10 @@ def _list_children(names: list[str], parent: str) -> str:
 def _find_layouts(
     shape: Sequence[int], batch: int, grid: Grid, num_prefix_tokens: int
 ) -> list[Layout]:
-    """Return the layouts that a tensor's shape allows, at most one if the grid is not square."""
+    """Return the possible layouts of a tensor of this shape.
+
+    At most one layout is possible if the grid is not square.
+    """
     patches = grid[0] * grid[1]
     with_prefix = (patches, num_prefix_tokens + patches)
     fits: dict[Layout, bool] = {
@@ -529,10 +539,12 @@ def _find_layouts(
 def resize_image(
     image: UInt8[np.ndarray, "height width 3"], size: tuple[int, int]
 ) -> Float[Tensor, "3 new_height new_width"]:
-    """Resize a whole image, bilinear with antialiasing, to RGB values in [0, 1].
+    """Resize an image without cropping, by bilinear interpolation with antialiasing.
+
+    The result has RGB values in [0, 1].
 
     Args:
-        image: RGB image, 0 to 255.
+        image: RGB image with values from 0 to 255.
         size: Height and width of the result in pixels. The aspect ratio is not kept.
     """
     pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None].float() / 255
@@ -550,21 +562,21 @@ def pad_to_patch(
 def central_square(
     image: UInt8[np.ndarray, "height width 3"], size: int, *, share: float
 ) -> UInt8[Tensor, "3 {size} {size}"]:
-    """Resize an image, bicubic with antialiasing, and crop the square at its centre.
+    """Resize an image by bicubic interpolation with antialiasing, and crop the central square.
 
-    Only the pixels of the square are computed. Up to rounding, the result equals torchvision's
-    `Resize` of the shorter side followed by `CenterCrop`, as in DINO's evaluation.
+    Pixels outside of the square are not computed. Up to rounding, the result equals torchvision's
+    `Resize` followed by `CenterCrop`. DINO's evaluation uses these transforms.
 
     Args:
-        image: RGB image, 0 to 255.
+        image: RGB image with values from 0 to 255.
         size: Side of the result in pixels.
-        share: Side of the square relative to the shorter side of the image, in (0, 1]. For example,
-            0.875 with `size` 224 resizes the shorter side to 256.
+        share: Ratio of the square's side to the shorter side of the image, in (0, 1]. For example,
+            if `share` is 0.875 and `size` is 224, the shorter side is resized to 256 pixels.
     """
     sides, short = image.shape[:2], max(size, round(size / share))
     scaled = [short * side // min(sides) for side in sides]
     first = [round((side - size) / 2) for side in scaled]
-    # `box` lets the filter read pixels outside of the square, as if the whole image was resized.
+    # With `box`, the filter reads pixels outside of the square, as if the whole image were resized.
     top, left = (start * side / new for start, side, new in zip(first, sides, scaled, strict=True))
     bottom, right = (
         (start + size) * side / new for start, side, new in zip(first, sides, scaled, strict=True)

@@ -1,8 +1,8 @@
 """Compute 95 % confidence intervals of scores, and p-values of differences.
 
-The images are treated as a sample, so an interval estimates the score on infinitely many images of
-the same kind. results/tables/intervals.md has the coverage of these intervals in simulations, and
-that of alternatives.
+The images are treated as a random sample, so an interval estimates the score on infinitely many
+images of the same kind. results/tables/intervals.md compares the coverage of these intervals with
+the coverage of alternative intervals in simulations.
 """
 
 import math
@@ -20,44 +20,48 @@ _PerImage = Shaped[np.ndarray, "images *values"]
 _Score = Callable[[Shaped[np.ndarray, "..."]], Float64[np.ndarray, "*some"]]
 
 FEW_IMAGES = 60
-"""Number of images below which intervals of mean IoU may cover the true value in under 90 %."""
+"""With fewer images, intervals of mean IoU may cover the true value in less than 90 % of cases."""
 
 _TAIL = 0.025
 
 SIGNIFICANT = 2 * _TAIL
-"""Significance level. The 95 % interval of a difference excludes 0 if p is below it."""
+"""Significance level. If p is below this level, the 95 % interval of a difference excludes 0."""
 
 _DRAWS, _DRAWS_AT_ONCE = 1000, 50
-# Scores are percentages, so smaller differences than this are rounding errors.
+# Score differences below this number of percentage points are rounding errors.
 _NO_CHANGE = 1e-9
 
 
 @runtime_checkable
 class Estimate(Protocol):
-    """A score in percent together with the data for its interval."""
+    """A score in percent, with the data that its interval is computed from."""
 
     @property
     def value(self) -> float: ...
 
     def ci95(self) -> Interval | None:
-        """Return the 95 % interval. None for a single image, or if all images have equal effect."""
+        """Return the 95 % interval.
+
+        It is None if there is only one image, or if all images have the same effect on the score.
+        """
         ...
 
     def difference_ci95(self, first: Any) -> Interval | None:
-        """Return the 95 % interval of this score minus another one on the same images."""
+        """Return the 95 % interval of this score minus the score `first` on the same images."""
         ...
 
     def difference_p(self, first: Any) -> float:
-        """Return the two-sided p-value of this score minus another one, NaN if it has no interval.
+        """Return the two-sided p-value of this score minus the score `first`.
 
-        It is the smallest significance level at which the interval of the difference excludes 0.
+        The p-value is the smallest significance level at which the interval of the difference
+        excludes 0. It is NaN if the difference has no interval.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Percentage of images that are hits, with exact intervals for proportions.
+    """Percentage of images that are hits, with intervals for proportions.
 
     Attributes:
         hits: Whether each image is a hit.
@@ -70,7 +74,7 @@ class Share:
         return 100.0 * float(self.hits.mean())
 
     def ci95(self) -> Interval:
-        """Return the exact interval, which covers the true value in at least 95 % of all cases.
+        """Return the exact interval. It covers the true value in at least 95 % of all cases.
 
         Source: Clopper and Pearson, Biometrika 26, 1934.
         """
@@ -85,8 +89,8 @@ class Share:
     def difference_ci95(self, first: "Share") -> Interval:
         """Return the adjusted Wald interval for paired proportions.
 
-        Two images are added to the data: one is a hit for this score only, the other one for
-        `first` only.
+        Two artificial images are added to the data. One image is a hit only for this score, and
+        the other image is a hit only for `first`.
 
         Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37, 2012.
         """
@@ -103,7 +107,7 @@ class Share:
         return 2 * float(ndtr(-abs(difference) / error))
 
     def _difference(self, first: "Share") -> tuple[float, float]:
-        """Return the difference of the proportions and its standard error."""
+        """Return the difference of the two proportions, and its standard error."""
         total = len(self.hits) + 2
         gained = (int((self.hits & ~first.hits).sum()) + 1) / total
         lost = (int((~self.hits & first.hits).sum()) + 1) / total
@@ -116,7 +120,7 @@ class Jackknife:
 
     Attributes:
         value: Score of all images.
-        leave_one_out: Scores of all images except one, for each image.
+        leave_one_out: For each image, the score of all other images.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11.
     """
@@ -126,12 +130,12 @@ class Jackknife:
 
     @property
     def correction(self) -> float:
-        """Return the first-order bias correction, to be added to the value."""
+        """Return the first-order bias correction. Add it to `value` to reduce the bias."""
         return (len(self.leave_one_out) - 1) * (self.value - float(self.leave_one_out.mean()))
 
     @property
     def margin(self) -> float:
-        """Return half the width of the Student t interval, NaN if there is none."""
+        """Return half the width of the Student t interval, or NaN if there is no interval."""
         from scipy.special import stdtrit
 
         others = len(self.leave_one_out) - 1
@@ -145,7 +149,7 @@ class Jackknife:
     def difference_ci95(self, first: "Jackknife") -> Interval | None:
         """Return the interval of the difference.
 
-        No bias correction is applied, because most of the bias cancels.
+        No bias correction is applied, because most of the bias cancels in the difference.
         """
         difference = self._subtract(first)
         return _clip_interval(
@@ -165,18 +169,21 @@ class MeanIoU(Jackknife):
     """Mean IoU of a dataset. It is biased downwards if there are few images and many classes.
 
     Attributes:
-        over_true_classes: Mean IoU over the classes with true pixels. `value` also counts classes
-            that are only predicted, as 0.
+        over_true_classes: Mean IoU over the classes that occur in the ground truth. `value` also
+            includes classes that occur only in the prediction. Their IoU is 0.
     """
 
     over_true_classes: float
 
     def ci95(self) -> Interval | None:
-        """Return an interval that extends upwards by the bias correction.
+        """Return an interval that is widened by the bias correction.
 
-        Its upper end starts from `over_true_classes`: the IoU of classes that are only predicted is
-        unknown on images that show them. The interval covers the mean IoU of infinitely many
-        images, and that of other image sets of the same size.
+        A positive correction raises the upper end, and a negative correction lowers the lower end.
+        The upper end is computed from `over_true_classes`. If a class occurs only in the
+        prediction, its IoU on images that show the class is unknown.
+
+        The interval covers the mean IoU on infinitely many images. It also covers the mean IoU on
+        other image sets of the same size.
         """
         low = self.value + min(self.correction, 0.0) - self.margin
         high = self.over_true_classes + max(self.correction, 0.0) + self.margin
@@ -187,7 +194,8 @@ class MeanIoU(Jackknife):
 class Bootstrap:
     """Bootstrap estimate of a score in percent.
 
-    The drawn images depend only on the number of images, so the samples of two scores are paired.
+    The bootstrap samples depend only on the number of images. Two scores of the same images
+    therefore use the same samples.
 
     Attributes:
         value: Score of all images.
@@ -203,9 +211,10 @@ class Bootstrap:
 
     @property
     def margin(self) -> float:
-        """Return Student's t times the standard error, NaN if there is no interval.
+        """Return Student's t times the standard error, or NaN if there is no interval.
 
-        For n images, the standard error is sqrt(n / (n - 1)) times the deviation of `drawn`.
+        For n images, the standard error is sqrt(n / (n - 1)) times the standard deviation of
+        `drawn`.
         """
         from scipy.special import stdtrit
 
@@ -215,7 +224,7 @@ class Bootstrap:
         return -float(stdtrit(others, _TAIL) * known.std() * np.sqrt(self.num_images / others))
 
     def ci95(self) -> Interval | None:
-        """Return an interval that is symmetric on the logit scale, so that it stays in 0..100 %."""
+        """Return an interval that is symmetric on the logit scale, so it lies within 0 to 100 %."""
         from scipy.special import expit, logit
 
         share = self.value / 100
@@ -242,12 +251,13 @@ class Bootstrap:
 def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
     """Return the bootstrap estimate of a score that is computed from summed counts.
 
-    It is meant for scores that are not smooth in single images, for which `Jackknife` fails.
+    Use it for scores that are not smooth functions of the counts of single images. `Jackknife`
+    fails for such scores.
 
     Args:
         per_image: Counts of each image.
-        score: Computes the score of counts summed over images. Leading axes of its argument are
-            batch axes.
+        score: Function that computes the score from counts summed over images. Leading axes of its
+            argument are batch axes.
     """
     images, generator = len(per_image), np.random.default_rng(0)
     counts, drawn = per_image.reshape(images, -1).astype(np.float64), []
@@ -287,7 +297,7 @@ def mean_estimate(values: Float[np.ndarray, " images"]) -> Jackknife:
 
 
 def few_images_warning(num_images: int) -> list[str]:
-    """Return a warning for the record of a mean IoU if there are few images, else an empty list."""
+    """Return warnings for the record of a mean IoU, or an empty list if images suffice."""
     if num_images >= FEW_IMAGES:
         return []
     rarely = "may hold the truth in less than 90 % of all cases"
@@ -295,7 +305,10 @@ def few_images_warning(num_images: int) -> list[str]:
 
 
 def interval_contains(ci95: Interval | None, value: float) -> bool:
-    """Return whether a value lies in its interval, up to rounding. A NaN end is no bound."""
+    """Return whether a value lies in its interval, up to rounding errors.
+
+    An end that is NaN does not bound the value. Without an interval, the result is True.
+    """
     if ci95 is None:
         return True
     ascending = ((ci95[0], value), (value, ci95[1]), ci95)
@@ -308,8 +321,8 @@ def interval_contains(ci95: Interval | None, value: float) -> bool:
 def holm(ps: Sequence[float]) -> list[float]:
     """Return p-values corrected for multiple tests by Holm's method.
 
-    The correction bounds the probability of any false positive, whatever the dependence between the
-    tests. NaN means that there was no test: it stays NaN and is not counted.
+    The correction bounds the probability of at least one false positive. The tests may depend on
+    each other in any way. A p-value of NaN stays NaN and does not count as a test.
 
     Source: Holm, Scandinavian Journal of Statistics 6, 1979.
     """
@@ -321,7 +334,13 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def _p_of_student(value: float, margin: float, others: int) -> float:
-    """Return the two-sided p-value for a 95 % interval of this margin, NaN if the margin is NaN."""
+    """Return the two-sided p-value of a value. It is NaN if the margin is NaN.
+
+    Args:
+        value: The tested value.
+        margin: Half the width of the value's 95 % interval.
+        others: Degrees of freedom.
+    """
     from scipy.special import stdtr, stdtrit
 
     if math.isnan(margin):
@@ -330,5 +349,5 @@ def _p_of_student(value: float, margin: float, others: int) -> float:
 
 
 def _clip_interval(low: float, high: float, *, least: float) -> Interval | None:
-    """Return the interval within [least, 100], or None if an end is NaN."""
+    """Clip an interval to [least, 100]. Return None if an end is NaN."""
     return None if np.isnan(low + high) else (max(low, least), min(high, 100.0))

@@ -1,4 +1,4 @@
-"""Parse which blocks of an encoder, and which facets of them, a user requests."""
+"""Parse the blocks and the facets that a user selects."""
 
 import re
 from collections.abc import Sequence
@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from ssl_bench.errors import ConfigurationError
 
 Facet = str
-"""A kind of feature of a block: one of `FACETS`, or a submodule such as "blocks.*.mlp.fc1"."""
+"""Name of a facet, which is a kind of feature of a block.
+
+It is an item of `FACETS`, the facet `REGISTERS`, or a submodule such as "blocks.*.mlp.fc1".
+"""
 
 INNER_FACETS: tuple[Facet, ...] = ("attn_out", "attn_skip", "mlp_hidden", "mlp_out")
-"""Facets from inside a block, before and after its skip connections."""
+"""Facets that are captured inside a block, such as the outputs of its sublayers."""
 FACETS: tuple[Facet, ...] = (
     *("token", "token_normed", "cls", "cls_normed", "key", "query", "value"),
     *INNER_FACETS,
 )
-"""All facets with a name of their own. `ssl_bench.features.FeatureExtractor` defines each."""
+"""All facets except submodules and registers. `FeatureExtractor` explains each facet."""
 REGISTERS: Facet = "registers"
-"""Register tokens. Only few encoders have them, so they are not among `FACETS`."""
+"""Facet of register tokens. It is not in `FACETS`, because only a few encoders have them."""
 
 _SUBMODULE = re.compile(r"blocks\.(\*|0|[1-9][0-9]{0,5})\.(\w+(?:\.\w+)*)")
 _EVERY_BLOCK = "blocks.*."
@@ -29,9 +32,9 @@ class FacetSpec:
     """The facets that a probe scores.
 
     Attributes:
-        names: Facet names as stored in records. A submodule's name has * for the block, as in
-            "blocks.*.mlp.fc1", because the record's layer states the block.
-        block: Block index that the user typed in a submodule's name. None if there is none.
+        names: Facet names as stored in records. In a submodule's name, * stands for the block
+            index, as in "blocks.*.mlp.fc1", because the record's layer states the block.
+        block: Block index in the name of a submodule. None if the user stated no block index.
     """
 
     names: tuple[Facet, ...]
@@ -41,22 +44,22 @@ class FacetSpec:
 def parse_facets(
     facet: str | Sequence[str], known: Sequence[Facet], key: str = "probe.facet"
 ) -> FacetSpec:
-    """Parse one facet name or several.
+    """Parse one or several facet names.
 
     "blocks.7.mlp.fc1" is the output of a submodule of block 7. "blocks.*.mlp.fc1" is the output of
     that submodule in every block.
 
     Args:
-        facet: The names that the user typed.
-        known: Facets that the probe accepts, apart from submodules.
-        key: Config key for error messages.
+        facet: One or several names from the user.
+        known: Facets that the probe accepts, in addition to submodules.
+        key: Config key to show in error messages.
 
     Returns:
         The facets in the order of `known`, followed by the submodules.
 
     Raises:
-        ConfigurationError: There is no name, a name is unknown, or the names include several
-            blocks.
+        ConfigurationError: There is no name, a name is unknown, or submodules of several blocks
+            are selected.
     """
     requested = [facet] if isinstance(facet, str) else list(facet)
     matches = {name: _SUBMODULE.fullmatch(name) for name in requested}
@@ -79,19 +82,19 @@ def parse_facets(
 
 
 def submodule_name(facet: Facet) -> str | None:
-    """Return the submodule's name within a block, or None for other facets."""
+    """Return the name of a submodule within its block, or None if the facet is not a submodule."""
     return facet.removeprefix(_EVERY_BLOCK) if facet.startswith(_EVERY_BLOCK) else None
 
 
 def select_layers(
     spec: FacetSpec | None, layers: str | int | Sequence[int], depth: int
 ) -> tuple[int, ...]:
-    """Return the block indices to score, where a facet's name may already state the block.
+    """Return the block indices to score. If a facet's name states a block, only this one is scored.
 
     Args:
         spec: Facets of the probe. None for probes without facets.
-        layers: Layers that the user typed, as in `resolve_layers`. "all" becomes the block of
-            `spec`, if there is one.
+        layers: Selection of the user, in a format of `resolve_layers`. If `spec` states a block,
+            "all" selects only this block.
         depth: Number of blocks of the encoder.
 
     Raises:
@@ -112,18 +115,18 @@ def select_layers(
 
 
 def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, ...]:
-    """Return 0-based block indices for the layers that a user typed.
+    """Return the 0-based indices of the blocks that a user selects.
 
     Args:
-        layers: "all", one index ("11"), a list ("0,5,11"), a range with both ends ("0-3"), or
-            integers. Negative indices count from the last block.
+        layers: "all", one index ("11"), a list ("0,5,11"), an inclusive range ("0-3"), an integer,
+            or a sequence of integers. Negative indices count from the last block.
         depth: Number of blocks of the encoder.
 
     Returns:
         The indices in the given order, without duplicates.
 
     Raises:
-        ConfigurationError: The text is not understood, or an index is out of range.
+        ConfigurationError: The text has another format, or an index is out of range.
     """
     if layers == "all":
         return tuple(range(depth))
@@ -138,15 +141,15 @@ def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, 
 
 
 def parse_layer_numbers(layers: str | int | Sequence[int], depth: int = 0) -> list[int]:
-    """Return the numbers of a layer selection other than "all".
+    """Return the layer numbers in a selection other than "all".
 
     Args:
         layers: See `resolve_layers`. The ranges 0-3 and 0..3 both include their ends.
-        depth: Number of blocks of the encoder if it is known, so that 4..-1 ends with the last
-            block.
+        depth: Number of blocks of the encoder, or 0 if it is unknown. It is needed for ranges with
+            a negative end, such as 4..-1.
 
     Raises:
-        ConfigurationError: The text is not understood, or a range is in descending order.
+        ConfigurationError: The text has another format, or a range is in descending order.
     """
     if isinstance(layers, int):
         return [layers]

@@ -1,4 +1,4 @@
-"""Count what scores are computed from, with torch on the device of the features.
+"""Compute the counts that scores are derived from, with torch on the device of the features.
 
 `ssl_bench.scores` turns the counts into percentages.
 """
@@ -18,14 +18,14 @@ def class_counts(
     target: UInt8[Tensor, "*pixels"],
     num_classes: int,
 ) -> Int64[Tensor, "heads 3 classes"]:
-    """Count the correct, predicted and true pixels of each class. Target 255 is ignored.
+    """Count the correct, predicted and ground-truth pixels of each class.
 
-    IoU and pixel accuracy need only these counts, not the confusion matrix, which is
-    num_classes / 3 times as large. The counts are int64, because float32 counts stop growing at
-    2^24 pixels.
+    Pixels with the target 255 are ignored. IoU and pixel accuracy need only these counts. A
+    confusion matrix would be num_classes / 3 times as large. The counts are int64, because float32
+    counts stop growing at 2^24 pixels.
     """
     true, by_head = target.flatten(), predicted.flatten(1)
-    # One head at a time stays in a CPU's cache. A GPU is faster with all heads at once.
+    # On a CPU, one head at a time fits into the cache. On a GPU, all heads at once are faster.
     batch = 1 if target.device.type == "cpu" else max(1, len(by_head))
     counts = torch.cat(
         [_count_wrong_and_correct(some, true, num_classes) for some in by_head.split(batch)]
@@ -39,9 +39,9 @@ def confusion_counts(
     target: UInt8[Tensor, "*pixels"],
     num_classes: int,
 ) -> Int64[Tensor, "heads classes classes"]:
-    """Return confusion matrices: true classes in rows, predicted classes in columns.
+    """Return a confusion matrix for each head. Rows are true classes, columns predicted classes.
 
-    Target 255 is ignored. Prefer `class_counts` if it suffices, since it is smaller.
+    Pixels with the target 255 are ignored. Use the smaller `class_counts` if they suffice.
     """
     true, matrices = target.flatten(), []
     for labels in predicted.flatten(1):
@@ -55,12 +55,13 @@ def confusion_counts(
 def _count_wrong_and_correct(
     predicted: UInt8[Tensor, "heads pixels"], true: UInt8[Tensor, " pixels"], num_classes: int
 ) -> Int64[Tensor, "heads 2 classes"]:
-    """Count the pixels by predicted class: wrong ones in row 0, correct ones in row 1."""
+    """Count wrong pixels (row 0) and correct pixels (row 1) of each predicted class."""
     heads, size = len(predicted), 2 * num_classes
-    # int32 suffices (an image has fewer than 2^31 / 512 pixels) and halves the memory traffic.
+    # int32 halves the memory traffic. An image has fewer than 2^31 / 512 pixels, so int32 suffices.
     offsets = torch.arange(heads, dtype=torch.int32, device=true.device)[:, None] * size
     cells = (predicted == true).int().mul_(num_classes).add_(predicted).add_(offsets)
-    # Ignored pixels go to one extra cell at the end. Removing them would synchronise the device.
+    # Ignored pixels are counted in an extra cell at the end. Removing them would make the host
+    # wait for the device.
     cells.masked_fill_(true == IGNORED, heads * size)
     return value_counts(cells.flatten(), heads * size + 1)[:-1].view(heads, 2, num_classes)
 
@@ -70,10 +71,10 @@ def value_counts(
     size: int,
     weights: Float[Tensor, " places"] | None = None,
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
-    """Return how often each number from 0 to `size` - 1 occurs, or the sum of its weights.
+    """Count how often each number from 0 to `size` - 1 occurs, or sum the weights of each number.
 
-    On a CPU this is `torch.bincount`. On other devices `torch.bincount` would make the host wait,
-    so `scatter_value_counts` is used.
+    A CPU uses `torch.bincount`. On other devices, `torch.bincount` would make the host wait for the
+    device, so `scatter_value_counts` is used.
     """
     if values.device.type == "cpu":
         return torch.bincount(values, weights, size)
@@ -85,7 +86,7 @@ def scatter_value_counts(
     size: int,
     weights: Float[Tensor, " places"] | None = None,
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
-    """Return the same as `value_counts`, by `scatter_add_`, which needs no synchronisation."""
+    """Return the same as `value_counts`, but use `scatter_add_` so that the host need not wait."""
     if weights is None:
         ones = torch.ones(1, dtype=torch.int64, device=values.device)
         return ones.new_zeros(size).scatter_add_(0, values.long(), ones.expand(len(values)))
@@ -107,10 +108,10 @@ class LabelledFeatures:
 def class_rank(
     scores: Float[Tensor, "*heads queries classes"], targets: Int64[Tensor, " queries"]
 ) -> Int64[Tensor, "*heads queries"]:
-    """Return the rank of the true class, 0 if it has the highest score.
+    """Return the rank of the true class by score. The class with the highest score has rank 0.
 
-    If scores are equal, the class with the lower index ranks first. If any score of the image is
-    not finite, the rank is the number of classes.
+    If scores are equal, the class with the lower index ranks first. If any score of a query is not
+    finite, its rank is the number of classes.
     """
     num_classes = scores.shape[-1]
     own = scores.gather(-1, targets.expand(scores.shape[:-1])[..., None])

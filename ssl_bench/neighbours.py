@@ -1,4 +1,4 @@
-"""Find exact nearest neighbours of unit vectors, and classify by their weighted vote.
+"""Find exact nearest neighbours of unit vectors, and classify images by a weighted vote.
 
 The search uses faiss or a matrix product. Both give the same neighbours.
 """
@@ -18,17 +18,18 @@ from ssl_bench.errors import MachineError
 from ssl_bench.metrics import LabelledFeatures, class_rank
 from ssl_bench.system.device import power_of_two, to_float64
 
-# Similarities in memory at a time: 0.25 GiB.
+# Number of similarities in memory at a time. They take 0.25 GiB.
 _MAX_SIMILARITIES = 2**26
-# Smallest number of queries in a call of faiss, and in a matrix product with its candidates.
+# Smallest number of queries in a call of faiss, and in a matrix product that ranks candidates.
 _FAISS_QUERIES, _RERANK_QUERIES = 4096, 8
-# Queries whose votes are in memory at a time.
+# Number of queries that have their votes in memory at a time.
 _VOTE_QUERIES = 4096
-# Number of entries of all queries from which faiss works in blocks. It is slower with fewer.
+# If all queries together have fewer entries than this, faiss does not work in blocks and is slower.
 _FAISS_MIN_ENTRIES = 2**17
-# Memory vectors for each candidate from which faiss is faster than the matrix product.
+# If there are at least this many memory vectors for each candidate, faiss is faster than the
+# matrix product.
 _FAISS_MIN_RATIO = 256
-# Candidates in addition to the requested neighbours, so that rounding rarely excludes one.
+# Number of candidates beyond the requested neighbours. Rounding then rarely excludes a neighbour.
 _EXTRA_CANDIDATES = 32
 # Largest number of neighbours that faiss's GPU kernels can select.
 _FAISS_MAX_ON_GPU = 2048
@@ -43,32 +44,33 @@ def knn_ranks(
     temperature: float,
     engine: Engine = "auto",
 ) -> Int64[Tensor, "numbers queries"]:
-    """Return the rank of each query's class in the k-NN vote, 0 if it wins.
+    """Return the rank of each query's true class in the k-NN vote. The winning class has rank 0.
 
-    Each of the k nearest images of the bank votes for its class with exp(s / temperature), where s
-    is its cosine similarity. Ties are broken by order: the earlier image counts as nearer, and the
-    class with the lower index wins. A class without votes has the rank `num_classes`, so that it is
-    never counted as correct, not even in the top 5.
+    Each of the k nearest images of the bank votes for its class with the weight
+    exp(s / temperature), where s is its cosine similarity to the query. If two images are equally
+    near, the earlier image counts as nearer. If two classes have equal votes, the class with the
+    lower index wins. A class without votes has the rank `num_classes`, so it never counts as
+    correct, even in the top 5.
 
     Args:
         queries: Images to classify, with their true labels.
         bank: Training images.
         num_classes: Number of classes.
         neighbours: Values of k, each at most the size of the bank.
-        temperature: Positive. The smaller it is, the more the nearest images dominate.
+        temperature: Positive number. Smaller values give the nearest images more weight.
         engine: Search engine. It does not change the result.
 
     Source: `knn_classifier` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/eval_knn.py
-    There, the order of ties and of classes without votes is arbitrary.
+    In that code, tied classes and classes without votes are in arbitrary order.
     """
     memory, by_part = unit_vectors(bank.features.float()), []
     for start in range(0, len(queries.labels), _VOTE_QUERIES):
         some = unit_vectors(queries.features[start : start + _VOTE_QUERIES].float())
         similarities, index = nearest_vectors(some, memory, max(neighbours), engine=engine)
-        # Relative to the nearest image, so that exp does not overflow at any temperature.
+        # Similarities are relative to the nearest image, so exp never overflows.
         votes = torch.exp(to_float64(similarities - similarities[:, :1]) / temperature)
-        # Underflow must not turn a neighbour's class into a class without votes.
+        # A vote that underflows to 0 would turn a neighbour's class into a class without votes.
         votes = votes.clamp(min=torch.finfo(votes.dtype).tiny)
         labels = bank.labels[index].to(votes.device)
         true = queries.labels[start : start + _VOTE_QUERIES].to(votes.device)
@@ -78,18 +80,19 @@ def knn_ranks(
 
 
 def unit_vectors(vectors: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some dim"]:
-    """Scale vectors to length 1, whatever their length. Zero vectors stay zero.
+    """Scale vectors of any length to length 1. Zero vectors stay zero.
 
-    Each vector is first divided by a power of two near its largest entry, which is exact. Without
-    this, squares of entries below 2^-63 or above 2^63 leave the range of float32, and `F.normalize`
-    divides by at least 1e-12.
+    Each vector is first divided by a power of two near its largest entry. This division is exact.
+    Without it, the squares of entries below 2^-63 or above 2^63 would leave the range of float32.
+    `F.normalize` would also leave very short vectors too short, because it divides by at least
+    1e-12.
     """
     largest = vectors.abs().amax(-1, keepdim=True)
     return F.normalize(vectors / power_of_two(largest), dim=-1)
 
 
 def zero_vectors_warning(unit: Float[Tensor, "vectors dim"]) -> list[str]:
-    """Return a warning for the record if some vectors are zero, else an empty list."""
+    """Return warnings for the record. The list is empty if no vector is zero."""
     zeros = int((unit == 0).all(1).sum())
     if not zeros:
         return []
@@ -102,7 +105,7 @@ def vote_rank(
     targets: Int64[Tensor, " queries"],
     num_classes: int,
 ) -> Int64[Tensor, " queries"]:
-    """Return the rank of the true class in a weighted vote, `num_classes` if it has no votes.
+    """Return the rank of the true class in a weighted vote, or `num_classes` if it has no votes.
 
     Args:
         votes: Weight of each voter.
@@ -125,13 +128,13 @@ def nearest_vectors(
     """Return cosine similarities and indices of the nearest vectors, nearest first.
 
     If similarities are equal, the vector with the lower index comes first. Both engines give the
-    same result, because faiss only proposes candidates, which a matrix product ranks. If rounding
-    could have kept a neighbour out of the candidates, all vectors are compared by the product
-    instead. "auto" selects faiss for sizes at which it was faster in measurements.
+    same result, because faiss only proposes candidates and a matrix product ranks them. If faiss
+    may have missed a neighbour because of rounding, a matrix product searches all vectors instead.
+    "auto" selects faiss for sizes at which faiss was faster in measurements.
 
     Args:
         queries: Unit vectors, float32.
-        memory: Unit vectors to search, float32, at least `count`.
+        memory: At least `count` unit vectors to search, float32.
         count: Number of neighbours.
         engine: See `ssl_bench.composition.fields.Engine`.
 
@@ -141,7 +144,8 @@ def nearest_vectors(
     if not _should_use_faiss(queries, memory, count, engine):
         return _nearest_by_product(queries, memory, count)
     by_block = []
-    # Parts of nearly equal size: a small last part is slow, and its product rounds differently.
+    # The parts have nearly equal sizes. A small last part would be slow, and its matrix product
+    # would round differently.
     for some in queries.tensor_split(max(1, len(queries) // _FAISS_QUERIES)):
         similarities, candidates = faiss_nearest(some, memory, count + _EXTRA_CANDIDATES)
         parts = max(1, len(some) // _RERANK_QUERIES)
@@ -156,14 +160,14 @@ def nearest_vectors(
 def faiss_nearest(
     queries: Float[Tensor, "queries dim"], memory: Float[Tensor, "memory dim"], count: int
 ) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
-    """Return similarities and indices of the nearest vectors by faiss, nearest first.
+    """Find the nearest vectors with faiss. Return similarities and indices, nearest first.
 
     The order of equally near vectors is arbitrary. Contiguous tensors are not copied.
 
     Raises:
         MachineError: The vectors are on a GPU and faiss has no GPU kernels.
     """
-    # Imported here and after torch, because their OpenMP libraries clash in the opposite order.
+    # faiss is imported after torch. In the opposite order, their OpenMP libraries clash.
     import faiss
 
     queries, memory = queries.contiguous(), memory.contiguous()
@@ -185,12 +189,13 @@ def prefers_faiss(
 def nearest(
     similarities: Float[Tensor, "rows columns"], count: int
 ) -> tuple[Float[Tensor, "rows {count}"], Int64[Tensor, "rows {count}"]]:
-    """Return the largest values of each row and their columns, largest first.
+    """Return the largest values of each row and their column indices, largest value first.
 
-    If values are equal, the one in the lower column comes first.
+    If values are equal, the value with the lower column index comes first.
     """
     values, index = similarities.topk(count)
-    # topk selects arbitrarily among equal values, so rows with ties at the cut are sorted in full.
+    # topk selects arbitrarily among equal values. Rows with a tie between selected and unselected
+    # values are therefore sorted in full.
     is_tied = (similarities >= values[:, -1:]).sum(1) > count
     if is_tied.any():
         ordered = similarities[is_tied].sort(dim=1, descending=True, stable=True)
@@ -201,11 +206,11 @@ def nearest(
 
 
 def _should_use_faiss(queries: Tensor, memory: Tensor, count: int, engine: Engine) -> bool:
-    """Return whether faiss can propose candidates and, with "auto", whether it saves time."""
+    """Return whether to use faiss. Engine "auto" uses it only if it saves time."""
     on_gpu, candidates = memory.device.type != "cpu", count + _EXTRA_CANDIDATES
     if candidates >= len(memory) or (on_gpu and candidates > _FAISS_MAX_ON_GPU):
         return False
-    # Matrix products of few rows round differently.
+    # Matrix products with few rows round differently, so the engines would disagree.
     if len(queries) < _RERANK_QUERIES or not prefers_faiss(queries, memory, engine):
         return False
     return engine == "faiss" or _FAISS_MIN_RATIO * candidates <= len(memory)
@@ -226,18 +231,21 @@ def _rerank(
     memory: Float[Tensor, "memory dim"],
     count: int,
 ) -> tuple[Float[Tensor, "some {count}"], Int64[Tensor, "some {count}"]]:
-    """Return the nearest candidates by matrix product, or search all vectors if that may miss one.
+    """Rank the candidates by a matrix product, and return the nearest vectors.
+
+    If the candidates may lack a neighbour, all vectors are searched instead.
 
     Args:
         queries: Unit vectors.
-        farthest: Similarity of the last candidate of each query, by faiss.
-        candidates: Indices of the candidates of each query. Their union is searched.
+        farthest: Similarity that faiss computed for the last candidate of each query.
+        candidates: Indices of the candidates of each query. Each query is compared with the
+            candidates of all queries.
         memory: Unit vectors to search.
         count: Number of neighbours.
     """
     columns = candidates.unique()
     values, index = nearest(queries @ memory[columns].T, count)
-    # Twice the rounding error of a sum of `dim` products, once for each engine.
+    # Both engines round, so this is twice the rounding error of a sum of `dim` products.
     rounding = 1.01 * memory.shape[1] * torch.finfo(torch.float32).eps
     if bool((values[:, -1] > farthest + rounding).all()):
         return values, columns[index]
@@ -252,7 +260,7 @@ def _faiss_nearest_on_gpu(
             f"faiss {faiss.__version__} does not find a GPU",
             hint=("probe.engine=torch", "or", "--device", "cpu"),
         )
-    # This import makes faiss accept and return tensors, and use torch's stream.
+    # After this import, faiss accepts and returns torch tensors, and uses torch's CUDA stream.
     importlib.import_module("faiss.contrib.torch_utils")
     product, device = faiss.METRIC_INNER_PRODUCT, memory.device.index or 0
     with torch.cuda.device(device):
@@ -263,5 +271,5 @@ def _faiss_nearest_on_gpu(
 
 @cache
 def _gpu_resources() -> Any:
-    """Return faiss's working memory on the GPU, allocated once because it exceeds 1 GiB."""
+    """Return faiss's working memory on the GPU. It exceeds 1 GiB, so it is allocated only once."""
     return importlib.import_module("faiss").StandardGpuResources()

@@ -1,4 +1,4 @@
-"""Resolve a request to compatible (probe, dataset) pairs, and evaluate an encoder on them."""
+"""Turn a request into compatible pairs of probe and dataset, and evaluate an encoder on them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -50,22 +50,22 @@ from ssl_bench.system.progress import say
 
 _PROTOCOL, _PICTURES = "probe.protocol", "probe.panels"
 _IMAGE_SIZES = ("image_size", "max_side", "longer_side", "squash")
-"""Last parts of the keys that say how large an image is when an encoder sees it."""
+"""Endings of the config keys that set the size of an encoder's input images."""
 _Pair = tuple[str, str]
 """Names of a task and a dataset."""
 
 
 @dataclass(frozen=True)
 class PlannedProbe:
-    """A probe and a dataset that has what it needs, both built from the configuration.
+    """A probe and a dataset that supports it, both built from the configuration.
 
     Attributes:
         probe: The probe, not yet adapted to an encoder.
         dataset: The dataset, whose files have not been read yet.
-        seed: Seed of everything random.
-        dtype: Precision of the encoder, as torch names it.
-        choice: Names of the files of `configs/probe` and `configs/dataset`.
-        overrides: KEY=VALUE settings that reach this probe and this dataset.
+        seed: Seed of all random number generators.
+        dtype: Precision of the encoder, as the name of a torch dtype.
+        choice: Names of the config files in `configs/probe` and `configs/dataset`.
+        overrides: KEY=VALUE settings that apply to this probe and this dataset.
         root: Folder of the dataset.
         allow_overlap: Whether scored images may also be training images.
     """
@@ -81,7 +81,7 @@ class PlannedProbe:
 
     @property
     def chosen_fields(self) -> frozenset[str]:
-        """Return the fields of the probe that the user or the dataset set."""
+        """Return the names of the probe's fields that the user or the dataset determined."""
         names = (override.partition("=")[0] for override in self.overrides)
         return frozenset(name.removeprefix("probe.") for name in names if name.startswith("probe."))
 
@@ -97,13 +97,13 @@ class PlannedProbe:
             shared_files(fitted, scored, allowed=self.allow_overlap)
 
     def fit_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
-        """Return the probe with facets and sizes that the encoder and the images allow.
+        """Return the probe with facets and image sizes that fit the encoder and the images.
 
-        Fields that the user chose stay as they are.
+        Fields that the user set are not changed.
 
         Raises:
-            ConfigurationError: A size that the user chose does not fit the encoder.
-            UnfitEncoder: The probe cannot score such an encoder.
+            ConfigurationError: The encoder does not accept an image size that the user set.
+            UnfitEncoder: The probe cannot score this encoder.
         """
         probe: Any = self.probe.adapt_to_images(self.dataset, self.chosen_fields)
         facets = [probe.facet] if isinstance(probe.facet, str) else list(probe.facet or ())
@@ -116,20 +116,20 @@ class PlannedProbe:
     def probes_served(
         self, later: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
     ) -> list[Probe]:
-        """Return later probes that a run of this one computes too, adapted to an encoder."""
+        """Return the later probes for which `Probe.serves` is true, adapted to an encoder."""
         probes, inputs = list[Probe](), (self.dataset, self.dtype, self.seed)
         for other in later:
             is_alike = (other.dataset, other.dtype, other.seed) == inputs
             if is_alike and self.probe.serves(other.probe):
-                # A probe that does not fit is reported when its turn comes.
+                # If a later probe does not fit, the error is reported when this probe runs.
                 with suppress(ConfigurationError):
                     probes.append(other.fit_to(encoder))
         return probes
 
     def in_secondary_protocols(self) -> list["PlannedProbe"]:
-        """Return the same plan in each secondary protocol of the probe.
+        """Return a copy of this plan for each secondary protocol of the probe.
 
-        A protocol is left out if an override sets one of its values or names another protocol.
+        A protocol is left out if an override sets one of its values or selects another protocol.
         """
         plan: list[PlannedProbe] = []
         for name in self.probe.further_protocols:
@@ -146,7 +146,7 @@ def plan_probes(
     overrides: Sequence[str] = (),
     roots: Mapping[str, str] | None = None,
 ) -> list[PlannedProbe]:
-    """Plan tasks on datasets. This is a short form of `plan_request` for scripts.
+    """Pair tasks with datasets. This is a short form of `plan_request` for scripts.
 
     Args:
         tasks: Names of probes.
@@ -158,19 +158,18 @@ def plan_probes(
 
 
 def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
-    """Pair the tasks with the datasets that support them, and build both. No image is read.
+    """Pair tasks with datasets that support them, and build the probe and the dataset of each pair.
 
-    Each override of `probe.` or `dataset.` reaches the tasks and datasets that have such a key.
-    Each corruption of `corrupt=` is planned separately.
+    No image is read. An override with a `probe.` or `dataset.` key applies to the tasks or datasets
+    that have this key. Each corruption in `corrupt=` gets a plan of its own.
 
     Returns:
-        The plan, dataset by dataset. Probes that look at the same images follow each other, so
-        that features need not be kept for long, and slow probes come last.
+        The plan, ordered by dataset. Slow probes come last for each dataset. Probes that use the
+        same images are neighbours in the plan, so that features are kept only for a short time.
 
     Raises:
-        ConfigurationError: No task or dataset has a key, a value is wrong, or a task fits none of
-            the datasets.
-        DataError: No task fits any dataset, such as tokencut on a dataset without boxes.
+        ConfigurationError: A key does not exist, a value is invalid, or no dataset supports a task.
+        DataError: No dataset supports any task. For example, tokencut needs boxes.
     """
     corruptions, overrides = asked_corruptions(request.overrides)
     pairs = [(task, dataset) for dataset in request.datasets for task in request.tasks]
@@ -199,7 +198,7 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
 
 
 def require_images(plan: Sequence[PlannedProbe]) -> None:
-    """Open all splits of a plan, each once.
+    """Open every split of a plan once.
 
     Raises:
         DataError: See `PlannedProbe.require_images`.
@@ -227,24 +226,25 @@ def evaluate(
     features: FeatureCache | None = None,
     later: Sequence[PlannedProbe] = (),
 ) -> list[Record]:
-    """Compute the results of an encoder in all planned probes, and return their records.
+    """Evaluate an encoder with all planned probes, and return the records of the results.
 
-    Results that the store has are not computed again.
+    Results that are already in the store are not computed again.
 
     Args:
-        plan: From `plan_request`.
+        plan: Planned probes, as `plan_request` returns them.
         encoder: The encoder, with its weights loaded.
-        store: Where finished results are looked up and new ones are saved.
-        layers: Block indices, as `ssl_bench.layers.resolve_layers` takes them.
+        store: Store of finished results. New results are saved in it.
+        layers: Block indices, in a format of `ssl_bench.layers.resolve_layers`.
         device: Device of the computation.
         overwrite: Compute finished results again.
-        skip_unfit: Leave out probes that do not fit the encoder or the data, with a message.
-        allow_none: Return no records if all probes are left out.
-        features: Features that earlier calls computed from the same images.
-        later: Plans of the same encoder and blocks that other calls will compute.
+        skip_unfit: Leave out probes that do not fit the encoder or the data, and print a message.
+        allow_none: Return an empty list if all probes are left out, instead of raising an error.
+        features: Cache of features that earlier calls computed.
+        later: Planned probes of later calls with the same encoder and blocks.
 
     Raises:
-        ConfigurationError: A probe does not fit, or all are left out.
+        ConfigurationError: A probe does not fit and `skip_unfit` is False, or all probes are left
+            out and `allow_none` is False.
     """
     records, left_out = list[Record](), list[str]()
     features = FeatureCache() if features is None else features
@@ -256,7 +256,7 @@ def evaluate(
             _log_adaptations(planned, probe, encoder)
             changed = changed_settings(probe)
             if "image_size" not in planned.chosen_fields or not encoder.any_size:
-                # The encoder decided, not the user.
+                # The encoder determined the image size, not the user.
                 changed.pop("image_size", None)
             records += Evaluation(
                 encoder=encoder,
@@ -276,7 +276,7 @@ def evaluate(
                 later=planned.probes_served([*plan[number:], *later], encoder),
             )
         except UnreadableImage as error:
-            # Images that were checked before the run were replaced since.
+            # A `ReadableDataset` checked its images before the run, so the file has changed since.
             if isinstance(planned.dataset, ReadableDataset):
                 raise
             raise with_a_way_out(error) from error
@@ -294,13 +294,13 @@ def evaluate(
 def _distribute(
     overrides: Sequence[str], pairs: Sequence[_Pair]
 ) -> tuple[dict[_Pair, list[str]], dict[str, set[str]]]:
-    """Assign each override to the pairs of a task and a dataset that have its key.
+    """Assign each override to the pairs of task and dataset that have its key.
 
     Returns:
-        The overrides of each pair, and for each override the tasks that ignore it.
+        The overrides of each pair, and the tasks that ignore each override.
 
     Raises:
-        ConfigurationError: An override reaches no pair.
+        ConfigurationError: An override applies to no pair.
     """
     configs = {pair: _compose_with_choices(pair, overrides) for pair in pairs}
     settings: dict[_Pair, list[str]] = {pair: [] for pair in pairs}
@@ -309,8 +309,8 @@ def _distribute(
     for override in overrides:
         takers = [pair for pair in pairs if _takes(pair[0], configs[pair], override)]
         if override == f"{_PICTURES}=0":
-            # Probes that score the images that they draw need one. Beside other tasks they keep
-            # their own number, alone they refuse 0.
+            # Some probes score the figures that they draw, so they must draw at least one. They
+            # ignore 0 if other tasks accept it. Otherwise they raise an error.
             able = [pair for pair in takers if _is_valid(pair, override)]
             refusing = {task for task, _ in takers} - {task for task, _ in able}
             if refusing != tasks:
@@ -325,9 +325,9 @@ def _distribute(
 
 
 def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose the defaults of a pair with the overrides that choose a file or protocol by name.
+    """Compose the default config of a pair, with overrides that select a config file or protocol.
 
-    Such a choice decides which other keys exist.
+    Such a selection determines which other keys exist.
     """
     config = probing_config(*pair, ())
     chosen = [
@@ -339,7 +339,10 @@ def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, An
 
 
 def _names_for(override: str, task: str, config: dict[str, Any]) -> list[str]:
-    """Return the names that the key of an override can be set to: files or protocols, if any."""
+    """Return the names that an override can select, or an empty list for other keys.
+
+    The names are those of config files or protocols.
+    """
     key = override.partition("=")[0]
     if key == _PROTOCOL:
         return list_protocols(task, component_class(config["probe"][TARGET], f"probe.{TARGET}"))
@@ -348,7 +351,7 @@ def _names_for(override: str, task: str, config: dict[str, Any]) -> list[str]:
 
 
 def _takes(task: str, config: dict[str, Any], override: str) -> bool:
-    """Return whether an override reaches a pair. Shared keys such as `seed` reach every pair."""
+    """Return whether an override applies to a pair. Keys such as `seed` apply to every pair."""
     key, _, value = override.partition("=")
     if names := _names_for(override, task, config):
         return value in names
@@ -356,7 +359,7 @@ def _takes(task: str, config: dict[str, Any], override: str) -> bool:
 
 
 def _is_valid(pair: _Pair, override: str) -> bool:
-    """Return whether the probe can be built with an override."""
+    """Return whether the probe of a pair can be built with an override."""
     try:
         build(probing_config(*pair, [override]), "probe")
     except ConfigurationError:
@@ -365,13 +368,13 @@ def _is_valid(pair: _Pair, override: str) -> bool:
 
 
 def _unknown_override(override: str, configs: Mapping[_Pair, dict[str, Any]]) -> ConfigurationError:
-    """Return the error on an override that no pair takes, with the nearest name or key."""
+    """Return the error for an override that applies to no pair. It suggests a similar name."""
     key, _, value = override.partition("=")
     names = {n for (task, _), config in configs.items() for n in _names_for(override, task, config)}
     if names:
         message = f"unknown {key.removeprefix('probe.')} {format_value(value)}"
         return unknown_name_error(message, value, names, hint=(f"{escape_braces(key)}={{near}}",))
-    # A key of another choice, such as probe.training.c_values without probe.training=lbfgs.
+    # Some keys need another choice: probe.training.c_values needs probe.training=lbfgs.
     parent = key.rpartition(".")[0]
     with_key = dict.fromkeys(
         f"{parent}={name}"
@@ -382,13 +385,13 @@ def _unknown_override(override: str, configs: Mapping[_Pair, dict[str, Any]]) ->
     if with_key:
         ways = [(words,) for words in with_key]
         return ConfigurationError(
-            f"{key} is not a setting of this choice", hint=join_alternatives(*ways)
+            f"{key} does not exist for the selected {parent}", hint=join_alternatives(*ways)
         )
     known = {name for config in configs.values() for name in list_keys(config)}
     owners = _tasks_with(key, dataset=next(iter(configs))[1])
     if not owners:
         return unknown_key_error(key, known)
-    # A task without probe.image_size may take the size of an image under another name.
+    # A task without probe.image_size may have another key for the size of images.
     sides = sorted(name for name in known if name.endswith(_IMAGE_SIZES))
     instead = [(f"{side}={{value}}",) for side in sides] if key.endswith(_IMAGE_SIZES) else []
     return ConfigurationError(
@@ -414,14 +417,14 @@ def _build_pair(
     opened: dict[str, Dataset],
     looked: Looked,
 ) -> PlannedProbe:
-    """Build a probe and a dataset, after the probe adapted its settings to the dataset.
+    """Build a dataset, and a probe with settings that suit the dataset.
 
     Args:
         pair: Names of the task and the dataset.
-        overrides: KEY=VALUE settings that reach this pair.
+        overrides: KEY=VALUE settings that apply to this pair.
         request: The whole request.
-        opened: Datasets by their configuration, shared by the pairs of a plan.
-        looked: Images that were checked, shared by the pairs of a plan.
+        opened: Cache of datasets by configuration, shared by all pairs of a plan.
+        looked: Cache of images that were checked, shared by all pairs of a plan.
     """
     root = request.data_roots.get(pair[1])
     config = probing_config(*pair, overrides, root)
@@ -456,11 +459,11 @@ def _build_pair(
 
 
 def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> list[PlannedProbe]:
-    """Return the plans whose dataset has what the probe needs.
+    """Return the planned probes that are supported by their dataset.
 
     Raises:
-        DataError: There are none.
-        ConfigurationError: A task that the user named fits none of the datasets.
+        DataError: No dataset supports any task.
+        ConfigurationError: The user requested a task by name and no dataset supports it.
     """
     supported = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
     tasks = {planned.choice[0] for planned in supported}
@@ -488,11 +491,11 @@ def _describe_missing(plan: Sequence[PlannedProbe]) -> str:
 
 
 def _log_adaptations(planned: PlannedProbe, adapted: Any, encoder: Encoder) -> None:
-    """Print the fields of a probe that differ from the plan to fit the encoder or the images."""
+    """Print the fields of a probe that were changed to fit the encoder or the dataset."""
     changes = []
     for name in (item.name for item in fields(adapted)):
         old, new = getattr(planned.probe, name), getattr(adapted, name)
-        # An image size of None is the encoder's own, which is no change.
+        # An image size of None stands for the encoder's native size, so it is not a change.
         if new != old and not (name == "image_size" and None in (old, new)):
             changes.append(f"{name}={new if isinstance(new, str) else format_value(new)}")
     if changes:

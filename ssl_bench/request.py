@@ -1,4 +1,4 @@
-"""The request that `ssl-bench probe`, `ssl-bench sweep` and `ssl_bench.probe` build and check."""
+"""Define and check the request of `ssl-bench probe`, `ssl-bench sweep` and `ssl_bench.probe`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from ssl_bench.system.device import parse_device
 from ssl_bench.system.progress import say
 
 BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
-"""Keys that `--batch-size` sets, each for the tasks that have it."""
+"""Config keys that `--batch-size` sets. A key is set only for tasks that have this key."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,15 @@ class ProbeRequest:
     Attributes:
         tasks: Names of probes, such as "tokencut".
         datasets: Names of datasets, such as "voc2012".
-        overrides: KEY=VALUE settings. Each reaches the tasks and datasets that have its key.
+        overrides: KEY=VALUE settings. A setting applies to the tasks and datasets that have its
+            key.
         data_roots: Folders of datasets, by the name of the dataset.
-        all_tasks: Whether every task was requested. Tasks that do not fit are then left out, and
-            probes also run in their secondary protocols.
+        all_tasks: Whether the user requested all tasks. If so, tasks that do not fit are left out,
+            and probes also run in their secondary protocols.
         on_bad_image: "fail", "skip", or None for the default of each dataset.
-        layers: Block indices, 0-based, as `ssl_bench.layers.resolve_layers` takes them.
-        checkpoints: Addresses of encoders. Without any, the newest run below `runs/` is used.
-        baselines: Whether to add untrained encoders and raw colours.
+        layers: Block indices, 0-based, in a format of `ssl_bench.layers.resolve_layers`.
+        checkpoints: Addresses of encoders. If it is empty, the newest run in `runs/` is used.
+        baselines: Whether to add untrained encoders and raw colours as baselines.
         out: Folder of results.
         device: Name of a torch device (default: a GPU if there is one).
         overwrite: Whether to compute finished results again.
@@ -62,21 +63,22 @@ class ProbeRequest:
         device: str | None = None,
         **others: Any,
     ) -> "ProbeRequest":
-        """Check names that a user typed and return the request.
+        """Check the names that a user entered, and return the request.
 
         Args:
             task: One task, several separated by commas, or "all".
             dataset: One dataset, or several separated by commas.
             overrides: KEY=VALUE settings.
             data_root: See `parse_data_roots`.
-            batch_size: Images that the encoder takes at once, whatever the key of each task is.
+            batch_size: Number of images in a forward pass of the encoder. It is set by the key that
+                each task has for it.
             on_bad_image: See the attributes.
             device: See the attributes.
-            others: Attributes that need no check here.
+            others: Further attributes, which are not checked here.
 
         Raises:
-            ConfigurationError: A task, dataset, folder or device is wrong, or no task has a batch
-                size.
+            ConfigurationError: A task, dataset, folder or device is invalid, or `batch_size` is
+                given and no task has a key for it.
         """
         if device is not None:
             parse_device(device)
@@ -98,7 +100,7 @@ class ProbeRequest:
 
 
 def parse_on_bad_image(text: str | None) -> OnBadImage | None:
-    """Return what to do with images that cannot be read, None for the default of a dataset.
+    """Check how to handle unreadable images: "fail", "skip", or None for the dataset's default.
 
     Raises:
         ConfigurationError: The text is neither "fail" nor "skip".
@@ -110,11 +112,14 @@ def parse_on_bad_image(text: str | None) -> OnBadImage | None:
 
 
 def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
-    """Return the folder of each dataset, from `DIR` for all of them or `NAME=DIR,NAME=DIR`.
+    """Return the folder of each dataset.
+
+    The text `DIR` states one folder for all datasets. The text `NAME=DIR,NAME=DIR` states a folder
+    for each dataset.
 
     Raises:
         ConfigurationError: Only some parts begin with the name of a dataset, or a dataset is
-            generated and takes no folder.
+            synthetic and has no folder.
     """
     if text is None:
         return {}
@@ -126,11 +131,11 @@ def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str
         generated = [name for name in roots if not _takes_folder(name)]
     elif not any(is_named):
         roots = dict.fromkeys(datasets, text)
-        # One folder for several datasets may be meant for some of them.
+        # With several datasets, a single folder may be meant for only some of them.
         generated = [] if any(map(_takes_folder, datasets)) else list(datasets)
     else:
         raise ConfigurationError(
-            f"expected one folder, or a folder for each dataset, got {text!r}",
+            f"expected one folder for all datasets, or a folder for each dataset, got {text!r}",
             hint=("--data-root", "{dataset}={folder},{other_dataset}={other_folder}"),
         )
     if generated:
@@ -160,13 +165,13 @@ def probing_config(
 
 
 def _takes_folder(dataset: str) -> bool:
-    """Return whether a dataset can have a folder; datasets of other packages always can."""
+    """Return whether a dataset can have a folder. It is True for datasets of other packages."""
     is_ours = dataset in config_names("dataset")
     return not is_ours or has_key(compose_config("data", [f"dataset={dataset}"]), "dataset.root")
 
 
 def _without_broken_files(tasks: Sequence[str]) -> list[str]:
-    """Return the tasks whose Python files can be imported, with a message on each other one."""
+    """Return the tasks that can be imported, and print a message about every other task."""
     importable = []
     for task in tasks:
         try:
@@ -178,16 +183,17 @@ def _without_broken_files(tasks: Sequence[str]) -> list[str]:
 
 
 def _batch_size_overrides(tasks: Sequence[str], size: int) -> list[str]:
-    """Return the overrides that set the number of images that the encoder takes at once.
+    """Return the overrides that set the number of images in a forward pass of the encoder.
 
-    This number does not affect scores. The batch size of training does and is not changed.
+    This number does not affect scores. The batch size of training affects scores, so it is not
+    changed.
     """
     configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
     keys = [key for key in BATCH_SIZES if any(has_key(config, key) for config in configs)]
     if not keys:
         is_trained = any(has_key(config, "probe.training.batch_size") for config in configs)
         raise ConfigurationError(
-            f"the batch size of the encoder is automatic for {', '.join(tasks)}",
+            f"the encoder's batch size is chosen automatically for {', '.join(tasks)}",
             hint=(f"probe.training.batch_size={size}",) if is_trained else (),
         )
     return [f"{key}={size}" for key in keys]

@@ -1,7 +1,8 @@
 """Compute scores in percent from counts per image.
 
-This module uses numpy only, so that tables and reports need not import torch. Counts are integers,
-so the only rounding is in the mean over classes. numpy sums in the same order on every machine.
+This file uses numpy instead of torch, so tables and reports need not import torch. Counts are exact
+integers, so rounding occurs only in the mean over classes. numpy computes the sum of this mean in
+the same order on every machine.
 """
 
 import io
@@ -13,38 +14,45 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64, Integer, Real
 
 IGNORED = 255
-"""Label of the pixels that are ignored."""
+"""Label of pixels that are ignored in scores."""
 ABSENT_CLASS_POLICY = "absent_from_both_is_nan"
 
 Counts = Integer[np.ndarray, "*some 3 classes"]
-"""Numbers of correct, predicted and true pixels of each class. See
-`ssl_bench.metrics.class_counts`."""
+"""Numbers of correct, predicted and ground-truth pixels of each class.
+
+`ssl_bench.metrics.class_counts` computes them.
+"""
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
-"""IoU thresholds of COCO AP. A box is correct at a threshold if its IoU is at least as large."""
+"""IoU thresholds of COCO AP. A correct box has an IoU of at least the threshold."""
 MOST_DETECTIONS = 100
-"""Number of boxes that are scored in each image, those with the highest confidence."""
+"""Maximum number of scored boxes in each image. Boxes with the highest confidence are scored."""
 _RECALLS = np.linspace(0, 1, 101)
 
 _BETA_SQUARED = 0.3
 
 ObjectCounts = Integer[np.ndarray, "*some 4"]
-"""Numbers of pixels of an image: object in both prediction and ground truth, object in the
-prediction, object in the ground truth, and all pixels that are not ignored."""
+"""Four numbers of pixels for each image.
+
+- [0]: pixels that belong to the object in both prediction and ground truth.
+- [1]: pixels that belong to the object in the prediction.
+- [2]: pixels that belong to the object in the ground truth.
+- [3]: all pixels that are not ignored.
+"""
 
 DetectionCounts = Real[np.ndarray, "*some ranks_and_truth thresholds_and_all"]
-"""Numbers of boxes of one image or of several.
+"""Numbers of boxes in one image, or summed over several images.
 
 - [0, 0]: ground-truth boxes.
 - [1 + rank, 0]: predicted boxes of this rank. Rank 0 has the highest confidence.
-- [1 + rank, 1 + n]: those of them that are correct at `IOU_THRESHOLDS[n]`.
+- [1 + rank, 1 + n]: predicted boxes of this rank that are correct at `IOU_THRESHOLDS[n]`.
 """
 
 
 def iou_per_class(counts: Counts) -> Float64[np.ndarray, "*some classes"]:
-    """Return the intersection over union of each class in percent, NaN for absent classes.
+    """Return the intersection over union (IoU) of each class in percent.
 
-    A class is absent if it occurs neither in the prediction nor in the ground truth.
+    It is NaN for a class that occurs neither in the prediction nor in the ground truth.
     """
     correct, predicted, true = (counts[..., row, :].astype(np.int64) for row in range(3))
     return iou_from_counts(correct, predicted + true - correct)
@@ -53,21 +61,25 @@ def iou_per_class(counts: Counts) -> Float64[np.ndarray, "*some classes"]:
 def iou_from_counts(
     intersection: Integer[np.ndarray, "*some classes"], union: Integer[np.ndarray, "*some classes"]
 ) -> Float64[np.ndarray, "*some classes"]:
-    """Return the intersection over union of each class in percent, NaN where the union is 0."""
+    """Return the intersection over union of each class in percent, or NaN if the union is 0."""
     return np.where(union > 0, 100.0 * intersection / np.maximum(union, 1), np.nan)
 
 
 def mean_iou(counts: Counts) -> Float64[np.ndarray, "*some"]:
-    """Return the mean IoU of a whole dataset in percent, over the classes that occur."""
+    """Return the mean IoU of a dataset in percent.
+
+    Classes that occur neither in the prediction nor in the ground truth are excluded.
+    """
     return mean_without_nan(iou_per_class(counts))
 
 
 def matched_mean_iou(
     confusion: Integer[np.ndarray, "classes classes"],
 ) -> tuple[float, Integer[np.ndarray, " classes"]]:
-    """Compute the mean IoU in percent after the best one-to-one matching of predicted classes.
+    """Match predicted classes one-to-one to true classes, and compute the mean IoU in percent.
 
-    The mean is over all classes. An absent class counts as 0.
+    The matching maximises the mean IoU. The mean is over all classes, and the IoU of an absent
+    class is 0.
 
     Args:
         confusion: Numbers of pixels by true class (rows) and predicted class (columns).
@@ -77,7 +89,7 @@ def matched_mean_iou(
 
     Source: Hungarian matching of PredsmIoU in https://github.com/vpariza/open-hummingbird-eval.
     """
-    # Imported here, because importing scipy slows down `table`.
+    # scipy is imported here, because its import slows down the `table` command.
     from scipy.optimize import linear_sum_assignment
 
     union = confusion.sum(1, keepdims=True) + confusion.sum(0, keepdims=True) - confusion
@@ -89,9 +101,9 @@ def matched_mean_iou(
 def predict_constant_class(
     counts: Integer[np.ndarray, "3 classes"],
 ) -> tuple[int, Integer[np.ndarray, "3 classes"]]:
-    """Return the most frequent true class, and the counts of predicting it for every pixel.
+    """Return the most frequent true class, and the counts if every pixel is predicted as it.
 
-    No other constant class has a larger mean IoU or accuracy on these pixels.
+    Predicting any other single class gives no larger mean IoU or accuracy on these pixels.
     """
     true = counts[2]
     most_frequent = int(true.argmax())
@@ -102,7 +114,7 @@ def predict_constant_class(
 
 
 def mean_without_nan(values: Float64[np.ndarray, "*some classes"]) -> Float64[np.ndarray, "*some"]:
-    """Return the mean over the last axis without NaN values, NaN where all values are NaN."""
+    """Return the mean over the last axis, ignoring NaN values. It is NaN if all values are NaN."""
     is_number = ~np.isnan(values)
     count = is_number.sum(-1)
     total = np.where(is_number, values, 0.0).sum(-1)
@@ -110,7 +122,7 @@ def mean_without_nan(values: Float64[np.ndarray, "*some classes"]) -> Float64[np
 
 
 def pixel_accuracy(counts: Counts) -> Float64[np.ndarray, "*some"]:
-    """Return the percentage of pixels whose class is correct, NaN if there are no pixels."""
+    """Return the percentage of correctly classified pixels, or NaN if there are no pixels."""
     correct, true = (counts[..., row, :].sum(-1, dtype=np.int64) for row in (0, 2))
     return np.where(true > 0, 100.0 * correct / np.maximum(true, 1), np.nan)
 
@@ -133,14 +145,14 @@ def object_f_beta(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
 
 
 def object_iou(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
-    """Return the intersection over union of each image in percent, 100 where the union is empty."""
+    """Return the intersection over union of each image in percent, or 100 if the union is empty."""
     both, predicted, true, _ = (counts[..., n].astype(np.int64) for n in range(4))
     union = predicted + true - both
     return np.where(union > 0, 100.0 * both / np.maximum(union, 1), 100.0)
 
 
 def object_accuracy(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
-    """Return the percentage of correct pixels of each image, 100 if all pixels are ignored.
+    """Return the percentage of correct pixels of each image, or 100 if all pixels are ignored.
 
     A pixel is correct if prediction and ground truth agree on whether it belongs to the object.
     """
@@ -154,16 +166,17 @@ OBJECT_SCORES: Mapping[str, Callable[[ObjectCounts], Float64[np.ndarray, "*some"
     "iou": object_iou,
     "accuracy": object_accuracy,
 }
-"""Score of single images by metric. The value of the metric is the mean over images.
+"""Functions that score single images, by metric. The metric's value is the mean over images.
 
-`max_f_beta` is the maximum over thresholds of the mean F-beta. All thresholds below 1 give the same
-mean, because a prediction is 0 or 1 at every pixel, so `object_f_beta` needs no threshold."""
+`max_f_beta` is the maximum of the mean F-beta over all thresholds. Every pixel of a prediction is 0
+or 1, so all thresholds below 1 give the same mean. `object_f_beta` therefore needs no threshold.
+"""
 
 
 def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 4"]) -> bool:
     """Return whether a box overlaps any ground-truth box with an IoU of at least 0.5.
 
-    The test is 2 * intersection >= union, which is exact for integer coordinates.
+    The comparison 2 * intersection >= union is exact for integer coordinates.
 
     Args:
         box: (x0, y0, x1, y1) in pixels.
@@ -177,19 +190,21 @@ def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 
 
 
 def corloc(hits: Bool[np.ndarray, " images"]) -> float:
-    """Return the correct localisation score: the percentage of images whose box is a hit."""
+    """Return CorLoc (correct localisation): the percentage of images in which the box is a hit."""
     return 100.0 * float(hits.mean())
 
 
 def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
-    """Return the average precision (AP) in percent, NaN if there is no ground-truth box.
+    """Return the average precision (AP) in percent, or NaN if there is no ground-truth box.
 
-    AP is the mean over IoU thresholds and 101 recalls of the highest precision at that recall or
-    above. Boxes of one rank have equal confidence, so their order must not matter: every part of
-    a rank has the same fraction of correct boxes as the whole rank.
+    For each IoU threshold and each of 101 recalls, find the highest precision at this recall or a
+    higher recall. AP is the mean of these precisions.
 
-    If no two boxes share a rank, the result equals `stats[0]` of COCOeval (`stats[1]` for a single
-    threshold). If boxes have equal scores, COCOeval's AP depends on the order of the images.
+    Boxes of one rank have equal confidence, so AP must not depend on their order. Every part of a
+    rank is therefore assumed to have the same fraction of correct boxes as the whole rank.
+
+    If no two boxes share a rank, the result equals `stats[0]` of COCOeval. For a single threshold,
+    it equals `stats[1]`. If boxes have equal scores, COCOeval's AP depends on the order of images.
 
     Source: COCOeval, https://github.com/cocodataset/cocoapi/tree/8c9bcc3.
     """
@@ -200,7 +215,8 @@ def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
     recall = correct / np.maximum(true[..., None], 1)
     best = np.zeros((*correct.shape[:-2], correct.shape[-1], 1))
     at_recall = np.zeros((*best.shape[:-1], len(_RECALLS)))
-    # From the last rank to the first: the first rank that reaches a recall decides its precision.
+    # The loop goes from the last rank to the first, so the first rank that reaches a recall sets
+    # the final precision at this recall.
     for rank in reversed(range(correct.shape[-2])):
         best = np.maximum(best, precision[..., rank, :, None])
         within = _precision_within_rank(correct, predicted, rank, _RECALLS * true[..., None])
@@ -213,24 +229,24 @@ def coco_average_precision(
     predicted: Sequence[Float64[np.ndarray, "_predicted 4"]],
     true: Sequence[Float64[np.ndarray, "_true 4"]],
 ) -> float:
-    """Return the average precision of boxes by COCOeval (its `stats[0]`) in percent.
+    """Return the average precision that COCOeval computes (its `stats[0]`), in percent.
 
-    Boxes of equal rank are sorted by image, so the value depends on the order of the images, unlike
-    `average_precision`.
+    COCOeval sorts boxes of equal rank by image. Unlike `average_precision`, the value therefore
+    depends on the order of the images.
 
     Args:
         predicted: Boxes (x0, y0, x1, y1) of each image, in descending order of confidence.
         true: Ground-truth boxes of the same images.
 
     Returns:
-        The average precision, NaN if there is no ground-truth box.
+        The average precision, or NaN if there is no ground-truth box.
     """
-    # Imported here, because few commands need it.
+    # pycocotools is imported here, because few commands need it.
     from pycocotools.cocoeval import COCOeval
 
     evaluator = COCOeval(_index_boxes(true), _index_boxes(predicted), "bbox")
     evaluator.params.maxDets = [MOST_DETECTIONS]
-    # Only the range "boxes of any size", which saves three quarters of the work.
+    # Only the area range for boxes of any size is used. This saves three quarters of the work.
     evaluator.params.areaRng = evaluator.params.areaRng[:1]
     with silence_stdout():
         evaluator.evaluate()
@@ -239,11 +255,14 @@ def coco_average_precision(
 
 
 def _index_boxes(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
-    """Return pycocotools' index of boxes of one category, those with the highest score first."""
+    """Return pycocotools' index of boxes of one category.
+
+    Earlier boxes of an image get higher scores.
+    """
     ranked = [(n, rank, box) for n, some in enumerate(boxes) for rank, box in enumerate(some)]
     annotations = [
         {
-            # Starts at 1, because pycocotools uses 0 for "not matched".
+            # Ids start at 1, because pycocotools uses 0 for "not matched".
             "id": number,
             "image_id": n,
             "category_id": 1,
@@ -259,9 +278,9 @@ def _index_boxes(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
 
 
 def average_recall(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
-    """Return the recall in percent, averaged over IoU thresholds; NaN without ground-truth boxes.
+    """Return the recall in percent, averaged over IoU thresholds.
 
-    It equals `stats[8]` of COCOeval.
+    It equals `stats[8]` of COCOeval. It is NaN if there is no ground-truth box.
     """
     true = counts[..., 0, 0]
     correct = counts[..., 1:, 1:].sum(-2, dtype=np.float64).mean(-1)
@@ -274,7 +293,7 @@ def _precision_within_rank(
     rank: int,
     needed: Float64[np.ndarray, "*some 1 recalls"],
 ) -> Float64[np.ndarray, "*some thresholds recalls"]:
-    """Return the precision if boxes of a rank are added until enough of them are correct.
+    """Return the precision after boxes of a rank are added until each recall is reached.
 
     Args:
         correct: Cumulative number of correct boxes up to each rank.
@@ -283,7 +302,7 @@ def _precision_within_rank(
         needed: Number of correct boxes that each recall needs.
 
     Returns:
-        The precision, 0 for a recall that needs no box of this rank.
+        The precision for each recall, or 0 if a recall needs no box of this rank.
     """
     start = (correct[..., rank - 1, :], predicted[..., rank - 1, :]) if rank else (0.0, 0.0)
     rank_correct = (correct[..., rank, :] - start[0])[..., None]
@@ -296,12 +315,12 @@ def _precision_within_rank(
 
 
 def index_coco(content: Mapping[str, Any]) -> Any:
-    """Return pycocotools' index of the content of a COCO file of instances.
+    """Return pycocotools' index of the content of a COCO instances file.
 
     Raises:
-        Exception: Any error of pycocotools if the content has another format.
+        Exception: The content has another format. pycocotools may raise any type of error.
     """
-    # Imported here, because few commands need it.
+    # pycocotools is imported here, because few commands need it.
     from pycocotools.coco import COCO
 
     index: Any = COCO()

@@ -1,4 +1,4 @@
-"""Submit the jobs of a sweep as a SLURM array, through submitit."""
+"""Submit the jobs of a sweep as a SLURM array with submitit."""
 
 import os
 import shlex
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     import submitit
 
 _MAX_RESTARTS = 3
-"""How often a task that reaches its time limit is started again."""
+"""Maximum number of restarts of a task that reaches its time limit."""
 
 
 @dataclass(frozen=True)
 class CommandTask:
-    """A command that runs again after SLURM took the node away or its time was up.
+    """A command that runs again after it is preempted by SLURM or reaches its time limit.
 
-    Every task imports this module to unpickle the class, so it imports nothing heavy.
+    Every SLURM task imports this file to unpickle the class, so this file imports no large package.
 
     Attributes:
         words: The command and its arguments.
-        threads: Threads of the numerical libraries.
+        threads: Number of threads for numerical libraries.
     """
 
     words: tuple[str, ...]
@@ -40,7 +40,7 @@ class CommandTask:
             raise RuntimeError(f"command failed with exit code {code}: {shlex.join(self.words)}")
 
     def checkpoint(self) -> "submitit.helpers.DelayedSubmission":
-        """Return the task to queue again. It is the same, because finished results are skipped."""
+        """Return this task unchanged, to queue it again. The command skips finished results."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -49,13 +49,13 @@ class CommandTask:
 def array_settings(
     *, minutes: int, gpus: int, cpus: int, partition: str | None = None
 ) -> dict[str, str | int]:
-    """Return the parameters of a SLURM array, as submitit names them.
+    """Return the parameters of a SLURM array under submitit's names.
 
     Args:
-        minutes: Time limit of a task, after which it is queued again.
-        gpus: GPUs for each task.
-        cpus: Cores for each task.
-        partition: SLURM partition (default: that of the cluster).
+        minutes: Time limit of a task in minutes. A task that reaches it is queued again.
+        gpus: Number of GPUs for each task.
+        cpus: Number of CPU cores for each task.
+        partition: SLURM partition. None for the default partition of the cluster.
     """
     settings = {"timeout_min": minutes, "gpus_per_node": gpus, "cpus_per_task": cpus}
     return {
@@ -72,14 +72,14 @@ def submit_array(
     settings: Mapping[str, Any],
     cluster: Literal["slurm", "local", "debug"] = "slurm",
 ) -> "list[submitit.Job[None]]":
-    """Submit one task for each command, and return without waiting for them.
+    """Submit one task for each command, and return without waiting for the tasks.
 
     Set other options of sbatch through its SBATCH_* environment variables.
 
     Args:
-        commands: Words of each command.
-        logs: Folder for the output of each task, which every node must see.
-        settings: From `array_settings`.
+        commands: Commands, each as a sequence of words.
+        logs: Folder for the output of the tasks. Every node must have access to this folder.
+        settings: Parameters of the array, as `array_settings` returns them.
         cluster: "local" and "debug" run the tasks on this machine.
 
     Raises:

@@ -1,6 +1,7 @@
-"""Split a request into jobs, one for each encoder, probe and dataset, and run the pending ones.
+"""Split a request into jobs, and run the jobs that have pending results.
 
-A failed job stops no other. `ssl_bench.slurm` submits the same commands as an array.
+There is at least one job for each combination of encoder, probe and dataset. If a job fails, the
+other jobs continue. `ssl_bench.slurm` submits the same commands as a SLURM array.
 """
 
 import os
@@ -46,18 +47,18 @@ from ssl_bench.system.progress import say
 
 @dataclass(frozen=True)
 class Job:
-    """The results of one encoder, one probe and one dataset, for all blocks or a part of them.
+    """The results of one encoder, probe and dataset, for some or all requested blocks.
 
     Attributes:
-        encoder: Identity of the encoder, whose weights are not loaded yet.
+        encoder: Identity of the encoder. Its weights are not loaded yet.
         planned: The probe and the dataset.
         layers: Block indices, 0-based.
-        is_share: Whether other jobs have more of the requested blocks.
+        is_share: Whether other jobs score the remaining requested blocks.
         dataset: Name of the scored images, such as "voc2012-limit8".
-        split: Name of their split.
-        keys: Identities of all results.
-        pending: Identities of the results that are still to compute.
-        arguments: Arguments of `ssl-bench` that compute what is pending.
+        split: Name of the split of the scored images.
+        keys: Keys of all results.
+        pending: Keys of the results that are not computed yet.
+        arguments: Arguments of `ssl-bench` that compute the pending results.
     """
 
     encoder: EncoderIdentity
@@ -77,22 +78,22 @@ class Job:
 
     @property
     def blocks(self) -> str:
-        """Return ", blocks 0 to 3" for a share of the blocks, otherwise an empty text."""
+        """Return text such as ", blocks 0 to 3" for a share of the blocks, else an empty string."""
         ends = dict.fromkeys([self.layers[0], self.layers[-1]])
         return f", blocks {' to '.join(map(str, ends))}" if self.is_share else ""
 
 
 def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = True) -> list[Job]:
-    """Return the jobs of a request, encoder by encoder. Nothing is computed or written.
+    """Return the jobs of a request, ordered by encoder. No result is computed or written.
 
     Args:
-        request: What to probe.
-        min_jobs: Number of jobs to reach by splitting the blocks of a probe. Each such job encodes
-            all images again.
-        skip_unfit: Leave out probes that do not fit an encoder, with a message.
+        request: The request, which states what to probe.
+        min_jobs: Number of jobs to aim for. If there are fewer jobs, the blocks of a probe are
+            split into several jobs. Each of these jobs encodes all images again.
+        skip_unfit: Leave out probes that do not fit an encoder, and print a message.
 
     Raises:
-        SslBenchError: The request is wrong, or no probe fits an encoder.
+        SslBenchError: The request is invalid, or no probe fits any encoder.
     """
     require_layers(request.layers, request.checkpoints)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
@@ -125,7 +126,7 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
                     seed=planned.seed,
                 )
                 work = find_pending(probe, encoder, keys, images, store)
-                # A job whose figures alone are missing counts the results of their blocks.
+                # If only figures are missing, the results of their blocks count as pending.
                 pending = work.pending or [key for key in keys if key.layer in work.layers]
                 is_share = len(shares) > 1
                 words = ",".join(map(str, share)) if is_share else str(requested)
@@ -150,9 +151,10 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
 
 
 def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
-    """Return the scored images of a plan, and the settings that do not belong to the probe.
+    """Return the scored images of a plan, and the settings of its results.
 
-    The settings of the probe are added later, because they depend on the encoder.
+    Settings of the probe are not included. They are added later, because they depend on the
+    encoder.
     """
     planned.require_images()
     probe, dataset = planned.probe, planned.dataset
@@ -162,19 +164,22 @@ def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
 
 
 def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
-    """Identify the encoders at some addresses, and return each distinct encoder once."""
+    """Identify the encoders at the given addresses, and return them without duplicates."""
     encoders: dict[str, EncoderIdentity] = {}
     for encoder in map(identify_encoder, uris):
         first = encoders.setdefault(encoder_id(encoder.identity()), encoder)
         if first is not encoder:
-            say(f"{encoder.uri} is the same encoder as {first.uri} and is probed once")
+            say(f"{encoder.uri} is the same encoder as {first.uri}, so it is probed once")
     return list(encoders.values())
 
 
 def _split_layers(
     planned: PlannedProbe, probe: Probe, layers: tuple[int, ...], images: ImageSet, count: int
 ) -> list[tuple[int, ...]]:
-    """Split the blocks into `count` shares, unless a result or a figure needs several blocks."""
+    """Split the blocks into `count` shares.
+
+    The blocks are not split if a result or a figure needs several of them.
+    """
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]
     shares = [layers[start:end] for start, end in pairwise(ends)]
@@ -182,8 +187,8 @@ def _split_layers(
         return [layers]
     figures = probe.pictures(layers, images, planned.seed) if count > 1 else {}
     if any(len(shown) > 1 for shown in figures.values()):
-        line = f"{display_name(probe)} is one job, because a figure shows several blocks"
-        # The figures of other probes, such as PCA maps, are what is scored.
+        line = f"{display_name(probe)} runs as one job, because a figure shows several blocks"
+        # Other probes, such as PCA maps, score their figures, so they must draw them.
         hint = ("probe.panels=0",) if probe.task == "segmentation" else ()
         say(with_hint(line, hint=hint))
         return [layers]
@@ -230,12 +235,12 @@ def format_plan(jobs: Sequence[Job]) -> str:
     noun = "job" if len(jobs) == 1 else "jobs"
     total = f"{len(jobs)} {noun}, {scores} scores: {scores - pending} finished, {pending} pending"
     if any(job.is_share for job in jobs):
-        total += "\nsome probes are split by block to have enough jobs, and each encodes the images"
+        total += "\nsome probes are split by block into jobs, and each job encodes all images"
     return f"{align_columns(rows)}\n{total}"
 
 
 def probe_command(job: Job) -> list[str]:
-    """Return the command of a job, run by the Python of this process."""
+    """Return the command that runs a job with the Python interpreter of this process."""
     return [sys.executable, "-m", "ssl_bench", *job.arguments]
 
 
@@ -244,14 +249,14 @@ def run_in_this_process(
 ) -> Iterator[tuple[Job, Outcome]]:
     """Run jobs one after the other, and yield the outcome of each.
 
-    An encoder is loaded once for consecutive jobs. Consecutive probes of the same images share
-    their features.
+    Consecutive jobs with the same encoder load it only once. Consecutive probes on the same images
+    share features.
 
     Args:
         jobs: Jobs to run.
         store: Store for the results.
         device: Device of the computation.
-        debug: Raise the first error.
+        debug: Raise the first error instead of continuing with the next job.
     """
     load, features = lru_cache(maxsize=1)(announced_encoder), FeatureCache()
 
@@ -278,15 +283,17 @@ def run_in_this_process(
 def run_in_processes(
     jobs: Sequence[Job], count: int, devices: Sequence[str] = ()
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Run jobs in several processes, which share the cores, and yield the outcome of each.
+    """Run jobs in several processes, and yield the outcome of each job.
 
-    A job that runs out of memory is run again after the others, alone.
+    The processes share the CPU cores. If a job runs out of memory, it is run again alone after all
+    other jobs.
 
     Args:
         jobs: Jobs to run.
         count: Number of processes at a time.
-        devices: GPUs as CUDA_VISIBLE_DEVICES names them. Each process sees one of them, and no two
-            the same as long as there are enough. Without any, processes see what this one sees.
+        devices: Names of GPUs, in the format of CUDA_VISIBLE_DEVICES. Each process sees one GPU.
+            Processes share a GPU only if there are too few GPUs. If `devices` is empty, each
+            process sees the same GPUs as this process.
     """
     retried, load, lock = list[Job](), dict.fromkeys(devices, 0), threading.Lock()
     # All numerical libraries read this variable.
@@ -295,7 +302,7 @@ def run_in_processes(
 
     @contextmanager
     def acquire_device() -> Generator[Mapping[str, str]]:
-        """Yield the environment of a job on the device with the fewest jobs."""
+        """Yield environment variables for a job that select the device with the fewest jobs."""
         if not load:
             yield environment
             return
@@ -362,7 +369,7 @@ def _run_pool(
             for future in as_completed(futures):
                 yield future.result()
         except BaseException:
-            # Ctrl-C would otherwise wait for all jobs.
+            # Without this, Ctrl-C would wait until all jobs have ended.
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(running):
                 process.terminate()

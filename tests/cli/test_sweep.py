@@ -264,7 +264,7 @@ def test_blocks_are_shared_where_jobs_are_more_than_questions(place, capsys):
     shares = [re.split(" {2,}", line)[1] for line in out.splitlines() if line.startswith("one")]
     assert shares == ["pca", "retrieval, blocks 0", "retrieval, blocks 1"]
     assert "split by block" in out.splitlines()[-1]
-    assert "pca is one job, because a figure shows several blocks\n" in err
+    assert "pca runs as one job, because a figure shows several blocks\n" in err
 
     assert main([*asked, "--task", "retrieval,pca", "--jobs", "4", "--dry-run"]) == 0
     assert "share" not in capsys.readouterr().out
