@@ -342,7 +342,7 @@ def _resize_to_square(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 
     elif image.dtype != np.uint8 or image.shape[2:] != (3,):
         raise ConfigurationError(
             "expected a numpy.uint8 array of height x width x 3 with values from 0 to 255, got "
-            f"{' x '.join(map(str, image.shape))} and {image.dtype}"
+            f"{' x '.join(map(str, image.shape))} of {image.dtype}"
         )
     return resize_image(image, size)
 

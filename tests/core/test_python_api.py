@@ -730,8 +730,8 @@ PICTURE = np.zeros((8, 8, 3), np.uint8)
         ([torch.rand(1, 3, 8, 8)], "expected 3 x height x width, got 1 x 3 x 8 x 8"),
         (PICTURE, "expected a list of images"),
         ("photograph.jpg", "expected a list of images"),
-        ([PICTURE / 255], "got one of 8 x 8 x 3 of float64"),
-        ([PICTURE[..., 0]], "got one of 8 x 8 of uint8"),
+        ([PICTURE / 255], "got 8 x 8 x 3 of float64"),
+        ([PICTURE[..., 0]], "got 8 x 8 of uint8"),
     ],
 )
 def test_images_that_are_no_batch_in_their_range_are_refused(images, said):
