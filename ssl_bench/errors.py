@@ -146,7 +146,7 @@ _UNQUOTED = ("{number}", "{value}")
 def with_hint(
     message: str, *, hint: Sequence[str], keyword_names: Mapping[str, str] | None = None
 ) -> str:
-    """Append a hint to a message, except for alternatives that the message already contains.
+    """Append a hint to a message, without the words that the message already contains.
 
     Args:
         message: A single sentence.

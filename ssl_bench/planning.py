@@ -359,7 +359,7 @@ def _takes(task: str, config: dict[str, Any], override: str) -> bool:
 
 
 def _is_valid(pair: _Pair, override: str) -> bool:
-    """Return whether the probe of a pair can be built with an override."""
+    """Return whether an override has a valid value for the probe of a pair."""
     try:
         build(probing_config(*pair, [override]), "probe")
     except ConfigurationError:

@@ -312,9 +312,9 @@ class ResultStore:
     def encoders(self) -> dict[RecordedEncoder, list[str]]:
         """Return the encoders that have records, each with the paths of its records.
 
-        This is much faster than `records`, because most files are only searched for the fields of
-        the encoder. A file is parsed if the search fails. If it is invalid, it is added to
-        `unreadable`.
+        This is much faster than `records`, because it searches the text of each file for the
+        fields of the encoder and parses a file only if that search fails. Invalid files are added
+        to `unreadable`.
 
         Raises:
             DataError: There is no valid record.

@@ -36,9 +36,9 @@ def say_once(line: str) -> None:
 def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
     """Yield the items, and show on stderr how many are finished and how much time is left.
 
-    On a terminal, the progress is a bar. In a log, it is a line after 20 seconds, another line each
-    time the elapsed time has doubled, and at least one line every ten minutes. If there are several
-    processes, only the process of rank 0 shows its progress.
+    A terminal shows a bar. A log gets a line after 20 seconds, then each time the elapsed time has
+    doubled, and at least every ten minutes. If there are several processes, only the process of
+    rank 0 shows its progress.
 
     Args:
         items: Items to yield.
