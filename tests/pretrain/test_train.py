@@ -142,7 +142,7 @@ def test_who_asks_to_stop_before_the_first_step_waits_for_nothing(
         os.kill(os.getpid(), number)
         pytest.fail("went on reading")
 
-    monkeypatch.setattr(train, "trained_on", reads_the_images)
+    monkeypatch.setattr(train, "describe_training_images", reads_the_images)
 
     with pytest.raises(error):
         plan_of(root).run(tmp_path, device="cpu")
