@@ -88,7 +88,7 @@ def test_fault_28_forty_kills_while_saving_leave_forty_checkpoints_that_load(pla
     [
         (signal.SIGUSR1, 0, 75, "`--resume`"),
         (signal.SIGTERM, 2, 75, "`--resume`"),
-        (signal.SIGINT, 0, 130, "the same command with --resume goes on with the rest"),
+        (signal.SIGINT, 0, 130, "--resume"),
     ],
 )
 def test_fault_29_a_run_that_is_told_to_stop_saves_its_step_and_says_so(
