@@ -118,7 +118,7 @@ def test_fault_30_a_full_disk_leaves_the_old_training_state(place, capsys, begun
         said = fails(capsys, [*begun, "--resume"], 5)
 
     assert "cannot write" in said
-    assert "free space or choose another folder" in said
+    assert "choose another folder" in said
     for name in ("state.pt", "last.safetensors"):
         assert file_sha256(place / "run" / name) == before[name]
     assert not list(Path("run").glob("*.tmp"))

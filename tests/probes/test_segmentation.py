@@ -237,7 +237,7 @@ def test_features_that_are_not_finite_stop_the_run_and_name_the_image(tmp_path):
     encoder = tiny_encoder()
     with torch.no_grad():
         encoder.module.get_parameter("blocks.1.mlp.fc2.bias").fill_(float("nan"))
-    with pytest.raises(CheckpointError, match=r"layer 1 .*train/0"):
+    with pytest.raises(CheckpointError, match=r"block 1 .*train/0"):
         list(quick_probe().run(probe_context(tmp_path, encoder)))
 
 
