@@ -565,7 +565,8 @@ class RecordReader:
         return shared
 
 
-_SCANNED_FIELDS = tuple(f'\n "{name}": '.encode() for name in (*ENCODER_FIELDS, "model"))
+# In the order of the file.
+_SCANNED_FIELDS = tuple(f'\n "{name}": '.encode() for name in sorted((*ENCODER_FIELDS, "model")))
 
 
 def find_encoder(
@@ -580,17 +581,18 @@ def find_encoder(
         content: Bytes of the record's file.
         by_fields: Cache of encoders by the text of their fields. A new encoder is added to it.
     """
-    texts = []
+    texts, end = list[bytes](), 0
     for name in _SCANNED_FIELDS:
-        start = content.find(name)
+        start = content.find(name, end)
         if start < 0:
             return None
         start += len(name)
-        texts.append(content[start : content.find(b',\n "', start)])
+        end = content.find(b',\n "', start)
+        texts.append(content[start:end])
     key = tuple(texts)
     if key not in by_fields:
         try:
-            checkpoint_sha256, architecture, mean, std, model = map(json.loads, texts)
+            architecture, checkpoint_sha256, mean, model, std = map(json.loads, texts)
             if not isinstance(checkpoint_sha256, str) or not isinstance(model, str):
                 return None
             identity = {
