@@ -175,6 +175,8 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
     """One process of a run, to its end; what it said goes into a file."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # A test run under nohup hands down an ignored SIGHUP, which the command would keep ignoring.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     name, _, where = fault.partition(":")
     if int(where) == number:
         FAULTS[name]()
