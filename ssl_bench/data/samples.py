@@ -1,4 +1,4 @@
-"""What every dataset gives, whatever its layout on disk."""
+"""Images, datasets and their roles, whatever the layout on disk."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress

@@ -1,4 +1,8 @@
-"""Our checkpoint: one safetensors file that says what it is, and its sha256 beside it."""
+"""Read weights files of any source, and read and write our own checkpoints.
+
+Our checkpoint is a safetensors file with its configuration and a file with its SHA-256 next to it.
+All weights pass `usable`, whatever file they come from.
+"""
 
 import argparse
 import json
@@ -47,6 +51,29 @@ _FORMAT = "ssl-bench"
 _VERSION = "1"
 # What a checkpoint holds that does not say it, as all did when there was one kind.
 _UNNAMED_KIND = "vit"
+_SMALL_FILE = 2**20
+# Of numbers in a config.json.
+_LARGEST = 1e9
+# Not those of 8 bits: the factors that they are stored with stand elsewhere.
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
+# Other zips than torch.save writes: by a name in them, what they are and what gives their weights.
+_ARCHIVES = (
+    (r".*/code/.*", "a TorchScript module", "torch.jit.load({!r}).state_dict()"),
+    (r".*/archive_format", "a torch.export program", "torch.export.load({!r}).state_dict"),
+    (r".*\.npy", "NumPy arrays", "{{n: torch.tensor(v) for n, v in numpy.load({!r}).items()}}"),
+)
+_NUMPY_SCALAR = np.float64(0).__reduce__()[0]
+# Plain data that official DINO checkpoints hold beside the weights. None of them runs code.
+_HARMLESS: list[Any] = [
+    argparse.Namespace,
+    np.dtype,
+    np.dtypes.Float32DType,
+    np.dtypes.Float64DType,
+    np.dtypes.Int64DType,
+    _NUMPY_SCALAR,
+    (_NUMPY_SCALAR, "numpy.core.multiarray.scalar"),
+]
 
 
 def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) -> None:
@@ -215,30 +242,6 @@ PYTHON_FILE = ("--checkpoint", "{file}.py:{name}")
 TIMM_NAME = ("--checkpoint", "timm:{timm_name}@{file}")
 MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
 """What is typed once the advice of `IN_PYTHON`, or that of `with_model_args`, is taken."""
-
-_SMALL_FILE = 2**20
-# Of numbers in a config.json.
-_LARGEST = 1e9
-# Not those of 8 bits: the factors that they are stored with stand elsewhere.
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
-# Other zips than torch.save writes: by a name in them, what they are and what gives their weights.
-_ARCHIVES = (
-    (r".*/code/.*", "a TorchScript module", "torch.jit.load({!r}).state_dict()"),
-    (r".*/archive_format", "a torch.export program", "torch.export.load({!r}).state_dict"),
-    (r".*\.npy", "NumPy arrays", "{{n: torch.tensor(v) for n, v in numpy.load({!r}).items()}}"),
-)
-_NUMPY_SCALAR = np.float64(0).__reduce__()[0]
-# Plain data that official DINO checkpoints hold beside the weights. None of them runs code.
-_HARMLESS: list[Any] = [
-    argparse.Namespace,
-    np.dtype,
-    np.dtypes.Float32DType,
-    np.dtypes.Float64DType,
-    np.dtypes.Int64DType,
-    _NUMPY_SCALAR,
-    (_NUMPY_SCALAR, "numpy.core.multiarray.scalar"),
-]
 
 
 def check_readable(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`load_encoder`: one address, one frozen encoder."""
+"""Load the frozen encoder of an address, and resolve the addresses that a command names."""
 
 import importlib.util
 import inspect
@@ -43,6 +43,11 @@ from ssl_bench.system.progress import format_duration, say
 _SEED = 0
 
 # Mean and deviation of an encoder whose file does not say them: one number, or three with /.
+# By width and depth; timm has all of them for patches and images of these sizes.
+_SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
+_PATCH_IN_TIMM, _SIDES_IN_TIMM = 16, (224, 384)
+# Of any encoder; only to know whether what was typed are numbers.
+_DEEPEST = 9999
 _STATED = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
 _KINDS = (
     f"a run folder, RUN@EPOCH, a file ({', '.join(WEIGHTS)}), FILE.py:NAME, timm:NAME, "
@@ -293,13 +298,6 @@ def _address_of(name: str) -> str | None:
     if not timm.is_model(name.partition(".")[0]):
         return None
     return f"timm:{name}" if "." in name else f"timm:{name}.{{tag}}"
-
-
-# By width and depth; timm has all of them for patches and images of these sizes.
-_SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
-_PATCH_IN_TIMM, _SIDES_IN_TIMM = 16, (224, 384)
-# Of any encoder; only to know whether what was typed are numbers.
-_DEEPEST = 9999
 
 
 def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[str]:
