@@ -42,12 +42,12 @@ from ssl_bench.system.progress import format_duration, say
 
 _SEED = 0
 
-# Mean and deviation of an encoder whose file does not say them: one number, or three with /.
 # By width and depth; timm has all of them for patches and images of these sizes.
 _SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
 _PATCH_IN_TIMM, _SIDES_IN_TIMM = 16, (224, 384)
 # Of any encoder; only to know whether what was typed are numbers.
 _DEEPEST = 9999
+# Mean and deviation of an encoder whose file does not say them: one number, or three with /.
 _STATED = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
 _KINDS = (
     f"a run folder, RUN@EPOCH, a file ({', '.join(WEIGHTS)}), FILE.py:NAME, timm:NAME, "
