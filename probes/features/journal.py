@@ -1,0 +1,188 @@
+"""A file of finished parts of a long computation, from which a killed run continues."""
+
+import base64
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssl_bench.errors import MachineError
+from ssl_bench.system.files import open_regular, open_trusted, write_atomically
+
+_CHECKSUM = "crc32"
+_TENSOR = frozenset({"dtype", "shape", "base64"})
+
+
+class Journal:
+    """Finished parts of a computation, one JSON line each.
+
+    The first line of the file is the header. Its digest is part of the file name, so a run with
+    another header does not find the file. Each further line is an entry with a checksum. Entries
+    with a wrong checksum, and a last line that was cut off, are ignored. The file may be deleted at
+    any time.
+
+    Args:
+        folder: Folder of the file.
+        name: Beginning of the file name.
+        header: Everything that the entries depend on, as JSON types.
+        say: Function that prints a message when a run continues, or when the file is not used.
+        minutes: Minimum time between two writes. 0 writes each entry immediately.
+        is_cache: Whether the file is in a cache folder. It is then only read if no other user could
+            have written it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        header: Mapping[str, Any],
+        *,
+        say: Callable[[str], None],
+        minutes: float = 0.0,
+        is_cache: bool = False,
+    ) -> None:
+        self._header = json.dumps(header, sort_keys=True)
+        digest = hashlib.sha256(self._header.encode(errors="surrogateescape")).hexdigest()
+        self.path = folder / f"{name}_{digest[:12]}.jsonl"
+        self._say, self._seconds, self._is_cache = say, 60 * minutes, is_cache
+        self._unwritten = list[str]()
+        self._written_at = time.monotonic()
+
+    @cached_property
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the entries that earlier processes wrote. Tensors are in host memory."""
+        try:
+            entries = self.read(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            self._say(f"{self.path} is not used ({error.strerror}). Starting from the beginning")
+            return []
+        if entries:
+            self._say(f"continuing from {self.path}")
+        return entries
+
+    def read(self, path: Path) -> list[dict[str, Any]]:
+        """Return the valid entries of this journal, or of one with another header.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        open_file: Callable[[Path], BufferedReader] = (
+            open_trusted if self._is_cache else open_regular
+        )
+        with open_file(path) as file:
+            lines = file.read().split(b"\n")[1:-1]
+        entries = [entry for line in lines if (entry := _parse(line)) is not None]
+        if damaged := len(lines) - len(entries):
+            self._say(f"{path}: {damaged} of {len(lines)} lines are damaged and ignored")
+        return entries
+
+    def is_due(self) -> bool:
+        """Return whether the last write is at least `minutes` ago."""
+        return time.monotonic() - self._written_at >= self._seconds
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Add an entry. It is written as soon as `is_due` is true.
+
+        Args:
+            entry: JSON types and tensors.
+
+        Raises:
+            MachineError: The file cannot be written.
+        """
+        self._unwritten.append(_format(entry))
+        if self.is_due():
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all appended entries to the file.
+
+        Raises:
+            MachineError: The file cannot be written.
+        """
+        if not self._unwritten:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab+") as file:
+                lines = self._unwritten
+                if not file.tell():
+                    lines = [self._header, *lines]
+                else:
+                    # A killed process may have left a line without its end.
+                    file.seek(-1, 2)
+                    if file.read(1) != b"\n":
+                        lines = ["", *lines]
+                file.write("".join(f"{line}\n" for line in lines).encode())
+        except OSError as error:
+            raise MachineError(
+                f"cannot write {self.path}: {error.strerror or error}. Free space on the disk or "
+                "choose another folder"
+            ) from error
+        self._unwritten, self._written_at = [], time.monotonic()
+
+    def replace(self, entry: Mapping[str, Any]) -> None:
+        """Write a file that contains only this entry. A crash keeps the old file.
+
+        Raises:
+            MachineError: The file cannot be written.
+        """
+        content = f"{self._header}\n{_format(entry)}\n".encode()
+        write_atomically(self.path, lambda file: file.write(content))
+        self._unwritten, self._written_at = [], time.monotonic()
+
+    def remove(self) -> None:
+        """Delete the file, because the computation is complete."""
+        self._unwritten = []
+        self.path.unlink(missing_ok=True)
+
+
+def _format(entry: Mapping[str, Any]) -> str:
+    """Return an entry as JSON in a single line. The last item is the checksum of the others."""
+    text = json.dumps(dict(entry), default=_encode)
+    return f'{text[:-1]}, "{_CHECKSUM}": {zlib.crc32(text.encode())}}}'
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the entry of a line, or None if the line is damaged."""
+    try:
+        content = json.loads(line)
+        checksum = content.pop(_CHECKSUM)
+        if checksum == zlib.crc32(json.dumps(content).encode()):
+            return _decode(content)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    return None
+
+
+def _encode(value: Any) -> Any:
+    """Return a tensor as JSON types. Other types raise a TypeError."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{type(value).__name__} is neither a tensor nor a JSON type")
+    values = value.detach().cpu().contiguous()
+    content = base64.b64encode(values.flatten().view(torch.uint8).numpy().tobytes()).decode()
+    dtype = str(values.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(values.shape), "base64": content}
+
+
+def _decode(value: Any) -> Any:
+    """Undo `_encode` in nested dictionaries and lists."""
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() != _TENSOR:
+        return {name: _decode(item) for name, item in value.items()}
+    content = bytearray(base64.b64decode(value["base64"]))
+    dtype = getattr(torch, value["dtype"])
+    flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return flat.reshape(value["shape"])
