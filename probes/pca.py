@@ -18,7 +18,7 @@ from torch.nn.functional import interpolate
 
 from probes.features.moments import Moments
 from probes.features.stream import checked
-from probes.features.views import resized_photograph
+from probes.features.views import resize_bicubic
 from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
@@ -206,7 +206,7 @@ def features_of(
         if probe.squash is None:
             image = resize(sample.image, side, extractor.patch_size)
         else:
-            image = resized_photograph(sample.image, probe.squash, probe.squash)
+            image = resize_bicubic(sample.image, probe.squash, probe.squash)
         blocks, sums = extractor.extract_unchecked(image[None])
         maps = [facets[probe.scored_facet][0] for facets in blocks.values()]
         maps = checked(extractor, sums, [sample.image_id], maps)
@@ -228,7 +228,7 @@ def resize(
     """
     scale = longer_side / max(image.shape[:2])
     height, width = (max(patch, round(side * scale / patch) * patch) for side in image.shape[:2])
-    return resized_photograph(image, height, width)
+    return resize_bicubic(image, height, width)
 
 
 @dataclass(frozen=True)

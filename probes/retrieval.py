@@ -11,7 +11,7 @@ from jaxtyping import Float, Float16, Int64, UInt8
 from torch import Tensor
 
 from probes.features.image import is_constant
-from probes.features.split import TrainingSplit, asked_patches
+from probes.features.split import TrainingSplit, parse_patch_facet
 from probes.features.stream import batches, checked, extract, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage
@@ -94,7 +94,7 @@ class Retrieval(Probe):
 
     @property
     def facet_spec(self) -> FacetSpec:
-        return asked_patches(self.facet, self.norm)
+        return parse_patch_facet(self.facet, self.norm)
 
     @property
     def is_matched(self) -> bool:
@@ -146,7 +146,7 @@ class Retrieval(Probe):
         """How training images become features and labels."""
         images = self.training_images(context.dataset)
         split = TrainingSplit.draw(
-            images, at_most=self.train_images, holdout=0.0, seed=context.seed
+            images, max_images=self.train_images, holdout=0.0, seed=context.seed
         )
         is_whole = self.crops == "whole"
         return TrainingPass(

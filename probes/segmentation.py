@@ -20,14 +20,14 @@ from torch import Tensor
 from probes.features.split import (
     LayerGroup,
     TrainingSplit,
-    asked_patches,
-    digest,
-    require_one_block_a_head,
-    sources_of,
+    group_layers,
+    ids_sha256,
+    parse_patch_facet,
+    reject_single_block,
 )
 from probes.features.stream import KeptState, batches, checked, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
-from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
+from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, resize_mask
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
 from probes.heads.scored_images import (
@@ -186,7 +186,7 @@ class Segmentation(Probe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_block_a_head(self.facet_spec, self.layers_mode)
+        reject_single_block(self.facet_spec, self.layers_mode)
         if self.crops == "whole" and self.views > 2:
             raise ConfigurationError(
                 f"whole images have one view or two, got {self.views}",
@@ -248,11 +248,11 @@ class Segmentation(Probe):
 
     @property
     def facet_spec(self) -> FacetSpec:
-        return asked_patches(self.facet, self.norm)
+        return parse_patch_facet(self.facet, self.norm)
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""
-        return sources_of(layers, self.layers_mode)
+        return group_layers(layers, self.layers_mode)
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.
@@ -276,7 +276,7 @@ class SegmentationRun:
         self.probe, self.context, encoder = probe, context, context.encoder
         images = probe.training_images(context.dataset)
         self.split = TrainingSplit.draw(
-            images, at_most=probe.train_images, holdout=probe.holdout, seed=context.seed
+            images, max_images=probe.train_images, holdout=probe.holdout, seed=context.seed
         )
         self.val_images = probe.split(context.dataset)
         self.sources = probe.sources(context.layers)
@@ -317,7 +317,7 @@ class SegmentationRun:
         heads = self.train(features)
         held_out = self.count_held_out(heads, features)
         if self.probe.training.refit:
-            heads = self._fit(features, self.split.every_entry(self.probe.views))
+            heads = self._fit(features, self.split.all_entries(self.probe.views))
         found, drawn = self.score(heads, held_out, self._details(heads, features))
         # Before the scores, so that no record stands there without them.
         self._draw(drawn, [chosen for chosen, _ in found])
@@ -329,7 +329,7 @@ class SegmentationRun:
         for _, scores in found:
             yield from scores
         views = self.probe.views
-        fitted = (self.split.entries(views), self.split.every_entry(views))
+        fitted = (self.split.training_entries(views), self.split.all_entries(views))
         for kept in (*map(self._kept_heads, fitted), self._kept_counts()):
             kept.path.unlink(missing_ok=True)
         remove_orphans(self.cache / "heads")
@@ -342,7 +342,7 @@ class SegmentationRun:
 
     def train(self, features: TrainingFeatures) -> TrainedHeads:
         """Train the heads of all sources on the images that are not held out."""
-        entries = self.split.entries(self.probe.views)
+        entries = self.split.training_entries(self.probe.views)
         seen = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
         if len(seen) < 2:
             names = [self.val_images.class_names[number] for number in seen]
@@ -531,7 +531,7 @@ class SegmentationRun:
         return {
             "num_train_images": trained,
             "num_held_out_images": held_out,
-            "train_ids_sha256": digest(self.split.ids(self.training_pass.images)),
+            "train_ids_sha256": ids_sha256(self.split.ids(self.training_pass.images)),
             "all_ignored_train_images": int(ignored.sum()),
             "train_seconds": round(heads.seconds, 3),
             "feature_tier": features.tier,
@@ -549,7 +549,7 @@ class SegmentationRun:
                 title = f"block{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
                 masks[title] = by_rate[rate]
             size = sample.image.shape[:2]
-            full = {title: nearest_labels(mask, *size).numpy() for title, mask in masks.items()}
+            full = {title: resize_mask(mask, *size).numpy() for title, mask in masks.items()}
             tiles = [titled(sample.image, "photograph")]
             tiles += [titled(overlaid(sample.image, mask), title) for title, mask in full.items()]
             tiles.append(_legend(full.values(), self.val_images.class_names))

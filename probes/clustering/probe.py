@@ -27,7 +27,7 @@ from probes.clustering.agreement import (
 )
 from probes.features.image import ImagePass, is_constant
 from probes.features.stream import batches, checked, read_ahead
-from probes.features.views import resized, tensors
+from probes.features.views import image_and_mask, resize_image
 from ssl_bench.composition.fields import (
     Count,
     Pixels,
@@ -244,7 +244,7 @@ class Clustering(Probe):
         size = self._size(context)
 
         def prepared(sample: Sample) -> Float[Tensor, "3 side side"]:
-            return resized(tensors(sample)[0], size, size)
+            return resize_image(image_and_mask(sample)[0], size, size)
 
         pixels = read_ahead(images, indices.tolist(), prepared, workers=self.num_workers)
         shown = context.progress(pixels, "clustered images", len(indices))
@@ -275,8 +275,8 @@ class Clustering(Probe):
         size, labels = self._size(context), list[PatchLabels]()
 
         def prepared(sample: Sample) -> tuple[Float[Tensor, "3 side side"], PatchLabels]:
-            image, mask = tensors(sample)
-            return resized(image, size, size), PatchLabels.of_mask(mask.numpy(), side, side)
+            image, mask = image_and_mask(sample)
+            return resize_image(image, size, size), PatchLabels.of_mask(mask.numpy(), side, side)
 
         found: dict[Cell, list[Tensor]] = {cell: [] for cell in centres}
         items = read_ahead(images, range(len(images)), prepared, workers=self.num_workers)

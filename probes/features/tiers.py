@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8
 from torch import Tensor
 
 from probes.features.stream import ahead, batches, checked, extract, read_ahead
-from probes.features.views import TrainingViews, nearest_labels
+from probes.features.views import TrainingViews, resize_mask
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import MachineError
 from ssl_bench.evaluation import ProbeContext
@@ -652,7 +652,7 @@ class TrainingPass:
     def _prepared(self, views: Sequence[int], sample: Sample) -> "list[_View]":
         size = self.label_size
         seen = [self.views.view(sample, number, self.image_size) for number in views]
-        return [(sample.image_id, image, nearest_labels(mask, size, size)) for image, mask in seen]
+        return [(sample.image_id, image, resize_mask(mask, size, size)) for image, mask in seen]
 
     def header(self) -> dict[str, Any]:
         """Everything the features depend on."""

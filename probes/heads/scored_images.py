@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, Integer, UInt8
 from torch import Tensor
 
-from probes.features.views import nearest_labels, resized, tensors
+from probes.features.views import image_and_mask, resize_image, resize_mask
 from probes.heads.pixels import predict_pixels
 from ssl_bench.composition.fields import Pixels, check_fields
 from ssl_bench.data.samples import Sample
@@ -77,10 +77,10 @@ class Squashed:
     ) -> ScoredImage:
         """Show an image in a square of this side; `mean` is the colour of what lies beyond it."""
         del mean
-        image, mask = tensors(sample)
+        image, mask = image_and_mask(sample)
         if self.score_size is not None:
-            mask = nearest_labels(mask, self.score_size, self.score_size)
-        squashed = resized(image, size, size)
+            mask = resize_mask(mask, self.score_size, self.score_size)
+        squashed = resize_image(image, size, size)
         return ScoredImage(sample.image_id, squashed[None], ((0, 0),), (size, size), mask)
 
     def predict(
@@ -119,12 +119,12 @@ class SlidingWindows:
 
     def prepare(self, sample: Sample, size: int, mean: tuple[float, float, float]) -> ScoredImage:
         """In windows of this side; `mean` is the colour of what lies beyond a very long image."""
-        image, mask = tensors(sample)
+        image, mask = image_and_mask(sample)
         scale = min(size / min(mask.shape), _LONGEST * size / max(mask.shape))
         height, width = (max(1, round(scale * side)) for side in mask.shape)
         colour = torch.tensor(mean).view(3, 1, 1)
         beyond = (0, max(0, size - width), 0, max(0, size - height))
-        padded = F.pad(resized(image, height, width) - colour, beyond) + colour
+        padded = F.pad(resize_image(image, height, width) - colour, beyond) + colour
         # The last window ends with the image.
         down, across = (
             [*range(0, max(0, length - size), max(1, 2 * size // 3)), max(0, length - size)]

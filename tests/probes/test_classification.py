@@ -64,7 +64,7 @@ def test_colours_are_told_apart_in_every_block_and_every_asked_cell_is_scored(ro
 @pytest.mark.parametrize("mode", ["single", "last4"])
 def test_heads_equal_regressions_of_scikit_learn_on_the_same_features_in_float64(mode, noisy):
     dataset, layers = ClassFolders(noisy), [0, 1, 2]
-    split = TrainingSplit.draw(dataset.train(), at_most=None, holdout=0.3, seed=0)
+    split = TrainingSplit.draw(dataset.train(), max_images=None, holdout=0.3, seed=0)
     probe = classification(QUICK, holdout=0.3, facet="patch_mean", layers_mode=mode)
     found = scored(probe, dataset)
 

@@ -8,7 +8,7 @@ import torch
 
 from probes.features.stream import KeptState
 from probes.features.tiers import GIB, Room
-from probes.features.views import WholeImage, nearest_labels
+from probes.features.views import WholeImage, resize_mask
 from probes.segmentation import SegmentationRun
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.system import process
@@ -226,7 +226,7 @@ def test_the_cache_holds_every_view_of_every_image_and_its_labels(tmp_path):
         read = features.of_layers([1], torch.device("cpu"))
         (batch,) = read([torch.tensor([entry])])
         assert torch.equal(batch.features[0, 0], expected)
-        assert torch.equal(batch.labels[0], nearest_labels(mask, 32, 32))
+        assert torch.equal(batch.labels[0], resize_mask(mask, 32, 32))
 
 
 def test_a_pass_that_fails_leaves_no_file_that_counts_as_complete(tmp_path):
