@@ -27,7 +27,7 @@ from probes.clustering.agreement import (
 )
 from probes.features.image import ImagePass, is_constant
 from probes.features.stream import batches, checked, read_ahead
-from probes.features.views import image_and_mask, resize_image
+from probes.features.views import image_and_mask, resize_bilinear
 from ssl_bench.composition.fields import (
     Count,
     Pixels,
@@ -224,7 +224,7 @@ class Clustering(Probe):
 
     def _size(self, context: ProbeContext) -> int:
         """Side in pixels of the squares that images are squashed to."""
-        return self.image_size or min(context.encoder.native_size)
+        return self.resize.square_side(context.encoder.native_size)
 
     def _training_vectors(
         self,
@@ -244,7 +244,7 @@ class Clustering(Probe):
         size = self._size(context)
 
         def prepared(sample: Sample) -> Float[Tensor, "3 side side"]:
-            return resize_image(image_and_mask(sample)[0], size, size)
+            return resize_bilinear(image_and_mask(sample)[0], size, size)
 
         pixels = read_ahead(images, indices.tolist(), prepared, workers=self.num_workers)
         shown = context.progress(pixels, "clustered images", len(indices))
@@ -276,7 +276,7 @@ class Clustering(Probe):
 
         def prepared(sample: Sample) -> tuple[Float[Tensor, "3 side side"], PatchLabels]:
             image, mask = image_and_mask(sample)
-            return resize_image(image, size, size), PatchLabels.of_mask(mask.numpy(), side, side)
+            return resize_bilinear(image, size, size), PatchLabels.of_mask(mask.numpy(), side, side)
 
         found: dict[Cell, list[Tensor]] = {cell: [] for cell in centres}
         items = read_ahead(images, range(len(images)), prepared, workers=self.num_workers)

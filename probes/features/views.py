@@ -27,7 +27,7 @@ class WholeImage:
 
     def view(self, sample: Sample, number: int, size: int) -> View:
         image, mask = image_and_mask(sample)
-        view = resize_image(image, size, size), mask
+        view = resize_bilinear(image, size, size), mask
         return mirrored(*view) if number else view
 
 
@@ -61,7 +61,7 @@ class ResizedCrops:
         random = generator(self.seed, sample.image_id, number)
         image, mask = image_and_mask(sample)
         rows, cols = self._window(random, *mask.shape)
-        view = resize_image(image[:, rows, cols], size, size), mask[rows, cols]
+        view = resize_bilinear(image[:, rows, cols], size, size), mask[rows, cols]
         return mirrored(*view) if random.random() < 0.5 else view
 
     def _window(self, random: np.random.Generator, height: int, width: int) -> tuple[slice, slice]:
@@ -133,7 +133,7 @@ class ScaledCrops:
     ) -> tuple[Float[Tensor, "3 rows cols"], UInt8[Tensor, "rows cols"]]:
         scale = min(short_side / min(mask.shape), 4 * short_side / max(mask.shape))
         height, width = (max(1, round(scale * side)) for side in mask.shape)
-        return resize_image(image, height, width), resize_mask(mask, height, width)
+        return resize_bilinear(image, height, width), resize_mask(mask, height, width)
 
 
 TrainingViews = WholeImage | CentralSquare | ResizedCrops | ScaledCrops
@@ -157,7 +157,7 @@ def image_and_mask(
     return pixels.float().div_(255), torch.from_numpy(sample.mask)
 
 
-def resize_image(
+def resize_bilinear(
     image: Float[Tensor, "3 height width"], rows: int, cols: int
 ) -> Float[Tensor, "3 rows cols"]:
     """Bilinear, over all pixels under a new one where the image shrinks."""

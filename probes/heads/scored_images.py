@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, Integer, UInt8
 from torch import Tensor
 
-from probes.features.views import image_and_mask, resize_image, resize_mask
+from probes.features.views import image_and_mask, resize_bilinear, resize_mask
 from probes.heads.pixels import predict_pixels
 from ssl_bench.composition.fields import Pixels, check_fields
 from ssl_bench.data.samples import Sample
@@ -80,7 +80,7 @@ class Squashed:
         image, mask = image_and_mask(sample)
         if self.score_size is not None:
             mask = resize_mask(mask, self.score_size, self.score_size)
-        squashed = resize_image(image, size, size)
+        squashed = resize_bilinear(image, size, size)
         return ScoredImage(sample.image_id, squashed[None], ((0, 0),), (size, size), mask)
 
     def predict(
@@ -124,7 +124,7 @@ class SlidingWindows:
         height, width = (max(1, round(scale * side)) for side in mask.shape)
         colour = torch.tensor(mean).view(3, 1, 1)
         beyond = (0, max(0, size - width), 0, max(0, size - height))
-        padded = F.pad(resize_image(image, height, width) - colour, beyond) + colour
+        padded = F.pad(resize_bilinear(image, height, width) - colour, beyond) + colour
         # The last window ends with the image.
         down, across = (
             [*range(0, max(0, length - size), max(1, 2 * size // 3)), max(0, length - size)]

@@ -22,7 +22,7 @@ from probes.clustering.probe import (
     drawn_patches,
     patch_meetings,
 )
-from probes.features.views import image_and_mask, resize_image, resize_mask
+from probes.features.views import image_and_mask, resize_bilinear, resize_mask
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.planning import plan_probes
@@ -50,7 +50,7 @@ def restated(context, probe, layer, times):
     extractor = FeatureExtractor(context.encoder, layers=(layer,))
 
     def unit(sample):
-        pixels = resize_image(image_and_mask(sample)[0], 32, 32)
+        pixels = resize_bilinear(image_and_mask(sample)[0], 32, 32)
         return F.normalize(extractor(pixels[None])[layer]["token"].flatten(0, 2), dim=1)
 
     train, val = context.dataset.train(), context.dataset.val()

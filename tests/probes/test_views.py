@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, resize_image, resize_mask
+from probes.features.views import (
+    ResizedCrops,
+    ScaledCrops,
+    WholeImage,
+    resize_bilinear,
+    resize_mask,
+)
 from probes.heads.scored_images import ByPatch, ImageCounts, SlidingWindows
 from ssl_bench.data.samples import Sample
 
@@ -50,7 +56,7 @@ def test_image_and_mask_of_a_crop_show_the_same_part(views):
     # Pixels say by their red which side of the scene they are from; blue is beyond it.
     for number in range(views.count):
         image, mask = views.view(_scene(), number, 32)
-        red = resize_image(image, *mask.shape)
+        red = resize_bilinear(image, *mask.shape)
         sure = ((red[0] - 0.5).abs() > 0.1) & (red[2] == 0) & (mask != 255)
         assert sure.float().mean() > 0.1
         assert torch.equal((red[0] > 0.5)[sure], (mask == 1)[sure])
@@ -113,7 +119,7 @@ def test_windows_cover_the_image_and_the_last_one_ends_with_it(width, starts):
     image = SlidingWindows().prepare(scene, 32, GRAY)
     assert image.size == (32, width)
     assert image.corners == tuple((0, start) for start in starts)
-    whole = resize_image(torch.from_numpy(scene.image).movedim(-1, 0) / 255, 32, width)
+    whole = resize_bilinear(torch.from_numpy(scene.image).movedim(-1, 0) / 255, 32, width)
     for window, (_, left) in zip(image.windows, image.corners, strict=True):
         torch.testing.assert_close(window, whole[:, :, left : left + 32])
 
