@@ -5,10 +5,8 @@ In this order: steps and regressions (`probe.training`; losses are in `heads/los
 held-out images, scored images, scores, pictures.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +15,7 @@ from jaxtyping import Float, Float64, Int64, UInt8
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from probes.features.journal import Journal
 from probes.features.split import (
     LayerGroup,
     TrainingSplit,
@@ -25,7 +24,7 @@ from probes.features.split import (
     parse_patch_facet,
     reject_single_block,
 )
-from probes.features.stream import KeptState, batches, checked, extract, read_ahead
+from probes.features.stream import batches, checked, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, resize_mask
 from probes.heads.logistic import LogisticRegression
@@ -329,9 +328,9 @@ class SegmentationRun:
         for _, scores in found:
             yield from scores
         views = self.probe.views
-        fitted = (self.split.training_entries(views), self.split.all_entries(views))
-        for kept in (*map(self._kept_heads, fitted), self._kept_counts()):
-            kept.path.unlink(missing_ok=True)
+        trained = (self.split.training_entries(views), self.split.all_entries(views))
+        for journal in (*map(self._heads_journal, trained), self._counts_journal()):
+            journal.remove()
         remove_orphans(self.cache / "heads")
 
     def features(self) -> TrainingFeatures:
@@ -353,15 +352,16 @@ class SegmentationRun:
         return self._fit(features, entries)
 
     def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
-        """Heads of all sources; those that a killed run had finished are taken from its file."""
-        context, kept = self.context, self._kept_heads(entries)
-        if "fitted" in kept.found:
-            return TrainedHeads(**kept.found["fitted"]).on(context.device)
+        """Train the heads of all sources, or load those that an interrupted run had finished."""
+        context, journal = self.context, self._heads_journal(entries)
+        if journal.entries and "trained" in journal.entries[-1]:
+            trained = journal.entries[-1]["trained"] | {"sources": tuple(self.sources)}
+            return TrainedHeads(**trained).on(context.device)
         heads = self.probe.training.train(
-            self.heads, features, self.sources, entries, context.progress, kept
+            self.heads, features, self.sources, entries, context.progress, journal
         )
         if heads.seconds >= 60 * self.probe.keep_minutes:
-            kept.write({"fitted": vars(heads)})
+            journal.replace({"trained": vars(heads)})
         return heads
 
     def count_held_out(
@@ -395,11 +395,11 @@ class SegmentationRun:
         The scored images stream once through encoder and heads; what a killed run had counted
         passes no more.
         """
-        images, kept = self.val_images, self._kept_counts()
+        images, journal = self.val_images, self._counts_journal()
         counts = ImageCounts(*heads.bias.shape)
-        if kept.found:
-            counts.extend(kept.found)
-        self.count(heads, self._scored(range(len(images))[len(counts) :]), counts, kept)
+        for entry in journal.entries:
+            counts.extend(entry)
+        self.count(heads, self._scored(range(len(images))[len(counts) :]), counts, journal)
         if not counts.total[:, :, 2].any():
             raise DataError(f"{images.name} {images.split} has no labelled pixel")
         # Once more, since a killed run may have counted them long ago.
@@ -430,13 +430,13 @@ class SegmentationRun:
         heads: TrainedHeads,
         images: Iterable[ScoredImage],
         counts: ImageCounts,
-        kept: KeptState | None = None,
+        journal: Journal | None = None,
     ) -> list[UInt8[Tensor, "sources values _height _width"]]:
-        """Add what all heads predict of each image to `counts`, which is written down now and then.
+        """Add the predictions of all heads for each image to `counts`, and these to a journal.
 
-        The predictions are given back where nothing is written down: a few images are drawn.
+        Without a journal, the predicted maps are returned. They are needed for the few figures.
         """
-        extractor, found = self.training_pass.extractor, []
+        extractor, found, num_written = self.training_pass.extractor, [], len(counts)
         for batch in batches(images, self.probe.training.batch_size):
             windows = torch.cat([image.windows for image in batch])
             ids = [image.image_id for image in batch for _ in image.windows]
@@ -447,12 +447,13 @@ class SegmentationRun:
                 blocks = {layer: features[some] for layer, features in by_layer.items()}
                 predicted, counted = self._predict(heads, blocks, image)
                 parts.append(counted)
-                drawn += [predicted] if kept is None else []
+                drawn += [predicted] if journal is None else []
             parts, *drawn = checked(extractor, sums, ids, [torch.stack(parts), *drawn])
             counts.add(parts)
             found += drawn
-            if kept and kept.is_due():
-                kept.write(counts.state())
+            if journal and journal.is_due():
+                journal.append(counts.entry(num_written))
+                num_written = len(counts)
         return found
 
     def _predict(
@@ -556,21 +557,34 @@ class SegmentationRun:
             rows = [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]
             sheet(rows, self.context.artifacts / self.probe._panel_name(sample.image_id))
 
-    # Files that a killed run goes on from are named after all that their content depends on.
+    # Files from which an interrupted run continues.
 
-    def _kept(self, ending: str, *facts: Any) -> KeptState:
-        fitting = repr((self.heads, self.probe.training))
-        words = json.dumps([fitting, self.training_pass.header(), self.sources, *facts])
-        name = f"{sha256(words.encode()).hexdigest()[:16]}.{ending}"
-        return KeptState(self.cache / "heads" / name, self.probe.keep_minutes, self.context.say)
+    def _heads_journal(self, entries: Int64[Tensor, " chosen"]) -> Journal:
+        return self._journal("heads", entries=entries.tolist())
 
-    def _kept_heads(self, entries: Int64[Tensor, " chosen"]) -> KeptState:
-        return self._kept("heads", entries.tolist())
+    def _counts_journal(self) -> Journal:
+        return self._journal(
+            "counts",
+            split=(self.split.indices, sorted(self.split.held_out), self.probe.training.refit),
+            images=(self.val_images.fingerprint(), *self.val_images.ids),
+            inference=repr(self.probe.inference),
+        )
 
-    def _kept_counts(self) -> KeptState:
-        images = (self.val_images.fingerprint(), *self.val_images.ids)
-        split = (self.split.indices, sorted(self.split.held_out), self.probe.training.refit)
-        return self._kept("counts", split, images, repr(self.probe.inference))
+    def _journal(self, name: str, **dependencies: Any) -> Journal:
+        header = {
+            "training": repr((self.heads, self.probe.training)),
+            "features": self.training_pass.header(),
+            "sources": self.sources,
+            **dependencies,
+        }
+        return Journal(
+            self.cache / "heads",
+            name,
+            header,
+            say=self.context.say,
+            minutes=self.probe.keep_minutes,
+            is_cache=True,
+        )
 
 
 def _best(by_value: Float64[np.ndarray, " values"]) -> int:

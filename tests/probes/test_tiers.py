@@ -138,7 +138,7 @@ def test_a_killed_stream_goes_on_where_it_was_written_down(tmp_path):
 
         assert score_values(again) == score_values(whole)
         assert counter.images == 16 * (1 + 3) - 4 * steps + 2 + 7
-        assert sum("going on from" in line for line in said) == 1
+        assert sum("continuing from" in line for line in said) == 1
         assert not list((tmp_path / "heads").iterdir())
 
 

@@ -159,3 +159,23 @@ def test_pixels_beyond_two_to_the_31_are_summed():
     for _ in range(3):
         kept.add(torch.full((1, 1, 1, 3, 1), 2**30))
     assert kept.total.tolist() == [[[[3 * 2**30]] * 3]]
+
+
+def test_entries_of_counts_are_skipped_unless_they_are_the_next_images():
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(0, 3, (5, 2, 3, 3, 4), generator=generator)
+    drawn[:, :, :, 2] = drawn[:, :1, :1, 2]
+    drawn[:, :, :, 0] = drawn[:, :, :, :2].amin(3)
+    whole, again = ImageCounts(2, 3, 4), ImageCounts(2, 3, 4)
+    entries = []
+    for first, last in ((0, 2), (2, 3), (3, 5)):
+        whole.add(drawn[first:last])
+        entries.append(whole.entry(first))
+
+    for entry in (entries[1], entries[0], entries[2], entries[0], *entries):
+        again.extend(entry)
+
+    assert len(again) == 5
+    for counts in (whole, again):
+        assert (counts.total == drawn.sum(0).numpy()).all()
+        assert (counts.per_image(1, 2) == drawn[:, 1, 2].numpy()).all()
