@@ -12,7 +12,7 @@ from torch import Tensor
 
 from probes.features.image import is_constant
 from probes.features.split import TrainingSplit, parse_patch_facet
-from probes.features.stream import batches, checked, extract, read_ahead
+from probes.features.stream import batches, extract, fetch_finite, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage
 from probes.heads.losses import label_histograms
@@ -195,7 +195,7 @@ class Retrieval(Probe):
                 if total is not None:
                     confusions.append(confusion_counts(predicted, target, classes))
             found = [torch.stack(counts), *([torch.stack(confusions).sum(0)] if confusions else [])]
-            counts, *summed = checked(training_pass.extractor, sums, ids, found)
+            counts, *summed = fetch_finite(training_pass.extractor, sums, ids, found)
             per_image.add(counts[:, :, None])
             if total is not None:
                 total += summed[0].numpy()
@@ -293,7 +293,7 @@ def remembered(
         by_batch.append((every[first : first + size], torch.cat(within)))
     entries = [entries for entries, _ in by_batch]
     # Only cosines are taken of them.
-    read = training_pass.stream(layers, entries, extractor.device, directions=True)
+    read = training_pass.stream(layers, entries, extractor.device, allow_scaled=True)
     shown = training_pass.context.progress(read, "remembered images", len(by_batch))
     start = 0
     for batch, (_, within) in zip(shown, by_batch, strict=True):

@@ -24,8 +24,8 @@ from probes.features.split import (
     parse_patch_facet,
     reject_single_block,
 )
-from probes.features.stream import batches, checked, extract, read_ahead
-from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
+from probes.features.stream import batches, extract, fetch_finite, read_ahead
+from probes.features.tiers import RequestedTier, StorageLimits, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, resize_mask
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
@@ -166,7 +166,7 @@ class Segmentation(Probe):
     holdout: FractionBelowOne = 0.1
     train_images: Count | None = None
     panels: CountOrZero = 6
-    tier: AskedTier = "auto"
+    tier: RequestedTier = "auto"
     memory_gib: PositiveOrZero | None = None
     disk_gib: PositiveOrZero | None = None
     cache: FilePath | None = None
@@ -336,7 +336,7 @@ class SegmentationRun:
     def features(self) -> TrainingFeatures:
         """Of all training images, in memory, on disk, or computed whenever they are asked for."""
         probe = self.probe
-        room = Room(probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features")
+        room = StorageLimits(probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features")
         return self.training_pass.run(room)
 
     def train(self, features: TrainingFeatures) -> TrainedHeads:
@@ -373,7 +373,7 @@ class SegmentationRun:
         total = torch.zeros(1, dtype=torch.int64, device=self.context.device)
         positions = torch.tensor(sorted(self.split.held_out))
         chosen = (positions * self.probe.views).split(self.probe.training.batch_size)
-        read = features.of_layers(features.layers, self.context.device)
+        read = features.reader(features.layers, self.context.device)
         shown = self.context.progress(read(chosen), "held-out images", len(chosen))
         left = iter(positions.tolist())
         for batch in shown:
@@ -448,7 +448,7 @@ class SegmentationRun:
                 predicted, counted = self._predict(heads, blocks, image)
                 parts.append(counted)
                 drawn += [predicted] if journal is None else []
-            parts, *drawn = checked(extractor, sums, ids, [torch.stack(parts), *drawn])
+            parts, *drawn = fetch_finite(extractor, sums, ids, [torch.stack(parts), *drawn])
             counts.add(parts)
             found += drawn
             if journal and journal.is_due():
