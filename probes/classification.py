@@ -312,7 +312,7 @@ class LinearClassification(Probe):
             extractor=context.extractor(sorted(context.layers), _PATCHES),
             images=train_images,
             indices=portions.indices,
-            image_size=self.image_size or min(encoder.native_size),
+            image_size=self.resize.square_side(encoder.native_size),
             views=CentralSquare(self.crop_share),
             label_size=1,
             batch_size=self.encoder_batch_size,

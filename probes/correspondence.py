@@ -41,7 +41,7 @@ from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sampled
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor, central_square
+from ssl_bench.features import FeatureExtractor, Resize, central_square
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.neighbours import unit_vectors
@@ -127,7 +127,6 @@ class Correspondence(Probe):
         "batch_size",
         "memory_gib",
     )
-    rounds_size = True
     keeps_images = True
 
     def __post_init__(self) -> None:
@@ -137,6 +136,10 @@ class Correspondence(Probe):
             raise ConfigurationError(
                 f"probe.alphas must name each share once, got {list(self.alphas)}"
             )
+
+    @property
+    def resize(self) -> Resize:
+        return Resize(self.image_size, round_to_patch=True)
 
     @property
     def role(self) -> str:
@@ -197,8 +200,7 @@ class Correspondence(Probe):
         """
         images, is_annotated = self.split(context.dataset), self.protocol != "warps"
         extractor = context.extractor(context.layers, *self.facets)
-        side = self.image_size or min(context.encoder.native_size)
-        size = max(1, round(side / extractor.patch_size)) * extractor.patch_size
+        size = self.resize.square_side(context.encoder.native_size, extractor.patch_size)
 
         def prepared(sample: Sample) -> ViewPair:
             if sample.pair is not None:

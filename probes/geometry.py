@@ -247,7 +247,7 @@ class Passes:
         self.paired = frozenset(order[: probe.pair_images])
         self.viewed = tuple(sorted(order[: probe.view_images]))
         self.facets = probe.facets
-        self.size = probe.image_size or min(context.encoder.native_size)
+        self.size = probe.resize.square_side(context.encoder.native_size)
         self.at_once = at_once(probe.batch_size, self.size, context.device)
         facts = (
             encoder_id(context.encoder.identity()),

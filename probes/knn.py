@@ -191,7 +191,7 @@ class KNN(Probe):
             temperature=self.temperature,
             engine=self.engine,
         ).cpu()
-        seen = replace(self, image_size=self.image_size or min(context.encoder.native_size))
+        seen = replace(self, image_size=self.resize.square_side(context.encoder.native_size))
         unit = unit_vectors(bank.features)
         details: dict[str, Any] = {
             "num_classes": num_classes,

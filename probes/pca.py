@@ -25,6 +25,7 @@ from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sampled, sampled_numbers
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, with_hint
 from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.features import Resize
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.system.files import open_regular, write_atomically
@@ -85,7 +86,6 @@ class PCA(Probe):
     task = "pca"
     role = "images"
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
-    rounds_size = True
     # What is drawn and how, not what the variance is.
     excluded_from_identity = ("protocol", "facet", "align_to", "grid", "own_size")
 
@@ -108,6 +108,15 @@ class PCA(Probe):
         # Records of before `squash` had none.
         found = super().settings().items()
         return {name: value for name, value in found if (name, value) != ("squash", None)}
+
+    @property
+    def resize(self) -> Resize:
+        if self.squash is not None:
+            return Resize(self.squash)
+        return Resize(self.image_size, keep_aspect_ratio=True, round_to_patch=True)
+
+    def with_squares(self, side: int) -> "PCA":
+        return replace(self, image_size=side, squash=side)
 
     def with_native_size(self, native_size: tuple[int, int]) -> "PCA":
         """The same with images of a size, for an encoder with images of that one."""
@@ -197,16 +206,14 @@ def features_of(
     whole = probe.protocol == "dataset"
     total = len(images) if whole else len(samples)
     shown = {sample.image_id for sample in samples}
-    side = probe.with_native_size(context.encoder.native_size).image_size
-    assert side is not None
+    resize = probe.with_native_size(context.encoder.native_size).resize
     kept = []
     moments = {layer: Moments() for layer in layers} if whole else {}
     for number in context.progress(range(total), "pca", total):
         sample = images[number] if whole else samples[number]
-        if probe.squash is None:
-            image = resize(sample.image, side, extractor.patch_size)
-        else:
-            image = resized_photograph(sample.image, probe.squash, probe.squash)
+        height, width, _ = sample.image.shape
+        size = resize.output_size(height, width, extractor.patch_size)
+        image = resized_photograph(sample.image, *size)
         blocks, sums = extractor.extract_unchecked(image[None])
         maps = [facets[probe.scored_facet][0] for facets in blocks.values()]
         maps = checked(extractor, sums, [sample.image_id], maps)
@@ -216,19 +223,6 @@ def features_of(
         if not whole or sample.image_id in shown:
             kept.append(found)
     return kept, moments
-
-
-def resize(
-    image: UInt8[np.ndarray, "height width 3"], longer_side: int, patch: int
-) -> Float[Tensor, "3 rows_px cols_px"]:
-    """Resize an image so that its longer side is as asked and the patch divides both.
-
-    Returns:
-        RGB in [0, 1].
-    """
-    scale = longer_side / max(image.shape[:2])
-    height, width = (max(patch, round(side * scale / patch) * patch) for side in image.shape[:2])
-    return resized_photograph(image, height, width)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ scores, and saves each record as soon as its score is computed.
 import time
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from ssl_bench.data.files.readable import (
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import OpenedOnce
 from ssl_bench.errors import ConfigurationError, UnfitEncoder, with_hint
-from ssl_bench.features import FeatureExtractor
+from ssl_bench.features import FeatureExtractor, Resize
 from ssl_bench.intervals import interval_contains
 from ssl_bench.layers import Facet, FacetSpec, parse_facets
 from ssl_bench.models import Encoder, EncoderIdentity
@@ -58,6 +58,8 @@ from ssl_bench.system.provenance import provenance_fields
 
 _CPU = torch.device("cpu")
 _EXCLUDED = ("protocol", "facet", "num_workers", "guesses")
+SIZE_FIELDS = ("image_size", "longer_side", "max_side", "squash")
+"""Fields of probes, from which `Probe.resize` is built."""
 
 Progress = Callable[..., Iterable[Any]]
 """A function that shows progress and returns the items unchanged.
@@ -230,17 +232,11 @@ class Probe:
         facet: Field with one or several names of facets to score. None for probes without facets.
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
         image_size: Side in pixels of the square images that the encoder receives. None for the
-            encoder's native size.
-        longer_side: Longer side in pixels that images are resized to. Their aspect ratio is kept.
-            None for the original size of each image.
-        squash: Side in pixels of a square that images are resized to, if their aspect ratio is not
-            kept. It replaces `longer_side`.
+            encoder's native size. A probe with other images overrides `resize`.
         keeps_images: Whether each score includes the contribution of every image.
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores
             include no contributions of single images.
         further_protocols: Secondary protocols, which `--task all` runs in addition.
-        rounds_size: Whether the probe rounds a default `image_size` to a multiple of the patch
-            size. If False, `fit_size` does this.
         takes_long: Whether the probe needs many forward passes for each image. Such a probe runs
             after the others.
         excluded_from_identity: Fields that do not affect results, or that a record stores in
@@ -256,12 +252,9 @@ class Probe:
     facet: Any = None
     known_facets: Any = ()
     image_size: Any = None
-    longer_side: Any = None
-    squash: Any = None
     keeps_images: ClassVar[bool] = False
     metrics_of_sets: ClassVar[Collection[str]] = ()
     further_protocols: ClassVar[Sequence[str]] = ()
-    rounds_size: ClassVar[bool] = False
     takes_long: ClassVar[bool] = False
     excluded_from_identity: ClassVar[Collection[str]] = _EXCLUDED
     metric_version: ClassVar[int] = 1
@@ -327,6 +320,11 @@ class Probe:
         del dataset, typed
         return self
 
+    @property
+    def resize(self) -> Resize:
+        """Return the size at which the encoder receives the images."""
+        return Resize(self.image_size)
+
     def with_native_size(self, native_size: tuple[int, int]) -> Any:
         """Return the probe with settings for the native input size of an encoder.
 
@@ -335,6 +333,15 @@ class Probe:
         """
         del native_size
         return self
+
+    def with_squares(self, side: int) -> Any:
+        """Return the probe with square images, for an encoder that accepts no other size.
+
+        Args:
+            side: Side of the squares in pixels, which is the encoder's native size.
+        """
+        own: Any = self
+        return self if self.image_size is None else replace(own, image_size=side)
 
     def serves(self, other: "Probe") -> bool:
         """Return whether a run of this probe also does the work of `other`, a later probe."""
@@ -527,7 +534,8 @@ class Evaluation:
         epoch = self.encoder.contents.epoch
         # If the settings leave the image size to the encoder, the details state it in pixels.
         is_native = "image_size" in key.settings and key.settings["image_size"] is None
-        native = {"image_size": native_square(self.probe, self.encoder, key.layer)}
+        stride = self.encoder.stride(key.layer)
+        native = {"image_size": self.probe.resize.square_side(self.encoder.native_size, stride)}
         return key.record(
             depth=self.encoder.depth,
             value=score.value,
@@ -738,14 +746,12 @@ def unreadable_ids(dataset: Dataset) -> dict[str, list[str]]:
 def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
     """Return the probe with an image size that the encoder accepts.
 
-    A default `image_size` is rounded to the nearest multiple of the patch size, unless
-    `Probe.rounds_size` is True. An `image_size` of the user must be such a multiple.
-
-    If the encoder accepts only one size, the probe uses this size. If the probe normally keeps the
-    aspect ratio of images, its field `squash` is set to this size.
+    If the encoder accepts only one size, the probe uses this size. Otherwise, a default
+    `image_size` is rounded to the nearest multiple of the patch size, and an `image_size` of the
+    user must be such a multiple. If `Resize.round_to_patch` is true, the probe rounds both itself.
 
     Args:
-        probe: The probe. A probe without size fields is returned unchanged.
+        probe: The probe.
         encoder: The encoder. If its blocks differ in patch size, the largest patch size is used.
             A result therefore does not depend on which other blocks are scored.
         typed: Names of the fields that the user set.
@@ -767,7 +773,7 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
             f"got {size}",
             hint=(f"probe.image_size={lower}", "or", f"probe.image_size={lower + patch}"),
         )
-    if probe.rounds_size:
+    if probe.resize.round_to_patch:
         return probe
     return replace(probe, image_size=max(1, round(size / patch)) * patch)
 
@@ -779,33 +785,16 @@ def _with_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Colle
             f"{encoder.name} only accepts images of {height} x {width} pixels, but {probe.task} "
             "uses square images"
         )
-    for name in ("image_size", "longer_side", "squash"):
-        size = getattr(probe, name)
-        if name in typed and size not in (None, height):
+    for name in sorted(set(typed) & set(SIZE_FIELDS) - {"max_side"}):
+        if getattr(probe, name) not in (None, height):
             raise ConfigurationError(
                 f"{encoder.name} only accepts images of {height} x {width} pixels, got "
-                f"probe.{name}={size}; leave probe.{name} out"
+                f"probe.{name}={getattr(probe, name)}; leave probe.{name} out"
             )
-    changes: dict[str, int | None] = {}
-    native = probe.with_native_size(encoder.native_size)
-    if native.image_size is not None:
-        # If the protocol's default is None, use None even if the user set the only valid size.
-        # Both must have the same identity.
-        default = (
-            height
-            if native is not probe
-            else (load_protocol_values(probe) or {}).get("image_size", 0)
-        )
-        changes = {"image_size": None if default is None else height}
-    if "squash" in {item.name for item in fields(probe)}:
-        changes["squash"] = height
-    return replace(probe, **changes) if changes else probe
-
-
-def native_square(probe: Probe, encoder: Encoder, layer: int) -> int:
-    """Return the side in pixels of square images at the native size of the encoder."""
-    side, patch = min(encoder.native_size), encoder.stride(layer)
-    return max(1, round(side / patch)) * patch if probe.rounds_size else side
+    # A default of None stands for the only size. A user who sets this size gets the same identity.
+    if (load_protocol_values(probe) or {}).get("image_size", height) is None:
+        probe = replace(probe, image_size=None)
+    return probe.with_squares(height)
 
 
 def position_details(probe: Probe, encoder: Encoder, layer: int) -> dict[str, str]:
@@ -814,10 +803,8 @@ def position_details(probe: Probe, encoder: Encoder, layer: int) -> dict[str, st
     The result is empty if they were not resampled. If images keep their aspect ratio, resampling
     is assumed, because hardly any image has the token grid of the stored embeddings.
     """
-    own: Any = probe
-    names = {item.name for item in fields(own)}
-    if encoder.position_rule is None or names.isdisjoint({"image_size", "squash"}):
+    if encoder.position_rule is None:
         return {}
-    keeps_shape = "squash" in names
-    side = probe.squash if keeps_shape else probe.image_size or native_square(probe, encoder, layer)
-    return {} if (side, side) == encoder.native_size else {"positions": encoder.position_rule}
+    side = probe.resize.square_side(encoder.native_size, encoder.stride(layer))
+    is_native = not probe.resize.keep_aspect_ratio and (side, side) == encoder.native_size
+    return {} if is_native else {"positions": encoder.position_rule}

@@ -536,6 +536,55 @@ def _find_layouts(
     return [layout for layout, is_so in fits.items() if is_so and shape[0] == batch]
 
 
+@dataclass(frozen=True)
+class Resize:
+    """The size at which a probe shows images to an encoder.
+
+    Images become squares, or they keep their aspect ratio.
+
+    Attributes:
+        side: Side of the squares in pixels, or longer side of images that keep their aspect ratio.
+            None for squares of the encoder's native size, or for the original size of each image.
+        keep_aspect_ratio: Whether images keep their aspect ratio.
+        max_side: Longer side in pixels that larger images are reduced to. It only applies if the
+            aspect ratio is kept and `side` is None.
+        round_to_patch: Whether both sides are rounded to multiples of the patch size.
+    """
+
+    side: int | None
+    keep_aspect_ratio: bool = False
+    max_side: int | None = None
+    round_to_patch: bool = False
+
+    def square_side(self, native_size: tuple[int, int], patch_size: int = 1) -> int:
+        """Return the side of the squares in pixels.
+
+        Args:
+            native_size: Native height and width of the encoder in pixels.
+            patch_size: Patch size of the encoder in pixels.
+        """
+        return self._round(self.side or min(native_size), patch_size)
+
+    def output_size(self, height: int, width: int, patch_size: int = 1) -> tuple[int, int]:
+        """Return the height and width in pixels that an image is resized to.
+
+        Args:
+            height: Height of the image in pixels.
+            width: Width of the image in pixels.
+            patch_size: Patch size of the encoder in pixels.
+        """
+        longer = max(height, width)
+        side = self.side or min(longer, self.max_side or longer)
+        if not self.keep_aspect_ratio:
+            return self._round(side, patch_size), self._round(side, patch_size)
+        new_height, new_width = height * side / longer, width * side / longer
+        return self._round(new_height, patch_size), self._round(new_width, patch_size)
+
+    def _round(self, length: int | float, patch_size: int) -> int:
+        multiple = patch_size if self.round_to_patch else 1
+        return max(1, round(length / multiple)) * multiple
+
+
 def resize_image(
     image: UInt8[np.ndarray, "height width 3"], size: tuple[int, int]
 ) -> Float[Tensor, "3 new_height new_width"]:

@@ -41,7 +41,7 @@ from ssl_bench.errors import (
     escape_braces,
     join_alternatives,
 )
-from ssl_bench.evaluation import Evaluation, FeatureCache, Probe, fit_size
+from ssl_bench.evaluation import SIZE_FIELDS, Evaluation, FeatureCache, Probe, fit_size
 from ssl_bench.layers import select_layers
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.request import BATCH_SIZES, ProbeRequest, probing_config
@@ -49,8 +49,6 @@ from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 
 _PROTOCOL, _PICTURES = "probe.protocol", "probe.panels"
-_IMAGE_SIZES = ("image_size", "max_side", "longer_side", "squash")
-"""Endings of the config keys that set the size of an encoder's input images."""
 _Pair = tuple[str, str]
 """Names of a task and a dataset."""
 
@@ -392,8 +390,8 @@ def _unknown_override(override: str, configs: Mapping[_Pair, dict[str, Any]]) ->
     if not owners:
         return unknown_key_error(key, known)
     # A task without probe.image_size may have another key for the size of images.
-    sides = sorted(name for name in known if name.endswith(_IMAGE_SIZES))
-    instead = [(f"{side}={{value}}",) for side in sides] if key.endswith(_IMAGE_SIZES) else []
+    sides = sorted(name for name in known if name.endswith(SIZE_FIELDS))
+    instead = [(f"{side}={{value}}",) for side in sides] if key.endswith(SIZE_FIELDS) else []
     return ConfigurationError(
         f"only {', '.join(owners)} {'has' if len(owners) == 1 else 'have'} the key {key}",
         hint=join_alternatives(*instead) or ("--task", ",".join(owners)),

@@ -224,7 +224,7 @@ class Clustering(Probe):
 
     def _size(self, context: ProbeContext) -> int:
         """Side in pixels of the squares that images are squashed to."""
-        return self.image_size or min(context.encoder.native_size)
+        return self.resize.square_side(context.encoder.native_size)
 
     def _training_vectors(
         self,

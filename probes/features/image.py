@@ -115,7 +115,7 @@ class ImagePass:
 
     @property
     def _size(self) -> int:
-        return self.probe.image_size or min(self.context.encoder.native_size)
+        return self.probe.resize.square_side(self.context.encoder.native_size)
 
 
 def parts_of(facet: Facet) -> tuple[Facet, ...]:

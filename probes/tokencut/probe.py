@@ -44,7 +44,7 @@ from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sampled
 from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor
+from ssl_bench.features import FeatureExtractor, Resize
 from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.results import Baseline, PerImageKind, encoder_id, is_degenerate
@@ -148,17 +148,20 @@ class TokenCut(Cut, Probe):
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.val() if self.truth == "masks" else dataset.discovery()
 
+    @property
+    def resize(self) -> Resize:
+        if self.squash is not None:
+            return Resize(self.squash)
+        return Resize(self.longer_side, keep_aspect_ratio=True, max_side=self.max_side)
+
+    def with_squares(self, side: int) -> "TokenCut":
+        return replace(self, squash=side)
+
     def seen(self, sample: Sample) -> Sample:
         """An image as the encoder sees it, with its boxes and mask."""
-        if self.squash is not None:
-            return resized(sample, (self.squash, self.squash))
-        shape = np.array(sample.image.shape[1::-1])
-        own = int(shape.max())
-        longer_side = self.longer_side or min(own, self.max_side or own)
-        if longer_side == own:
-            return sample
-        width, height = np.maximum(1, (shape * longer_side / own).round().astype(int))
-        return resized(sample, (int(height), int(width)))
+        size = sample.image.shape[:2]
+        new_size = self.resize.output_size(*size)
+        return sample if new_size == size else resized(sample, new_size)
 
     def settings(self) -> dict[str, Any]:
         found = super().settings()
@@ -186,8 +189,7 @@ class TokenCut(Cut, Probe):
         """Whether another cut is made of the same features of the same images."""
 
         def shown(probe: TokenCut) -> tuple[Any, ...]:
-            sizes = (probe.longer_side, probe.max_side, probe.squash)
-            return probe.facets, sizes, probe.truth == "masks"
+            return probe.facets, probe.resize, probe.truth == "masks"
 
         return isinstance(other, TokenCut) and shown(self) == shown(other)
 

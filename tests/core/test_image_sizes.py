@@ -10,6 +10,7 @@ from PIL import Image
 import ssl_bench
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.features import Resize
 from ssl_bench.models import ViTConfig
 from tests.support import own_module
 from tests.support.faults import encoder_file, fails, records
@@ -120,6 +121,31 @@ def test_another_size_than_the_only_one_is_refused(place, task, settings):
         ssl_bench.probe(own_module.own(), task=task, out="results", **settings)
     assert "\n" not in str(one.value)
     assert not list(Path("results").rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("resize", "image", "patch_size", "expected"),
+    [
+        (Resize(224), (100, 150), 16, (224, 224)),
+        (Resize(225, round_to_patch=True), (100, 150), 16, (224, 224)),
+        (Resize(None, keep_aspect_ratio=True), (100, 150), 16, (100, 150)),
+        (Resize(96, keep_aspect_ratio=True, round_to_patch=True), (100, 150), 8, (64, 96)),
+        (Resize(60, keep_aspect_ratio=True), (100, 150), 8, (40, 60)),
+        (Resize(300, keep_aspect_ratio=True, max_side=90), (100, 150), 8, (200, 300)),
+        (Resize(None, keep_aspect_ratio=True, max_side=90), (100, 150), 8, (60, 90)),
+        (Resize(None, keep_aspect_ratio=True, max_side=90), (60, 40), 8, (60, 40)),
+        (Resize(10, keep_aspect_ratio=True), (1, 900), 8, (1, 10)),
+        (Resize(16, keep_aspect_ratio=True, round_to_patch=True), (10, 900), 16, (16, 16)),
+    ],
+)
+def test_images_are_resized_to_the_expected_height_and_width(resize, image, patch_size, expected):
+    assert resize.output_size(*image, patch_size) == expected
+
+
+def test_squares_without_a_size_have_the_shorter_native_side():
+    assert Resize(None).square_side((224, 240)) == 224
+    assert Resize(None, round_to_patch=True).square_side((224, 240), 14) == 224
+    assert Resize(100, round_to_patch=True).square_side((224, 240), 14) == 98
 
 
 def test_records_say_the_own_size_that_an_encoder_was_shown(place):

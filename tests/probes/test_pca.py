@@ -13,7 +13,6 @@ from probes.pca import (
     PCA,
     load_reference,
     reference_folder,
-    resize,
     save_reference,
 )
 from probes.pictures import Picture, svg_sheet
@@ -193,14 +192,3 @@ def test_an_svg_holds_real_text_and_every_picture_at_its_place(tmp_path):
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     assert all(float(i["x"]) + float(i["width"]) <= width for i in images)
     assert all(float(i["y"]) + float(i["height"]) <= height for i in images)
-
-
-def test_the_longer_side_is_as_asked_and_the_patch_divides_both():
-    image = np.zeros((100, 150, 3), np.uint8)
-    image[..., 0] = 255
-
-    resized = resize(image, 96, 8)
-
-    assert resized.shape == (3, 64, 96)
-    assert resized[0].min() == 1
-    assert resized[1:].max() == 0
