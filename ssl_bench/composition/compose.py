@@ -87,7 +87,9 @@ def compose_config(root: str, overrides: Sequence[str]) -> dict[str, Any]:
     config = deepcopy(_compose_files(config_folder(), root, tuple(files.items())))
     for key, value in settings:
         _set_value(config, key, value)
-    return _resolve(config)
+    # Replace references to keys, such as ${data.root}, by the values of these keys.
+    values: Any = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    return values
 
 
 def choice_group(key: str, chosen: Mapping[str, Any]) -> str | None:
@@ -266,30 +268,15 @@ def _set_value(config: dict[str, Any], key: str, value: Any) -> None:
         owner[name] = value
 
 
-def _resolve(config: dict[str, Any]) -> dict[str, Any]:
-    """Replace references to keys, such as ${data.root}, by the values of these keys."""
-    values: Any = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
-    return values
-
-
 def build(config: Mapping[str, Any], part: str = "") -> Any:
-    """Build a component of a configuration from `compose_config`, or all of it without a `part`.
-
-    Raises:
-        ConfigurationError: The class is not allowed, or a value is not valid.
-    """
+    """Build a component of a composed configuration, such as "probe", or all of it."""
     return instantiate(config[part] if part else config, part)
 
 
 def instantiate(value: Any, key: str) -> Any:
     """Replace each mapping that has a `_target_` by an instance of that class.
 
-    Args:
-        value: A mapping, list or scalar without references such as ${data.root}.
-        key: Key of the value in the configuration, such as "probe.crops", for error messages.
-
-    Raises:
-        ConfigurationError: A class is not allowed, or a value is not valid.
+    The value must contain no references such as ${data.root}. Error messages name the key.
     """
     if isinstance(value, list):
         return [instantiate(item, key) for item in value]
@@ -313,12 +300,7 @@ def instantiate(value: Any, key: str) -> Any:
 
 
 def component_class(address: Any, key: str) -> type:
-    """Import and return a class, such as "probes.knn.KNN". Error messages name the key.
-
-    Raises:
-        ConfigurationError: The class is neither a dataclass of this repository nor an entry point.
-        BrokenFile: The file of the class cannot be imported.
-    """
+    """Import a dataclass of this repository, such as "probes.knn.KNN", or an entry point."""
     package, name = str(address).partition(".")[0], str(address).rpartition(".")[2]
     if package in PACKAGES:
         kind = _import_attribute(str(address))
