@@ -19,7 +19,7 @@ from ssl_bench.report.panels import (
     select_headline_panels,
 )
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.comparison import block_side, difference
+from ssl_bench.tables.comparison import score_block, subtract
 
 TASK_DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -193,9 +193,9 @@ def find_lower_blocks(
         return None
     side = load_side(store, panel, line.checkpoint) if is_paired else None
     if side is not None and best.layer in side.curve.blocks:
-        highest = block_side(side.curve, best.layer)
+        highest = score_block(side.curve, best.layer)
         differences = {
-            layer: difference("", highest, block_side(side.curve, layer))
+            layer: subtract("", highest, score_block(side.curve, layer))
             for layer in side.curve.blocks
         }
         return {layer for layer, d in differences.items() if d.is_significant and d.value > 0}
