@@ -91,10 +91,7 @@ def select_layers(
 ) -> tuple[int, ...]:
     """Return the block indices to score. If a facet's name states a block, only this one is scored.
 
-    Args:
-        spec: Facets of the probe. None for probes without facets.
-        layers: Selection of the user, in a format of `resolve_layers`.
-        depth: Number of blocks of the encoder.
+    The user selects `layers` in a format of `resolve_layers`. Probes without facets have no `spec`.
 
     Raises:
         ConfigurationError: `layers` and the facet's name state different blocks.

@@ -11,7 +11,6 @@ _MAX_TICK_LETTERS = 5
 _MIN_TICK_DISTANCE = 27
 # Width of a letter and height of a line of text, in SVG units of the chart.
 _LETTER_WIDTH, _LINE_HEIGHT = 5.9, 11.0
-
 MAX_END_LABELS = 8
 """Largest number of curves that get labels at the right edge. More labels would overlap."""
 
@@ -131,16 +130,10 @@ def draw_chart(
     """Compute the layout of a chart.
 
     The vertical axis covers all scores, intervals and baselines. It is logarithmic if the values
-    are positive plain numbers and the largest is more than 100 times the smallest.
-
-    Args:
-        curves: Curves to draw.
-        published: Names and values from papers. Values outside the vertical axis are not drawn.
-        unit: "%", or an empty string for plain numbers.
-        y_label: Label of the vertical axis. If it is empty, the unit is used.
-        x_label: Label of the horizontal axis.
-        same_axes: Curves of other charts, whose values the axes also cover.
-        baselines: Names and values of image-independent baselines.
+    are positive plain numbers and the largest is more than 100 times the smallest. Its label is the
+    unit if `y_label` is empty. The axes also cover `same_axes`, the curves of other charts.
+    Published and baseline values are given with their names. Published values outside the vertical
+    axis are not drawn. The unit is "%", or "" for plain numbers.
     """
     points = [point for curve in (*curves, *same_axes) for point in curve.points]
     xs = sorted({point.x for point in points}) or [0]
@@ -195,13 +188,11 @@ def draw_chart(
         back = [(to_x(x), to_y(lower)) for x, lower, _ in reversed(ends)]
         return _make_path([*there, *back]) + "Z" if ends else ""
 
-    last_heights = {
-        number: to_y(known[-1])
-        for number, curve in enumerate(curves)
-        if labels
-        and curve.label
-        and (known := [p.value for p in curve.points if not math.isnan(p.value)])
-    }
+    last_heights = {}
+    for number, curve in enumerate(curves):
+        known = [p.value for p in curve.points if not math.isnan(p.value)]
+        if labels and curve.label and known:
+            last_heights[number] = to_y(known[-1])
     label_heights = spread(list(last_heights.values()), _LINE_HEIGHT, float(_TOP), bottom)
     end_labels = {
         number: Tick(height, curves[number].label)

@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ssl_bench.report.pairs import MAX_PAIRED, load_side
@@ -21,36 +20,34 @@ from ssl_bench.report.panels import (
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import score_block, subtract
 
-TASK_DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "segmentation": "A linear head predicts the class of every pixel from the patches of one "
-        "block. The score is the mean IoU over classes. Higher is better.",
-        "tokencut": "The normalised cut of a block's patches gives one box per image. CorLoc is "
-        "the percentage of images whose box overlaps a true box with an IoU of at least 50 %. "
-        "Higher is better. Without true boxes, only the percentage of degenerate cuts is reported.",
-        "retrieval": "Every patch gets the class of its nearest training patches, without "
-        "training. The score is the mean IoU over classes. Higher is better.",
-        "classification": "A linear head predicts the class of the image. The score is the "
-        "accuracy in percent. Higher is better.",
-        "knn": "Every image gets the class of its nearest training images, without training. The "
-        "score is the accuracy in percent. Higher is better.",
-        "correspondence": "The nearest patch in another view or image is the match of a point. "
-        "PCK is the percentage of matches within a fraction of the side of the view or of the "
-        "object's box. Higher is better.",
-        "discovery": "The cuts of a block's patches give several boxes per image. AP, AP50 and "
-        "AR100 are computed as in COCO, without classes. Higher is better.",
-        "clustering": "k-means clusters images or patches and is compared with their classes, "
-        "which it does not use. NMI, AMI and similar scores are reported. Higher is better.",
-        "geometry": "Measures the feature space: its effective dimensionality (RankMe, LiDAR, "
-        "effective rank), the alignment of two views, and the position that patches encode. Most "
-        "of these numbers are neither good nor bad.",
-        "pca": "The share of the variance between the patches of an image that three components "
-        "explain. Neither high nor low is better: identical patches have one component.",
-        "conditioning": "Measures how close the tokens, attention and Jacobians of a block are to "
-        "singular matrices: condition numbers, ranks and CKA. A lower condition number is closer "
-        "to an isometry.",
-    }
-)
+TASK_DESCRIPTIONS: Mapping[str, str] = {
+    "segmentation": "A linear head predicts the class of every pixel from the patches of one "
+    "block. The score is the mean IoU over classes. Higher is better.",
+    "tokencut": "The normalised cut of a block's patches gives one box per image. CorLoc is "
+    "the percentage of images whose box overlaps a true box with an IoU of at least 50 %. "
+    "Higher is better. Without true boxes, only the percentage of degenerate cuts is reported.",
+    "retrieval": "Every patch gets the class of its nearest training patches, without "
+    "training. The score is the mean IoU over classes. Higher is better.",
+    "classification": "A linear head predicts the class of the image. The score is the "
+    "accuracy in percent. Higher is better.",
+    "knn": "Every image gets the class of its nearest training images, without training. The "
+    "score is the accuracy in percent. Higher is better.",
+    "correspondence": "The nearest patch in another view or image is the match of a point. "
+    "PCK is the percentage of matches within a fraction of the side of the view or of the "
+    "object's box. Higher is better.",
+    "discovery": "The cuts of a block's patches give several boxes per image. AP, AP50 and "
+    "AR100 are computed as in COCO, without classes. Higher is better.",
+    "clustering": "k-means clusters images or patches and is compared with their classes, "
+    "which it does not use. NMI, AMI and similar scores are reported. Higher is better.",
+    "geometry": "Measures the feature space: its effective dimensionality (RankMe, LiDAR, "
+    "effective rank), the alignment of two views, and the position that patches encode. Most "
+    "of these numbers are neither good nor bad.",
+    "pca": "The share of the variance between the patches of an image that three components "
+    "explain. Neither high nor low is better: identical patches have one component.",
+    "conditioning": "Measures how close the tokens, attention and Jacobians of a block are to "
+    "singular matrices: condition numbers, ranks and CKA. A lower condition number is closer "
+    "to an isometry.",
+}
 """Descriptions of tasks for readers of a report. Tasks of plugins have no description."""
 
 _MAX_COLUMNS = 3
@@ -182,11 +179,8 @@ def find_lower_blocks(
     side = load_side(store, panel, line.checkpoint) if is_paired else None
     if side is not None and best.layer in side.curve.blocks:
         highest = score_block(side.curve, best.layer)
-        differences = {
-            layer: subtract("", highest, score_block(side.curve, layer))
-            for layer in side.curve.blocks
-        }
-        return {layer for layer, d in differences.items() if d.is_significant and d.value > 0}
+        rows = [subtract("", highest, score_block(side.curve, n)) for n in side.curve.blocks]
+        return {row.layers[1][0] for row in rows if row.is_significant and row.value > 0}
     low = best.low
     highs = {entry.layer: entry.high for entry in line.entries if not entry.is_degenerate}
     if low is None or any(high is None for high in highs.values()):

@@ -58,7 +58,6 @@ class Report:
 
     Attributes:
         records: All records of the report. Pages refer to a record by its index.
-        checkpoints: The encoders, sorted by name.
         pairs: Pairs of checkpoints. Each pair is compared on its own page.
         epochs: Scores over epochs, for panels with a run that was probed at several epochs.
         severities: Tables and charts of scores on corrupted images.
@@ -96,13 +95,10 @@ def build_report(
     *,
     layers: Set[int] | None = None,
 ) -> Report:
-    """Collect the contents of a report.
+    """Collect the contents of a report on some records.
 
-    Args:
-        store: The results folder.
-        records: Records to show.
-        id_pairs: Pairs of encoder ids to compare. If it is empty, `choose_pairs` selects pairs.
-        layers: Blocks whose pictures are shown, see `keep_layers`.
+    If there are no pairs of encoder ids to compare, `choose_pairs` selects pairs. Pictures are
+    shown for the blocks `layers`, see `keep_layers`.
 
     Raises:
         ConfigurationError: A pair consists of the same checkpoint twice.

@@ -23,7 +23,6 @@ from ssl_bench.tables.comparison import (
 
 MAX_PAIRED = 6
 """By default, a report with at most this many checkpoints has a page for each pair of them."""
-
 _NUM_IMAGES = 6
 
 
@@ -84,13 +83,7 @@ class PanelComparison(NamedTuple):
 def choose_pairs(
     checkpoints: Sequence[Checkpoint], id_pairs: Iterable[tuple[str, str]]
 ) -> list[Pair]:
-    """Return the requested pairs of encoder ids, or else all pairs of few checkpoints.
-
-    More than `MAX_PAIRED` checkpoints give no pair.
-
-    Raises:
-        ConfigurationError: A pair consists of the same checkpoint twice.
-    """
+    """Return the requested pairs, or else all pairs of at most `MAX_PAIRED` checkpoints."""
     by_id = {checkpoint.encoder_id: checkpoint for checkpoint in checkpoints}
     pairs = [(by_id[first], by_id[second]) for first, second in id_pairs]
     if any(first == second for first, second in pairs):

@@ -63,7 +63,6 @@ class Checkpoint:
         model: Model name as in records. Several checkpoints may have the same model name.
         facts: Names and values of facts about the architecture.
         is_skipless: Whether the architecture or the name says that skip connections are missing.
-        page: File name of the page about this checkpoint.
         picture_folders: Beginnings of the names of the folders with its pictures.
     """
 
@@ -135,10 +134,9 @@ def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
 
 def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
     architecture = record.architecture
-    facts: dict[str, Any] = {}
     # It is unknown whether a user's own PyTorch module has skip connections.
-    if architecture.get("kind") != "module":
-        facts["skips"] = _describe_skips(architecture)
+    is_known = architecture.get("kind") != "module"
+    facts: dict[str, Any] = {"skips": _describe_skips(architecture)} if is_known else {}
     facts["depth"] = record.depth
     facts |= {name: value for name, value in sorted(architecture.items()) if name not in _SKIPS}
     epoch = record.details.get("epoch")
@@ -206,7 +204,6 @@ class Panel:
         unit: "%", or an empty string for plain numbers.
         settings_text: Settings that distinguish the panel from others with the same metric and
             protocol, such as ", lr=0.1", or "".
-        lines: Lines of scores, one per checkpoint.
         footnote: Notes about the scores, such as the number of images, the seeds and the versions.
     """
 

@@ -334,10 +334,7 @@ def select_strips(
 
     def rank_task(task: str) -> tuple[bool, int, str]:
         has_blocks = any(gallery.layers for gallery in every if gallery.task == task)
-        return not has_blocks, _rank_task(task), task
-
-    def rank_gallery(gallery: Gallery) -> tuple[bool, int, int]:
-        return not gallery.layers, -uses[gallery.kind], -len(gallery.layers)
+        return not has_blocks, _task_order(task), task
 
     strips = []
     tasks = sorted({gallery.task for gallery in every}, key=rank_task)
@@ -345,7 +342,7 @@ def select_strips(
         for checkpoint in checkpoints:
             own = [gallery for gallery in shown[checkpoint] if gallery.task == task]
             if own:
-                best = min(own, key=rank_gallery)
+                best = min(own, key=lambda g: (not g.layers, -uses[g.kind], -len(g.layers)))
                 image = max(best.files, key=lambda image, best=best: image_uses[best.kind, image])
                 strips.append(_make_strip(checkpoint, best, image))
     return strips
@@ -378,7 +375,7 @@ def build_picture_sections(
 
     def rank(sides: Sequence[tuple[str, Gallery]]) -> tuple[int, str, bool, tuple[object, ...]]:
         gallery = sides[0][1]
-        return _rank_task(gallery.task), gallery.task, not gallery.layers, gallery.kind
+        return _task_order(gallery.task), gallery.task, not gallery.layers, gallery.kind
 
     for sides in sorted(shown, key=rank):
         by_task[sides[0][1].task].append(_build_viewer(sides))
@@ -430,7 +427,7 @@ def _name_block(layer: int | None) -> str:
     return "all blocks" if layer is None else f"block {layer}"
 
 
-def _rank_task(task: str) -> int:
+def _task_order(task: str) -> int:
     if task in _FIRST_TASKS:
         return _FIRST_TASKS.index(task)
     return len(_FIRST_TASKS) + (task in _LAST_TASKS)

@@ -12,10 +12,11 @@ from ssl_bench.results import Record
 from ssl_bench.tables.depth import (
     Pivot,
     epoch_table,
+    main_metrics,
     require_one_encoder_per_epoch,
     runs_with_several_epochs,
 )
-from ssl_bench.tables.entries import Entry, choose_main_metric, metric_with_unit
+from ssl_bench.tables.entries import Entry, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
 NUM_SHADES = 12
@@ -125,11 +126,8 @@ def draw_severities(records: Sequence[Record]) -> list[tuple[SeverityTable, Char
     The list is empty without corrupted images.
     """
     corrupted = [record for record in records if record.corrupted is not None]
-    metrics = {
-        task: choose_main_metric([(r.metric, r.is_ranked) for r in corrupted if r.task == task])
-        for task in {record.task for record in corrupted}
-    }
-    shown = [record for record in records if metrics.get(record.task) == record.metric]
+    metrics = main_metrics(corrupted, ("task",))
+    shown = [record for record in records if metrics.get((record.task,)) == record.metric]
     drawn = []
     for table in severity_tables(shown) if corrupted else ():
         behind = [record for entry in table.entries.values() for record in entry.records]

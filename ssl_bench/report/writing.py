@@ -71,7 +71,7 @@ def write_report(report: Report, folder: Path) -> None:
 
     Raises:
         ConfigurationError: The folder contains files that do not belong to a report.
-        MachineError: The folder cannot be written.
+        MachineError: The folder cannot be written. An older report is kept.
     """
     environment = Environment(
         loader=PackageLoader("ssl_bench.report"),
@@ -134,12 +134,7 @@ def require_replaceable(folder: Path) -> None:
 
 @contextmanager
 def replace_report(folder: Path) -> Generator[Path]:
-    """Yield a temporary folder that replaces `folder` if the `with` body raises no error.
-
-    Raises:
-        ConfigurationError: `folder` is not a folder, or contains other files than a report.
-        MachineError: The disk is full, or the folder cannot be written. An older report is kept.
-    """
+    """Yield a temporary folder that replaces `folder` if the `with` body raises no error."""
     require_replaceable(folder)
     # Resolve the path, because "." has no name.
     folder = resolve_links(folder)

@@ -219,7 +219,6 @@ class Comparison(Table):
     """A table of differences of one metric, with one row per compared block.
 
     Attributes:
-        record: Any of the compared records.
         names: Column headings of the first and of the second score.
         encoders: One record of each compared encoder, so one or two records.
         without_best: Names of the encoders for which every block is degenerate.
@@ -361,12 +360,8 @@ def compare_encoders(
 ) -> tuple[list[Comparison], dict[str, str]]:
     """Compare two encoders, or the blocks of one encoder, in every task with per-image values.
 
-    Args:
-        store: Results folder with the per-image values.
-        records: Records to compare.
-        encoders: One or two checkpoint names from the command line, by `Record.encoder_id`.
-        select: Function that receives one record of each possible table. It returns the records of
-            the tables to compute.
+    `encoders` has one or two checkpoint names from the command line, by `Record.encoder_id`.
+    `select` chooses the tables to compute from one record of each possible table.
 
     Returns:
         One table for each group of comparable records, and the reason for each task without one.
@@ -436,7 +431,7 @@ def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequence[str]) -> bool:
-    """Return whether each encoder has at least one record with stored per-image values."""
+    """Return whether each encoder has any record with stored per-image values."""
     return all(
         any(store.has_per_image(record) for record in group if record.encoder_id == key)
         for key in encoders
@@ -547,7 +542,7 @@ def compare_runs(
 ) -> list[EpochComparison]:
     """Compare two runs block by block at every epoch that was probed in both.
 
-    `runs` are the names of the two runs. The encoder `RUN@100` belongs to the run `RUN`.
+    The encoder `RUN@100` belongs to the run `RUN`.
 
     Raises:
         DataError: A run has two encoders for the same epoch, or there is no table.

@@ -24,10 +24,7 @@ from ssl_bench.tables.entries import (
 from ssl_bench.tables.sheets import Cell, Sheet, Table, default_format, render_tables
 
 MAX_TABLES = 4
-"""If a single task has tables, and not more than this number, all its tables are printed.
-
-Otherwise only the tables of the main metric of each task are printed.
-"""
+"""Largest number of tables of a single task that are all printed."""
 
 PROBE_EPOCHS = (
     *("ssl-bench", "pretrain", "train.keep_epochs=[100,200]", "or"),
@@ -205,15 +202,12 @@ def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
     Raises:
         DataError: No run has records of at least two epochs, or two runs share a name.
     """
-    groups = comparable_groups(records)
-    for group in groups:
+    groups, tables = comparable_groups(records), []
+    for group, title in zip(groups, table_titles(groups), strict=True):
         for run, run_records in group_by_run(group).items():
             require_one_encoder_per_epoch(run, run_records)
-    tables = [
-        epoch_table(run_records, f"{title}, {run}")
-        for group, title in zip(groups, table_titles(groups), strict=True)
-        for run, run_records in runs_with_several_epochs(group).items()
-    ]
+        for run, run_records in runs_with_several_epochs(group).items():
+            tables.append(epoch_table(run_records, f"{title}, {run}"))
     if not tables:
         raise DataError(
             "no run has records of at least two epochs. Save several epochs of a run while "
@@ -290,9 +284,9 @@ def epoch_number(record: Record) -> float:
 
 
 def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
-    """Print the tables of each task's main metric, or all tables if they are few.
+    """Print the tables of each task's main metric, or of all metrics up to `MAX_TABLES`.
 
-    See `MAX_TABLES`. A message states the command that prints the others.
+    A message states the command that prints the others.
     """
     by_task: dict[str, list[Pivot]] = defaultdict(list)
     for table in tables:

@@ -90,13 +90,7 @@ class EncoderTable(Pivot):
 
 
 def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) -> EncoderTable:
-    """Score every encoder in every group of comparable records.
-
-    Args:
-        records: Records of any encoders, datasets and tasks.
-        store: Results folder with the per-image values.
-        choice: How to choose among several blocks: "holdout" or "oracle", see `choose_block`.
-    """
+    """Score every encoder in every group of comparable records, with a `choice` of `CHOICES`."""
     groups = comparable_groups(records)
     columns = column_names([group[0] for group in groups])
     models = model_names(records)

@@ -39,14 +39,9 @@ NO_CHOICE_MARK = (
 def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> Entry | None:
     """Choose one block of an encoder, and return the score of this block.
 
-    Different seeds may have been probed at different sets of blocks. Then only the seeds with the
-    largest set are used. If several sets are equally large, the most frequent set is used. In a
-    held-out choice, each seed chooses its own block.
-
-    Args:
-        records: Comparable records of one encoder, which differ only in block and seed.
-        store: Results folder with the per-image values.
-        choice: "holdout" or "oracle". It has no effect if there is only one block.
+    The comparable records differ only in block and seed. If seeds were probed at different sets of
+    blocks, only the seeds with the largest set are used, or with the most frequent of the largest
+    sets. In a held-out choice, each seed chooses its own block.
 
     Returns:
         The score, with `Entry.offered_layers` and `Entry.omitted_seeds`. It is None if no block can

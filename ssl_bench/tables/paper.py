@@ -132,13 +132,8 @@ def paper_table(
 ) -> PaperTable:
     """Build a table that shows our scores next to published values.
 
-    Args:
-        published: The published table. It defines the rows and columns.
-        records: Records that may fill the cells.
-        store: Results folder with the per-image values.
-        encoders: `Record.encoder_id` of our encoder for each row, by row name.
-        choice: See `PaperTable.choice`.
-        runs: Folders of our pretraining runs, by row name.
+    By row name, `encoders` has the `Record.encoder_id` of our encoder, and `runs` has the folder of
+    our pretraining run. See `PaperTable.choice` for `choice`.
     """
     encoders = {row: encoders[row] for row in published.rows if row in encoders}
     candidates = [record for record in records if record.encoder_id in encoders.values()]

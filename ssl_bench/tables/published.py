@@ -108,7 +108,6 @@ class PublishedTable:
         setup: Description of the experiment, according to the paper.
         unknown: Facts about the experiment that the paper does not state.
         source: Title of the paper, venue, and number of the table.
-        rows: Names of the encoders.
         values: Published values by (row, column), in percent unless the metric has another unit.
             Empty cells are not in the dictionary.
         spreads: Published numbers that follow the sign ±, by (row, column), in the same unit.

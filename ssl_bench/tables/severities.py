@@ -1,5 +1,6 @@
 """Tables that show how scores depend on the severity of image corruptions."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,7 +55,7 @@ class SeverityTable(Pivot):
 
     @property
     def incomplete_note(self) -> str:
-        """A note on `incomplete_layers`, or an empty text if every block has all scores."""
+        """A note on `incomplete_layers`, or "" if there are none."""
         if not self.incomplete_layers:
             return ""
         blocks = ", ".join(map(str, self.incomplete_layers))
@@ -80,7 +81,7 @@ class SeverityTable(Pivot):
         if not clean.value > (0.0 if baseline is None else baseline.value):
             return None
         drop = 100.0 * (1 - sum(values) / len(values) / clean.value)
-        return drop if drop == drop else None
+        return None if math.isnan(drop) else drop
 
     @property
     def most_robust_layers(self) -> frozenset[int]:
