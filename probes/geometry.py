@@ -73,9 +73,9 @@ _UNDEFINED = {
     "register_patch_cosine": "the encoder has no registers",
     "position_r2": "images of a single patch",
 }
-# Fraction of the images that select the penalty of the position regression. The same fraction is
-# scored, and the regression is trained on the other images.
-_HOLDOUT = 0.2
+# Parts of the images for the position regression. "selection" and "test" each have this fraction
+# of the images.
+_PARTS, _HOLDOUT = ("train", "selection", "test"), 0.2
 PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 # A channel with a smaller standard deviation, relative to its mean, varies only by rounding.
 _CONSTANT_CHANNEL = 1e-6
@@ -160,9 +160,9 @@ class Geometry(Probe):
         """
         images = self.split(context.dataset)
         subsets = draw_subsets(self, len(images), context.seed)
-        journal = self._views_journal(context, images, subsets.viewed)
+        journal = self._views_journal(context, images, subsets["views"])
         # Views come first, because they take most of the time.
-        views = self._encode_views(context, images, subsets.viewed, journal)
+        views = self._encode_views(context, images, subsets["views"], journal)
         statistics = self._encode_images(context, images, subsets)
         if len(images) < 3:
             context.say(f"geometry: {_FEW}: spectra and positions say little, or are undefined")
@@ -232,14 +232,14 @@ class Geometry(Probe):
         }
 
     def _encode_images(
-        self, context: ProbeContext, images: ImageSet, subsets: "ImageSubsets"
+        self, context: ProbeContext, images: ImageSet, subsets: Mapping[str, Sequence[int]]
     ) -> "ImageStatistics":
         """Encode the central square of every image, and return the collected statistics."""
         encoder = context.encoder
         available = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
         extractor = self._extractor(context, [facet for facet in available if available[facet]])
-        statistics = ImageStatistics(self, context.layers, images, subsets)
-        side, order = self._side(context), [i for part in subsets.positions.values() for i in part]
+        statistics = ImageStatistics(self, context.layers, images, subsets["pairs"])
+        side, order = self._side(context), [index for part in _PARTS for index in subsets[part]]
 
         def crop(sample: Sample) -> UInt8[Tensor, "3 side side"]:
             return central_square(sample.image, side, share=self.crop_share)
@@ -247,8 +247,8 @@ class Geometry(Probe):
         samples = read_ahead(images, order, crop, workers=self.num_workers)
         progress = iter(context.progress(samples, "geometry", len(order)))
         # No batch mixes two parts, and the regression is trained before it is scored.
-        for part, indices in subsets.positions.items():
-            squares = zip(indices, islice(progress, len(indices)), strict=True)
+        for part in _PARTS:
+            squares = zip(subsets[part], islice(progress, len(subsets[part])), strict=True)
             for batch in batches(squares, self._batch_size(context)):
                 pixels = to_device(torch.stack([square for _, square in batch]), context.device)
                 statistics.add(extractor, pixels.float() / 255, [i for i, _ in batch], part)
@@ -316,12 +316,9 @@ class Geometry(Probe):
         return at_once(self.batch_size, self._side(context), context.device)
 
 
-def _rank_limit(limit_of_images: int, dim: int) -> dict[str, Any]:
+def _rank_limit(images: int, dim: int) -> dict[str, Any]:
     """Return the upper limit of a rank, and whether more images would raise it."""
-    return {
-        "rank_limit": min(limit_of_images, dim),
-        "limited_by_images": limit_of_images < dim,
-    }
+    return {"rank_limit": min(images, dim), "limited_by_images": images < dim}
 
 
 def _score(
@@ -348,54 +345,40 @@ def _score(
     return Score(*cell, metric, value, ci95, num_images, details, unit=unit)
 
 
-@dataclass(frozen=True)
-class ImageSubsets:
-    """Indices of the images for each purpose. An image can serve several purposes.
+def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[int]]:
+    """Draw the indices of the images for each purpose, in ascending order.
 
-    Attributes:
-        viewed: Images that are encoded as random views.
-        paired: Images whose pairs are compared for uniformity.
-        positions: Disjoint parts of all images for the position regression. It is trained on
-            "train", "selection" selects its penalty, and "test" is scored. With fewer than three
-            images, all are in "train".
+    "views" are encoded as random views. "pairs" are compared for uniformity. "train", "selection"
+    and "test" are disjoint parts of all images for the position regression: it is trained on the
+    first, the second selects its penalty, and the third is scored. With fewer than three images,
+    all are in "train".
     """
-
-    viewed: tuple[int, ...]
-    paired: frozenset[int]
-    positions: Mapping[str, Sequence[int]]
-
-
-def draw_subsets(probe: Geometry, num_images: int, seed: int) -> ImageSubsets:
-    """Assign images to purposes at random."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_images, generator=generator).tolist()
     held_out = max(1, round(_HOLDOUT * num_images)) if num_images > 2 else 0
-    return ImageSubsets(
-        viewed=tuple(sorted(order[: probe.view_images])),
-        paired=frozenset(order[: probe.pair_images]),
-        positions={
-            "train": sorted(order[2 * held_out :]),
-            "selection": sorted(order[held_out : 2 * held_out]),
-            "test": sorted(order[:held_out]),
-        },
-    )
+    return {
+        "views": sorted(order[: probe.view_images]),
+        "pairs": sorted(order[: probe.pair_images]),
+        "train": sorted(order[2 * held_out :]),
+        "selection": sorted(order[held_out : 2 * held_out]),
+        "test": sorted(order[:held_out]),
+    }
 
 
 class ImageStatistics:
     """Statistics of the central squares of all images.
 
     Attributes:
-        subsets: Images for each purpose.
         moments: Moments of the image vectors, by layer and facet.
-        paired: Vectors of the images in `subsets.paired`, by layer and facet, in host memory.
+        paired: Vectors of the images that uniformity compares, by layer and facet, in host memory.
         per_image: Value of each image, by layer and metric, in host memory.
         regressions: Position regression of each layer.
     """
 
     def __init__(
-        self, probe: Geometry, layers: Sequence[int], images: ImageSet, subsets: ImageSubsets
+        self, probe: Geometry, layers: Sequence[int], images: ImageSet, paired: Sequence[int]
     ) -> None:
-        self.subsets, self._probe, self._images = subsets, probe, images
+        self._probe, self._images, self._paired_indices = probe, images, frozenset(paired)
         cells = [(layer, facet) for facet in probe.facets for layer in layers]
         self.moments = {cell: Moments() for cell in cells}
         self.paired: dict[LayerFacet, list[Tensor]] = {cell: [] for cell in cells}
@@ -409,17 +392,9 @@ class ImageStatistics:
         indices: Sequence[int],
         part: str,
     ) -> None:
-        """Encode a batch of images and update all statistics.
-
-        Args:
-            extractor: Extractor of the facets of the probe and of tokens. It also extracts [CLS]
-                and registers if the encoder has them.
-            pixels: Images with values in [0, 1].
-            indices: Index of each image.
-            part: Part of `subsets.positions` that the images belong to.
-        """
+        """Encode a batch of images of one part and update all statistics."""
         features, sums = extractor.extract_unchecked(pixels)
-        rows = [row for row, index in enumerate(indices) if index in self.subsets.paired]
+        rows = [row for row, index in enumerate(indices) if index in self._paired_indices]
         paired: list[Tensor] = []
         for facet in self._probe.facets:
             for layer, vectors in zip(features, image_vectors(features, facet), strict=True):

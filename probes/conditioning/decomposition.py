@@ -63,11 +63,8 @@ class PreNormBlock:
     """A decomposed block: y = x + attention(norm1(x)), then y + mlp(norm2(y)).
 
     Attributes:
-        graying: Applied to the tokens before everything else. In most blocks, the identity.
-        norm1: First norm.
-        attention: Attention, including LayerScale.
-        norm2: Second norm.
-        mlp: MLP, including LayerScale.
+        graying: Function that is applied to the tokens first. In most blocks, the identity.
+        attention: Attention, including LayerScale. The MLP includes LayerScale too.
         skip_attention: Whether the input of attention is added to its output.
         skip_mlp: Whether the input of the MLP is added to its output.
         heads: The attention with accessible matrices. None if it is not plain softmax attention.
@@ -130,14 +127,8 @@ def record_blocks(
 ) -> tuple[BlockRecords, Float64[Tensor, "images tokens dim"]]:
     """Run a float64 copy of the encoder, and record the input and output of each block.
 
-    Images are resized to squares, because condition numbers depend on the number of tokens.
-
-    Args:
-        encoder: The encoder.
-        samples: Images.
-        layers: Block indices, 0-based.
-        image_size: Side of the squares in pixels.
-        context: Device and progress of the computation.
+    Images are resized to squares with a side of `image_size` pixels, because condition numbers
+    depend on the number of tokens. Only the device and the progress of the context are used.
 
     Returns:
         The records, and the input of block 0.
@@ -203,7 +194,7 @@ def decompose_block(
         block: The block.
         tokens: Input of the block for one image.
         output: Output of the block for these tokens.
-        num_heads: Number of attention heads.
+        num_heads: Number of heads, for layers that do not store it.
 
     Returns:
         The decomposed block, or None. The second item is the reason if the block or its attention
@@ -231,13 +222,13 @@ def decompose_block(
         skip_mlp=getattr(module, "skip_mlp", True),
         heads=None,
     )
-    if mismatch := _find_mismatch(decomposed, tokens, output):
+    if mismatch := find_mismatch(decomposed, tokens, output):
         formula = "x + attn(norm1(x)), then that + mlp(norm2(that))"
         return None, f"the block is not {formula}, {mismatch}"
     heads, reason = _open_attention(attention, layer_scales[0], num_heads)
     if heads is not None:
         normed = decomposed.norm1(decomposed.graying(tokens))
-        if mismatch := _find_mismatch(heads.output, normed, decomposed.attention(normed)):
+        if mismatch := find_mismatch(heads.output, normed, decomposed.attention(normed)):
             heads, reason = None, f"attention is not softmax of its qkv, {mismatch}"
     return replace(decomposed, heads=heads), reason
 
@@ -260,11 +251,8 @@ def _without_batch(*functions: Any) -> Function:
     return run_chain
 
 
-def _find_mismatch(function: Function, tokens: Tensor, expected: Tensor) -> str:
-    """Describe how the output of a function differs from the expected output.
-
-    The description is empty if they agree.
-    """
+def find_mismatch(function: Function, tokens: Tensor, expected: Tensor) -> str:
+    """Describe how the output of a function differs from the expected output, or return ""."""
     # A layer of an unknown kind can raise any exception.
     try:
         error = (function(tokens) - expected).abs().max()

@@ -14,7 +14,7 @@ from jaxtyping import Float64
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from probes.conditioning.decomposition import BlockRecord, Function, Tokens
+from probes.conditioning.decomposition import BlockRecord, Function, Tokens, find_mismatch
 from probes.spectra import condition_number, singular_values
 from ssl_bench.errors import ConfigurationError
 
@@ -43,7 +43,7 @@ def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]
     Source: "Cutting the Skip", equations 7, 8 and 10, proposition 2 and appendix A.1.
     """
     functions: dict[str, tuple[Function, Tokens]] = {}
-    if torch.allclose(record.run_block(record.input), record.output, rtol=1e-9, atol=1e-12):
+    if not find_mismatch(record.run_block, record.input, record.output):
         functions["block"] = record.run_block, record.input
     parts = record.parts
     if parts is None:
@@ -170,13 +170,7 @@ def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, S
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A square matrix that is given by matrix-vector products.
-
-    Attributes:
-        size: Number of rows.
-        apply: Multiplies the matrix with a vector.
-        apply_transposed: Multiplies the transposed matrix with a vector.
-    """
+    """A square matrix that is given by its products, and those of its transpose, with vectors."""
 
     size: int
     apply: Function

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float64
 from torch import Tensor
 
 from probes.conditioning.decomposition import BlockRecords, record_blocks
 from probes.conditioning.scores import (
     CELLS,
     EQUAL_TOKENS,
+    CkaMatrix,
     cka_matrix,
     cka_with_input,
     exact_scores,
@@ -47,7 +47,7 @@ from ssl_bench.models import (
 from ssl_bench.results import encoder_id
 from ssl_bench.system.files import write_atomically
 
-SPECTRA_FILE, CKA_FILE = "spectra.npz", "cka.npy"
+SPECTRA_ENDING, CKA_ENDING = "-spectra.npz", "-cka.npy"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Conditioning(Probe):
         del images
         if self.protocol == "mean_log":
             return {}
-        arrays = [f"-{SPECTRA_FILE}", f"-{CKA_FILE}"] if self.protocol == "spectra" else []
+        arrays = (SPECTRA_ENDING, CKA_ENDING) if self.protocol == "spectra" else ()
         return {f"{self._file_stem(layers, seed)}{end}": layers for end in (".png", *arrays)}
 
     def _file_stem(self, layers: Sequence[int], seed: int) -> str:
@@ -160,26 +160,32 @@ class Conditioning(Probe):
         if self.at_initialisation:
             context = replace(context, encoder=_initialise(context.encoder, context.seed))
         samples = self._first_samples(context)
-        layers: Sequence[int] = context.layers
-        if self.protocol == "mean_log":
-            # The means include blocks that are not scored.
-            layers = range(max(layers) + 1)
+        # Means of logarithms include blocks that are not scored.
+        layers = range(max(context.layers) + 1) if self.protocol == "mean_log" else context.layers
         records, embedded = record_blocks(
             context.encoder, samples, layers, self.image_size, context
         )
+        stem, cka = context.artifacts / self._file_stem(context.layers, context.seed), None
         scores: Iterable[Score]
         if self.protocol == "spectra":
-            scores = self._score_spectra(context, samples, records, embedded)
+            states = {"input": embedded, **_outputs_by_name(records)}
+            cka = cka_matrix(states, states)
+            scores = self._score_spectra(context, records, stem, cka)
         elif self.protocol == "checkpoints":
-            scores = self._compare_encoders(context, samples, records)
+            scores, cka = self._compare_encoders(context, samples, records)
         elif self.protocol == "mean_log":
             scores = mean_log_scores(context.layers, records)
         else:
-            scores = self._score_jacobians(context, samples, records)
+            scores = self._score_jacobians(context, records)
         finished: list[Score] = []
         for score in scores:
             finished.append(score)
             yield score
+        if self.protocol != "mean_log":
+            when = f" at initialisation, seed {context.seed}" if self.at_initialisation else ""
+            images = f"{len(samples)} images of {self.image_size} x {self.image_size}"
+            title = f"{context.encoder.name}{when}: {self.protocol}, {images}"
+            draw_figure(finished, title, _with_ending(stem, ".png"), cka)
         yield from self._undefined_scores(context, finished, len(samples), records)
 
     def _first_samples(self, context: ProbeContext) -> list[Sample]:
@@ -191,58 +197,40 @@ class Conditioning(Probe):
         return [images[index] for index in range(count)]
 
     def _score_spectra(
-        self,
-        context: ProbeContext,
-        samples: Sequence[Sample],
-        records: BlockRecords,
-        embedded: Tensor,
+        self, context: ProbeContext, records: BlockRecords, stem: Path, cka: CkaMatrix
     ) -> Iterator[Score]:
-        scores: list[Score] = []
+        """Score matrices and CKA, then write all singular values and the CKA matrix to files."""
         spectra: dict[str, Any] = {}
         for layer in context.progress(records, "blocks", len(records)):
-            matrix_scores, values = spectra_scores(layer, records[layer])
+            scores, values = spectra_scores(layer, records[layer])
             # Each array has the shape images x heads x values.
             spectra |= {f"block{layer:02d}_{facet}": values[facet].numpy() for facet in values}
-            of_layer = [*matrix_scores, cka_with_input(layer, records[layer])]
-            scores += of_layer
-            yield from of_layer
-        names = ["input", *map(str, records)]
-        states = [embedded, *map(stack_outputs, records.values())]
-        cka = cka_matrix(states, states)
-        path = context.artifacts / self._file_stem(context.layers, context.seed)
+            yield from (*scores, cka_with_input(layer, records[layer]))
         write_atomically(
-            path.with_name(f"{path.name}-{SPECTRA_FILE}"),
-            lambda file: np.savez_compressed(file, **spectra),
+            _with_ending(stem, SPECTRA_ENDING), lambda file: np.savez_compressed(file, **spectra)
         )
-        write_atomically(path.with_name(f"{path.name}-{CKA_FILE}"), lambda file: np.save(file, cka))
-        draw_figure(scores, *self._title_and_path(context, samples), cka, (names, names))
+        write_atomically(_with_ending(stem, CKA_ENDING), lambda file: np.save(file, cka.values))
 
-    def _score_jacobians(
-        self, context: ProbeContext, samples: Sequence[Sample], records: BlockRecords
-    ) -> Iterator[Score]:
-        scores: list[Score] = []
+    def _score_jacobians(self, context: ProbeContext, records: BlockRecords) -> Iterator[Score]:
         for layer in context.progress(records, "blocks", len(records)):
             # The figure also shows blocks that an earlier run has finished.
-            of_layer = [
+            scores = [
                 make_score(r.layer, r.facet, r.metric, r.value, r.ci95, r.num_images, r.details)
                 for r in context.known
                 if r.layer == layer
             ]
-            if len(of_layer) < len(CELLS[self.protocol]):
-                of_layer = (
-                    exact_scores(layer, records[layer])
-                    if self.protocol == "jacobian_exact"
-                    else lanczos_scores(layer, records[layer], self.num_steps, context.seed)
-                )
-            scores += of_layer
-            yield from of_layer
-        draw_figure(scores, *self._title_and_path(context, samples))
+            if len(scores) == len(CELLS[self.protocol]):
+                yield from scores
+            elif self.protocol == "jacobian_exact":
+                yield from exact_scores(layer, records[layer])
+            else:
+                yield from lanczos_scores(layer, records[layer], self.num_steps, context.seed)
 
     def _compare_encoders(
         self, context: ProbeContext, samples: Sequence[Sample], records: BlockRecords
-    ) -> Iterator[Score]:
-        """Score the CKA of each block with the block of the other encoder at the same depth."""
-        other = load_encoder(str(self.compare_to))
+    ) -> tuple[list[Score], CkaMatrix]:
+        """Score the CKA of each block with the block of the other encoder that has its index."""
+        encoder, other = context.encoder, load_encoder(str(self.compare_to))
         if _name_and_id(other) != self._compared_encoder:
             raise CheckpointError(
                 f"{self.compare_to} changed while it was read. Run the same command again"
@@ -250,35 +238,26 @@ class Conditioning(Probe):
         self.require_fitting(other)
         layers = resolve_layers("all", other.depth)
         other_records, _ = record_blocks(other, samples, layers, self.image_size, context)
-        outputs = {layer: stack_outputs(records[layer]) for layer in records}
-        other_outputs = {layer: stack_outputs(other_records[layer]) for layer in other_records}
-        num_tokens, other_num_tokens = (
-            next(iter(tokens.values())).shape[1] for tokens in (outputs, other_outputs)
-        )
-        if num_tokens != other_num_tokens:
+        outputs, other_outputs = _outputs_by_name(records), _outputs_by_name(other_records)
+        counts = [next(iter(tokens.values())).shape[1] for tokens in (outputs, other_outputs)]
+        if counts[0] != counts[1]:
             raise ConfigurationError(
-                f"CKA needs encoders with the same patch size and registers, but "
-                f"{context.encoder.name} has {num_tokens} tokens and {other.name} "
-                f"{other_num_tokens}"
+                f"CKA needs encoders with the same patch size and registers, but {encoder.name} "
+                f"has {counts[0]} tokens and {other.name} {counts[1]}"
             )
-        cka = cka_matrix(list(outputs.values()), list(other_outputs.values()))
-        scores = []
-        for row, (layer, tokens) in zip(cka, outputs.items(), strict=True):
-            if layer not in other_outputs:
-                continue
-            details = {
-                "other": other.name,
-                "other_sha256": other.sha256,
-                "with_every_block": row.tolist(),
-            }
-            value, ci95 = float(row[layer]), linear_cka_ci95(tokens, other_outputs[layer])
-            score = make_score(
-                layer, "token", "cka_with_checkpoint", value, ci95, len(samples), details
+        cka = cka_matrix(outputs, other_outputs, other.name)
+        details = {"other": other.name, "other_sha256": other.sha256}
+        scores = [
+            make_score(
+                *(layer, "token", "cka_with_checkpoint", float(row[layer])),
+                linear_cka_ci95(outputs[str(layer)], other_outputs[str(layer)]),
+                len(samples),
+                {**details, "with_every_block": row.tolist()},
             )
-            scores.append(score)
-            yield score
-        names = list(map(str, outputs)), list(map(str, other_outputs))
-        draw_figure(scores, *self._title_and_path(context, samples), cka, names, other.name)
+            for row, layer in zip(cka.values, records, strict=True)
+            if layer in other_records
+        ]
+        return scores, cka
 
     def _undefined_scores(
         self,
@@ -291,17 +270,15 @@ class Conditioning(Probe):
         computed = {(score.layer, score.facet, score.metric) for score in finished}
         missing = [cell for cell in self.cells(context.layers) if cell not in computed]
         reasons = {cell: self._reason(*cell[:2], records) for cell in missing}
-        # Blocks that lack the same facets for the same reason share a message.
-        facets: dict[tuple[int, str], dict[str, None]] = {}
-        for (layer, facet, _), reason in reasons.items():
-            facets.setdefault((layer, reason), {})[facet] = None
-        blocks: dict[tuple[str, str], list[int]] = {}
-        for (layer, reason), names in facets.items():
-            blocks.setdefault((", ".join(names), reason), []).append(layer)
-        for (names, reason), layers in blocks.items():
+        # Results with the same reason share a message.
+        for reason in dict.fromkeys(reasons.values()):
+            cells = [cell for cell in missing if reasons[cell] == reason]
+            layers, facets = (
+                ", ".join(dict.fromkeys(str(cell[n]) for cell in cells)) for n in (0, 1)
+            )
             context.say(
-                f"conditioning: {context.encoder.name}, block {', '.join(map(str, layers))}: "
-                f"no number for {names}: {reason}"
+                f"conditioning: {context.encoder.name}, block {layers}: no number for {facets}: "
+                f"{reason}"
             )
         for score in finished:
             if np.isnan(score.value) and score.details["undefined"] == EQUAL_TOKENS:
@@ -327,14 +304,6 @@ class Conditioning(Probe):
         failed = [record for record in records[layer] if record.reason]
         return min(failed, key=lambda record: record.parts is not None).reason
 
-    def _title_and_path(self, context: ProbeContext, samples: Sequence[Sample]) -> tuple[str, Path]:
-        when = f" at initialisation, seed {context.seed}" if self.at_initialisation else ""
-        title = (
-            f"{context.encoder.name}{when}: {self.protocol}, {len(samples)} images of "
-            f"{self.image_size} x {self.image_size}"
-        )
-        return title, context.artifacts / f"{self._file_stem(context.layers, context.seed)}.png"
-
 
 def _initialise(encoder: Encoder, seed: int) -> Encoder:
     """Return the encoder with the initial weights of a seed."""
@@ -353,25 +322,19 @@ def _name_and_id(encoder: Encoder | EncoderIdentity) -> str:
     return f"{encoder.name} {encoder_id(encoder.identity())[:16]}"
 
 
-def draw_figure(
-    scores: Sequence[Score],
-    title: str,
-    path: Path,
-    cka: Float64[np.ndarray, "rows columns"] | None = None,
-    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
-    other: str = "",
-) -> None:
+def _outputs_by_name(records: BlockRecords) -> dict[str, Tensor]:
+    return {str(layer): stack_outputs(records[layer]) for layer in records}
+
+
+def _with_ending(stem: Path, ending: str) -> Path:
+    return stem.with_name(f"{stem.name}{ending}")
+
+
+def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix | None) -> None:
     """Draw a panel for each metric, with a line and a 95 % band for each facet.
 
-    Infinite values are marked at the top.
-
-    Args:
-        scores: Scores to draw.
-        title: Title of the figure.
-        path: Path of the PNG file.
-        cka: CKA between blocks, which gets a panel of its own. None to omit the panel.
-        names: Names of the rows and columns of `cka`.
-        other: Name of the encoder in the columns of `cka`. Empty for the same encoder.
+    Infinite values are marked at the top. The CKA matrix, if there is one, has its own panel. The
+    figure has no panel if no block could be scored.
     """
     # pyplot would change the backend and the open figures of the caller.
     from matplotlib.figure import Figure
@@ -379,20 +342,19 @@ def draw_figure(
     metrics = list(dict.fromkeys(score.metric for score in scores))
     facets = list(dict.fromkeys(score.facet for score in scores))
     num_panels = len(metrics) + (cka is not None)
-    columns = min(3, num_panels)
-    rows = -(-num_panels // columns)
+    columns = max(1, min(3, num_panels))
+    rows = max(1, -(-num_panels // columns))
     figure = Figure(figsize=(4.8 * columns, 3.8 * rows + 0.4), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis, metric in zip(axes.flat, metrics, strict=False):
         _draw_metric(axis, [score for score in scores if score.metric == metric], facets)
     if cka is not None:
         axis = axes.flat[len(metrics)]
-        image = axis.imshow(cka, vmin=0, vmax=1, cmap="magma", origin="lower")
+        image = axis.imshow(cka.values, vmin=0, vmax=1, cmap="magma", origin="lower")
         figure.colorbar(image, ax=axis)
-        row_names, column_names = names
-        axis.set_xticks(range(len(column_names)), column_names, fontsize=7)
-        axis.set_yticks(range(len(row_names)), row_names, fontsize=7)
-        axis.set_xlabel(f"block of {other}" if other else "block")
+        axis.set_xticks(range(len(cka.columns)), cka.columns, fontsize=7)
+        axis.set_yticks(range(len(cka.rows)), cka.rows, fontsize=7)
+        axis.set_xlabel(f"block of {cka.other}" if cka.other else "block")
         axis.set_title("linear CKA", fontsize=9)
     for axis in axes.flat[num_panels:]:
         axis.set_axis_off()

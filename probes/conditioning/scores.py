@@ -5,6 +5,7 @@ compares two representations of the same tokens, is at the end.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -307,11 +308,29 @@ def stack_outputs(records: Sequence[BlockRecord]) -> Float64[Tensor, "images tok
     return torch.stack([record.output for record in records])
 
 
+@dataclass(frozen=True)
+class CkaMatrix:
+    """Linear CKA of each pair of representations.
+
+    Attributes:
+        values: The matrix.
+        rows: Names of the rows.
+        columns: Names of the columns.
+        other: Name of the encoder in the columns. Empty if it is the encoder in the rows.
+    """
+
+    values: Float64[np.ndarray, "rows columns"]
+    rows: Sequence[str]
+    columns: Sequence[str]
+    other: str
+
+
 def cka_matrix(
-    rows: Sequence[Tokens], columns: Sequence[OtherTokens]
-) -> Float64[np.ndarray, "rows columns"]:
-    """Return the linear CKA of each pair of representations."""
-    return np.array([[linear_cka(x, y) for y in columns] for x in rows])
+    rows: Mapping[str, Tokens], columns: Mapping[str, OtherTokens], other: str = ""
+) -> CkaMatrix:
+    """Compute the linear CKA of each pair of representations. The keys are their names."""
+    values = np.array([[linear_cka(x, y) for y in columns.values()] for x in rows.values()])
+    return CkaMatrix(values, list(rows), list(columns), other)
 
 
 def linear_cka(x: Tokens, y: OtherTokens) -> float:

@@ -312,6 +312,38 @@ def test_a_block_that_its_encoder_calls_otherwise_has_no_jacobian(
     assert "no number for block: called alone, the block does not give" in line
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_blocks_with_further_arguments_have_no_jacobian_but_a_figure(
+    photographs, tmp_path, monkeypatch
+):
+    of_module, of_layer = Own.forward, Layer.forward
+    tokens_only = staticmethod(lambda layer, tokens, positions: of_layer(layer, tokens))
+    monkeypatch.setattr(Layer, "forward", lambda *values: tokens_only(*values))
+    module, said = own(), []
+    for layer in module.trunk:
+        layer.register_forward_pre_hook(lambda _, inputs: (*inputs, 1) if running else None)
+    running = []
+
+    def forward(self, images):
+        running.append(1)
+        try:
+            return of_module(self, images)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(Own, "forward", forward)
+    encoder = replace(Encoder.from_module(module, name="own", image_size=32), num_heads=2)
+
+    records = probe(
+        photographs, tmp_path, encoder, said,
+        image_size=32, num_images=1, protocol="jacobian_exact",
+    )  # fmt: skip
+
+    assert all(math.isnan(record.value) for record in records)
+    assert len([line for line in said if "no number for" in line]) == 2
+    assert len(list((tmp_path / "pictures").rglob("*.png"))) == 1
+
+
 class _Alone(nn.TransformerEncoderLayer):
     """Torch's layer, which gives a pair as those of the module do."""
 
