@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float, Float64, UInt8
 from torch import Tensor
 
-from probes.features.image import image_vectors, parts_of
+from probes.features.image import facet_parts, image_vectors
 from probes.features.journal import Journal
 from probes.features.moments import Moments
-from probes.features.stream import at_once, batches, checked, read_ahead
+from probes.features.stream import batches, fetch_finite, images_per_pass, read_ahead
 from probes.features.views import ResizedCrops
 from probes.spectra import alpha_req, centred_effective_rank, is_constant, lidar, rankme
 from ssl_bench.composition.fields import (
@@ -218,7 +218,7 @@ class Geometry(Probe):
                     features, sums = extractor.extract_unchecked(to_device(batch, context.device))
                     by_facet = [image_vectors(features, facet) for facet in self.facets]
                     ids = [images.ids[index]] * len(batch)
-                    parts.append(checked(extractor, sums, ids, by_facet))
+                    parts.append(fetch_finite(extractor, sums, ids, by_facet))
                 vectors[index] = [torch.cat(part, 1) for part in zip(*parts, strict=True)]
                 journal.append({"image": index, "vectors": vectors[index]})
         except BaseException:
@@ -306,14 +306,14 @@ class Geometry(Probe):
         yield _score(cell, "position_r2", mean_estimate(r2), count, details)
 
     def _extractor(self, context: ProbeContext, more: Iterable[Facet] = ()) -> FeatureExtractor:
-        parts = [part for facet in self.facets for part in parts_of(facet)]
+        parts = [part for facet in self.facets for part in facet_parts(facet)]
         return context.extractor(context.layers, *dict.fromkeys([*parts, *more]))
 
     def _side(self, context: ProbeContext) -> int:
         return self.resize.square_side(context.encoder.native_size)
 
     def _batch_size(self, context: ProbeContext) -> int:
-        return at_once(self.batch_size, self._side(context), context.device)
+        return images_per_pass(self.batch_size, self._side(context), context.device)
 
 
 def _rank_limit(images: int, dim: int) -> dict[str, Any]:
@@ -404,7 +404,7 @@ class ImageStatistics:
             self.regressions[layer].add(facets["token"], part)
         values = self._patch_values(features)
         ids = [self._images.ids[index] for index in indices]
-        on_host = checked(extractor, sums, ids, [*paired, *values.values()])
+        on_host = fetch_finite(extractor, sums, ids, [*paired, *values.values()])
         for cell, vectors in zip(self.paired, on_host[: len(paired)], strict=True):
             self.paired[cell].append(vectors)
         for cell, batch in zip(values, on_host[len(paired) :], strict=True):

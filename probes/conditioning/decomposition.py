@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from probes.features.views import resized_photograph
+from probes.features.views import resize_bicubic
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, block_tokens
@@ -159,7 +159,7 @@ def record_blocks(
     records: BlockRecords = {layer: [] for layer in layers}
     try:
         for sample in context.progress(samples, "conditioning", len(samples)):
-            image = resized_photograph(sample.image, image_size, image_size)
+            image = resize_bicubic(sample.image, image_size, image_size)
             extractor(image[None].to(device), [sample.image_id])
             for layer, block in block_by_layer.items():
                 with torch.no_grad():
