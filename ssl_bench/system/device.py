@@ -68,11 +68,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def parse_device(name: str) -> torch.device:
-    """Return the torch device with this name, which the machine may lack.
-
-    Raises:
-        ConfigurationError: torch does not know the name.
-    """
+    """Return the torch device with this name, which the machine may lack."""
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -115,10 +111,7 @@ def free_gpu_memory(device: torch.device) -> int:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without waiting for earlier work on the device.
-
-    The tensor is first copied to pinned CPU memory. Copying from other memory would wait.
-    """
+    """Copy a tensor through pinned memory, without waiting for earlier work on the device."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -126,15 +119,13 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors to CPU memory. Wait once for all copies instead of once for each tensor."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    copies = []
-    for tensor in tensors:
-        if tensor.is_cuda:
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            copies.append(pinned.copy_(tensor, non_blocking=True))
-        else:
-            copies.append(tensor.cpu())
-    for device in devices:
+    copies = [
+        torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
+        if one.is_cuda
+        else one.cpu()
+        for one in tensors
+    ]
+    for device in {one.device for one in tensors if one.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return copies
 

@@ -188,13 +188,8 @@ class Outcome:
 def run_and_catch(work: Callable[[], int | None], command: str, *, debug: bool) -> Outcome:
     """Run one part of a command and return how it ended, so that other parts can continue.
 
-    Args:
-        work: Function that runs the part and returns its exit code, or None for 0.
-        command: Name of the command. The hint of an out-of-memory error depends on it.
-        debug: Raise errors instead of returning them.
-
-    Raises:
-        Preempted, KeyboardInterrupt: The user or a scheduler stopped the command.
+    `work` runs the part and returns its exit code, or None for 0. Interruptions are raised again,
+    and so is any error if `debug` is true. The hint of an out-of-memory error depends on `command`.
     """
     start, message = time.monotonic(), ""
     try:

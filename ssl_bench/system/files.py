@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -145,12 +145,9 @@ def _remove_orphan(path: Path, idle_seconds: float) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file until it is closed. Return False if the system does not support locks.
+    """Lock a file until it is closed, or raise BlockingIOError if another process holds the lock.
 
-    Windows and some network file systems do not support them.
-
-    Raises:
-        BlockingIOError: Another process holds the lock.
+    Return False on Windows and on network file systems without locks.
     """
     if fcntl is None:
         return False
@@ -166,10 +163,7 @@ def try_lock(descriptor: int) -> bool:
 def wait_for_lock(descriptor: int) -> None:
     """Wait until no other process holds the lock of a file, then lock it until it is closed.
 
-    On Windows this function has no effect.
-
-    Raises:
-        OSError: The file system does not support locks.
+    On Windows this has no effect. Some network file systems raise OSError.
     """
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -196,7 +190,6 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file."""
     with open_regular(path) as file:
         return file.read()
 
@@ -247,21 +240,14 @@ def open_untrusted(
         OSError: The file is missing, too large, a link, a pipe or a device, or one of its parent
             folders is a link. `strerror` gives the reason.
     """
-    folder = path.parent
-    if checked_folders is None or folder not in checked_folders:
-        if link := _find_link(root, folder):
-            raise _link_error(link, path)
-        if checked_folders is not None:
-            checked_folders.add(folder)
-    # On systems with O_NOFOLLOW, opening a link fails.
-    if not hasattr(os, "O_NOFOLLOW") and path.is_symlink():
-        raise _link_error(path, path)
-    try:
-        descriptor = os.open(path, _READ | _NO_LINK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _link_error(path, path) from error
-        raise
+    is_checked = checked_folders is not None and path.parent in checked_folders
+    if link := _find_link(path.parent if is_checked else root, path):
+        reason = "a link" if link == path else f"below the link {link}"
+        raise OSError(errno.ELOOP, f"{reason}, and links are not followed", str(path))
+    if checked_folders is not None:
+        checked_folders.add(path.parent)
+    # `_NO_LINK` also refuses a link that has just replaced the file.
+    descriptor = os.open(path, _READ | _NO_LINK)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
@@ -286,7 +272,7 @@ def read_untrusted_folder(
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the path and content of each file of a folder, faster than `read_untrusted`.
 
-    The content is b"" if `read_untrusted` would raise an error. Hidden files are included.
+    The content is b"" if `read_untrusted` would raise an error.
     """
     is_below_link = _find_link(root, folder) is not None
     try:
@@ -308,14 +294,9 @@ def read_untrusted_folder(
         yield path, content
 
 
-def _find_link(root: Path, folder: Path) -> Path | None:
-    places = takewhile(lambda place: place != root, (folder, *folder.parents))
+def _find_link(root: Path, path: Path) -> Path | None:
+    places = takewhile(lambda place: place != root, chain((path,), path.parents))
     return next((place for place in places if place.is_symlink()), None)
-
-
-def _link_error(link: Path, path: Path) -> OSError:
-    reason = "a link" if link == path else f"below the link {link}"
-    return OSError(errno.ELOOP, f"{reason}, and links are not followed", str(path))
 
 
 # Files with checksums.
@@ -325,10 +306,9 @@ _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
 
 
 def read_digests(sidecar: Path) -> list[tuple[str, str]]:
-    """Return the (digest, file name) pairs in a file that `sha256sum` wrote.
+    """Return the pairs of lower-case digest and file name in a file that `sha256sum` wrote.
 
-    Digests are in lower case. If a line only contains a digest, the file name is empty. Lines
-    without a digest are ignored. The list is empty if the file cannot be read.
+    A file name may be empty. The list is empty if the file cannot be read.
     """
     try:
         lines = read_regular(sidecar).decode(errors="replace").splitlines()
@@ -390,13 +370,11 @@ _RESULT_FILES = ("records.parquet", RECORDS, NAMES)
 
 
 def mark_as_output(folder: Path) -> None:
-    """Mark a folder as output of ssl-bench, so that no dataset reads its images.
-
-    The folder is created if it is missing.
-    """
+    """Create a folder if it is missing, and mark it, so that no dataset reads its images."""
     if not (folder / _OUTPUT_MARK).exists():
-        text = "ssl-bench wrote this and reads no data from it\n"
-        write_text_atomically(folder / _OUTPUT_MARK, text)
+        write_text_atomically(
+            folder / _OUTPUT_MARK, "ssl-bench wrote this and reads no data from it\n"
+        )
 
 
 def is_output(folder: Path) -> bool:

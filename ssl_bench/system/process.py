@@ -134,6 +134,14 @@ _OUT_OF_MEMORY_PHRASES = (
 )
 
 
+_SMALLER_SETTINGS = {
+    "probe": "probe.batch_size={smaller} or probe.image_size={smaller} or "
+    "probe.training.batch_size={smaller} or --layer {blocks}",
+    "sweep": "--jobs 1 or probe.batch_size={smaller} or --layer {blocks}",
+    "pretrain": "train.batch_size={smaller} or train.accumulation={larger} or train.num_workers=0",
+}
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error or one of its causes was raised because CPU or GPU memory ran out."""
     current: BaseException | None = error
@@ -157,19 +165,7 @@ def reraise_out_of_memory(error: Exception) -> None:
 def out_of_memory_error(error: BaseException, command: str) -> MachineError:
     """Return the error for a command that ran out of memory. Its hint lists smaller settings."""
     detail = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    hint: tuple[str, ...] = ()
-    if command == "probe":
-        hint = (
-            "probe.batch_size={smaller}", "or", "probe.image_size={smaller}",
-            "or", "probe.training.batch_size={smaller}", "or", "--layer", "{blocks}",
-        )  # fmt: skip
-    elif command == "sweep":
-        hint = ("--jobs", "1", "or", "probe.batch_size={smaller}", "or", "--layer", "{blocks}")
-    elif command == "pretrain":
-        hint = (
-            "train.batch_size={smaller}", "or", "train.accumulation={larger}",
-            "or", "train.num_workers=0",
-        )  # fmt: skip
+    hint = _SMALLER_SETTINGS.get(command, "").split()
     return MachineError(f"out of memory ({detail[:200]})", hint=hint)
 
 

@@ -35,17 +35,13 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
     A terminal shows a bar. A log gets a line after 20 seconds, then each time the elapsed time has
     doubled, and at least every ten minutes. Only the process of rank 0 shows its progress.
 
-    Args:
-        items: Items to yield.
-        description: Text before the numbers.
-        total: Number of items. The default is `len(items)`, or unknown if `items` has no length.
+    `total` is the number of items. The default is `len(items)`, or unknown without a length.
     """
     if not is_main_process():
         return items
     if total is None and isinstance(items, Sized):
         total = len(items)
-    show = _show_bar if sys.stderr.isatty() else _log_progress
-    return show(items, description, total)
+    return (_show_bar if sys.stderr.isatty() else _log_progress)(items, description, total)
 
 
 def _show_bar(items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
