@@ -428,6 +428,8 @@ class RecordReader:
         keys = {name: f"{name} {values[name]!r}" for name in _SHARED_FIELDS if name in values}
         for name, key in keys.items():
             if key not in self._shared:
+                # Settings that are nested too deeply raise RecursionError here, not in a table.
+                to_plain_json(values[name])
                 self._shared[key] = values[name], canonical_json(values[name])
             values[name] = self._shared[key][0]
         record = Record(**values)
