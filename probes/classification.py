@@ -575,7 +575,7 @@ def choice_scores(
             warnings.insert(0, edge)
         for top in TOP_K:
             yield top_k_score(
-                cell,
+                *cell,
                 f"top{top}_{choice}",
                 ranks[best] < top,
                 labels,

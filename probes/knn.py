@@ -1,8 +1,12 @@
-"""k-NN classification: do images of one class lie together? Nothing is trained."""
+"""k-NN classification: are images of the same class close to each other in each block?
+
+Each scored image gets the class that its nearest training images vote for. Nothing is trained.
+"""
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from probes.features.image import ImagePass, is_constant
@@ -36,27 +40,31 @@ from ssl_bench.neighbours import knn_ranks, unit_vectors, zero_vectors_warning
 
 @dataclass(frozen=True)
 class KNN(Probe):
-    """Images take the class that their nearest training images vote for; nothing is trained.
+    """Classify each image by a vote of its nearest training images. Nothing is trained.
 
     Attributes:
-        neighbours: How many training images vote, one or several numbers.
-        temperature: A neighbour's vote is exp(cosine similarity / temperature).
-        facet: What stands for an image, one or several of "cls" and "patch_mean", its mean patch,
-            both after the encoder's final norm, and of attn_out, attn_skip, mlp_hidden, mlp_out
-            and submodules of a block, of which the mean patch is taken as it is.
-        image_size: Side in pixels; without it the encoder's own.
-        crop_share: Side of the central square that is looked at, relative to the shorter side.
-        train_images: At most so many vote, drawn with the seed.
-        shots: Images of each class that vote, one or several numbers n; neighbours are then those
-            of `neighbours` below n, and n.
-        draws: How often these are drawn; the scores are means over the draws.
-        memory_gib: For the features; layers that do not fit wait for another pass.
-        engine: What compares the images, "faiss" or "torch"; by default faiss for many images on a
-            CPU, and torch else. The neighbours are the same.
-        guesses: Where the preset differs from its authors'.
+        protocol: Preset, "dino" or "dinov2". The input of "dinov2" has 224 x 224 pixels.
+        neighbours: Number k of nearest training images that vote, or several numbers.
+        temperature: Each vote has the weight exp(cosine similarity / temperature).
+        facet: Feature that represents an image, or several features. "cls" and "patch_mean", the
+            mean of the patches, are taken after the encoder's final norm. For attn_out, attn_skip,
+            mlp_hidden, mlp_out and submodules of a block, it is the mean of the patches without
+            this norm.
+        image_size: Side of the square input in pixels (default: the encoder's native size).
+        crop_share: Side of the central square crop, relative to the shorter side of the image.
+        train_images: Maximum number of training images that vote, drawn with the seed. The default
+            is all of them.
+        shots: Number n of training images of each class that vote, or several numbers. For n shots,
+            k is n and each of `neighbours` below n.
+        draws: Number of random draws of the shots. Scores are means over the draws.
+        memory_gib: Memory limit for the features. If the features of all layers exceed it, the
+            images pass the encoder several times.
+        engine: Search engine: "faiss" or "torch". "auto" uses faiss for many images on a CPU. Both
+            find the same neighbours.
+        guesses: Differences between the preset and the authors' code.
 
-    Source: `eval_knn.py` of https://github.com/facebookresearch/dino, which looks at the last
-    block alone.
+    Source: `eval_knn.py` of https://github.com/facebookresearch/dino, which scores only the last
+    block.
     """
 
     protocol: Literal["dino", "dinov2"] = "dino"
@@ -86,86 +94,89 @@ class KNN(Probe):
         reject_train_images_with_shots(self.shots, self.train_images)
 
     def settings(self) -> dict[str, Any]:
-        # Of shots the metric says their number and that of the neighbours.
-        unsaid = (
+        # With shots, the name of the metric contains n and k.
+        unused = (
             ("shots", "draws") if self.shots is None else ("shots", "neighbours", "train_images")
         )
-        return {name: value for name, value in super().settings().items() if name not in unsaid}
+        return {name: value for name, value in super().settings().items() if name not in unused}
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> Probe:
-        """With as many neighbours as there are images to vote, unless somebody typed how many."""
+        """Drop default numbers of neighbours that exceed the number of training images."""
         if "neighbours" in typed or self.shots is not None:
             return self
         images = len(self.training_images(dataset))
-        count = min(images, self.train_images or images)
-        fitting = [k for k in self.neighbours if k <= count] or [count]
-        same = fitting == list(self.neighbours)
-        return self if same else replace(self, neighbours=fitting)
+        neighbours = self._neighbours_up_to(min(images, self.train_images or images))
+        is_unchanged = neighbours == list(self.neighbours)
+        return self if is_unchanged else replace(self, neighbours=neighbours)
 
     def training_images(self, dataset: Dataset) -> ImageSet:
         return dataset.train()
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        names = metrics(self.neighbours)
+        metrics = _metric_names(self.neighbours)
         if self.shots is not None:
-            names = [
-                shot_metric_name(metric, count)
-                for count in shot_counts(self.shots)
-                for metric in metrics(self.neighbours_of(count))
+            metrics = [
+                shot_metric_name(metric, shots)
+                for shots in shot_counts(self.shots)
+                for metric in _metric_names(self._neighbours_with(shots))
             ]
-        return list(itertools.product(sorted(layers), self.facets, names))
-
-    def neighbours_of(self, shots: int) -> tuple[int, ...]:
-        """How many vote where so many images of each class are there."""
-        return (*sorted(k for k in set(self.neighbours) if k < shots), shots)
+        return list(itertools.product(sorted(layers), self.facets, metrics))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers; a pass over the images serves as many as fit into `memory_gib`.
+        """Score all layers. Each pass over the images serves as many layers as fit into memory.
 
-        An image is right in the top 5 if one of its nearest images is of its class and fewer than
-        five classes have more votes: where fewer than five have any, these alone count. Top-5
-        accuracy is NaN where there are fewer than five classes.
+        An image is correct in the top 5 if one of its neighbours has its class, and fewer than five
+        classes have more votes. Classes without votes are never in the top 5. The top-5 accuracy is
+        NaN if there are fewer than five classes.
 
         Raises:
-            ConfigurationError: more neighbours are asked for than there are training images, or
-                the encoder has no [CLS] token.
-            DataError: a class has fewer images than are drawn of it.
+            ConfigurationError: There are fewer training images than neighbours, or the encoder has
+                no [CLS] token.
+            DataError: A class has fewer images than shots.
         """
         train, val = self.training_images(context.dataset), self.split(context.dataset)
         counts = shot_counts(self.shots)
         shots = None
         if counts:
             shots = Shots.draw(train, per_class=max(counts), draws=self.draws, seed=context.seed)
-        indices = shots.indices if shots else self._voting(train, context.seed)
+        indices = shots.indices if shots else self._draw_train_images(train, context.seed)
         image_pass = ImagePass(self, context, self.batch_size)
-        at_once = image_pass.layers_per_pass(len(indices) + len(val), self.memory_gib)
-        for layers in batches(sorted(context.layers), at_once):
-            bank = image_pass.run(train, indices, layers)
-            queries = image_pass.run(val, range(len(val)), layers)
-            for cell in itertools.product(layers, self.facets):
-                asked, voting = queries.select(*cell), bank.select(*cell)
-                classes = len(val.class_names)
+        layers_per_pass = image_pass.layers_per_pass(len(indices) + len(val), self.memory_gib)
+        for layers in batches(sorted(context.layers), layers_per_pass):
+            train_features = image_pass.run(train, indices, layers)
+            val_features = image_pass.run(val, range(len(val)), layers)
+            for layer, facet in itertools.product(layers, self.facets):
+                bank = train_features.select(layer, facet)
+                queries = val_features.select(layer, facet)
+                vote = partial(self._vote, context, layer, facet, queries, len(val.class_names))
                 if shots is None:
-                    yield from self._vote(context, cell, asked, voting, classes, self.neighbours)
+                    yield from vote(bank, self.neighbours)
                     continue
                 for count in counts:
-                    by_draw, some = list[list[Score]](), self.neighbours_of(count)
+                    by_draw = []
                     for draw in range(self.draws):
                         rows = shots.select(draw, count)
-                        drawn = LabelledFeatures(voting.features[rows], voting.labels[rows])
-                        by_draw.append(list(self._vote(context, cell, asked, drawn, classes, some)))
+                        drawn_bank = LabelledFeatures(bank.features[rows], bank.labels[rows])
+                        by_draw.append(list(vote(drawn_bank, self._neighbours_with(count))))
                     yield from average_over_draws(by_draw, count)
 
-    def _voting(self, train: ImageSet, seed: int) -> tuple[int, ...]:
-        """Indices of the training images that vote."""
+    def _neighbours_up_to(self, num_images: int) -> list[int]:
+        """Return the numbers of neighbours that so many images allow, at least one number."""
+        return [k for k in self.neighbours if k <= num_images] or [num_images]
+
+    def _neighbours_with(self, shots: int) -> tuple[int, ...]:
+        """Return the numbers of neighbours for a number of training images of each class."""
+        return (*sorted(k for k in set(self.neighbours) if k < shots), shots)
+
+    def _draw_train_images(self, train: ImageSet, seed: int) -> tuple[int, ...]:
+        """Return the indices of the training images that vote if no shots are drawn."""
         split = TrainingSplit.draw(train, max_images=self.train_images, holdout=0.0, seed=seed)
-        count = len(split.indices)
-        if max(self.neighbours) > count:
-            fitting = [k for k in self.neighbours if k <= count] or [count]
-            neighbours = ",".join(map(str, fitting))
+        num_images = len(split.indices)
+        if max(self.neighbours) > num_images:
+            neighbours = ",".join(map(str, self._neighbours_up_to(num_images)))
             raise ConfigurationError(
-                f"probe.neighbours must be at most the {count} images of {train.name} "
-                f"{train.split}, got {max(self.neighbours)}; ask for fewer, alone",
+                f"probe.neighbours must be at most {num_images}, the number of voting images of "
+                f"{train.name} {train.split}, got {max(self.neighbours)}",
                 hint=("--task", "knn", f"probe.neighbours=[{neighbours}]"),
             )
         return split.indices
@@ -173,13 +184,14 @@ class KNN(Probe):
     def _vote(
         self,
         context: ProbeContext,
-        cell: tuple[int, str],
+        layer: int,
+        facet: str,
         queries: LabelledFeatures,
-        bank: LabelledFeatures,
         num_classes: int,
+        bank: LabelledFeatures,
         neighbours: Sequence[int],
     ) -> Iterator[Score]:
-        """The scores of one block and facet by the votes of the images of a bank."""
+        """Score the queries by the votes of the images of the bank."""
         ranks = knn_ranks(
             queries.to(context.device),
             bank.to(context.device),
@@ -188,23 +200,24 @@ class KNN(Probe):
             temperature=self.temperature,
             engine=self.engine,
         ).cpu()
-        seen = replace(self, image_size=self.resize.square_side(context.encoder.native_size))
+        # The guesses contain the input size, which may be the encoder's native size.
+        sized = replace(self, image_size=self.resize.square_side(context.encoder.native_size))
         unit = unit_vectors(bank.features)
         details: dict[str, Any] = {
             "num_classes": num_classes,
             "bank": len(bank.labels),
             "constant_features": is_constant(unit),
-            "guesses": fill_in_guesses(seen, seen.guesses),
+            "guesses": fill_in_guesses(sized, sized.guesses),
         }
         if warnings := zero_vectors_warning(unit):
             details["warnings"] = warnings
-        for metric, (of_k, top) in zip(
-            metrics(neighbours), itertools.product(ranks, TOP_K), strict=True
-        ):
+        rank_and_top = itertools.product(ranks, TOP_K)
+        for metric, (rank, top) in zip(_metric_names(neighbours), rank_and_top, strict=True):
             yield top_k_score(
-                cell,
+                layer,
+                facet,
                 metric,
-                of_k < top,
+                rank < top,
                 queries.labels,
                 top=top,
                 num_classes=num_classes,
@@ -212,6 +225,6 @@ class KNN(Probe):
             )
 
 
-def metrics(neighbours: Sequence[int]) -> list[str]:
-    """Names of what is scored, in the order in which the run does it."""
+def _metric_names(neighbours: Sequence[int]) -> list[str]:
+    """Return the names of the metrics in the order of the scores."""
     return [f"top{top}_k{k}" for k in neighbours for top in TOP_K]

@@ -18,7 +18,8 @@ TOP_K = (1, 5)
 
 
 def top_k_score(
-    cell: tuple[int, str],
+    layer: int,
+    facet: str,
     metric: str,
     hits: Bool[Tensor, " images"],
     labels: Int64[Tensor, " images"],
@@ -29,14 +30,8 @@ def top_k_score(
 ) -> Score:
     """Return the top-k accuracy in percent. It is NaN if there are fewer than k classes.
 
-    Args:
-        cell: Layer and facet of the score.
-        metric: Name of the metric.
-        hits: Whether the true class of each image is among the first k predictions.
-        labels: True class of each image. The most frequent classes are the baseline.
-        top: The value of k.
-        num_classes: Number of classes.
-        details: Further details of the score.
+    The value of k is `top`. An image is a hit if its true class is among its first k predictions.
+    The baseline always predicts the k most frequent classes of `labels`.
     """
     share, value, ci95 = Share(hits.numpy()), math.nan, None
     own_details: dict[str, Any] = {"undefined": f"fewer than {top} classes"}
@@ -44,7 +39,7 @@ def top_k_score(
         value, ci95 = share.value, share.ci95()
         own_details = Baseline.most_frequent(labels.bincount().tolist(), top).as_details()
     details = {**details, **own_details}
-    return Score(*cell, metric, value, ci95, len(share.hits), details, per_image=share.hits)
+    return Score(layer, facet, metric, value, ci95, len(labels), details, per_image=share.hits)
 
 
 def shot_metric_name(metric: str, shots: int) -> str:
@@ -53,10 +48,11 @@ def shot_metric_name(metric: str, shots: int) -> str:
 
 
 def average_over_draws(draws: Sequence[Sequence[Score]], shots: int) -> Iterator[Score]:
-    """Average each score over the draws, with Student's t interval over the draws.
+    """Yield the mean of each score over several draws of training images.
 
-    The interval over images of the average is the detail "ci95_over_images". Details that differ
-    between the draws are lists with one item for each draw, and their names end with "_by_draw".
+    The interval is Student's t interval over the draws. The interval over scored images is the
+    detail "ci95_over_images". Details that differ between the draws become lists with one item for
+    each draw, and their names get the suffix "_by_draw".
 
     Args:
         draws: Scores of each draw. All draws have the same scores in the same order.

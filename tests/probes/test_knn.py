@@ -1,4 +1,4 @@
-"""k-NN classification: the vote, and the probe that asks every block."""
+"""k-NN classification: the vote, and the scores of every block."""
 
 import itertools
 import math
@@ -125,7 +125,7 @@ def test_the_central_square_is_that_of_resizing_and_cropping_up_to_rounding(heig
     assert np.abs(found - expected).max() <= 1
 
 
-def test_every_asked_cell_is_scored_from_features_after_the_final_norm(root):
+def test_every_cell_is_scored_from_features_after_the_final_norm(root):
     probe = KNN(neighbours=(3, 10), facet=["patch_mean", "cls"], crop_share=1.0, engine="torch")
     dataset = ClassFolders(root)
 
@@ -147,7 +147,7 @@ def test_every_asked_cell_is_scored_from_features_after_the_final_norm(root):
             assert score.per_image.tolist() == right.tolist()
 
 
-def test_the_vectors_are_those_of_the_central_squares_of_the_share_that_is_looked_at(root):
+def test_features_are_those_of_the_central_squares(root):
     images = ClassFolders(root).val()
     probe = KNN(facet="cls", crop_share=0.5)
     context = class_context(ClassFolders(root))
@@ -195,16 +195,17 @@ def test_a_record_says_the_size_of_its_protocol(place, words, size, changed):
         assert last.startswith("a class without votes is never among the five")
 
 
-def test_more_neighbours_than_images_are_refused(root):
-    command = r"--task knn 'probe\.neighbours="
-    complaint = rf"at most the 30 images of class_folders train, got 200; .*{command}\[10,20\]"
-    with pytest.raises(ConfigurationError, match=complaint):
-        scored(KNN(), ClassFolders(root))
-    with pytest.raises(ConfigurationError, match=rf"at most the 8 images .*{command}\[8\]"):
-        scored(KNN(neighbours=[9], train_images=8), ClassFolders(root))
+@pytest.mark.parametrize(
+    ("changes", "fitting"), [({}, "[10,20]"), ({"neighbours": [9], "train_images": 8}, "[8]")]
+)
+def test_more_neighbours_than_images_are_refused(root, changes, fitting):
+    with pytest.raises(ConfigurationError) as error:
+        scored(KNN(**changes), ClassFolders(root))
+
+    assert error.value.hint == ("--task", "knn", f"probe.neighbours={fitting}")
 
 
-def test_neighbours_that_nobody_typed_are_those_that_there_are_images_for(place, capsys):
+def test_default_neighbours_are_limited_to_the_number_of_images(place, capsys):
     class_folders(place, count=6)
     asked = probing("knn", "class_folders", place)
     words = [word for word in asked if not word.startswith("probe.")]
