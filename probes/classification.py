@@ -1,7 +1,7 @@
 """Linear classification: which classes can a linear head tell apart in each block?
 
-In this order: how heads are fitted, the probe with linear heads and with attentive ones, what they
-are fitted to, and how places of the true class become accuracies.
+The file begins with the training of the heads. The probe follows, with linear heads and with
+attentive heads. The draws of training images and the selection of a head are at the end.
 """
 
 import itertools
@@ -31,6 +31,7 @@ from probes.features.stream import batches, read_ahead
 from probes.features.tiers import (
     StorageLimits,
     StoredFeatures,
+    TrainingFeatures,
     TrainingPass,
     extract_float16,
     undo_scaling,
@@ -71,12 +72,11 @@ from ssl_bench.system.device import to_device
 from ssl_bench.system.paths import cache_folder
 
 ATTENTIVE_FACET = "patch_attentive"
-"""As records have it: the patches after the final norm, pooled where a head learned to look."""
+"""Facet of attentive heads in records: patches after the final norm, pooled by each head."""
 
-_PATCHES = "token_normed"
-_MOST_CHOOSING = 4
-# Logits that are in memory at once: a quarter of a gibibyte.
-_LOGITS = 2**26
+_MAX_SELECTION_SHOTS = 4
+# Number of logits in memory at a time. They take 0.25 GiB.
+_MAX_LOGITS = 2**26
 _ATTENTIVE_GUESSES = (
     "central squares of the training images instead of a new random crop and flip in every epoch",
     "batches of $batch_size instead of 4,096, with rates by the same rule",
@@ -87,18 +87,18 @@ _ATTENTIVE_GUESSES = (
 
 @dataclass(frozen=True)
 class ImageRegression(LogisticRegression):
-    """Logistic regressions of images, as far fitted as scikit-learn's are."""
+    """Logistic regression on one vector per image, with the stopping criterion of scikit-learn."""
 
     c_values: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
     batch_size: Count = 1024
 
-    # That of scikit-learn's LogisticRegression.
+    # The default `tol` of scikit-learn's LogisticRegression.
     gradient_tolerance = 1e-4
 
 
 @dataclass(frozen=True)
 class Momentum(StepTraining):
-    """Steps of SGD with momentum .9 and rates that fall to zero with a cosine."""
+    """SGD with momentum 0.9 and a cosine schedule that decays the learning rate to zero."""
 
     learning_rates: Sequence[Rate] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
     epochs: Count = 100
@@ -113,36 +113,40 @@ class Momentum(StepTraining):
 
 @dataclass(frozen=True)
 class FixedPooling:
-    """What `probe.facet` says, the same for all heads; `probe.training` fits these."""
+    """The vector of an image is the feature `probe.facet`, the same for all heads."""
 
 
 @dataclass(frozen=True)
 class LinearClassification(Probe):
-    """Linear heads on every block, with every penalty or learning rate, from one pass over images.
+    """Train linear heads on the frozen features of each block, and score their accuracy.
+
+    The heads of all blocks and of all values of C, or all learning rates, are trained side by side.
 
     Attributes:
-        protocol: The preset these values come from; records carry it.
-        facet: What stands for an image, one or several of "cls", "patch_mean", its mean patch, and
-            "cls_patch_mean", both concatenated, all after the encoder's final norm, and of
-            attn_out, attn_skip, mlp_hidden, mlp_out and submodules of a block, of which the mean
-            patch is taken as it is.
-        pool: What makes a vector of an image: "fixed", what `facet` says, or "attentive", patches
-            after the final norm as each head learns to look at them; a file of
-            configs/probe/classification/pool.
-        layers_mode: "single": one head a block. "last4": one head on the last four blocks up to the
-            last asked one, concatenated.
-        training: How heads are fitted, a file of configs/probe/classification/training.
-        standardise: Each channel over the training images.
-        holdout: Share of the training images that choose C or the rate; once they have chosen, all
-            training images are fitted. With 0 only the oracle is scored.
-        train_images: At most so many, drawn with the seed.
-        shots: Images of each class that heads are fitted to, one or several numbers n. Unless
-            `holdout` is 0, min(n, 4) further ones of each class choose.
-        draws: How often these are drawn; the scores are means over the draws.
-        image_size: Side in pixels; without it the encoder's own.
-        crop_share: Side of the central square that is looked at, relative to the shorter side.
-        memory_gib: For the features; layers that do not fit wait for another pass.
-        guesses: What the protocol's authors left open, and where this preset differs from theirs.
+        protocol: Name of the preset.
+        facet: Feature that represents an image, or several features. "cls", "patch_mean", the mean
+            of the patches, and "cls_patch_mean", both concatenated, are taken after the encoder's
+            final norm. For attn_out, attn_skip, mlp_hidden, mlp_out and submodules of a block, it
+            is the mean of the patches without this norm.
+        pool: Input of the heads, a file of configs/probe/classification/pool. "fixed" is the vector
+            that `facet` selects. With "attentive", each head learns to pool the patches after the
+            final norm.
+        layers_mode: "single" for one head per block, or "last4" for one head on the concatenated
+            features of the last requested block and the three blocks before it.
+        training: Training of the heads, a file of configs/probe/classification/training.
+        standardise: Whether each channel is standardised over the training images.
+        holdout: Fraction of the training images that select C or the learning rate. After the
+            selection, linear heads are trained again on all training images. With 0, only the
+            oracle is scored.
+        train_images: Maximum number of training images, drawn with the seed. The default is all.
+        shots: Number n of training images of each class, or several numbers. Unless `holdout` is 0,
+            min(n, 4) further images of each class select C or the learning rate.
+        draws: Number of random draws of the shots. Scores are means over the draws.
+        image_size: Side of the square input in pixels (default: the encoder's native size).
+        crop_share: Side of the central square crop, relative to the shorter side of the image.
+        memory_gib: Memory limit for the features. If the features of all layers exceed it, the
+            images pass the encoder several times. Patches are then stored on disk.
+        guesses: Choices that the authors do not specify, and differences from their code.
     """
 
     protocol: str = "ssl_bench"
@@ -178,13 +182,13 @@ class LinearClassification(Probe):
         super().__post_init__()
         reject_single_block(self.facet_spec, self.layers_mode)
         reject_train_images_with_shots(self.shots, self.train_images)
-        usual = LinearClassification.facet, LinearClassification.layers_mode
+        defaults = LinearClassification.facet, LinearClassification.layers_mode
         is_attentive = isinstance(self.pool, AttentivePooling)
-        if is_attentive and (self.facet, self.layers_mode) != usual:
+        if is_attentive and (self.facet, self.layers_mode) != defaults:
             raise ConfigurationError(
-                "probe.pool=attentive looks at the patches of one block after the final norm, got "
-                f"the facet {format_value(self.facet)} and the blocks {self.layers_mode}; leave "
-                "probe.facet and probe.layers_mode out"
+                "probe.pool=attentive always pools the patches of one block after the final norm, "
+                f"but probe.facet is {format_value(self.facet)} and probe.layers_mode is "
+                f"{self.layers_mode}. Leave out both of them"
             )
 
     @property
@@ -194,206 +198,214 @@ class LinearClassification(Probe):
         return super().facet_spec
 
     def settings(self) -> dict[str, Any]:
-        # Said by the metric, or without a meaning, where images of each class are drawn; where not.
-        unsaid = {"shots", *(("draws",) if self.shots is None else ("holdout", "train_images"))}
-        fitting = self.training.settings()
+        # With shots, the metric contains n, and the number of held-out images depends only on n.
+        unused = {"shots", *(("draws",) if self.shots is None else ("holdout", "train_images"))}
+        training = self.training.settings()
         if isinstance(self.pool, AttentivePooling):
-            # Its heads normalise, and see patches of a block alone.
-            fitting, unsaid = self.pool.settings(), unsaid | {"layers_mode", "standardise"}
-        said = super().settings()
-        return {name: value for name, value in said.items() if name not in unsaid} | fitting
+            # Attentive heads receive one block, and have their own normalisation.
+            training, unused = self.pool.settings(), unused | {"layers_mode", "standardise"}
+        settings = super().settings()
+        return {name: value for name, value in settings.items() if name not in unused} | training
 
     def training_images(self, dataset: Dataset) -> ImageSet:
         return dataset.train()
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        names = metrics(holdout=self.holdout > 0)
+        selections = ["holdout", "oracle"] if self.holdout else ["oracle"]
+        metrics = [f"top{top}_{selection}" for selection in selections for top in TOP_K]
         if self.shots is not None:
-            names = [
-                shot_metric_name(name, count) for count in shot_counts(self.shots) for name in names
-            ]
-        last = [source[-1] for source in group_layers(layers, self.layers_mode)]
-        return list(itertools.product(last, self.facets, names))
+            counts = shot_counts(self.shots)
+            metrics = [shot_metric_name(metric, shots) for shots in counts for metric in metrics]
+        last = [group[-1] for group in group_layers(layers, self.layers_mode)]
+        return list(itertools.product(last, self.facets, metrics))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all heads of all layers.
+        """Train and score the heads of all layers.
 
-        Top-5 accuracy is NaN where there are fewer than five classes.
+        The top-5 accuracy is NaN if there are fewer than five classes.
 
         Raises:
-            ConfigurationError: the encoder has no [CLS] token, or channels that the queries do not
-                divide.
-            DataError: the training images, or those of a class, are too few, or of one class.
+            ConfigurationError: The encoder has no [CLS] token, or its width is not divisible by the
+                number of attentive queries.
+            DataError: There are too few training images, or too few of a class, or all of them have
+                the same class.
         """
         if isinstance(self.pool, AttentivePooling):
-            yield from self._attentive_scores(self.pool, context)
+            yield from self._score_attentive_heads(self.pool, context)
         else:
-            yield from self._linear_scores(context)
+            yield from self._score_linear_heads(context)
 
-    # Linear heads: vectors of images are in memory, of as many layers as fit there.
+    # Linear heads. They receive one vector per image, in memory.
 
-    def _linear_scores(self, context: ProbeContext) -> Iterator[Score]:
+    def _score_linear_heads(self, context: ProbeContext) -> Iterator[Score]:
         train_images = self.training_images(context.dataset)
         val_images = self.split(context.dataset)
-        portions = self._portions(train_images, context.seed)
+        draws = self._draw_training_images(train_images, context.seed)
+        classes = len(val_images.class_names)
+        spec = HeadSpec(LabelLoss(), self.standardise, classes, context.seed, context.device)
+        groups = group_layers(context.layers, self.layers_mode)
         image_pass = ImagePass(self, context, self.encoder_batch_size)
-        heads = HeadSpec(
-            loss=LabelLoss(),
-            standardize=self.standardise,
-            classes=len(val_images.class_names),
-            seed=context.seed,
-            device=context.device,
-        )
-        every = group_layers(context.layers, self.layers_mode)
-        num_images = len(portions.indices) + len(val_images)
-        at_once = image_pass.layers_per_pass(num_images, self.memory_gib)
-        for sources in batches(every, max(1, at_once // len(every[0]))):
-            layers = sorted({layer for source in sources for layer in source})
-            train = image_pass.run(train_images, portions.indices, layers)
-            portions.require_two_classes(train.labels)
+        num_images = len(draws.indices) + len(val_images)
+        layers_per_pass = image_pass.layers_per_pass(num_images, self.memory_gib)
+        for some_groups in batches(groups, max(1, layers_per_pass // len(groups[0]))):
+            layers = sorted({*itertools.chain(*some_groups)})
+            train = image_pass.run(train_images, draws.indices, layers)
+            draws.require_two_classes(train.labels)
             val = image_pass.run(val_images, range(len(val_images)), layers)
             for facet in self.facets:
-                asked = (context, heads, portions, facet, sources, train, val)
-                yield from portions.scores(partial(self._linear_heads, *asked))
+                train_and_score = partial(
+                    self._train_linear_heads, context, spec, draws, facet, some_groups, train, val
+                )
+                yield from draws.average(train_and_score)
 
-    def _linear_heads(
+    def _train_linear_heads(
         self,
         context: ProbeContext,
-        asked: HeadSpec,
-        portions: "Portions",
+        spec: HeadSpec,
+        draws: "TrainingDraws",
         facet: str,
-        sources: Sequence[LayerGroup],
+        groups: Sequence[LayerGroup],
         train: ImageFeatures,
         val: ImageFeatures,
-        portion: "Portion",
-    ) -> Iterator[list[Score]]:
-        """The scores of each source by heads that are fitted to a portion."""
-        cached = StoredFeatures(
+        draw: "TrainingDraw",
+    ) -> Iterator[Score]:
+        """Train heads for each group of layers on the images of one draw, and score them."""
+        stored = StoredFeatures(
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
         )
-
-        def fitted(entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
-            return self.training.train(asked, cached, sources, entries, context.progress)
-
-        choosing = None
-        if portion.choosing is not None and portion.before is not portion.fitted:
-            choosing = fitted(portion.before)
-        heads = fitted(portion.fitted)
+        heads = selection_heads = self.training.train(
+            spec, stored, groups, draw.fit, context.progress
+        )
+        if draw.refit is not None:
+            heads = self.training.train(spec, stored, groups, draw.refit, context.progress)
         details = {
-            **portions.details(portion, portion.fitted, heads.seconds),
+            **draws.details(draw, heads.seconds),
             "guesses": fill_in_guesses(self, self.guesses),
         }
-        for index, source in enumerate(sources):
-            features, held_out = val.concatenate(source, facet), None
-            if (rows := portion.choosing) is not None:
-                all_ = train.concatenate(source, facet)
-                some = LabelledFeatures(all_.features[rows], all_.labels[rows])
-                held_out = _linear_ranks(choosing or heads, index, some, context.device)
-            yield list(
-                choice_scores(
-                    (source[-1], facet),
-                    hyperparameter=self.training.hyperparameter,
-                    values=self.training.values,
-                    num_classes=asked.classes,
-                    ranks=_linear_ranks(heads, index, features, context.device),
-                    labels=features.labels,
-                    held_out=held_out,
-                    constant=heads.constant_channels[index] / features.features.shape[1],
-                    missing=asked.classes - len(train.labels[portion.fitted].unique()),
-                    shared={**details, **heads.convergence(index), "layers": list(source)},
-                )
+        for index, group in enumerate(groups):
+            features, held_out_ranks = val.concatenate(group, facet), None
+            if draw.held_out is not None:
+                held_out = train.concatenate(group, facet).take(draw.held_out)
+                held_out_ranks = _linear_ranks(selection_heads, index, held_out, context.device)
+            yield from score_selected_heads(
+                group[-1],
+                facet,
+                hyperparameter=self.training.hyperparameter,
+                values=self.training.values,
+                num_classes=spec.classes,
+                ranks=_linear_ranks(heads, index, features, context.device),
+                labels=features.labels,
+                held_out_ranks=held_out_ranks,
+                constant_share=heads.constant_channels[index] / features.features.shape[1],
+                missing_classes=spec.classes - len(train.labels[draw.scored].unique()),
+                details={**details, **heads.convergence(index), "layers": list(group)},
             )
 
-    # Attentive heads: patches of all layers, in memory or on disk.
+    # Attentive heads. They receive the patches of all layers, stored in memory or on disk.
 
-    def _attentive_scores(self, pool: AttentivePooling, context: ProbeContext) -> Iterator[Score]:
+    def _score_attentive_heads(
+        self, pool: AttentivePooling, context: ProbeContext
+    ) -> Iterator[Score]:
         train_images = self.training_images(context.dataset)
-        val_images = self.split(context.dataset)
-        classes, encoder = len(val_images.class_names), context.encoder
-        pool.require_divisible(encoder.dim)
-        portions = self._portions(train_images, context.seed)
+        pool.require_divisible(context.encoder.dim)
+        draws = self._draw_training_images(train_images, context.seed)
         training_pass = TrainingPass(
             context=context,
-            extractor=context.extractor(sorted(context.layers), _PATCHES),
+            extractor=context.extractor(sorted(context.layers), "token_normed"),
             images=train_images,
-            indices=portions.indices,
-            image_size=self.resize.square_side(encoder.native_size),
+            indices=draws.indices,
+            image_size=self.resize.square_side(context.encoder.native_size),
             views=CentralSquare(self.crop_share),
             label_size=1,
             batch_size=self.encoder_batch_size,
             workers=self.num_workers,
         )
-        labels = torch.tensor(require_labels(train_images))[list(portions.indices)]
-        portions.require_two_classes(labels)
+        labels = torch.tensor(require_labels(train_images))[list(draws.indices)]
+        draws.require_two_classes(labels)
         folder = cache_folder(None) / "features"
         features = training_pass.run(StorageLimits("auto", self.memory_gib, None, folder))
+        train_and_score = partial(
+            self._train_attentive_heads, pool, training_pass, features, labels, draws
+        )
+        yield from draws.average(train_and_score)
 
-        def of_portion(portion: Portion) -> Iterator[list[Score]]:
-            heads = pool.train(
-                features,
-                labels,
-                portion.before,
-                classes=classes,
-                seed=context.seed,
-                device=context.device,
-                progress=context.progress,
+    def _train_attentive_heads(
+        self,
+        pool: AttentivePooling,
+        training_pass: TrainingPass,
+        features: TrainingFeatures,
+        labels: Int64[Tensor, " images"],
+        draws: "TrainingDraws",
+        draw: "TrainingDraw",
+    ) -> Iterator[Score]:
+        """Train heads for each layer on the images of one draw, and score them."""
+        context = training_pass.context
+        val_images = self.split(context.dataset)
+        num_classes = len(val_images.class_names)
+        heads = pool.train(
+            features,
+            labels,
+            draw.fit,
+            classes=num_classes,
+            seed=context.seed,
+            device=context.device,
+            progress=context.progress,
+        )
+        held_out_ranks = None
+        if draw.held_out is not None:
+            parts = draw.held_out.split(pool.batch_size)
+            stored = features.reader(heads.layers, context.device)(parts)
+            patches = (batch.features for batch in stored)
+            patches = context.progress(patches, "held-out images", len(parts))
+            held_out_ranks = _attentive_ranks(heads, patches, labels[draw.held_out])
+        val_labels = torch.tensor(require_labels(val_images))
+        ranks = _attentive_ranks(
+            heads, self._extract_patches(training_pass, val_images), val_labels
+        )
+        details = {
+            **draws.details(draw, heads.seconds),
+            "feature_tier": features.tier,
+            "encoder_passes": features.passes,
+            "guesses": fill_in_guesses(self, [*self.guesses, *_ATTENTIVE_GUESSES]),
+        }
+        for index, layer in enumerate(heads.layers):
+            yield from score_selected_heads(
+                layer,
+                ATTENTIVE_FACET,
+                hyperparameter="learning_rate",
+                values=pool.learning_rates,
+                num_classes=num_classes,
+                ranks=ranks[index],
+                labels=val_labels,
+                held_out_ranks=None if held_out_ranks is None else held_out_ranks[index],
+                constant_share=heads.constant_channels[index] / context.encoder.dim,
+                missing_classes=num_classes - len(labels[draw.scored].unique()),
+                details={**details, "layers": [layer]},
             )
-            held_out = None
-            if portion.choosing is not None:
-                parts = portion.choosing.split(pool.batch_size)
-                read = features.reader(heads.layers, context.device)(parts)
-                blocks = (batch.features for batch in read)
-                seen = context.progress(blocks, "held-out images", len(parts))
-                held_out = _attentive_ranks(heads, seen, labels[portion.choosing])
-            seen = self._scored_patches(training_pass, val_images)
-            scored_labels = torch.tensor(require_labels(val_images))
-            ranks = _attentive_ranks(heads, seen, scored_labels)
-            details = {
-                **portions.details(portion, portion.before, heads.seconds),
-                "feature_tier": features.tier,
-                "encoder_passes": features.passes,
-                "guesses": fill_in_guesses(self, [*self.guesses, *_ATTENTIVE_GUESSES]),
-            }
-            for index, layer in enumerate(heads.layers):
-                yield list(
-                    choice_scores(
-                        (layer, ATTENTIVE_FACET),
-                        hyperparameter="learning_rate",
-                        values=pool.learning_rates,
-                        num_classes=classes,
-                        ranks=ranks[index],
-                        labels=scored_labels,
-                        held_out=None if held_out is None else held_out[index],
-                        constant=heads.constant_channels[index] / encoder.dim,
-                        missing=classes - len(labels[portion.before].unique()),
-                        shared={**details, "layers": [layer]},
-                    )
-                )
 
-        yield from portions.scores(of_portion)
-
-    def _scored_patches(
+    def _extract_patches(
         self, training_pass: TrainingPass, images: ImageSet
     ) -> Iterator[Float[Tensor, "layers images rows cols dim"]]:
-        """Of the scored images, which pass the encoder once."""
-        extractor, size, left = training_pass.extractor, training_pass.image_size, iter(images.ids)
+        """Yield the patches of the scored images in batches, rounded as the stored patches are."""
+        extractor, size = training_pass.extractor, training_pass.image_size
 
-        def prepared(sample: Sample) -> UInt8[Tensor, "3 size size"]:
+        def crop(sample: Sample) -> UInt8[Tensor, "3 size size"]:
             return central_square(sample.image, size, share=self.crop_share)
 
-        squares = read_ahead(images, range(len(images)), prepared, workers=self.num_workers)
-        shown = training_pass.context.progress(squares, f"{images.split} images", len(images))
-        for batch in batches(shown, self.encoder_batch_size):
-            ids = list(itertools.islice(left, len(batch)))
+        squares = read_ahead(images, range(len(images)), crop, workers=self.num_workers)
+        squares = training_pass.context.progress(squares, f"{images.split} images", len(images))
+        ids = iter(images.ids)
+        for batch in batches(squares, self.encoder_batch_size):
             pixels = to_device(torch.stack(batch), extractor.device).float() / 255
-            halves, scales = extract_float16(extractor, pixels, ids)
+            batch_ids = list(itertools.islice(ids, len(batch)))
+            halves, scales = extract_float16(extractor, pixels, batch_ids)
             yield undo_scaling(torch.stack(halves), scales)
 
-    def _portions(self, images: ImageSet, seed: int) -> "Portions":
-        """What heads are fitted to.
+    def _draw_training_images(self, images: ImageSet, seed: int) -> "TrainingDraws":
+        """Select the images that train the heads, and the images that select a head.
 
         Raises:
-            DataError: the training images, or those of a class, are too few.
+            DataError: There are too few training images, or too few of a class.
         """
         counts = shot_counts(self.shots)
         if not counts:
@@ -401,185 +413,199 @@ class LinearClassification(Probe):
                 images, max_images=self.train_images, holdout=self.holdout, seed=seed
             )
             held_out = torch.tensor(sorted(split.held_out)) if split.held_out else None
-            portion = Portion(split.all_entries(1), split.training_entries(1), held_out)
-            return Portions(images, split.indices, {0: [portion]})
-        # By shots, the images of each class that choose between heads fitted to others.
-        choosing = {n: min(n, _MOST_CHOOSING) if self.holdout else 0 for n in counts}
-        most = max(count + more for count, more in choosing.items())
-        shots = Shots.draw(images, per_class=most, draws=self.draws, seed=seed)
-        by_shots: dict[int, list[Portion]] = {count: [] for count in counts}
-        for count, draw in itertools.product(counts, range(self.draws)):
-            fitted, more = shots.select(draw, count), choosing[count]
-            further = shots.select(draw, more, skip=count) if more else None
-            by_shots[count].append(Portion(fitted, fitted, further))
-        return Portions(images, shots.indices, by_shots)
+            is_refit = split.held_out and not isinstance(self.pool, AttentivePooling)
+            refit = split.all_entries(1) if is_refit else None
+            whole = TrainingDraw(split.training_entries(1), held_out, refit)
+            return TrainingDraws(images, split.indices, {None: [whole]})
+        most = max(counts)
+        per_class = most + min(most, _MAX_SELECTION_SHOTS) if self.holdout else most
+        shots = Shots.draw(images, per_class=per_class, draws=self.draws, seed=seed)
+        by_shots: dict[int | None, list[TrainingDraw]] = {n: [] for n in counts}
+        for n, draw in itertools.product(counts, range(self.draws)):
+            held_out = None
+            if self.holdout:
+                held_out = shots.select(draw, min(n, _MAX_SELECTION_SHOTS), skip=n)
+            by_shots[n].append(TrainingDraw(shots.select(draw, n), held_out, None))
+        return TrainingDraws(images, shots.indices, by_shots)
 
 
 @dataclass(frozen=True)
-class Portion:
-    """Positions among the images whose features are there.
+class TrainingDraw:
+    """Training images of one draw, as positions in `TrainingDraws.indices`.
 
     Attributes:
-        fitted: What the heads that are scored are fitted to.
-        before: What those are fitted to that choose; the same where these are scored themselves.
-        choosing: What they are asked about; None where nothing chooses.
+        fit: Images that heads are trained on.
+        held_out: Images that select a head. None if only the oracle is scored.
+        refit: Images that heads are trained on again after the selection. None if the heads that
+            are selected are also scored.
     """
 
-    fitted: Int64[Tensor, " fitted"]
-    before: Int64[Tensor, " before"]
-    choosing: Int64[Tensor, " choosing"] | None
+    fit: Int64[Tensor, " fit"]
+    held_out: Int64[Tensor, " held_out"] | None
+    refit: Int64[Tensor, " refit"] | None
+
+    @property
+    def scored(self) -> Int64[Tensor, " images"]:
+        """Images that the scored heads are trained on."""
+        return self.fit if self.refit is None else self.refit
 
 
 @dataclass(frozen=True)
-class Portions:
-    """All training images that some head needs, and how they are divided.
+class TrainingDraws:
+    """All draws of training images.
 
     Attributes:
-        indices: Of the images, ascending.
-        by_shots: The portion of each draw, by the images of a class that it has; by 0 the only one
-            where none are drawn.
+        images: The training set.
+        indices: Ascending indices into the training set of all images that any draw needs.
+        by_shots: Draws for each number of training images per class. The key is None for a single
+            draw from all classes together.
     """
 
     images: ImageSet
     indices: tuple[int, ...]
-    by_shots: Mapping[int, Sequence[Portion]]
+    by_shots: Mapping[int | None, Sequence[TrainingDraw]]
 
-    def scores(self, of_portion: Callable[[Portion], Iterator[list[Score]]]) -> Iterator[Score]:
-        """The scores of every source; their means over the draws where images are drawn."""
-        for count, portions in self.by_shots.items():
-            if not count:
-                yield from itertools.chain.from_iterable(of_portion(portions[0]))
-                continue
-            # Heads of one draw at a time; their scores are little.
-            by_draw = [list(of_portion(portion)) for portion in portions]
-            for draws in zip(*by_draw, strict=True):
-                yield from average_over_draws(draws, count)
+    def average(
+        self, train_and_score: Callable[[TrainingDraw], Iterator[Score]]
+    ) -> Iterator[Score]:
+        """Yield the scores of each draw, or with shots the means of the scores over the draws."""
+        for shots, draws in self.by_shots.items():
+            if shots is None:
+                yield from train_and_score(draws[0])
+            else:
+                # Only the scores of a draw stay in memory, not its heads.
+                yield from average_over_draws([list(train_and_score(d)) for d in draws], shots)
 
-    def details(
-        self, portion: Portion, fitted: Int64[Tensor, " fitted"], seconds: float
-    ) -> dict[str, Any]:
-        """What records say of the images that heads are fitted to, and how long that took."""
-        ids = [self.images.ids[self.indices[n]] for n in fitted.tolist()]
+    def details(self, draw: TrainingDraw, seconds: float) -> dict[str, Any]:
+        """Return the details of a record about the training images and the training time."""
+        ids = [self.images.ids[self.indices[n]] for n in draw.scored.tolist()]
         return {
-            "num_train_images": len(fitted),
-            "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
+            "num_train_images": len(ids),
+            "num_held_out_images": 0 if draw.held_out is None else len(draw.held_out),
             "train_ids_sha256": ids_sha256(ids),
             "train_seconds": round(seconds, 3),
         }
 
     def require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
-        """Refuse images to fit to that are of one class; `labels` are of all `indices`.
+        """Raise a DataError if the images of a draw have only one class.
 
-        Raises:
-            DataError: they are.
+        Args:
+            labels: Classes of the images at `indices`.
         """
-        for portion in itertools.chain(*self.by_shots.values()):
-            found, images = labels[portion.before].unique().tolist(), self.images
-            if len(found) < 2:
+        for draw in itertools.chain(*self.by_shots.values()):
+            classes, images = labels[draw.fit].unique().tolist(), self.images
+            if len(classes) < 2:
                 raise DataError(
-                    f"the {len(portion.before)} training images of {images.name} {images.split} "
-                    f"that heads are fitted to are all of the class "
-                    f"{images.class_names[found[0]]}, expected at least two classes; take more "
-                    "with probe.train_images"
+                    f"all {len(draw.fit)} images of {images.name} {images.split} that train heads "
+                    f"have the class {images.class_names[classes[0]]}, expected at least two "
+                    "classes",
+                    hint=("probe.train_images={larger}",),
                 )
 
 
 def _linear_ranks(
     heads: TrainedHeads, index: int, images: LabelledFeatures, device: torch.device
 ) -> Int64[Tensor, "values images"]:
-    at_once, found = max(1, _LOGITS // heads.bias[index].numel()), []
-    rows = zip(images.features.split(at_once), images.labels.split(at_once), strict=True)
-    for features, labels in rows:
+    """Return the rank of the true class in each head of one group of layers."""
+    batch_size, ranks = max(1, _MAX_LOGITS // heads.bias[index].numel()), []
+    parts = zip(images.features.split(batch_size), images.labels.split(batch_size), strict=True)
+    for features, labels in parts:
         logits = heads.logits(index, features.to(device)[:, None])[:, :, 0]
-        found.append(class_rank(logits, labels.to(device)).cpu())
-    return torch.cat(found, 1)
+        ranks.append(class_rank(logits, labels.to(device)).cpu())
+    return torch.cat(ranks, 1)
 
 
 def _attentive_ranks(
     heads: TrainedAttentiveHeads,
-    batches: Iterable[Float[Tensor, "layers some rows cols dim"]],
+    batches: Iterable[Float[Tensor, "layers batch rows cols dim"]],
     labels: Int64[Tensor, " images"],
 ) -> Int64[Tensor, "layers values images"]:
-    found, first = [], 0
-    for blocks in batches:
-        true = labels[first : first + blocks.shape[1]].to(blocks.device)
-        first += blocks.shape[1]
+    """Return the rank of the true class in each head. The batches contain the images in order."""
+    ranks, start = [], 0
+    for patches in batches:
+        batch_labels = labels[start : start + patches.shape[1]].to(patches.device)
+        start += patches.shape[1]
         by_layer = [
-            class_rank(heads.heads.logits(index, tokens.flatten(1, 2).float()), true)
-            for index, tokens in enumerate(blocks)
+            class_rank(heads.heads.logits(index, tokens.flatten(1, 2).float()), batch_labels)
+            for index, tokens in enumerate(patches)
         ]
-        found.append(torch.stack(by_layer).cpu())
-    return torch.cat(found, 2)
+        ranks.append(torch.stack(by_layer).cpu())
+    return torch.cat(ranks, 2)
 
 
-def metrics(*, holdout: bool) -> list[str]:
-    """Names of what is scored, in the order in which `choice_scores` does it."""
-    choices = ["holdout", "oracle"] if holdout else ["oracle"]
-    return [f"top{top}_{choice}" for choice in choices for top in TOP_K]
-
-
-def choice_scores(
-    cell: tuple[int, str],
+def score_selected_heads(
+    layer: int,
+    facet: str,
     *,
     hyperparameter: str,
     values: Sequence[float],
     num_classes: int,
     ranks: Int64[Tensor, "values images"],
     labels: Int64[Tensor, " images"],
-    held_out: Int64[Tensor, "values held_out_images"] | None,
-    constant: float,
-    missing: int,
-    shared: Mapping[str, Any],
+    held_out_ranks: Int64[Tensor, "values held_out_images"] | None,
+    constant_share: float,
+    missing_classes: int,
+    details: Mapping[str, Any],
 ) -> Iterator[Score]:
-    """Top-1 and top-5 of one source at the value chosen without and with a look at scored images.
+    """Select one of several heads, and yield its top-1 and top-5 accuracy.
 
-    Always the best by top-1, of equally good ones the first.
+    "holdout" is the head with the highest top-1 accuracy on held-out images. "oracle" is the head
+    with the highest top-1 accuracy on the scored images. If heads are equally good, the first of
+    them is selected.
 
     Args:
-        cell: Layer and facet.
-        hyperparameter: What the values are of: the learning rate, or another one that is chosen.
-        values: One for each head.
-        num_classes: How many there are.
-        ranks: Over the scored images.
-        labels: Of the scored images.
-        held_out: Over the images held out of training; None where all were used.
-        constant: Share of the channels, from 0 to 1, that are the same for all training images.
-        missing: How many classes no training image has.
-        shared: Details that are the same for all sources.
+        layer: Layer of the scores.
+        facet: Facet of the scores.
+        hyperparameter: Name of the value that differs between the heads, such as "learning_rate".
+        values: Value of each head.
+        num_classes: Number of classes. It is also the rank of the true class in diverged heads.
+        ranks: Rank of the true class of each scored image, 0 for a correct prediction.
+        labels: True class of each scored image.
+        held_out_ranks: Rank of the true class of each held-out image. None if only the oracle is
+            scored.
+        constant_share: Fraction of the channels that do not vary over the training images.
+        missing_classes: Number of classes without a training image.
+        details: Further details of the scores.
     """
-    by_rate = (100 * (ranks == 0).double().mean(1)).tolist()
-    chosen = None if held_out is None else (100 * (held_out == 0).double().mean(1)).tolist()
-    details: dict[str, Any] = {
+    top1 = (100 * (ranks == 0).double().mean(1)).tolist()
+    held_out_top1 = None
+    selected = {"oracle": top1.index(max(top1))}
+    if held_out_ranks is not None:
+        held_out_top1 = (100 * (held_out_ranks == 0).double().mean(1)).tolist()
+        selected = {"holdout": held_out_top1.index(max(held_out_top1)), **selected}
+    details = {
         f"{hyperparameter}s": list(values),
-        "top1_by_rate": by_rate,
-        "top1_by_rate_held_out": chosen,
+        "top1_by_rate": top1,
+        "top1_by_rate_held_out": held_out_top1,
         "num_classes": num_classes,
-        "constant_features": constant == 1,
-        "constant_channels_percent": round(100 * constant, 1),
-        **shared,
+        "constant_features": constant_share == 1,
+        "constant_channels_percent": round(100 * constant_share, 1),
+        **details,
     }
-    name, wary = hyperparameter.replace("_", " "), list[str]()
-    diverged = (ranks == num_classes).any(1).tolist()
-    if any(diverged):
-        names = (f"{value:g}" for value, gone in zip(values, diverged, strict=True) if gone)
-        wary.append(f"heads diverged: {name} {', '.join(names)}")
-    if missing:
-        wary.append(f"{missing} of {num_classes} classes have no training image")
-    if constant == 1:
-        wary.append("degenerate: all training images have the same features")
-    choices = [] if chosen is None else [("holdout", chosen.index(max(chosen)))]
-    for choice, best in (*choices, ("oracle", by_rate.index(max(by_rate)))):
-        warnings = list(wary)
-        if len(values) > 1 and best in (0, len(values) - 1):
-            edge = f"the chosen {name} {values[best]:g} is at the edge of its grid"
-            warnings.insert(0, edge)
+    name, warnings = hyperparameter.replace("_", " "), list[str]()
+    has_diverged = (ranks == num_classes).any(1).tolist()
+    if any(has_diverged):
+        diverged = (f"{value:g}" for value in itertools.compress(values, has_diverged))
+        warnings.append(f"heads diverged: {name} {', '.join(diverged)}")
+    if missing_classes:
+        warnings.append(f"{missing_classes} of {num_classes} classes have no training image")
+    if constant_share == 1:
+        warnings.append("degenerate: all training images have the same features")
+    for selection, best in selected.items():
+        edge = f"the chosen {name} {values[best]:g} is at the edge of its grid"
+        is_at_edge = len(values) > 1 and best in (0, len(values) - 1)
+        own_details = {
+            hyperparameter: values[best],
+            "warnings": [edge, *warnings] if is_at_edge else warnings,
+        }
         for top in TOP_K:
             yield top_k_score(
-                *cell,
-                f"top{top}_{choice}",
+                layer,
+                facet,
+                f"top{top}_{selection}",
                 ranks[best] < top,
                 labels,
                 top=top,
                 num_classes=num_classes,
-                details={**details, hyperparameter: values[best], "warnings": warnings},
+                details={**details, **own_details},
             )

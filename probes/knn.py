@@ -156,8 +156,7 @@ class KNN(Probe):
                     by_draw = []
                     for draw in range(self.draws):
                         rows = shots.select(draw, count)
-                        drawn_bank = LabelledFeatures(bank.features[rows], bank.labels[rows])
-                        by_draw.append(list(vote(drawn_bank, self._neighbours_with(count))))
+                        by_draw.append(list(vote(bank.take(rows), self._neighbours_with(count))))
                     yield from average_over_draws(by_draw, count)
 
     def _neighbours_up_to(self, num_images: int) -> list[int]:

@@ -101,6 +101,10 @@ class LabelledFeatures:
     def to(self, device: torch.device) -> "LabelledFeatures":
         return LabelledFeatures(self.features.to(device), self.labels.to(device))
 
+    def take(self, rows: Int64[Tensor, " rows"]) -> "LabelledFeatures":
+        """Return the features and labels of some of the images."""
+        return LabelledFeatures(self.features[rows], self.labels[rows])
+
 
 def class_rank(
     scores: Float[Tensor, "*heads queries classes"], targets: Int64[Tensor, " queries"]

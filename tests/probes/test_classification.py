@@ -1,4 +1,4 @@
-"""Linear classification: the heads, their choice, and the probe that asks every block."""
+"""Linear classification: the heads, their selection, and the scores of every block."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from probes.classification import LinearClassification, Momentum, choice_scores
+from probes.classification import LinearClassification, Momentum, score_selected_heads
 from probes.features.image import ImagePass
 from probes.features.split import TrainingSplit
 from probes.features.tiers import StoredFeatures
@@ -48,7 +48,7 @@ def scores(dataset: Any, *, within: dict[str, Any] | None = None, **changes: Any
     return scored(classification(QUICK, **changes), dataset, **(within or {}))
 
 
-def test_colours_are_told_apart_in_every_block_and_every_asked_cell_is_scored(root):
+def test_every_facet_of_every_block_separates_colours(root):
     found = scores(ClassFolders(root), facet=["patch_mean", "cls", "cls_patch_mean"])
 
     assert {cell[1] for cell in found} == {"patch_mean", "cls", "cls_patch_mean"}
@@ -62,7 +62,7 @@ def test_colours_are_told_apart_in_every_block_and_every_asked_cell_is_scored(ro
 
 
 @pytest.mark.parametrize("mode", ["single", "last4"])
-def test_heads_equal_regressions_of_scikit_learn_on_the_same_features_in_float64(mode, noisy):
+def test_heads_equal_float64_regressions_of_scikit_learn(mode, noisy):
     dataset, layers = ClassFolders(noisy), [0, 1, 2]
     split = TrainingSplit.draw(dataset.train(), max_images=None, holdout=0.3, seed=0)
     probe = classification(QUICK, holdout=0.3, facet="patch_mean", layers_mode=mode)
@@ -93,7 +93,7 @@ def test_heads_equal_regressions_of_scikit_learn_on_the_same_features_in_float64
 
 
 def _scikit_learn(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float) -> float:
-    """Percent that is right, after each channel was standardized over what is fitted to."""
+    """Return the accuracy in percent. Channels are standardised over the training images."""
     mean, deviation = x.double().mean(0), x.double().std(0, correction=0)
     model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
     model.fit(((x.double() - mean) / deviation).numpy(), y.numpy())
@@ -101,8 +101,8 @@ def _scikit_learn(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float)
     return 100 * float(np.mean(predicted == truth.numpy()))
 
 
-def test_heads_trained_side_by_side_are_those_trained_alone_in_float64():
-    # More classes than a byte can number.
+def test_parallel_heads_equal_single_heads_in_float64():
+    # Labels do not fit into one byte.
     classes, rates, epochs, size = 300, (0.05, 0.5), 3, 8
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randn(2, 20, 5, generator=generator)
@@ -124,7 +124,7 @@ def test_heads_trained_side_by_side_are_those_trained_alone_in_float64():
 def _alone(
     x: Tensor, y: Tensor, rate: float, epochs: int, size: int, classes: int
 ) -> tuple[Tensor, Tensor]:
-    """One head in float64: momentum .9, and a rate that falls with the steps as a cosine."""
+    """Train one head in float64 with momentum 0.9 and a cosine schedule."""
     start = torch.randn(classes, x.shape[1], generator=torch.Generator().manual_seed(4)) * 0.01
     parameters = [start.double().requires_grad_(), torch.zeros(classes).double().requires_grad_()]
     velocities = [torch.zeros_like(parameter) for parameter in parameters]
@@ -143,7 +143,7 @@ def _alone(
     return parameters[0].detach(), parameters[1].detach()
 
 
-def test_features_that_are_equal_are_flagged(root):
+def test_constant_features_are_flagged(root):
     score = scores(ClassFolders(root), within={"encoder": flat()})[0, "cls", "top1_holdout"]
 
     # All images get one class.
@@ -152,9 +152,10 @@ def test_features_that_are_equal_are_flagged(root):
     assert "degenerate: all training images have the same features" in score.details["warnings"]
 
 
-def test_training_images_of_one_class_are_refused_and_missing_classes_named(root):
-    with pytest.raises(DataError, match="that heads are fitted to are all of the class class1"):
+def test_training_images_of_one_class_are_refused_and_missing_classes_counted(root):
+    with pytest.raises(DataError, match="class1") as error:
         scores(of_images(root, [5, 6, 7, 8, 9]))
+    assert error.value.hint == ("probe.train_images={larger}",)
 
     found = scores(of_images(root, range(25)))[0, "cls", "top1_holdout"]
 
@@ -162,12 +163,12 @@ def test_training_images_of_one_class_are_refused_and_missing_classes_named(root
     assert found.value <= 84
 
 
-def test_both_concatenated_want_a_class_token_too():
+def test_concatenated_cls_and_patches_need_a_cls_token():
     with pytest.raises(ConfigurationError, match=r"no \[CLS\] token; use `probe.facet=patch"):
         classification(facet="cls_patch_mean").require_fitting(replace(tiny(), num_prefix_tokens=0))
 
 
-def test_protocols_are_files_and_what_does_not_apply_is_no_setting():
+def test_settings_of_a_protocol_are_those_of_its_training():
     probes = {
         name: plan_probes(["classification"], ["class_folders"], [f"probe.protocol={name}"])[0]
         for name in ("ssl_bench", "dino", "dinov2")
@@ -187,7 +188,7 @@ CENTRAL = "central squares of the training images"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "beginnings"),
     [
         (
             (*PROTOCOL, "probe.training.epochs=2", "probe.training.batch_size=5"),
@@ -205,7 +206,7 @@ CENTRAL = "central squares of the training images"
         ),
     ],
 )
-def test_guesses_of_a_record_say_the_values_used(place, words, told):
+def test_guesses_of_a_record_contain_the_values_used(place, words, beginnings):
     class_folders(place)
     asked = probing("classification", "class_folders", place)
     words = [*(word for word in asked if "c_values" not in word), *words, "probe.image_size=32"]
@@ -214,32 +215,32 @@ def test_guesses_of_a_record_say_the_values_used(place, words, told):
 
     guesses = [record.details["guesses"] for record in records()]
     assert all(one == guesses[0] for one in guesses)
-    assert [one.startswith(begin) for one, begin in zip(guesses[0], told, strict=True)] == [
-        True for _ in told
+    assert [one.startswith(begin) for one, begin in zip(guesses[0], beginnings, strict=True)] == [
+        True for _ in beginnings
     ]
 
 
-def chosen(**changes: Any) -> list[Score]:
-    """Three heads and four images: 1, 2 and 2 are right; of the two held out 2, 1 and 0."""
+def selected(**changes: Any) -> list[Score]:
+    """Score three heads that are correct on 1, 2 and 2 of 4 images, and on 2, 1 and 0 held out."""
     values: dict[str, Any] = {
         "hyperparameter": "c_value", "values": (0.1, 1.0, 10.0),
         "num_classes": 7,
         "ranks": torch.tensor([[0, 4, 5, 6], [0, 0, 5, 4], [0, 0, 2, 1]]),
-        "held_out": torch.tensor([[0, 0], [0, 3], [1, 1]]),
-        "constant": 0.25, "missing": 0, "shared": {"more": 1},
+        "held_out_ranks": torch.tensor([[0, 0], [0, 3], [1, 1]]),
+        "constant_share": 0.25, "missing_classes": 0, "details": {"more": 1},
     }  # fmt: skip
-    given = {**values, **changes}
-    # Three of four images are of one class.
-    labels = torch.arange(given["ranks"].shape[1]) // 3
-    return list(choice_scores((4, "cls"), **given, labels=labels))
+    arguments = {**values, **changes}
+    # Three of four images have the same class.
+    labels = torch.arange(arguments["ranks"].shape[1]) // 3
+    return list(score_selected_heads(4, "cls", **arguments, labels=labels))
 
 
-def test_held_out_images_choose_the_rate_and_beside_it_stands_the_best_of_the_scored_ones():
-    found = {score.metric: score for score in chosen()}
+def test_held_out_images_select_the_holdout_and_scored_images_the_oracle():
+    found = {score.metric: score for score in selected()}
 
     values = {metric: (score.value, score.details["c_value"]) for metric, score in found.items()}
     assert [s.details["baseline"]["value"] for s in found.values()] == [75.0, 100.0] * 2
-    # The first of equally good ones is the oracle's; top-5 does not choose.
+    # The oracle is the first of equally good heads. Top-5 accuracy does not select.
     assert values == {
         "top1_holdout": (25.0, 0.1), "top5_holdout": (50.0, 0.1),
         "top1_oracle": (50.0, 1.0), "top5_oracle": (75.0, 1.0),
@@ -250,20 +251,24 @@ def test_held_out_images_choose_the_rate_and_beside_it_stands_the_best_of_the_sc
     assert details["top1_by_rate"] == [25.0, 50.0, 50.0]
     assert details["top1_by_rate_held_out"] == [100.0, 50.0, 0.0]
     assert (details["constant_channels_percent"], details["more"]) == (25.0, 1)
-    assert [s.metric for s in chosen(held_out=None)] == ["top1_oracle", "top5_oracle"]
+    assert [s.metric for s in selected(held_out_ranks=None)] == ["top1_oracle", "top5_oracle"]
 
 
-def test_what_to_be_wary_of_is_said():
-    warnings = [score.details["warnings"] for score in chosen()]
+def test_warnings_name_grid_edges_diverged_heads_missing_classes_and_constant_features():
+    warnings = [score.details["warnings"] for score in selected()]
     assert warnings[0] == ["the chosen c value 0.1 is at the edge of its grid"]
     assert warnings[2] == []
-    last = chosen(held_out=torch.tensor([[1], [1], [0]]))
+    last = selected(held_out_ranks=torch.tensor([[1], [1], [0]]))
     (edge,) = last[0].details["warnings"]
     assert edge == "the chosen c value 10 is at the edge of its grid"
 
     ranks = torch.tensor([[0, 1], [0, 0], [7, 7]])
-    spoilt = chosen(
-        ranks=ranks, held_out=None, missing=2, constant=1.0, hyperparameter="learning_rate"
+    spoilt = selected(
+        ranks=ranks,
+        held_out_ranks=None,
+        missing_classes=2,
+        constant_share=1.0,
+        hyperparameter="learning_rate",
     )
     assert spoilt[0].details["warnings"] == [
         "heads diverged: learning rate 10",
@@ -272,7 +277,7 @@ def test_what_to_be_wary_of_is_said():
     ]
 
 
-def test_the_lower_of_equal_classes_counts_and_nothing_is_right_that_is_no_number():
+def test_ties_go_to_the_lower_class_and_nonfinite_logits_are_never_correct():
     logits = torch.tensor([[3.0, 1.0, 3.0], [3.0, 1.0, 3.0], [1.0, 2.0, 3.0], [math.nan, 2.0, 3.0],
                            [math.inf, 0.0, 0.0]])  # fmt: skip
 
