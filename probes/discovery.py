@@ -94,12 +94,9 @@ def score_block(
 ) -> Iterator[Score]:
     """Yield average precision and recall over all annotated images, including those without boxes.
 
-    Args:
-        layer: Block index, 0-based.
-        facet: Facet of the block.
-        results: Results of all images.
-        num_ranks: Maximum number of scored boxes of an image.
-        baselines: Baseline of each metric, see `constant_baselines`.
+    Boxes of equal rank have no order in `ap`, `ap50` and `ar100`. In `ap_coco`, they have the order
+    of the images, so it has no interval and no contributions of single images. At most `num_ranks`
+    boxes of an image are scored.
     """
     annotated = select_annotated(results)
     cells = [result.cells[cell_name(layer, facet)] for result in annotated]
@@ -117,6 +114,7 @@ def score_block(
         estimate = bootstrap_estimate(per_image, score)
         own_details = {**details, **baselines[metric].as_details()}
         if metric != "ar100":
+            # The score without the assumption that earlier masks are more confident.
             own_details["if_equally_sure"] = float(score(merge_ranks(per_image).sum(0)))
         yield Score(
             *(layer, facet, metric, estimate.value, estimate.ci95(), len(annotated), own_details),

@@ -69,6 +69,7 @@ class ImageResult:
 
 
 def cell_name(layer: int, facet: str) -> str:
+    """Return the key of a block and facet in `ImageResult.cells`."""
     return f"{layer}/{facet}"
 
 

@@ -60,15 +60,8 @@ def draw_sheets(
 ) -> None:
     """Draw a contact sheet for each cell from the stored results.
 
-    Args:
-        cells: Names of the cells.
-        title: Parts of the heading before and after the block and the facet.
-        folder: Folder of the sheets.
-        images: The images.
-        results: Result of each image.
-        patch_size: Side of a patch in pixels.
-        per_group: Maximum number of images to draw for each group of `group_by_outcome`.
-        prepare: Function that resizes an image to the size that the encoder received.
+    Each group of `group_by_outcome` shows at most `per_group` images. `prepare` resizes an image to
+    the size that the encoder received. The heading has block and facet between both titles.
 
     Raises:
         DataError: An image was replaced after its objects were found.

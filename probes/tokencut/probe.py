@@ -382,14 +382,9 @@ def batch_by_shape(
 ) -> Iterator[list[Sample]]:
     """Yield batches of samples of equal shape, each as soon as it is complete.
 
-    If more decoded pixels than `waiting_pixels` wait, the largest incomplete batch is yielded. If a
-    sample cannot be read, all samples before it are yielded first.
-
-    Args:
-        samples: The samples.
-        shape: Function that returns rows and columns of patches, and other lengths to compare.
-        max_patches: Maximum number of patches in a batch. A larger image is a batch of its own.
-        waiting_pixels: Maximum number of decoded pixels in incomplete batches.
+    A shape starts with the rows and columns of patches. If more decoded pixels than
+    `waiting_pixels` wait, the largest incomplete batch is yielded. If a sample cannot be read, all
+    samples before it are yielded first.
     """
 
     def count_pixels(batch: Sequence[Sample]) -> int:
@@ -478,12 +473,11 @@ def _warn_about_degenerate_blocks(
     """Name the blocks for which most graphs are degenerate, and recommend a setting."""
     blocks = []
     for facet in probe.facets:
-        layers = []
-        for layer in context.layers:
-            cells = [result.cells[cell_name(layer, facet)] for result in results]
-            if is_degenerate(flag_percentages(cells)["degenerate_percent"]):
-                layers.append(str(layer))
-        if layers:
+        cells = {
+            n: [result.cells[cell_name(n, facet)] for result in results] for n in context.layers
+        }
+        percentages = {n: flag_percentages(own)["degenerate_percent"] for n, own in cells.items()}
+        if layers := [str(n) for n, percent in percentages.items() if is_degenerate(percent)]:
             blocks.append(f"{facet} of block {', '.join(layers)}")
     if not blocks:
         return
@@ -519,8 +513,8 @@ def _warn_about_padding(
     if image_ids:
         more = f" and {len(image_ids) - 3:,} more" if len(image_ids) > 3 else ""
         line = (
-            f"{probe.task}: the object of {', '.join(image_ids[:3])}{more} lies in the padding to "
-            f"patches of {patch_size} pixels, so it is counted as degenerate"
+            f"{probe.task}: the object of {', '.join(image_ids[:3])}{more} lies in the padding, so "
+            "it counts as degenerate"
         )
         hint = ("probe.longer_side=224", "or", "probe.mask_padding=true")
         context.say(with_hint(line, hint=hint))

@@ -178,13 +178,9 @@ def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
-    """Return the centred box with half of the area and the aspect ratio of the image.
+    """Return the centred box (x0, y0, x1, y1) with half of the area and the shape of the image.
 
-    Args:
-        size: Height and width in pixels.
-
-    Returns:
-        The corners (x0, y0, x1, y1) in pixels.
+    The size is (height, width) in pixels.
     """
     height, width = size
     sides = np.array([width, height, width, height], np.float64)
@@ -205,9 +201,6 @@ def constant_masks(
 
     The best mask is the baseline of a score. For pixel accuracy, this is the empty mask if objects
     are small, and the whole image if they are large.
-
-    Args:
-        centre_counts: `ObjectCounts` of the centre box.
     """
     _, _, true, total = centre_counts.T
     zero = np.zeros_like(true)
