@@ -5,11 +5,9 @@ In this order: steps and regressions (`probe.training`; losses are in `heads/los
 held-out images, scored images, scores, pictures.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,17 +15,18 @@ from jaxtyping import Float, Float64, Int64, UInt8
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from probes.features.journal import Journal
 from probes.features.split import (
     LayerGroup,
     TrainingSplit,
-    asked_patches,
-    digest,
-    require_one_block_a_head,
-    sources_of,
+    group_layers,
+    ids_sha256,
+    parse_patch_facet,
+    reject_single_block,
 )
-from probes.features.stream import KeptState, batches, checked, extract, read_ahead
-from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
-from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
+from probes.features.stream import batches, extract, fetch_finite, read_ahead
+from probes.features.tiers import RequestedTier, StorageLimits, TrainingFeatures, TrainingPass
+from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, resize_mask
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
 from probes.heads.scored_images import (
@@ -36,13 +35,13 @@ from probes.heads.scored_images import (
     SlidingWindows,
     Squashed,
     mask_score,
-    plain,
+    nan_to_none,
 )
 from probes.heads.sgd import (
     SGD,
     HeadAdamW,
     HeadOptimizer,
-    Heads,
+    HeadSpec,
     Schedule,
     StepTraining,
     TrainedHeads,
@@ -98,7 +97,9 @@ class Steps(StepTraining):
     warmup: FractionBelowOne = 0.05
     weight_decay: PositiveOrZero = 1e-4
 
-    def steps(self) -> tuple[HeadOptimizer, Schedule]:
+    refit: ClassVar[bool] = False
+
+    def optimizer_and_schedule(self) -> tuple[HeadOptimizer, Schedule]:
         optimizer = {"adamw": HeadAdamW, "sgd": SGD}[self.optimizer]
         return optimizer(weight_decay=self.weight_decay), Schedule(self.schedule, self.warmup)
 
@@ -167,7 +168,7 @@ class Segmentation(Probe):
     holdout: FractionBelowOne = 0.1
     train_images: Count | None = None
     panels: CountOrZero = 6
-    tier: AskedTier = "auto"
+    tier: RequestedTier = "auto"
     memory_gib: PositiveOrZero | None = None
     disk_gib: PositiveOrZero | None = None
     cache: FilePath | None = None
@@ -186,7 +187,7 @@ class Segmentation(Probe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_block_a_head(self.facet_spec, self.layers_mode)
+        reject_single_block(self.facet_spec, self.layers_mode)
         if self.crops == "whole" and self.views > 2:
             raise ConfigurationError(
                 f"whole images have one view or two, got {self.views}",
@@ -248,11 +249,11 @@ class Segmentation(Probe):
 
     @property
     def facet_spec(self) -> FacetSpec:
-        return asked_patches(self.facet, self.norm)
+        return parse_patch_facet(self.facet, self.norm)
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""
-        return sources_of(layers, self.layers_mode)
+        return group_layers(layers, self.layers_mode)
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.
@@ -276,7 +277,7 @@ class SegmentationRun:
         self.probe, self.context, encoder = probe, context, context.encoder
         images = probe.training_images(context.dataset)
         self.split = TrainingSplit.draw(
-            images, at_most=probe.train_images, holdout=probe.holdout, seed=context.seed
+            images, max_images=probe.train_images, holdout=probe.holdout, seed=context.seed
         )
         self.val_images = probe.split(context.dataset)
         self.sources = probe.sources(context.layers)
@@ -298,7 +299,7 @@ class SegmentationRun:
             batch_size=probe.training.batch_size,
             workers=probe.num_workers,
         )
-        self.heads = Heads(
+        self.heads = HeadSpec(
             loss=probe.loss,
             standardize=probe.norm == "standardize",
             classes=len(self.val_images.class_names),
@@ -317,7 +318,7 @@ class SegmentationRun:
         heads = self.train(features)
         held_out = self.count_held_out(heads, features)
         if self.probe.training.refit:
-            heads = self._fit(features, self.split.every_entry(self.probe.views))
+            heads = self._fit(features, self.split.all_entries(self.probe.views))
         found, drawn = self.score(heads, held_out, self._details(heads, features))
         # Before the scores, so that no record stands there without them.
         self._draw(drawn, [chosen for chosen, _ in found])
@@ -329,20 +330,20 @@ class SegmentationRun:
         for _, scores in found:
             yield from scores
         views = self.probe.views
-        fitted = (self.split.entries(views), self.split.every_entry(views))
-        for kept in (*map(self._kept_heads, fitted), self._kept_counts()):
-            kept.path.unlink(missing_ok=True)
+        trained = (self.split.training_entries(views), self.split.all_entries(views))
+        for journal in (*map(self._heads_journal, trained), self._counts_journal()):
+            journal.remove()
         remove_orphans(self.cache / "heads")
 
     def features(self) -> TrainingFeatures:
         """Of all training images, in memory, on disk, or computed whenever they are asked for."""
         probe = self.probe
-        room = Room(probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features")
+        room = StorageLimits(probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features")
         return self.training_pass.run(room)
 
     def train(self, features: TrainingFeatures) -> TrainedHeads:
         """Train the heads of all sources on the images that are not held out."""
-        entries = self.split.entries(self.probe.views)
+        entries = self.split.training_entries(self.probe.views)
         seen = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
         if len(seen) < 2:
             names = [self.val_images.class_names[number] for number in seen]
@@ -353,15 +354,16 @@ class SegmentationRun:
         return self._fit(features, entries)
 
     def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
-        """Heads of all sources; those that a killed run had finished are taken from its file."""
-        context, kept = self.context, self._kept_heads(entries)
-        if "fitted" in kept.found:
-            return TrainedHeads(**kept.found["fitted"]).on(context.device)
+        """Train the heads of all sources, or load those that an interrupted run had finished."""
+        context, journal = self.context, self._heads_journal(entries)
+        if journal.entries and "trained" in journal.entries[-1]:
+            trained = journal.entries[-1]["trained"] | {"sources": tuple(self.sources)}
+            return TrainedHeads(**trained).to(context.device)
         heads = self.probe.training.train(
-            self.heads, features, self.sources, entries, context.progress, kept
+            self.heads, features, self.sources, entries, context.progress, journal
         )
         if heads.seconds >= 60 * self.probe.keep_minutes:
-            kept.write({"fitted": vars(heads)})
+            journal.replace({"trained": vars(heads)})
         return heads
 
     def count_held_out(
@@ -373,7 +375,7 @@ class SegmentationRun:
         total = torch.zeros(1, dtype=torch.int64, device=self.context.device)
         positions = torch.tensor(sorted(self.split.held_out))
         chosen = (positions * self.probe.views).split(self.probe.training.batch_size)
-        read = features.of_layers(features.layers, self.context.device)
+        read = features.reader(features.layers, self.context.device)
         shown = self.context.progress(read(chosen), "held-out images", len(chosen))
         left = iter(positions.tolist())
         for batch in shown:
@@ -395,11 +397,11 @@ class SegmentationRun:
         The scored images stream once through encoder and heads; what a killed run had counted
         passes no more.
         """
-        images, kept = self.val_images, self._kept_counts()
+        images, journal = self.val_images, self._counts_journal()
         counts = ImageCounts(*heads.bias.shape)
-        if kept.found:
-            counts.extend(kept.found)
-        self.count(heads, self._scored(range(len(images))[len(counts) :]), counts, kept)
+        for entry in journal.entries:
+            counts.extend(entry)
+        self.count(heads, self._scored(range(len(images))[len(counts) :]), counts, journal)
         if not counts.total[:, :, 2].any():
             raise DataError(f"{images.name} {images.split} has no labelled pixel")
         # Once more, since a killed run may have counted them long ago.
@@ -430,13 +432,13 @@ class SegmentationRun:
         heads: TrainedHeads,
         images: Iterable[ScoredImage],
         counts: ImageCounts,
-        kept: KeptState | None = None,
+        journal: Journal | None = None,
     ) -> list[UInt8[Tensor, "sources values _height _width"]]:
-        """Add what all heads predict of each image to `counts`, which is written down now and then.
+        """Add the predictions of all heads for each image to `counts`, and these to a journal.
 
-        The predictions are given back where nothing is written down: a few images are drawn.
+        Without a journal, the predicted maps are returned. They are needed for the few figures.
         """
-        extractor, found = self.training_pass.extractor, []
+        extractor, found, num_written = self.training_pass.extractor, [], len(counts)
         for batch in batches(images, self.probe.training.batch_size):
             windows = torch.cat([image.windows for image in batch])
             ids = [image.image_id for image in batch for _ in image.windows]
@@ -447,12 +449,13 @@ class SegmentationRun:
                 blocks = {layer: features[some] for layer, features in by_layer.items()}
                 predicted, counted = self._predict(heads, blocks, image)
                 parts.append(counted)
-                drawn += [predicted] if kept is None else []
-            parts, *drawn = checked(extractor, sums, ids, [torch.stack(parts), *drawn])
+                drawn += [predicted] if journal is None else []
+            parts, *drawn = fetch_finite(extractor, sums, ids, [torch.stack(parts), *drawn])
             counts.add(parts)
             found += drawn
-            if kept and kept.is_due():
-                kept.write(counts.state())
+            if journal and journal.is_due():
+                journal.append(counts.entry(num_written))
+                num_written = len(counts)
         return found
 
     def _predict(
@@ -510,8 +513,8 @@ class SegmentationRun:
             details = {
                 hyperparameter: values[rate],
                 f"{hyperparameter}s": list(values),
-                "miou_by_rate": plain(by_value),
-                "miou_by_rate_held_out": None if choosing is None else plain(choosing),
+                "miou_by_rate": nan_to_none(by_value),
+                "miou_by_rate_held_out": None if choosing is None else nan_to_none(choosing),
                 "constant_features": constant == 1,
                 "constant_channels_percent": round(100 * constant, 1),
                 "warnings": [*warnings, *few_images_warning(len(counts))],
@@ -531,7 +534,7 @@ class SegmentationRun:
         return {
             "num_train_images": trained,
             "num_held_out_images": held_out,
-            "train_ids_sha256": digest(self.split.ids(self.training_pass.images)),
+            "train_ids_sha256": ids_sha256(self.split.ids(self.training_pass.images)),
             "all_ignored_train_images": int(ignored.sum()),
             "train_seconds": round(heads.seconds, 3),
             "feature_tier": features.tier,
@@ -549,28 +552,41 @@ class SegmentationRun:
                 title = f"block{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
                 masks[title] = by_rate[rate]
             size = sample.image.shape[:2]
-            full = {title: nearest_labels(mask, *size).numpy() for title, mask in masks.items()}
+            full = {title: resize_mask(mask, *size).numpy() for title, mask in masks.items()}
             tiles = [titled(sample.image, "photograph")]
             tiles += [titled(overlaid(sample.image, mask), title) for title, mask in full.items()]
             tiles.append(_legend(full.values(), self.val_images.class_names))
             rows = [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]
             sheet(rows, self.context.artifacts / self.probe._panel_name(sample.image_id))
 
-    # Files that a killed run goes on from are named after all that their content depends on.
+    # Files from which an interrupted run continues.
 
-    def _kept(self, ending: str, *facts: Any) -> KeptState:
-        fitting = repr((self.heads, self.probe.training))
-        words = json.dumps([fitting, self.training_pass.header(), self.sources, *facts])
-        name = f"{sha256(words.encode()).hexdigest()[:16]}.{ending}"
-        return KeptState(self.cache / "heads" / name, self.probe.keep_minutes, self.context.say)
+    def _heads_journal(self, entries: Int64[Tensor, " chosen"]) -> Journal:
+        return self._journal("heads", entries=entries.tolist())
 
-    def _kept_heads(self, entries: Int64[Tensor, " chosen"]) -> KeptState:
-        return self._kept("heads", entries.tolist())
+    def _counts_journal(self) -> Journal:
+        return self._journal(
+            "counts",
+            split=(self.split.indices, sorted(self.split.held_out), self.probe.training.refit),
+            images=(self.val_images.fingerprint(), *self.val_images.ids),
+            inference=repr(self.probe.inference),
+        )
 
-    def _kept_counts(self) -> KeptState:
-        images = (self.val_images.fingerprint(), *self.val_images.ids)
-        split = (self.split.indices, sorted(self.split.held_out), self.probe.training.refit)
-        return self._kept("counts", split, images, repr(self.probe.inference))
+    def _journal(self, name: str, **dependencies: Any) -> Journal:
+        header = {
+            "training": repr((self.heads, self.probe.training)),
+            "features": self.training_pass.header(),
+            "sources": self.sources,
+            **dependencies,
+        }
+        return Journal(
+            self.cache / "heads",
+            name,
+            header,
+            say=self.context.say,
+            minutes=self.probe.keep_minutes,
+            is_cache=True,
+        )
 
 
 def _best(by_value: Float64[np.ndarray, " values"]) -> int:

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
+from probes.features.journal import Journal
 from probes.features.split import LayerGroup
-from probes.features.stream import KeptState
 from probes.features.tiers import TrainingFeatures
 from probes.heads.sgd import (
-    Heads,
+    HeadSpec,
     LinearHeads,
     RunningStatistics,
     TrainedHeads,
@@ -66,17 +66,17 @@ class LogisticRegression(Training):
 
     def train(
         self,
-        heads: Heads,
+        heads: HeadSpec,
         features: TrainingFeatures,
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
-        kept: KeptState | None = None,
+        journal: Journal | None = None,
     ) -> TrainedHeads:
-        """Fit one head for each source and C; nothing is random in it, and nothing is kept."""
-        del kept
+        """Train one head per source and C. A killed run starts again, so `journal` is unused."""
+        del journal
         start = time.monotonic()
-        read = features.of_layers([*chain(*sources)], heads.device)
+        read = features.reader([*chain(*sources)], heads.device)
         batches = entries.split(self.batch_size)
         # From one pass: scale of the channels, and how many patches of each batch count.
         found, counted = RunningStatistics.none(heads.device), []

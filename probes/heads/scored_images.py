@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, Integer, UInt8
 from torch import Tensor
 
-from probes.features.views import nearest_labels, resized, tensors
+from probes.features.views import image_and_mask, resize_bilinear, resize_mask
 from probes.heads.pixels import predict_pixels
 from ssl_bench.composition.fields import Pixels, check_fields
 from ssl_bench.data.samples import Sample
@@ -77,10 +77,10 @@ class Squashed:
     ) -> ScoredImage:
         """Show an image in a square of this side; `mean` is the colour of what lies beyond it."""
         del mean
-        image, mask = tensors(sample)
+        image, mask = image_and_mask(sample)
         if self.score_size is not None:
-            mask = nearest_labels(mask, self.score_size, self.score_size)
-        squashed = resized(image, size, size)
+            mask = resize_mask(mask, self.score_size, self.score_size)
+        squashed = resize_bilinear(image, size, size)
         return ScoredImage(sample.image_id, squashed[None], ((0, 0),), (size, size), mask)
 
     def predict(
@@ -119,12 +119,12 @@ class SlidingWindows:
 
     def prepare(self, sample: Sample, size: int, mean: tuple[float, float, float]) -> ScoredImage:
         """In windows of this side; `mean` is the colour of what lies beyond a very long image."""
-        image, mask = tensors(sample)
+        image, mask = image_and_mask(sample)
         scale = min(size / min(mask.shape), _LONGEST * size / max(mask.shape))
         height, width = (max(1, round(scale * side)) for side in mask.shape)
         colour = torch.tensor(mean).view(3, 1, 1)
         beyond = (0, max(0, size - width), 0, max(0, size - height))
-        padded = F.pad(resized(image, height, width) - colour, beyond) + colour
+        padded = F.pad(resize_bilinear(image, height, width) - colour, beyond) + colour
         # The last window ends with the image.
         down, across = (
             [*range(0, max(0, length - size), max(1, 2 * size // 3)), max(0, length - size)]
@@ -155,57 +155,75 @@ class SlidingWindows:
 
 
 class ImageCounts:
-    """`class_counts` of images under the heads of some sources, each with some values.
+    """Correct, predicted and true pixels of each class in each image, under many heads.
 
-    A head predicts few classes in an image. A cell is one of them: image, head times classes plus
-    class, right pixels, predicted ones. What is true is kept once for all heads. int32, because no
-    image has 2^31 pixels; what is summed is summed in int64.
+    A head predicts few classes in an image. Only those are stored, as columns of four numbers:
+    image, head * classes + class, correct pixels, predicted pixels. True pixels do not depend on
+    the head and are stored once. An image has less than 2^31 pixels, so int32 is enough for it.
+    Sums over images are int64.
+
+    Attributes:
+        total: Correct, predicted and true pixels of all images.
     """
 
     def __init__(self, sources: int, values: int, classes: int) -> None:
         self.total: Int64[np.ndarray, "sources values 3 classes"]
         self.total = np.zeros((sources, values, 3, classes), dtype=np.int64)
         self._true = np.zeros((0, classes), dtype=np.int32)
-        # These grow in place, where arrays of numpy would leave holes in memory.
-        self._cells = [array("i") for _ in range(4)]
+        # These grow in place. New numpy arrays would fragment the memory.
+        self._columns = [array("i") for _ in range(4)]
 
     def __len__(self) -> int:
+        """Return the number of images."""
         return len(self._true)
 
     def add(self, counts: Integer[Tensor, "images sources values 3 classes"]) -> None:
-        """Append some images."""
-        right, predicted = (counts[:, :, :, which].flatten(1) for which in (0, 1))
+        """Append the `class_counts` of some images."""
+        correct, predicted = (counts[:, :, :, row].flatten(1) for row in (0, 1))
         image, number = predicted.nonzero(as_tuple=True)
-        cells = torch.stack([image, number, right[image, number], predicted[image, number]])
-        total, true = counts.sum(0, dtype=torch.int64), counts[:, 0, 0, 2]
-        self.extend({"total": total, "true": true.int(), "cells": cells.int()})
+        columns = torch.stack([image, number, correct[image, number], predicted[image, number]])
+        true = counts[:, 0, 0, 2]
+        self.extend({"first": len(self), "true": true.int(), "columns": columns.int()})
 
-    def of(self, source: int, value: int) -> PerImage:
-        """Pixels that are right, predicted and true by class, for each image, under one head."""
+    def per_image(self, source: int, value: int) -> PerImage:
+        """Return correct, predicted and true pixels by class of each image, under one head."""
         _, values, _, classes = self.total.shape
         first = (source * values + value) * classes
-        image, number, right, predicted = (np.frombuffer(one, np.int32) for one in self._cells)
-        some = np.flatnonzero((number >= first) & (number < first + classes))
+        image, number, correct, predicted = (np.frombuffer(c, np.int32) for c in self._columns)
+        chosen = np.flatnonzero((number >= first) & (number < first + classes))
         counts = np.zeros((len(self), 3, classes), dtype=np.int32)
-        counts[image[some], 0, number[some] - first] = right[some]
-        counts[image[some], 1, number[some] - first] = predicted[some]
+        counts[image[chosen], 0, number[chosen] - first] = correct[chosen]
+        counts[image[chosen], 1, number[chosen] - first] = predicted[chosen]
         counts[:, 2] = self._true
         return counts
 
-    def state(self) -> dict[str, Tensor]:
-        """All that was counted."""
-        cells = np.stack([np.frombuffer(one, np.int32) for one in self._cells])
-        parts = {"total": self.total, "true": self._true, "cells": cells}
-        return {name: torch.from_numpy(part) for name, part in parts.items()}
+    def entry(self, first: int) -> dict[str, Any]:
+        """Return the counts of image `first` and all later ones, as an entry of a journal."""
+        start = np.frombuffer(self._columns[0], np.int32).searchsorted(first)
+        columns = np.stack([np.frombuffer(column, np.int32)[start:] for column in self._columns])
+        columns[0] -= first
+        true = torch.from_numpy(self._true[first:])
+        return {"first": first, "true": true, "columns": torch.from_numpy(columns)}
 
-    def extend(self, state: Mapping[str, Tensor]) -> None:
-        """Append the images of counts under the same heads that gave this state."""
-        cells = state["cells"].numpy().copy()
-        cells[0] += len(self)
-        for kept, some in zip(self._cells, cells, strict=True):
-            kept.frombytes(some.tobytes())
-        self.total += state["total"].numpy()
-        self._true = np.concatenate([self._true, state["true"].numpy()])
+    def extend(self, entry: Mapping[str, Any]) -> None:
+        """Append the images of an entry if they are the next ones. Otherwise, change nothing.
+
+        An entry does not fit if the one before it was damaged, or if two processes wrote the file.
+        """
+        if entry["first"] != len(self):
+            return
+        true, columns = entry["true"].numpy(), entry["columns"].numpy().copy()
+        columns[0] += len(self)
+        _, number, *pixels = columns
+        size = self.total[:, :, 0].size
+        for row, counts in enumerate(pixels):
+            # Sums of float64 are exact below 2^53.
+            sums = np.bincount(number, counts, size).astype(np.int64)
+            self.total[:, :, row] += sums.reshape(self.total[:, :, row].shape)
+        self.total[:, :, 2] += true.sum(0, dtype=np.int64)
+        for column, values in zip(self._columns, columns, strict=True):
+            column.frombytes(values.tobytes())
+        self._true = np.concatenate([self._true, true])
 
 
 def mask_score(
@@ -230,9 +248,10 @@ def mask_score(
     score = pixel_accuracy if is_accuracy else mean_iou
     estimate = pixel_accuracy_estimate if is_accuracy else mean_iou_estimate
     source, value = head
-    total, per_image = counts.total[source], counts.of(source, value)
+    total, per_image = counts.total[source], counts.per_image(source, value)
     named, constant = predict_constant_class(total[0])
     baseline = Baseline(f"constant class {class_names[named]}", float(score(constant)))
+    iou = nan_to_none(iou_per_class(total[value]))
     return Score(
         *cell,
         metric,
@@ -240,7 +259,7 @@ def mask_score(
         estimate(per_image).ci95(),
         len(counts),
         {
-            "iou_by_class": dict(zip(class_names, plain(iou_per_class(total[value])), strict=True)),
+            "iou_by_class": dict(zip(class_names, iou, strict=True)),
             "absent_classes": ABSENT_CLASS_POLICY,
             **details,
             **baseline.as_details(),
@@ -250,6 +269,6 @@ def mask_score(
     )
 
 
-def plain(values: Sequence[float] | np.ndarray) -> list[float | None]:
+def nan_to_none(values: Sequence[float] | np.ndarray) -> list[float | None]:
     """As records have them: JSON has no NaN, so that of an absent class is null."""
     return [None if math.isnan(value) else float(value) for value in values]

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from probes.features.journal import Journal
 from probes.features.split import LayerGroup
-from probes.features.stream import KeptState
 from probes.features.tiers import FeatureBatch, TrainingFeatures
 from probes.heads.losses import PIECE_BYTES, PixelLoss, PixelTargets
 from ssl_bench.composition.fields import Count, Rate, check_fields, require_nonempty
@@ -335,7 +335,7 @@ class ParallelHeads(LinearHeads):
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadSpec:
     """What every way to fit heads must know of them."""
 
     loss: PixelLoss
@@ -357,12 +357,10 @@ class Training:
         hyperparameter: What the heads of one source differ by; its values are in the field of its
             plural, and one of them is chosen afterwards.
         batch_size: Images that are looked at together.
-        refit: Whether all training images are fitted once the held-out ones have chosen.
     """
 
     hyperparameter: ClassVar[str]
     batch_size: Any
-    refit: Any = False
 
     def __post_init__(self) -> None:
         check_fields(self, "probe.training")
@@ -378,14 +376,17 @@ class Training:
 
     def train(
         self,
-        heads: Heads,
+        heads: HeadSpec,
         features: TrainingFeatures,
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
-        kept: KeptState | None = None,
+        journal: Journal | None = None,
     ) -> "TrainedHeads":
-        """Fit one head for each source and value to the chosen entries; `kept` may hold a part."""
+        """Train one head per source and value of the hyperparameter, on the chosen entries.
+
+        If `journal` is given, an interrupted training continues from its last entry.
+        """
         raise NotImplementedError
 
 
@@ -407,29 +408,24 @@ class StepTraining(Training):
     def settings(self) -> dict[str, Any]:
         return {**asdict(self), "learning_rates": list(self.learning_rates)}
 
-    def steps(self) -> tuple[HeadOptimizer, Schedule]:
+    def optimizer_and_schedule(self) -> tuple[HeadOptimizer, Schedule]:
         """What moves the heads, and at which share of the rates."""
         raise NotImplementedError
 
     def train(
         self,
-        heads: Heads,
+        heads: HeadSpec,
         features: TrainingFeatures,
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
-        kept: KeptState | None = None,
+        journal: Journal | None = None,
     ) -> "TrainedHeads":
-        """Train one head for each source and rate on the chosen entries."""
-        state: dict[str, Any] = dict(kept.found) if kept else {}
+        """Train one head per source and learning rate. The last entry of `journal` is continued."""
+        state = journal.entries[-1] if journal and journal.entries else {}
         start = time.monotonic() - state.get("seconds", 0.0)
+        read = features.reader([*chain(*sources)], heads.device)
 
-        def reached(**parts: Any) -> None:
-            state.update(parts)
-            if kept and kept.is_due():
-                kept.write({**state, "seconds": time.monotonic() - start})
-
-        read = features.of_layers([*chain(*sources)], heads.device)
         in_order, done = entries.split(self.batch_size), state.get("batches", 0)
         found = RunningStatistics.none(heads.device)
         if done:
@@ -439,9 +435,12 @@ class StepTraining(Training):
         shown = progress(read(in_order[done:]), "mean and deviation", len(in_order) - done)
         for number, batch in enumerate(shown, start=done + 1):
             found.add(batch.features)
-            reached(batches=number, statistics=dict(vars(found)))
+            if journal and journal.is_due():
+                seconds = time.monotonic() - start
+                journal.replace({"seconds": seconds, "batches": number, "statistics": vars(found)})
         statistics = found.standardization(len(sources), heads.device)
-        optimizer, schedule = self.steps()
+
+        optimizer, schedule = self.optimizer_and_schedule()
         bank = ParallelHeads(
             statistics if heads.standardize else statistics.identity(),
             classes=heads.classes,
@@ -459,7 +458,16 @@ class StepTraining(Training):
             x = joined(batch.features, len(sources))
             factor = schedule.factor(step, len(batches))
             bank.step(x, heads.loss, heads.targets(batch), rate_factor=factor)
-            reached(step=step + 1, bank=bank.state())
+            if journal and journal.is_due():
+                journal.replace(
+                    {
+                        "seconds": time.monotonic() - start,
+                        "batches": len(in_order),
+                        "statistics": vars(found),
+                        "step": step + 1,
+                        "bank": bank.state(),
+                    }
+                )
         return TrainedHeads(
             tuple(sources),
             *bank.folded(),
@@ -482,12 +490,12 @@ class TrainedHeads:
     sources: tuple[LayerGroup, ...]
     weight: Float[Tensor, "sources values classes dim"]
     bias: Float[Tensor, "sources values classes"]
-    constant_channels: tuple[int, ...]
+    constant_channels: Sequence[int]
     seconds: float
-    unfinished: tuple[int, ...] | None = None
-    stalled: tuple[int, ...] | None = None
+    unfinished: Sequence[int] | None = None
+    stalled: Sequence[int] | None = None
 
-    def on(self, device: torch.device) -> "TrainedHeads":
+    def to(self, device: torch.device) -> "TrainedHeads":
         weight, bias = self.weight.to(device), self.bias.to(device)
         return replace(self, weight=weight, bias=bias)
 

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from probes.features.journal import Journal
-from probes.features.stream import batches, checked, read_ahead
+from probes.features.stream import batches, fetch_finite, read_ahead
 from probes.pictures import sheet
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover, lost, maskcut
 from probes.tokencut.eigensolver import map_graphs
@@ -421,7 +421,7 @@ def find_in_batch(
     features, sums = extractor.extract_unchecked(images)
     cells = [cell_name(layer, facet) for layer, facets in features.items() for facet in facets]
     maps = [values for facets in features.values() for values in facets.values()]
-    maps = checked(extractor, sums, [sample.image_id for sample in samples], maps)
+    maps = fetch_finite(extractor, sums, [sample.image_id for sample in samples], maps)
 
     def find_objects(
         graph: tuple[TokenCut, Float[Tensor, "rows cols dim"], PatchGrid],

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.features.stream import KeptState
+from probes.features.journal import Journal
 from probes.features.tiers import FeatureFile, OpenFeatures
 from probes.segmentation import SegmentationRun
 from ssl_bench.cli.__main__ import main
@@ -149,16 +149,20 @@ def test_a_cache_file_that_others_put_there_is_computed_again(tmp_path, other_ow
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a link", "another user's"])
-def test_kept_work_that_others_put_there_is_not_taken_up(tmp_path, other_owner, kind):
+def test_unfinished_work_that_others_put_there_is_not_continued(tmp_path, other_owner, kind):
     said: list[str] = []
-    kept_state = KeptState(tmp_path / "some.heads", 1.0, said.append)
-    kept_state.write({"step": 3})
-    {"a pipe": to_pipe, "a link": to_link, "another user's": other_owner}[kind](kept_state.path)
 
-    assert kept_state.found == {}
+    def journal() -> Journal:
+        return Journal(tmp_path, "heads", {}, say=said.append, is_cache=True)
+
+    first = journal()
+    first.replace({"step": 3})
+    {"a pipe": to_pipe, "a link": to_link, "another user's": other_owner}[kind](first.path)
+
+    assert journal().entries == []
 
     (line,) = said
-    assert str(kept_state.path) in line
+    assert str(first.path) in line
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a link", "another user's"])
@@ -186,7 +190,7 @@ def test_fault_56_features_that_change_between_two_readings_are_never_used(tmp_p
     probe, said = quick_probe(**SMALL, image_size=128, cache=str(tmp_path)), []
     context = probe_context(tmp_path)
     features = SegmentationRun(probe, replace(context, say=said.append)).features()
-    read = features.of_layers([3, 1], torch.device("cpu"))
+    read = features.reader([3, 1], torch.device("cpu"))
     chosen = torch.arange(16).flip(0).split(5)
 
     before = [batch.features for batch in read(chosen)]
@@ -301,9 +305,10 @@ def test_fault_57_what_a_killed_writer_left_goes_after_an_hour_and_of_a_living_o
 def state_of(path: Path) -> dict[str, Any]:
     """What is written there at this moment, if anything still is."""
     try:
-        return torch.load(path, weights_only=True)
+        entries = Journal(path.parent, "heads", {}, say=print).read(path)
     except OSError:
         return {}
+    return entries[-1] if entries else {}
 
 
 @pytest.mark.slow
@@ -320,7 +325,7 @@ def test_fault_57_a_killed_stream_loses_what_it_had_not_written_and_no_more(plac
     folder, latest = place / "cache" / "heads", time.monotonic() + 120
     # Not forked: the threads of this process's torch would be missing there.
     with subprocess.Popen([sys.executable, "-m", "ssl_bench", *words("killed", 0.0)]) as child:
-        while not any(state_of(path).get("step", 0) > 5 for path in folder.glob("*.heads")):
+        while not any(state_of(path).get("step", 0) > 5 for path in folder.glob("heads_*.jsonl")):
             assert time.monotonic() < latest
             time.sleep(0.002)
         child.kill()

@@ -127,7 +127,7 @@ def features(folder: Path, facts: Facts) -> str:
     return path.name
 
 
-def after_heads(ending: str) -> Callable[[Path, Facts], str]:
+def after_heads(beginning: str) -> Callable[[Path, Facts], str]:
     """Files that a run has which was killed as its first score was known."""
 
     def name(folder: Path, facts: Facts) -> str:
@@ -135,7 +135,7 @@ def after_heads(ending: str) -> Callable[[Path, Facts], str]:
         sgd = {"epochs": 1, "learning_rates": [1e-3]} if "probe.training" not in facts else {}
         asked = probing(facts, **usual, **sgd, keep_minutes=0.0)
         next(quick_probe(**asked).run(context(folder, facts)))
-        (path,) = (folder / "heads").glob(f"*.{ending}")
+        (path,) = (folder / "heads").glob(f"{beginning}_*.jsonl")
         return path.name
 
     return name

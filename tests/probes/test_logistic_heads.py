@@ -9,11 +9,11 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
-from probes.features.tiers import FeaturesInMemory
+from probes.features.tiers import StoredFeatures
 from probes.heads.logistic import LogisticRegression as Regression
 from probes.heads.logistic import minimise
 from probes.heads.losses import HistogramLoss
-from probes.heads.sgd import Heads
+from probes.heads.sgd import HeadSpec
 from tests.support.photographs import silent
 
 C_VALUES = (1e-4, 1e-2, 1.0)
@@ -30,12 +30,12 @@ def _digits():
     masks = labels[:count].astype(np.uint8).reshape(NUM_IMAGES, SIDE, SIDE)
     masks[:, 0, 0] = 255
     blocks = torch.from_numpy(layers).view(2, NUM_IMAGES, SIDE, SIDE, 64)
-    return FeaturesInMemory((0, 1), blocks, torch.from_numpy(masks))
+    return StoredFeatures((0, 1), blocks, torch.from_numpy(masks))
 
 
 def _train(entries, sources=((0,), (1,)), features=None, classes=CLASSES, **changes):
     regression = Regression(**{"c_values": C_VALUES, "batch_size": 7, **changes})
-    asked = Heads(HistogramLoss(), True, classes, 0, torch.device("cpu"))
+    asked = HeadSpec(HistogramLoss(), True, classes, 0, torch.device("cpu"))
     return regression.train(asked, features or _digits(), sources, entries, silent)
 
 
