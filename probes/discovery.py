@@ -158,7 +158,7 @@ def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: i
 
 
 def merge_ranks(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:
-    """Return the counts for equal confidence of all boxes."""
+    """Return the counts as if all boxes had the same rank."""
     return np.stack([counts[:, 0], counts[:, 1:].sum(1)], axis=1)
 
 
@@ -181,8 +181,8 @@ def detection_counts(
     """Return the counts of an image for `ssl_bench.scores.average_precision`.
 
     Found boxes are matched in the order of their ranks, for each of `IOU_THRESHOLDS` separately. A
-    box is matched to the free true box with the largest IoU, or to the last one of several. It is
-    correct if the IoU reaches the threshold.
+    found box is matched to the free true box with the largest IoU, if the IoU reaches the
+    threshold. If several true boxes have the same IoU, it is matched to the last one.
 
     Args:
         found: Found boxes. Only the `MOST_DETECTIONS` most confident boxes are counted.

@@ -14,6 +14,7 @@ from probes.features.journal import Journal
 from ssl_bench.data.samples import Sample
 
 Cell = dict[str, Any]
+"""The objects that were found in one image with one facet of one block."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def draw_sheets(
     """Draw a contact sheet for each cell from the stored results.
 
     Each group of `group_by_outcome` shows at most `per_group` images. `prepare` resizes an image to
-    the size that the encoder received. The heading has block and facet between both titles.
+    the size that the encoder received. In the heading, block and facet follow the first title.
 
     Raises:
         DataError: An image was replaced after its objects were found.

@@ -163,7 +163,7 @@ class TokenCut(Cut, Probe):
     def prepare(self, sample: Sample) -> Sample:
         """Resize an image to the encoder's input size, together with its boxes and its mask.
 
-        Boxes are not rounded, so a box that covers the same part of the image has the same IoU.
+        Boxes are not rounded, so the resized boxes have the same IoU as before.
         """
         height, width = sample.image.shape[:2]
         new_height, new_width = self.resize.output_size(height, width)
