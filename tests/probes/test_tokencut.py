@@ -1,5 +1,6 @@
 """TokenCut over images of many sizes: what is searched once, kept, scored, refused and drawn."""
 
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -177,11 +178,27 @@ def test_an_image_is_searched_once_whatever_ends_a_run(tmp_path):
     assert len(list(tmp_path.glob("*/images_*.jsonl"))) == 3
 
 
+def test_logs_have_the_format_of_older_runs(tmp_path):
+    list(TokenCut(panels=0).run(context(tmp_path, Pictures({"a": [FAR_AWAY]}))))
+
+    (path,) = tmp_path.glob("*/images_*.jsonl")
+    header, line = path.read_text().splitlines()
+    assert path.name == f"images_{hashlib.sha256(header.encode()).hexdigest()[:12]}.jsonl"
+    assert header == json.dumps(json.loads(header), sort_keys=True)
+    assert json.loads(header).keys() == {"format", "key"}
+    content = json.loads(line)
+    checksum = content.pop("crc32")
+    assert line == json.dumps({**content, "crc32": checksum})
+    assert checksum == zlib.crc32(json.dumps(content).encode())
+
+
 def test_ground_truth_without_any_box_ends_the_run_and_says_where_the_found_ones_are(tmp_path):
-    with pytest.raises(DataError, match=r"none of the 2 images of noise .*has a box .*images_"):
+    with pytest.raises(DataError) as raised:
         list(TokenCut().run(context(tmp_path, Pictures({"a": [], "b": []}))))
 
     assert kept(tmp_path).keys() == {"a", "b"}
+    (log,) = tmp_path.glob("*/images_*.jsonl")
+    assert str(log) in str(raised.value)
 
 
 @pytest.mark.parametrize("method", ["tokencut", "maskcut"])
