@@ -221,6 +221,7 @@ class TokenCut(Cut, Probe):
         images = self.split(context.dataset)
         cells = [cell_name(*cell) for cell in itertools.product(context.layers, self.facets)]
         own = _Search(self, context, context.artifacts, images, cells)
+        # Later probes with the same inputs share the pass through the encoder.
         later = [
             _Search(probe, context, artifacts, images, cells)
             for probe, artifacts in context.later

@@ -109,7 +109,10 @@ def _centre_mask(size: tuple[int, ...]) -> Bool[np.ndarray, "height width"]:
 
 
 def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
-    """Return CorLoc of a block and facet over all images with at least one true box."""
+    """Return CorLoc of a block and facet over all images with at least one true box.
+
+    A box is a hit if its IoU with any true box is at least 0.5. Degenerate images are scored too.
+    """
     cell = cell_name(layer, facet)
     scored = [result for result in results if result.num_boxes]
     hits = np.array([result.cells[cell]["hit"] for result in scored])
