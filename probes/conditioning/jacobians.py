@@ -18,7 +18,6 @@ from probes.conditioning.decomposition import BlockRecord, Function, Tokens, fin
 from probes.spectra import condition_number, singular_values
 from ssl_bench.errors import ConfigurationError
 
-JACOBIANS = ("attention", "attention_skip", "mlp", "block", "dominant", "perturbation")
 _EXACT_LIMIT = 8192
 _ROWS_PER_CHUNK = 128
 # Probability that one of the two Lanczos bounds does not hold.

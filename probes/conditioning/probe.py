@@ -63,7 +63,7 @@ class Conditioning(Probe):
             values, for any number of tokens. "checkpoints": CKA with the same block of another
             encoder. "mean_log": natural logarithm of the condition number of the tokens before and
             after attention, averaged over block 0 to the scored block.
-        num_images: Number of images. The first images of the dataset are used.
+        num_images: Number of images, taken from the start of the dataset.
         image_size: Side in pixels of the squares that images are resized to, without keeping their
             aspect ratio. The default is rounded to a multiple of the patch size.
         num_steps: Number of Lanczos iterations.
