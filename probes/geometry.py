@@ -464,7 +464,10 @@ def _unit_or_nan(vectors: Float64[Tensor, "*batch dim"]) -> Float64[Tensor, "*ba
 
 
 def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
-    """Return the percentage of patches with a norm above `factor` times the median of the image."""
+    """Return the percentage of patches whose norm is above `factor` times the median norm.
+
+    The median is that of the patches of the same image.
+    """
     # Scaling by a power of two is exact. It keeps the squares within the range of float32.
     scaled = patches / power_of_two(patches.abs().amax((1, 2, 3), keepdim=True))
     norms = scaled.norm(dim=-1).flatten(1).sort(1).values
@@ -549,7 +552,7 @@ class PositionFit:
     penalty: float
 
     def r2(self, patches: Patches) -> Float64[Tensor, " images"]:
-        """Return 1 - squared error / variance for each image, the mean over rows and columns.
+        """Return R^2 = 1 - squared error / variance of each image, averaged over both axes.
 
         An axis with a single patch has no variance and is left out. With a single patch in total,
         the result is NaN.

@@ -190,11 +190,11 @@ class Conditioning(Probe):
 
     def _first_samples(self, context: ProbeContext) -> list[Sample]:
         images = self.split(context.dataset)
-        count = min(self.num_images, len(images))
-        if count < len(images):
-            line = f"conditioning: using the first {count} of {len(images)} images"
-            context.say(with_hint(line, hint=(f"probe.num_images={len(images)}",)))
-        return [images[index] for index in range(count)]
+        count = len(images)
+        if self.num_images < count:
+            line = f"conditioning: using the first {self.num_images} of {count} images"
+            context.say(with_hint(line, hint=(f"probe.num_images={count}",)))
+        return [images[index] for index in range(min(self.num_images, count))]
 
     def _score_spectra(
         self, context: ProbeContext, records: BlockRecords, stem: Path, cka: CkaMatrix
