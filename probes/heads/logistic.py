@@ -37,6 +37,10 @@ _Pair = tuple[_Values, _Values, _Losses]
 # A step is accepted if it gives this fraction of the decrease that the slope predicts.
 _SUFFICIENT_DECREASE = 1e-4
 _MAX_HALVINGS = 20
+# Number of past steps that approximate the curvature.
+_MEMORY = 5
+# A problem stalls if a step lowers its loss by at most this fraction.
+_LOSS_TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True)
@@ -172,9 +176,7 @@ def minimise(
     start: Float64[Tensor, "problems parameters"],
     *,
     max_iterations: int,
-    memory: int = 5,
-    gradient_tolerance: float = 1e-6,
-    loss_tolerance: float = 1e-10,
+    gradient_tolerance: float,
 ) -> Minimum:
     """Minimise smooth convex functions together, one per row of `start`, by L-BFGS.
 
@@ -182,9 +184,7 @@ def minimise(
         objective: Returns the losses of all problems and their gradients.
         start: Initial values.
         max_iterations: Maximum number of steps.
-        memory: Number of past steps that approximate the curvature.
         gradient_tolerance: A problem converges if no entry of its gradient exceeds this value.
-        loss_tolerance: A problem stalls if a step lowers its loss by at most this fraction.
 
     Source: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. Backtracking is
     sufficient, because a convex function has positive curvature along every step.
@@ -208,7 +208,7 @@ def minimise(
             loss = torch.where(accepted, new_loss, old_loss)
             gradient = torch.where(accepted[:, None], new_gradient, old_gradient)
             converged = gradient.abs().amax(1) <= gradient_tolerance
-            stalled = old_stalled | (old_loss - loss <= loss_tolerance * old_loss.abs())
+            stalled = old_stalled | (old_loss - loss <= _LOSS_TOLERANCE * old_loss.abs())
             # Copy both flags together, because each copy from a GPU waits.
             flags = torch.stack([accepted.all(), (converged | stalled).all()])
             all_accepted, is_over = flags.tolist()
@@ -219,7 +219,7 @@ def minimise(
         curvature = _dot(step, change)
         is_positive = curvature > 1e-12 * _dot(step, step)
         weight = torch.where(is_positive, 1 / curvature.where(is_positive, 1.0), 0.0)
-        pairs = [*pairs, (step, change, weight)][-memory:]
+        pairs = [*pairs, (step, change, weight)][-_MEMORY:]
         iteration += 1
     return Minimum(values, converged, stalled & ~converged, iteration)
 

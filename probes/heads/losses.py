@@ -73,10 +73,10 @@ class PixelLoss:
     ) -> tuple[Float[Tensor, " heads"], Logits]:
         """Return the loss of each head, summed over the labelled pixels, and its gradient."""
         label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
-        shares = logits.softmax(1)
-        loss = (logsumexp(logits, shares, 1) * counted).flatten(1).sum(1)
+        probabilities = logits.softmax(1)
+        loss = (logsumexp(logits, probabilities, 1) * counted).flatten(1).sum(1)
         loss -= (logits * label_weights).flatten(1).sum(1)
-        return loss, shares.mul_(counted).sub_(label_weights)
+        return loss, probabilities.mul_(counted).sub_(label_weights)
 
 
 @dataclass(frozen=True)
@@ -210,10 +210,9 @@ class ResampledLoss(PixelLoss):
     def targets(
         self, labels: UInt8[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
     ) -> PixelTargets:
-        weights = []
+        weights, (down, across) = [], self._matrices(grid, labels.float())
         for image in labels:
             one_hot = torch.stack([image == number for number in range(classes)]).float()
-            down, across = self._matrices(grid, one_hot)
             weights.append(down.T @ one_hot @ across)
         return PixelTargets(torch.stack(weights, 1), (labels != IGNORED).float()[None])
 
@@ -227,9 +226,9 @@ class ResampledLoss(PixelLoss):
             for image in range(logits.shape[2]):
                 values = down @ logits[head, :, image] @ across.T
                 counted = targets.counted[0, image].to(logits)
-                shares = values.softmax(0)
-                loss[head] += (logsumexp(values, shares, 0) * counted).sum()
-                gradient[head, :, image] = down.T @ shares.mul_(counted) @ across
+                probabilities = values.softmax(0)
+                loss[head] += (logsumexp(values, probabilities, 0) * counted).sum()
+                gradient[head, :, image] = down.T @ probabilities.mul_(counted) @ across
         return loss, gradient.sub_(label_weights)
 
     def _matrices(self, grid: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
@@ -313,14 +312,14 @@ def summed_logsumexp(
         if corners.device.type == "cpu":
             # This takes 0.6 to 0.8 of the time of `softmax` along this axis.
             largest = logits.amax(axis)
-            shares = logits.sub_(largest.unsqueeze(axis)).exp_()
-            sums = shares.sum(axis)
+            probabilities = logits.sub_(largest.unsqueeze(axis)).exp_()
+            sums = probabilities.sum(axis)
             normaliser, scale = sums.log() + largest, weight / sums
         else:
-            shares = logits.softmax(axis)
-            normaliser, scale = logsumexp(logits, shares, axis), weight
+            probabilities = logits.softmax(axis)
+            normaliser, scale = logsumexp(logits, probabilities, axis), weight
         total[heads] += (normaliser * weight).sum((0, 2))
-        back = weights[pixels].T @ shares.mul_(scale.unsqueeze(axis)).flatten(1)
+        back = weights[pixels].T @ probabilities.mul_(scale.unsqueeze(axis)).flatten(1)
         gradient[:, heads, :, cells] += back.view(4, *shape).movedim(axis, 2)
     return total, gradient
 
@@ -338,10 +337,10 @@ def corner_weights(side: int, device: torch.device | None = None) -> Float[Tenso
     return torch.einsum("yi,xj->yxij", sides, sides).reshape(-1, 4)
 
 
-def logsumexp(logits: Tensor, shares: Tensor, axis: int) -> Tensor:
-    """Return the logarithm of the sum of exponentials. `shares` is the softmax of the logits."""
-    # The largest share is at least 1 / classes, so its logarithm is accurate.
-    return logits.amax(axis) - shares.amax(axis).log_()
+def logsumexp(logits: Tensor, probabilities: Tensor, axis: int) -> Tensor:
+    """Return the logarithm of the sum of exponentials. `probabilities` is the softmax of the logits."""
+    # The largest probability is at least 1 / classes, so its logarithm is accurate.
+    return logits.amax(axis) - probabilities.amax(axis).log_()
 
 
 def _pieces(corners: Tensor, pixels: int) -> tuple[list[slice], ...]:

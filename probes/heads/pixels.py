@@ -177,7 +177,6 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Number of pixels."""
         return len(self.block)
 
     @property
@@ -187,7 +186,6 @@ class Axis:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, one more than blocks."""
         return len(self.has_pixels) + 1
 
     def neighbours(
