@@ -16,23 +16,25 @@ from torch import Tensor
 
 from probes.features.image import IMAGE_FACETS, ImageFeatures, ImagePass
 from probes.features.split import (
-    TOPS,
-    AskedShots,
     LayerGroup,
+    ShotCounts,
     Shots,
     TrainingSplit,
-    class_labels,
-    digest,
-    over_draws,
-    require_one_block_a_head,
-    require_one_way_to_draw,
-    shot_metric,
-    shots_of,
-    sources_of,
-    top_score,
+    group_layers,
+    ids_sha256,
+    reject_single_block,
+    reject_train_images_with_shots,
+    require_labels,
+    shot_counts,
 )
 from probes.features.stream import batches, read_ahead
-from probes.features.tiers import FeaturesInMemory, Room, TrainingPass, half_features, widened
+from probes.features.tiers import (
+    StorageLimits,
+    StoredFeatures,
+    TrainingPass,
+    extract_float16,
+    undo_scaling,
+)
 from probes.features.views import CentralSquare
 from probes.heads.attentive import AttentivePooling, TrainedAttentiveHeads
 from probes.heads.logistic import LogisticRegression
@@ -46,6 +48,7 @@ from probes.heads.sgd import (
     TrainedHeads,
     Training,
 )
+from probes.top_k import TOP_K, average_over_draws, shot_metric_name, top_k_score
 from ssl_bench.composition.compose import fill_in_guesses
 from ssl_bench.composition.fields import (
     Count,
@@ -150,7 +153,7 @@ class LinearClassification(Probe):
     standardise: bool = True
     holdout: FractionBelowOne = 0.1
     train_images: Count | None = None
-    shots: AskedShots = None
+    shots: ShotCounts = None
     draws: Count = 5
     image_size: Pixels | None = None
     crop_share: PositiveFraction = 0.875
@@ -173,8 +176,8 @@ class LinearClassification(Probe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_block_a_head(self.facet_spec, self.layers_mode)
-        require_one_way_to_draw(self.shots, self.train_images)
+        reject_single_block(self.facet_spec, self.layers_mode)
+        reject_train_images_with_shots(self.shots, self.train_images)
         usual = LinearClassification.facet, LinearClassification.layers_mode
         is_attentive = isinstance(self.pool, AttentivePooling)
         if is_attentive and (self.facet, self.layers_mode) != usual:
@@ -206,8 +209,10 @@ class LinearClassification(Probe):
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         names = metrics(holdout=self.holdout > 0)
         if self.shots is not None:
-            names = [shot_metric(name, count) for count in shots_of(self.shots) for name in names]
-        last = [source[-1] for source in sources_of(layers, self.layers_mode)]
+            names = [
+                shot_metric_name(name, count) for count in shot_counts(self.shots) for name in names
+            ]
+        last = [source[-1] for source in group_layers(layers, self.layers_mode)]
         return list(itertools.product(last, self.facets, names))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
@@ -239,9 +244,9 @@ class LinearClassification(Probe):
             seed=context.seed,
             device=context.device,
         )
-        every = sources_of(context.layers, self.layers_mode)
+        every = group_layers(context.layers, self.layers_mode)
         num_images = len(portions.indices) + len(val_images)
-        at_once = image_pass.layers_at_once(num_images, self.memory_gib)
+        at_once = image_pass.layers_per_pass(num_images, self.memory_gib)
         for sources in batches(every, max(1, at_once // len(every[0]))):
             layers = sorted({layer for source in sources for layer in source})
             train = image_pass.run(train_images, portions.indices, layers)
@@ -263,7 +268,7 @@ class LinearClassification(Probe):
         portion: "Portion",
     ) -> Iterator[list[Score]]:
         """The scores of each source by heads that are fitted to a portion."""
-        cached = FeaturesInMemory(
+        cached = StoredFeatures(
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
         )
 
@@ -279,9 +284,9 @@ class LinearClassification(Probe):
             "guesses": fill_in_guesses(self, self.guesses),
         }
         for index, source in enumerate(sources):
-            features, held_out = val.joined(source, facet), None
+            features, held_out = val.concatenate(source, facet), None
             if (rows := portion.choosing) is not None:
-                all_ = train.joined(source, facet)
+                all_ = train.concatenate(source, facet)
                 some = LabelledFeatures(all_.features[rows], all_.labels[rows])
                 held_out = _linear_ranks(choosing or heads, index, some, context.device)
             yield list(
@@ -318,10 +323,10 @@ class LinearClassification(Probe):
             batch_size=self.encoder_batch_size,
             workers=self.num_workers,
         )
-        labels = torch.tensor(class_labels(train_images))[list(portions.indices)]
+        labels = torch.tensor(require_labels(train_images))[list(portions.indices)]
         portions.require_two_classes(labels)
         folder = cache_folder(None) / "features"
-        features = training_pass.run(Room("auto", self.memory_gib, None, folder))
+        features = training_pass.run(StorageLimits("auto", self.memory_gib, None, folder))
 
         def of_portion(portion: Portion) -> Iterator[list[Score]]:
             heads = pool.train(
@@ -336,12 +341,12 @@ class LinearClassification(Probe):
             held_out = None
             if portion.choosing is not None:
                 parts = portion.choosing.split(pool.batch_size)
-                read = features.of_layers(heads.layers, context.device)(parts)
+                read = features.reader(heads.layers, context.device)(parts)
                 blocks = (batch.features for batch in read)
                 seen = context.progress(blocks, "held-out images", len(parts))
                 held_out = _attentive_ranks(heads, seen, labels[portion.choosing])
             seen = self._scored_patches(training_pass, val_images)
-            scored_labels = torch.tensor(class_labels(val_images))
+            scored_labels = torch.tensor(require_labels(val_images))
             ranks = _attentive_ranks(heads, seen, scored_labels)
             details = {
                 **portions.details(portion, portion.before, heads.seconds),
@@ -381,8 +386,8 @@ class LinearClassification(Probe):
         for batch in batches(shown, self.encoder_batch_size):
             ids = list(itertools.islice(left, len(batch)))
             pixels = to_device(torch.stack(batch), extractor.device).float() / 255
-            halves, scales = half_features(extractor, pixels, ids)
-            yield widened(torch.stack(halves), scales)
+            halves, scales = extract_float16(extractor, pixels, ids)
+            yield undo_scaling(torch.stack(halves), scales)
 
     def _portions(self, images: ImageSet, seed: int) -> "Portions":
         """What heads are fitted to.
@@ -390,22 +395,22 @@ class LinearClassification(Probe):
         Raises:
             DataError: the training images, or those of a class, are too few.
         """
-        counts = shots_of(self.shots)
+        counts = shot_counts(self.shots)
         if not counts:
             split = TrainingSplit.draw(
-                images, at_most=self.train_images, holdout=self.holdout, seed=seed
+                images, max_images=self.train_images, holdout=self.holdout, seed=seed
             )
             held_out = torch.tensor(sorted(split.held_out)) if split.held_out else None
-            portion = Portion(split.every_entry(1), split.entries(1), held_out)
+            portion = Portion(split.all_entries(1), split.training_entries(1), held_out)
             return Portions(images, split.indices, {0: [portion]})
         # By shots, the images of each class that choose between heads fitted to others.
         choosing = {n: min(n, _MOST_CHOOSING) if self.holdout else 0 for n in counts}
         most = max(count + more for count, more in choosing.items())
-        shots = Shots.draw(images, most=most, draws=self.draws, seed=seed)
+        shots = Shots.draw(images, per_class=most, draws=self.draws, seed=seed)
         by_shots: dict[int, list[Portion]] = {count: [] for count in counts}
         for count, draw in itertools.product(counts, range(self.draws)):
-            fitted, more = shots.of(draw, count), choosing[count]
-            further = shots.of(draw, more, after=count) if more else None
+            fitted, more = shots.select(draw, count), choosing[count]
+            further = shots.select(draw, more, skip=count) if more else None
             by_shots[count].append(Portion(fitted, fitted, further))
         return Portions(images, shots.indices, by_shots)
 
@@ -448,16 +453,17 @@ class Portions:
             # Heads of one draw at a time; their scores are little.
             by_draw = [list(of_portion(portion)) for portion in portions]
             for draws in zip(*by_draw, strict=True):
-                yield from over_draws(draws, count)
+                yield from average_over_draws(draws, count)
 
     def details(
         self, portion: Portion, fitted: Int64[Tensor, " fitted"], seconds: float
     ) -> dict[str, Any]:
         """What records say of the images that heads are fitted to, and how long that took."""
+        ids = [self.images.ids[self.indices[n]] for n in fitted.tolist()]
         return {
             "num_train_images": len(fitted),
             "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
-            "train_ids_sha256": digest([self.images.ids[self.indices[n]] for n in fitted.tolist()]),
+            "train_ids_sha256": ids_sha256(ids),
             "train_seconds": round(seconds, 3),
         }
 
@@ -509,7 +515,7 @@ def _attentive_ranks(
 def metrics(*, holdout: bool) -> list[str]:
     """Names of what is scored, in the order in which `choice_scores` does it."""
     choices = ["holdout", "oracle"] if holdout else ["oracle"]
-    return [f"top{top}_{choice}" for choice in choices for top in TOPS]
+    return [f"top{top}_{choice}" for choice in choices for top in TOP_K]
 
 
 def choice_scores(
@@ -567,8 +573,8 @@ def choice_scores(
         if len(values) > 1 and best in (0, len(values) - 1):
             edge = f"the chosen {name} {values[best]:g} is at the edge of its grid"
             warnings.insert(0, edge)
-        for top in TOPS:
-            yield top_score(
+        for top in TOP_K:
+            yield top_k_score(
                 cell,
                 f"top{top}_{choice}",
                 ranks[best] < top,

@@ -7,17 +7,14 @@ from typing import Any, Literal
 
 from probes.features.image import ImagePass, is_constant
 from probes.features.split import (
-    TOPS,
-    AskedShots,
+    ShotCounts,
     Shots,
     TrainingSplit,
-    over_draws,
-    require_one_way_to_draw,
-    shot_metric,
-    shots_of,
-    top_score,
+    reject_train_images_with_shots,
+    shot_counts,
 )
 from probes.features.stream import batches
+from probes.top_k import TOP_K, average_over_draws, shot_metric_name, top_k_score
 from ssl_bench.composition.compose import fill_in_guesses
 from ssl_bench.composition.fields import (
     Count,
@@ -69,7 +66,7 @@ class KNN(Probe):
     image_size: Pixels | None = None
     crop_share: PositiveFraction = 0.875
     train_images: Count | None = None
-    shots: AskedShots = None
+    shots: ShotCounts = None
     draws: Count = 5
     batch_size: Count = 64
     memory_gib: PositiveOrZero = 8.0
@@ -86,7 +83,7 @@ class KNN(Probe):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_nonempty("probe.neighbours", self.neighbours)
-        require_one_way_to_draw(self.shots, self.train_images)
+        reject_train_images_with_shots(self.shots, self.train_images)
 
     def settings(self) -> dict[str, Any]:
         # Of shots the metric says their number and that of the neighbours.
@@ -112,8 +109,8 @@ class KNN(Probe):
         names = metrics(self.neighbours)
         if self.shots is not None:
             names = [
-                shot_metric(metric, count)
-                for count in shots_of(self.shots)
+                shot_metric_name(metric, count)
+                for count in shot_counts(self.shots)
                 for metric in metrics(self.neighbours_of(count))
             ]
         return list(itertools.product(sorted(layers), self.facets, names))
@@ -135,18 +132,18 @@ class KNN(Probe):
             DataError: a class has fewer images than are drawn of it.
         """
         train, val = self.training_images(context.dataset), self.split(context.dataset)
-        counts = shots_of(self.shots)
+        counts = shot_counts(self.shots)
         shots = None
         if counts:
-            shots = Shots.draw(train, most=max(counts), draws=self.draws, seed=context.seed)
+            shots = Shots.draw(train, per_class=max(counts), draws=self.draws, seed=context.seed)
         indices = shots.indices if shots else self._voting(train, context.seed)
         image_pass = ImagePass(self, context, self.batch_size)
-        at_once = image_pass.layers_at_once(len(indices) + len(val), self.memory_gib)
+        at_once = image_pass.layers_per_pass(len(indices) + len(val), self.memory_gib)
         for layers in batches(sorted(context.layers), at_once):
             bank = image_pass.run(train, indices, layers)
             queries = image_pass.run(val, range(len(val)), layers)
             for cell in itertools.product(layers, self.facets):
-                asked, voting = queries.of(*cell), bank.of(*cell)
+                asked, voting = queries.select(*cell), bank.select(*cell)
                 classes = len(val.class_names)
                 if shots is None:
                     yield from self._vote(context, cell, asked, voting, classes, self.neighbours)
@@ -154,14 +151,14 @@ class KNN(Probe):
                 for count in counts:
                     by_draw, some = list[list[Score]](), self.neighbours_of(count)
                     for draw in range(self.draws):
-                        rows = shots.of(draw, count)
+                        rows = shots.select(draw, count)
                         drawn = LabelledFeatures(voting.features[rows], voting.labels[rows])
                         by_draw.append(list(self._vote(context, cell, asked, drawn, classes, some)))
-                    yield from over_draws(by_draw, count)
+                    yield from average_over_draws(by_draw, count)
 
     def _voting(self, train: ImageSet, seed: int) -> tuple[int, ...]:
         """Indices of the training images that vote."""
-        split = TrainingSplit.draw(train, at_most=self.train_images, holdout=0.0, seed=seed)
+        split = TrainingSplit.draw(train, max_images=self.train_images, holdout=0.0, seed=seed)
         count = len(split.indices)
         if max(self.neighbours) > count:
             fitting = [k for k in self.neighbours if k <= count] or [count]
@@ -202,9 +199,9 @@ class KNN(Probe):
         if warnings := zero_vectors_warning(unit):
             details["warnings"] = warnings
         for metric, (of_k, top) in zip(
-            metrics(neighbours), itertools.product(ranks, TOPS), strict=True
+            metrics(neighbours), itertools.product(ranks, TOP_K), strict=True
         ):
-            yield top_score(
+            yield top_k_score(
                 cell,
                 metric,
                 of_k < top,
@@ -217,4 +214,4 @@ class KNN(Probe):
 
 def metrics(neighbours: Sequence[int]) -> list[str]:
     """Names of what is scored, in the order in which the run does it."""
-    return [f"top{top}_k{k}" for k in neighbours for top in TOPS]
+    return [f"top{top}_k{k}" for k in neighbours for top in TOP_K]

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from probes.features.moments import Moments
-from probes.features.stream import checked
-from probes.features.views import resized_photograph
+from probes.features.stream import fetch_finite
+from probes.features.views import resize_bicubic
 from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
@@ -213,10 +213,10 @@ def features_of(
         sample = images[number] if whole else samples[number]
         height, width, _ = sample.image.shape
         size = resize.output_size(height, width, extractor.patch_size)
-        image = resized_photograph(sample.image, *size)
+        image = resize_bicubic(sample.image, *size)
         blocks, sums = extractor.extract_unchecked(image[None])
         maps = [facets[probe.scored_facet][0] for facets in blocks.values()]
-        maps = checked(extractor, sums, [sample.image_id], maps)
+        maps = fetch_finite(extractor, sums, [sample.image_id], maps)
         found = dict(zip(blocks, maps, strict=True))
         for layer, some in moments.items():
             some.add(found[layer].flatten(0, 1))

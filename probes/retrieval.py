@@ -11,8 +11,8 @@ from jaxtyping import Float, Float16, Int64, UInt8
 from torch import Tensor
 
 from probes.features.image import is_constant
-from probes.features.split import TrainingSplit, asked_patches
-from probes.features.stream import batches, checked, extract, read_ahead
+from probes.features.split import TrainingSplit, parse_patch_facet
+from probes.features.stream import batches, extract, fetch_finite, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, WholeImage
 from probes.heads.losses import label_histograms
@@ -94,7 +94,7 @@ class Retrieval(Probe):
 
     @property
     def facet_spec(self) -> FacetSpec:
-        return asked_patches(self.facet, self.norm)
+        return parse_patch_facet(self.facet, self.norm)
 
     @property
     def is_matched(self) -> bool:
@@ -146,7 +146,7 @@ class Retrieval(Probe):
         """How training images become features and labels."""
         images = self.training_images(context.dataset)
         split = TrainingSplit.draw(
-            images, at_most=self.train_images, holdout=0.0, seed=context.seed
+            images, max_images=self.train_images, holdout=0.0, seed=context.seed
         )
         is_whole = self.crops == "whole"
         return TrainingPass(
@@ -195,7 +195,7 @@ class Retrieval(Probe):
                 if total is not None:
                     confusions.append(confusion_counts(predicted, target, classes))
             found = [torch.stack(counts), *([torch.stack(confusions).sum(0)] if confusions else [])]
-            counts, *summed = checked(training_pass.extractor, sums, ids, found)
+            counts, *summed = fetch_finite(training_pass.extractor, sums, ids, found)
             per_image.add(counts[:, :, None])
             if total is not None:
                 total += summed[0].numpy()
@@ -293,7 +293,7 @@ def remembered(
         by_batch.append((every[first : first + size], torch.cat(within)))
     entries = [entries for entries, _ in by_batch]
     # Only cosines are taken of them.
-    read = training_pass.stream(layers, entries, extractor.device, directions=True)
+    read = training_pass.stream(layers, entries, extractor.device, allow_scaled=True)
     shown = training_pass.context.progress(read, "remembered images", len(by_batch))
     start = 0
     for batch, (_, within) in zip(shown, by_batch, strict=True):

@@ -19,14 +19,14 @@ from probes.features.journal import Journal
 from probes.features.split import (
     LayerGroup,
     TrainingSplit,
-    asked_patches,
-    digest,
-    require_one_block_a_head,
-    sources_of,
+    group_layers,
+    ids_sha256,
+    parse_patch_facet,
+    reject_single_block,
 )
-from probes.features.stream import batches, checked, extract, read_ahead
-from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
-from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
+from probes.features.stream import batches, extract, fetch_finite, read_ahead
+from probes.features.tiers import RequestedTier, StorageLimits, TrainingFeatures, TrainingPass
+from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, resize_mask
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
 from probes.heads.scored_images import (
@@ -168,7 +168,7 @@ class Segmentation(Probe):
     holdout: FractionBelowOne = 0.1
     train_images: Count | None = None
     panels: CountOrZero = 6
-    tier: AskedTier = "auto"
+    tier: RequestedTier = "auto"
     memory_gib: PositiveOrZero | None = None
     disk_gib: PositiveOrZero | None = None
     cache: FilePath | None = None
@@ -187,7 +187,7 @@ class Segmentation(Probe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_block_a_head(self.facet_spec, self.layers_mode)
+        reject_single_block(self.facet_spec, self.layers_mode)
         if self.crops == "whole" and self.views > 2:
             raise ConfigurationError(
                 f"whole images have one view or two, got {self.views}",
@@ -249,11 +249,11 @@ class Segmentation(Probe):
 
     @property
     def facet_spec(self) -> FacetSpec:
-        return asked_patches(self.facet, self.norm)
+        return parse_patch_facet(self.facet, self.norm)
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""
-        return sources_of(layers, self.layers_mode)
+        return group_layers(layers, self.layers_mode)
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.
@@ -277,7 +277,7 @@ class SegmentationRun:
         self.probe, self.context, encoder = probe, context, context.encoder
         images = probe.training_images(context.dataset)
         self.split = TrainingSplit.draw(
-            images, at_most=probe.train_images, holdout=probe.holdout, seed=context.seed
+            images, max_images=probe.train_images, holdout=probe.holdout, seed=context.seed
         )
         self.val_images = probe.split(context.dataset)
         self.sources = probe.sources(context.layers)
@@ -318,7 +318,7 @@ class SegmentationRun:
         heads = self.train(features)
         held_out = self.count_held_out(heads, features)
         if self.probe.training.refit:
-            heads = self._fit(features, self.split.every_entry(self.probe.views))
+            heads = self._fit(features, self.split.all_entries(self.probe.views))
         found, drawn = self.score(heads, held_out, self._details(heads, features))
         # Before the scores, so that no record stands there without them.
         self._draw(drawn, [chosen for chosen, _ in found])
@@ -330,20 +330,20 @@ class SegmentationRun:
         for _, scores in found:
             yield from scores
         views = self.probe.views
-        fitted = (self.split.entries(views), self.split.every_entry(views))
-        for journal in (*map(self._heads_journal, fitted), self._counts_journal()):
+        trained = (self.split.training_entries(views), self.split.all_entries(views))
+        for journal in (*map(self._heads_journal, trained), self._counts_journal()):
             journal.remove()
         remove_orphans(self.cache / "heads")
 
     def features(self) -> TrainingFeatures:
         """Of all training images, in memory, on disk, or computed whenever they are asked for."""
         probe = self.probe
-        room = Room(probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features")
+        room = StorageLimits(probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features")
         return self.training_pass.run(room)
 
     def train(self, features: TrainingFeatures) -> TrainedHeads:
         """Train the heads of all sources on the images that are not held out."""
-        entries = self.split.entries(self.probe.views)
+        entries = self.split.training_entries(self.probe.views)
         seen = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
         if len(seen) < 2:
             names = [self.val_images.class_names[number] for number in seen]
@@ -375,7 +375,7 @@ class SegmentationRun:
         total = torch.zeros(1, dtype=torch.int64, device=self.context.device)
         positions = torch.tensor(sorted(self.split.held_out))
         chosen = (positions * self.probe.views).split(self.probe.training.batch_size)
-        read = features.of_layers(features.layers, self.context.device)
+        read = features.reader(features.layers, self.context.device)
         shown = self.context.progress(read(chosen), "held-out images", len(chosen))
         left = iter(positions.tolist())
         for batch in shown:
@@ -450,7 +450,7 @@ class SegmentationRun:
                 predicted, counted = self._predict(heads, blocks, image)
                 parts.append(counted)
                 drawn += [predicted] if journal is None else []
-            parts, *drawn = checked(extractor, sums, ids, [torch.stack(parts), *drawn])
+            parts, *drawn = fetch_finite(extractor, sums, ids, [torch.stack(parts), *drawn])
             counts.add(parts)
             found += drawn
             if journal and journal.is_due():
@@ -534,7 +534,7 @@ class SegmentationRun:
         return {
             "num_train_images": trained,
             "num_held_out_images": held_out,
-            "train_ids_sha256": digest(self.split.ids(self.training_pass.images)),
+            "train_ids_sha256": ids_sha256(self.split.ids(self.training_pass.images)),
             "all_ignored_train_images": int(ignored.sum()),
             "train_seconds": round(heads.seconds, 3),
             "feature_tier": features.tier,
@@ -552,7 +552,7 @@ class SegmentationRun:
                 title = f"block{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
                 masks[title] = by_rate[rate]
             size = sample.image.shape[:2]
-            full = {title: nearest_labels(mask, *size).numpy() for title, mask in masks.items()}
+            full = {title: resize_mask(mask, *size).numpy() for title, mask in masks.items()}
             tiles = [titled(sample.image, "photograph")]
             tiles += [titled(overlaid(sample.image, mask), title) for title, mask in full.items()]
             tiles.append(_legend(full.values(), self.val_images.class_names))

@@ -26,8 +26,8 @@ class WholeImage:
     count: int = 1
 
     def view(self, sample: Sample, number: int, size: int) -> View:
-        image, mask = tensors(sample)
-        view = resized(image, size, size), mask
+        image, mask = image_and_mask(sample)
+        view = resize_bilinear(image, size, size), mask
         return mirrored(*view) if number else view
 
 
@@ -59,9 +59,9 @@ class ResizedCrops:
 
     def view(self, sample: Sample, number: int, size: int) -> View:
         random = generator(self.seed, sample.image_id, number)
-        image, mask = tensors(sample)
+        image, mask = image_and_mask(sample)
         rows, cols = self._window(random, *mask.shape)
-        view = resized(image[:, rows, cols], size, size), mask[rows, cols]
+        view = resize_bilinear(image[:, rows, cols], size, size), mask[rows, cols]
         return mirrored(*view) if random.random() < 0.5 else view
 
     def _window(self, random: np.random.Generator, height: int, width: int) -> tuple[slice, slice]:
@@ -101,7 +101,7 @@ class ScaledCrops:
 
     def view(self, sample: Sample, number: int, size: int) -> View:
         random = generator(self.seed, sample.image_id, number)
-        image, mask = self._scaled(*tensors(sample), random.uniform(*self.factor) * size)
+        image, mask = self._scaled(*image_and_mask(sample), random.uniform(*self.factor) * size)
         rows, cols = self._window(random, mask, size)
         image, mask = image[:, rows, cols], mask[rows, cols]
         below, right = size - mask.shape[0], size - mask.shape[1]
@@ -133,7 +133,7 @@ class ScaledCrops:
     ) -> tuple[Float[Tensor, "3 rows cols"], UInt8[Tensor, "rows cols"]]:
         scale = min(short_side / min(mask.shape), 4 * short_side / max(mask.shape))
         height, width = (max(1, round(scale * side)) for side in mask.shape)
-        return resized(image, height, width), nearest_labels(mask, height, width)
+        return resize_bilinear(image, height, width), resize_mask(mask, height, width)
 
 
 TrainingViews = WholeImage | CentralSquare | ResizedCrops | ScaledCrops
@@ -143,7 +143,7 @@ TrainingViews = WholeImage | CentralSquare | ResizedCrops | ScaledCrops
 """
 
 
-def tensors(
+def image_and_mask(
     sample: Sample,
 ) -> tuple[Float[Tensor, "3 height width"], UInt8[Tensor, "height width"]]:
     """Image in [0, 1] and mask of a sample.
@@ -157,7 +157,7 @@ def tensors(
     return pixels.float().div_(255), torch.from_numpy(sample.mask)
 
 
-def resized(
+def resize_bilinear(
     image: Float[Tensor, "3 height width"], rows: int, cols: int
 ) -> Float[Tensor, "3 rows cols"]:
     """Bilinear, over all pixels under a new one where the image shrinks."""
@@ -165,7 +165,7 @@ def resized(
     return F.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0].clamp_(0, 1)
 
 
-def nearest_labels(
+def resize_mask(
     mask: UInt8[Tensor, "height width"], rows: int, cols: int
 ) -> UInt8[Tensor, "rows cols"]:
     """The label at the center of each cell of a coarser or finer grid."""
@@ -188,7 +188,7 @@ def _placed(random: np.random.Generator, length: int, part: int) -> slice:
     return slice(start, start + part)
 
 
-def resized_photograph(
+def resize_bicubic(
     image: UInt8[np.ndarray, "height width 3"], rows: int, cols: int
 ) -> Float[Tensor, "3 {rows} {cols}"]:
     """An image in a size of `rows` x `cols` pixels, whatever its shape: RGB in [0, 1], bicubic."""

@@ -94,7 +94,7 @@ class AttentivePooling:
         bank, constant, states = None, (), [OptimizerState() for _ in range(4)]
         peak = torch.tensor(list(self.learning_rates), device=device)
         name = f"attentive heads of layers {layers[0]} to {layers[-1]}"
-        items = progress(features.of_layers(layers, device)(batches), name, len(batches))
+        items = progress(features.reader(layers, device)(batches), name, len(batches))
         for step, (batch, numbers) in enumerate(zip(items, batches, strict=True)):
             blocks = batch.features.flatten(2, 3)  # layers batch tokens dim
             if bank is None:

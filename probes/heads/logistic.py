@@ -87,7 +87,7 @@ class LogisticRegression(Training):
         """
         del journal
         start = time.monotonic()
-        read = features.of_layers([*chain(*sources)], spec.device)
+        read = features.reader([*chain(*sources)], spec.device)
         batches = entries.split(self.batch_size)
 
         # Measure the channels and count the labelled patches of each batch in one pass.

@@ -338,7 +338,7 @@ def corner_weights(side: int, device: torch.device | None = None) -> Float[Tenso
 
 
 def logsumexp(logits: Tensor, probabilities: Tensor, axis: int) -> Tensor:
-    """Return the logarithm of the sum of exponentials. `probabilities` is the softmax of the logits."""
+    """Return the logarithm of the sum of exponentials, given the softmax of the logits."""
     # The largest probability is at least 1 / classes, so its logarithm is accurate.
     return logits.amax(axis) - probabilities.amax(axis).log_()
 

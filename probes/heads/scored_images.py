@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, Integer, UInt8
 from torch import Tensor
 
-from probes.features.views import nearest_labels, resized, tensors
+from probes.features.views import image_and_mask, resize_bilinear, resize_mask
 from probes.heads.pixels import predict_pixels
 from ssl_bench.composition.fields import Pixels, check_fields
 from ssl_bench.data.samples import Sample
@@ -78,10 +78,10 @@ class Squashed:
     ) -> ScoredImage:
         """Resize an image to a square of this side. `mean` is only used by `SlidingWindows`."""
         del mean
-        image, mask = tensors(sample)
+        image, mask = image_and_mask(sample)
         if self.score_size is not None:
-            mask = nearest_labels(mask, self.score_size, self.score_size)
-        windows = resized(image, size, size)[None]
+            mask = resize_mask(mask, self.score_size, self.score_size)
+        windows = resize_bilinear(image, size, size)[None]
         return ScoredImage(sample.image_id, windows, ((0, 0),), (size, size), mask)
 
     def predict(
@@ -120,12 +120,12 @@ class SlidingWindows:
 
     def prepare(self, sample: Sample, size: int, mean: tuple[float, float, float]) -> ScoredImage:
         """Cut an image into windows of this side. `mean` is the RGB colour of the padding."""
-        image, mask = tensors(sample)
+        image, mask = image_and_mask(sample)
         scale = min(size / min(mask.shape), _MAX_ASPECT_RATIO * size / max(mask.shape))
         height, width = (max(1, round(scale * side)) for side in mask.shape)
         colour = torch.tensor(mean).view(3, 1, 1)
         padding = (0, max(0, size - width), 0, max(0, size - height))
-        padded = F.pad(resized(image, height, width) - colour, padding) + colour
+        padded = F.pad(resize_bilinear(image, height, width) - colour, padding) + colour
         # The last window ends at the edge of the image.
         tops, lefts = (
             [*range(0, max(0, length - size), max(1, 2 * size // 3)), max(0, length - size)]

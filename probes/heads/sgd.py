@@ -171,7 +171,7 @@ class StepTraining(Training):
         """Train one head per source and rate, and continue from the last entry of `journal`."""
         state = journal.entries[-1] if journal and journal.entries else {}
         start = time.monotonic() - state.get("seconds", 0.0)
-        read = features.of_layers([*chain(*sources)], spec.device)
+        read = features.reader([*chain(*sources)], spec.device)
 
         # Measure mean and deviation of all channels in one pass.
         batches, done = entries.split(self.batch_size), state.get("batches", 0)

@@ -29,7 +29,7 @@ conditioning = partial(configured, Conditioning)
 correspondence, geometry = partial(configured, Correspondence), partial(configured, Geometry)
 BY_SHOTS = [
     ({"shots": []}, "probe.shots expects at least one value"),
-    ({"shots": [1], "train_images": 9}, "probe.train_images must be null where probe.shots"),
+    ({"shots": [1], "train_images": 9}, "probe.train_images must be null"),
 ]
 
 

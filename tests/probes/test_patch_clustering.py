@@ -22,7 +22,7 @@ from probes.clustering.probe import (
     drawn_patches,
     patch_meetings,
 )
-from probes.features.views import nearest_labels, resized, tensors
+from probes.features.views import image_and_mask, resize_bilinear, resize_mask
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.planning import plan_probes
@@ -50,7 +50,7 @@ def restated(context, probe, layer, times):
     extractor = FeatureExtractor(context.encoder, layers=(layer,))
 
     def unit(sample):
-        pixels = resized(tensors(sample)[0], 32, 32)
+        pixels = resize_bilinear(image_and_mask(sample)[0], 32, 32)
         return F.normalize(extractor(pixels[None])[layer]["token"].flatten(0, 2), dim=1)
 
     train, val = context.dataset.train(), context.dataset.val()
@@ -60,7 +60,7 @@ def restated(context, probe, layer, times):
     for number in range(len(val)):
         clusters = np.asarray(kmeans.predict(unit(val[number]).numpy()), np.uint8).reshape(4, 4)
         mask = val[number].mask
-        grown = nearest_labels(torch.from_numpy(clusters), *mask.shape).numpy()
+        grown = resize_mask(torch.from_numpy(clusters), *mask.shape).numpy()
         guess.append(grown[mask != IGNORED])
         truth.append(mask[mask != IGNORED])
     return np.concatenate(guess), np.concatenate(truth)
@@ -255,7 +255,7 @@ def test_masks_of_any_size_are_counted_as_clusters_grow_to_them(size):
     met, by_image = patch_meetings(labels, clusters.reshape(2, -1), 4, 3)
 
     for row, mask, image in zip(by_image.toarray(), masks, clusters, strict=True):
-        grown = nearest_labels(torch.from_numpy(image).to(torch.uint8), *size).numpy()
+        grown = resize_mask(torch.from_numpy(image).to(torch.uint8), *size).numpy()
         assert row.tolist() == [
             ((grown == k) & (mask == c)).sum() for k in range(4) for c in range(3)
         ]

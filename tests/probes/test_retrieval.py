@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.features.views import WholeImage, nearest_labels
+from probes.features.views import WholeImage, resize_mask
 from probes.heads.scored_images import Squashed
 from probes.retrieval import Retrieval
 from ssl_bench.cli.__main__ import main
@@ -71,7 +71,7 @@ def test_scores_are_those_of_a_restatement_in_float64(tmp_path, seed):
     images, found = context.dataset.train(), []
     for index in range(len(images)):
         image, mask = WholeImage().view(images[index], 0, 40)
-        squares = nearest_labels(mask, 40, 40).view(5, 8, 5, 8).transpose(1, 2).reshape(25, 64)
+        squares = resize_mask(mask, 40, 40).view(5, 8, 5, 8).transpose(1, 2).reshape(25, 64)
         counts = F.one_hot(squares.long().clamp(max=4), 5).sum(1)[:, :4].double()
         found.append((patches(image[None]).half().double(), counts))
     features, counts = map(torch.cat, zip(*found, strict=True))

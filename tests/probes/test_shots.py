@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from probes.classification import LinearClassification
-from probes.features.split import Shots, TrainingSplit, over_draws
+from probes.features.split import Shots, TrainingSplit
 from probes.knn import KNN
+from probes.top_k import average_over_draws
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.data.layouts.class_folders import ClassFolders
@@ -34,19 +35,19 @@ def scores(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str
 def test_few_shots_are_among_many_and_draws_and_seeds_differ(root):
     images = ClassFolders(root).train()
     drawn, again, few, other = (
-        Shots.draw(images, most=most, draws=3, seed=seed)
+        Shots.draw(images, per_class=most, draws=3, seed=seed)
         for most, seed in ((4, 0), (4, 0), (2, 0), (4, 1))
     )
 
-    def ids(shots: Shots, draw: int, count: int, after: int = 0) -> list[int]:
-        return [shots.indices[n] for n in shots.of(draw, count, after=after).tolist()]
+    def ids(shots: Shots, draw: int, count: int, skip: int = 0) -> list[int]:
+        return [shots.indices[n] for n in shots.select(draw, count, skip=skip).tolist()]
 
     for draw in range(3):
         taken = [ids(drawn, draw, count) for count in (1, 2, 4)]
         assert set(taken[0]) < set(taken[1]) < set(taken[2])
         assert taken == [ids(again, draw, count) for count in (1, 2, 4)]
         assert taken[1] == ids(few, draw, 2)
-        assert sorted(taken[1] + ids(drawn, draw, 2, after=2)) == taken[2]
+        assert sorted(taken[1] + ids(drawn, draw, 2, skip=2)) == taken[2]
         labels = [images.labels[index] for index in taken[1]]
         assert sorted(labels) == [n for n in range(6) for _ in range(2)]
     whole = {tuple(ids(shots, draw, 2)) for shots in (drawn, other) for draw in range(3)}
@@ -65,7 +66,7 @@ def of_hits(*right: int) -> list[list[Score]]:
 
 
 def test_the_interval_is_that_of_student_over_the_draws():
-    (score,) = over_draws(of_hits(4, 5, 6), 2)
+    (score,) = average_over_draws(of_hits(4, 5, 6), 2)
 
     # Deviation 10, so 10 / sqrt(3) times 4.3027, t of two degrees of freedom.
     assert (score.metric, score.value) == ("top1_k1_2shot", pytest.approx(50))
@@ -80,20 +81,23 @@ def test_the_interval_is_that_of_student_over_the_draws():
 
 
 def test_one_draw_and_equal_draws_have_no_interval():
-    assert [next(over_draws(of_hits(*right), 1)).ci95 for right in ((5,), (5, 5))] == [None, None]
+    assert [next(average_over_draws(of_hits(*right), 1)).ci95 for right in ((5,), (5, 5))] == [
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_the_vote_of_shots_is_that_of_a_dataset_of_these_images(root, seed):
     probe = KNN(shots=[3, 1], draws=2, neighbours=[2, 10], facet=["cls", "patch_mean"])
     found = scores(probe, ClassFolders(root), seed=seed)
-    drawn = Shots.draw(ClassFolders(root).train(), most=3, draws=2, seed=seed)
+    drawn = Shots.draw(ClassFolders(root).train(), per_class=3, draws=2, seed=seed)
 
     for count, neighbours in ((3, (2, 3)), (1, (1,))):
         alone = [
             scores(
                 KNN(neighbours=neighbours, facet=["cls", "patch_mean"]),
-                of_images(root, [drawn.indices[n] for n in drawn.of(draw, count).tolist()]),
+                of_images(root, [drawn.indices[n] for n in drawn.select(draw, count).tolist()]),
             )
             for draw in range(2)
         ]
@@ -108,11 +112,12 @@ def test_heads_of_shots_are_those_of_a_dataset_of_these_images(root):
     quick = {"training": "sgd", "learning_rates": [1e-3, 1.0], "epochs": 3, "crop_share": 1.0}
     probe = classification(**quick, shots=[1, 2], draws=2, facet="patch_mean")
     found = scores(probe, ClassFolders(root))
-    drawn = Shots.draw(ClassFolders(root).train(), most=4, draws=2, seed=0)
+    drawn = Shots.draw(ClassFolders(root).train(), per_class=4, draws=2, seed=0)
 
     for draw in range(2):
         fitted, choosing = (
-            [drawn.indices[n] for n in drawn.of(draw, 2, after=after).tolist()] for after in (0, 2)
+            [drawn.indices[n] for n in drawn.select(draw, 2, skip=after).tolist()]
+            for after in (0, 2)
         )
         alone = classification(**quick, holdout=0.0, facet="patch_mean")
         one = scores(alone, of_images(root, fitted))
@@ -136,13 +141,11 @@ def of_draw(details: Any, name: str, draw: int) -> Any:
 
 def test_a_class_with_fewer_images_than_shots_is_refused_in_a_line(root):
     images = of_images(root, [*range(23), *range(25, 30)])
-    short = "the class class4 has 3; take fewer with probe.shots"
-
-    with pytest.raises(DataError, match=f"takes 4 images of each .* train, {short}"):
-        scores(KNN(shots=[1, 4]), images)
-    # One in two chooses.
-    with pytest.raises(DataError, match=f"takes 4 images .* {short}"):
-        scores(classification(QUICK, shots=2), images)
+    # With held-out images, one image in two selects C.
+    for probe in (KNN(shots=[1, 4]), classification(QUICK, shots=2)):
+        with pytest.raises(DataError, match=r"class4 .* 3 images, expected at least 4") as error:
+            scores(probe, images)
+        assert error.value.hint == ("probe.shots={smaller}",)
     assert scores(KNN(shots=3, draws=1, neighbours=[1]), images)
     assert scores(classification(QUICK, shots=3, draws=1, holdout=0.0), images)
 
@@ -213,20 +216,21 @@ class Names:
 def test_a_sample_of_the_training_images_is_drawn_with_the_seed():
     images = Names(40)
     one, same, other = (
-        TrainingSplit.draw(images, at_most=10, holdout=0.2, seed=seed) for seed in (0, 0, 1)
+        TrainingSplit.draw(images, max_images=10, holdout=0.2, seed=seed) for seed in (0, 0, 1)
     )
     assert one == same
     assert one.indices != other.indices
     assert len(set(one.indices)) == 10
     assert len(one.held_out) == 2
-    entries = one.entries(2).tolist()
+    entries = one.training_entries(2).tolist()
     assert len(entries) == 16
     assert {entry // 2 for entry in entries} == set(range(10)) - one.held_out
 
 
 def test_held_out_images_lie_anywhere_among_the_training_images():
     splits = [
-        TrainingSplit.draw(Names(10), at_most=None, holdout=0.2, seed=seed) for seed in range(500)
+        TrainingSplit.draw(Names(10), max_images=None, holdout=0.2, seed=seed)
+        for seed in range(500)
     ]
 
     counts = np.bincount([position for split in splits for position in split.held_out])

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels, resized
+from probes.features.views import (
+    ResizedCrops,
+    ScaledCrops,
+    WholeImage,
+    resize_bilinear,
+    resize_mask,
+)
 from probes.heads.scored_images import ByPatch, ImageCounts, SlidingWindows
 from ssl_bench.data.samples import Sample
 
@@ -23,8 +29,8 @@ def _scene(height=24, width=36):
 
 def test_labels_are_taken_from_the_center_of_each_cell():
     mask = torch.tensor([[0, 1, 2, 3, 4, 5]], dtype=torch.uint8)
-    assert nearest_labels(mask, 1, 2).tolist() == [[1, 4]]
-    assert nearest_labels(mask, 2, 12)[1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert resize_mask(mask, 1, 2).tolist() == [[1, 4]]
+    assert resize_mask(mask, 2, 12)[1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def test_squashing_averages_over_the_pixels_it_drops_and_mirrors_nothing():
@@ -50,7 +56,7 @@ def test_image_and_mask_of_a_crop_show_the_same_part(views):
     # Pixels say by their red which side of the scene they are from; blue is beyond it.
     for number in range(views.count):
         image, mask = views.view(_scene(), number, 32)
-        red = resized(image, *mask.shape)
+        red = resize_bilinear(image, *mask.shape)
         sure = ((red[0] - 0.5).abs() > 0.1) & (red[2] == 0) & (mask != 255)
         assert sure.float().mean() > 0.1
         assert torch.equal((red[0] > 0.5)[sure], (mask == 1)[sure])
@@ -113,7 +119,7 @@ def test_windows_cover_the_image_and_the_last_one_ends_with_it(width, starts):
     image = SlidingWindows().prepare(scene, 32, GRAY)
     assert image.size == (32, width)
     assert image.corners == tuple((0, start) for start in starts)
-    whole = resized(torch.from_numpy(scene.image).movedim(-1, 0) / 255, 32, width)
+    whole = resize_bilinear(torch.from_numpy(scene.image).movedim(-1, 0) / 255, 32, width)
     for window, (_, left) in zip(image.windows, image.corners, strict=True):
         torch.testing.assert_close(window, whole[:, :, left : left + 32])
 

@@ -1,0 +1,89 @@
+"""Score top-k accuracy, and average it over several draws of training images."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from ssl_bench.evaluation import Score
+from ssl_bench.intervals import Share, mean_estimate
+from ssl_bench.results import Baseline
+
+TOP_K = (1, 5)
+"""Values of k of the reported top-k accuracies."""
+
+
+def top_k_score(
+    cell: tuple[int, str],
+    metric: str,
+    hits: Bool[Tensor, " images"],
+    labels: Int64[Tensor, " images"],
+    *,
+    top: int,
+    num_classes: int,
+    details: Mapping[str, Any],
+) -> Score:
+    """Return the top-k accuracy in percent. It is NaN if there are fewer than k classes.
+
+    Args:
+        cell: Layer and facet of the score.
+        metric: Name of the metric.
+        hits: Whether the true class of each image is among the first k predictions.
+        labels: True class of each image. The most frequent classes are the baseline.
+        top: The value of k.
+        num_classes: Number of classes.
+        details: Further details of the score.
+    """
+    share, value, ci95 = Share(hits.numpy()), math.nan, None
+    own_details: dict[str, Any] = {"undefined": f"fewer than {top} classes"}
+    if num_classes >= top:
+        value, ci95 = share.value, share.ci95()
+        own_details = Baseline.most_frequent(labels.bincount().tolist(), top).as_details()
+    details = {**details, **own_details}
+    return Score(*cell, metric, value, ci95, len(share.hits), details, per_image=share.hits)
+
+
+def shot_metric_name(metric: str, shots: int) -> str:
+    """Return the name of the metric for a number of shots, such as "top1_k1_5shot"."""
+    return f"{metric}_{shots}shot"
+
+
+def average_over_draws(draws: Sequence[Sequence[Score]], shots: int) -> Iterator[Score]:
+    """Average each score over the draws, with Student's t interval over the draws.
+
+    The interval over images of the average is the detail "ci95_over_images". Details that differ
+    between the draws are lists with one item for each draw, and their names end with "_by_draw".
+
+    Args:
+        draws: Scores of each draw. All draws have the same scores in the same order.
+        shots: Number of training images of each class.
+    """
+    for scores in zip(*draws, strict=True):
+        first, by_draw = scores[0], [score.value for score in scores]
+        hits = np.stack([np.asarray(score.per_image) for score in scores], 1)  # images draws
+        is_defined = not math.isnan(first.value)
+        over_images = mean_estimate(100 * hits.mean(1)).ci95() if is_defined else None
+        details = {"shots": shots, "value_by_draw": by_draw, "ci95_over_images": over_images}
+        for name, value in first.details.items():
+            values = [score.details[name] for score in scores]
+            if name == "warnings":
+                details[name] = list(dict.fromkeys(line for lines in values for line in lines))
+            elif name == "train_seconds":
+                details[name] = round(sum(values), 3)
+            elif all(other == value for other in values):
+                details[name] = value
+            else:
+                details[f"{name}_by_draw"] = values
+        yield replace(
+            first,
+            metric=shot_metric_name(first.metric, shots),
+            value=float(np.mean(by_draw)),
+            ci95=mean_estimate(np.array(by_draw)).ci95() if is_defined else None,
+            details=details,
+            per_image=hits,
+            per_image_kind="hits_of_draws",
+        )
