@@ -31,13 +31,13 @@ _QUERY_DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class AttentivePooling:
-    """Each head pools the patches by queries that it learns. Trained by LARS.
+    """Heads that pool the patches by learned queries and are trained by LARS.
 
     The published learning rates are 0.1 to 1.5 at this batch size, for 90 epochs of random crops.
 
     Attributes:
-        queries: Number of queries. Each pools an equal part of the channels, so it must divide the
-            width of the encoder.
+        queries: Number of queries per head, which must divide the width of the encoder. Each query
+            pools an equal part of the channels.
         learning_rates: Peak learning rates. One head is trained for each of them, and one of these
             heads is selected afterwards.
         batch_size: Number of images per step. Pooled channels are normalised over them.

@@ -48,7 +48,7 @@ class PixelTargets:
 
 
 class PixelLoss:
-    """Base class of the losses. Selected by `probe.loss`, see configs/probe/segmentation/loss.
+    """Base class of the losses, which a file of configs/probe/segmentation/loss selects.
 
     `loss_and_gradient` is the cross-entropy of the logits of each patch against the distribution of
     its labels. Losses with upsampled logits override it.
@@ -138,7 +138,7 @@ class UpsampledLoss(PixelLoss):
     logits of each pixel.
 
     Attributes:
-        factor: Side of the label maps in multiples of the token grid. None keeps the size of the
+        factor: Side of the label maps in multiples of the token grid, or None for the size of the
             encoder's input.
     """
 

@@ -59,7 +59,7 @@ class Squashed:
     """The whole image, resized to a square. Logits are upsampled to the size of the mask.
 
     Attributes:
-        score_size: Height and width to which masks are resized before scoring. None keeps the
+        score_size: Height and width to which masks are resized before scoring, or None for their
             original size.
     """
 

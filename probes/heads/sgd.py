@@ -103,8 +103,9 @@ class TrainedHeads:
     """Trained heads. They expect features as the encoder returns them, not standardised.
 
     Attributes:
-        constant_channels: Number of channels of each source that do not vary. Heads ignore them.
-        seconds: Time that the training took.
+        constant_channels: Number of channels of each source that do not vary. Standardised heads
+            ignore them.
+        seconds: Time that the training took, including interrupted runs.
         unconverged: Number of heads of each source that did not converge, or None if unknown.
         stalled: Number of unconverged heads of each source whose loss hardly decreased any more, or
             None if unknown.

@@ -1,4 +1,4 @@
-"""Heads that pool patches by learned queries: the module, its bank, and the probe."""
+"""Heads that pool patches by learned queries, alone and in linear classification."""
 
 import math
 from dataclasses import fields
@@ -42,12 +42,12 @@ def scores(asked: LinearClassification, root: Path, **changes: Any) -> dict[tupl
 
 
 def wave(*shape: int, step: float) -> Tensor:
-    """Numbers that look like noise, to be made anywhere."""
+    """Return values that look like noise and are easy to reproduce elsewhere."""
     return (torch.arange(math.prod(shape), dtype=torch.float64) * step).sin().view(shape)
 
 
 def bank(*heads: tuple[Tensor, Tensor, Tensor, Tensor]) -> AttentiveHeads:
-    """Heads of one source, a value each."""
+    """Return heads of one source, with one value per head."""
     parts = [torch.stack(some)[None] for some in zip(*heads, strict=True)]
     dim = parts[1].shape[-1]
     running = [torch.full((1, len(heads), dim), one, dtype=parts[0].dtype) for one in (0.0, 1.0)]
@@ -113,7 +113,7 @@ def trained(features: StoredFeatures, *rates: float, **changes: Any) -> TrainedA
 
 
 @pytest.mark.parametrize("batch_size", [4, 64])
-def test_heads_of_many_rates_and_layers_are_those_of_runs_of_their_own(batch_size):
+def test_parallel_heads_equal_separate_runs(batch_size):
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randn(2, 10, 2, 3, 6, generator=generator).half()
     masks = torch.zeros(10, 1, 1, dtype=torch.uint8)
@@ -130,7 +130,7 @@ def test_heads_of_many_rates_and_layers_are_those_of_runs_of_their_own(batch_siz
     assert not torch.allclose(both.heads.query[0, 0], both.heads.query[0, 1])
 
 
-def test_lars_moves_each_head_by_a_share_of_its_length():
+def test_lars_scales_the_update_to_the_norm_of_each_head():
     # Lengths 5 and 10 of gradients 2 and 4: a share of .001 at rates .1 and 1.
     parameter = torch.tensor([[[[3.0, 4.0]], [[6.0, 8.0]]]])
     gradient = torch.tensor([[[[2.0, 0.0]], [[0.0, 4.0]]]])
@@ -146,7 +146,7 @@ def test_lars_moves_each_head_by_a_share_of_its_length():
     assert bias.flatten().tolist() == pytest.approx([1 - 0.7, 1 - 7.0])
 
 
-def test_colours_are_told_apart_on_one_pass_from_memory_and_from_disk(root, tmp_path):
+def test_features_in_memory_and_on_disk_give_the_same_scores(root, tmp_path):
     encoder = tiny()
     counter = Counter(encoder)
 
@@ -183,7 +183,7 @@ def test_patches_without_content_are_flagged(root):
     assert found[0, "patch_attentive", "top1_oracle"].value < 50
 
 
-def test_queries_that_do_not_divide_the_channels_are_refused_with_the_nearest(root):
+def test_queries_that_do_not_divide_the_channels_are_refused(root):
     with pytest.raises(ConfigurationError) as caught:
         scores(probe(AttentivePooling()), root)
     assert caught.value.hint == ("probe.pool.queries=12",)
@@ -198,7 +198,7 @@ def test_options_without_meaning_are_refused(words):
         plan_probes(["classification"], ["class_folders"], ["probe.pool=attentive", words])
 
 
-def test_the_pool_is_chosen_by_name_and_settings_say_it():
+def test_the_pool_is_selected_by_name():
     (planned,) = plan_probes(
         ["classification"],
         ["class_folders"],

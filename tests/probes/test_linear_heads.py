@@ -43,7 +43,7 @@ def _bank(standardization):
 
 
 def _separate_run(source, rate, mode, batches, standardization, start, **options):
-    """One head with autograd, an optimizer of torch and upsampled logits."""
+    """Train one head with autograd, an optimizer of torch and upsampled logits."""
     weight, bias = (torch.nn.Parameter(value.clone()) for value in start)
     build = torch.optim.SGD if options else torch.optim.AdamW
     optimizer = build([weight, bias], lr=rate, weight_decay=DECAY, **options)
@@ -85,7 +85,7 @@ def test_steps_of_the_bank_equal_separate_runs(monkeypatch, loss, mode, piece_by
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
+def test_upsampled_logits_of_all_heads_are_never_in_memory():
     zeros = torch.zeros(6, DIM)
     scale = Standardization(zeros, zeros + 1)
     bank = LinearHeads.initialize(scale, num_values=16, classes=21, seed=0)
@@ -98,7 +98,7 @@ def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
 
 
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(SIDE)])
-def test_a_batch_without_any_label_leaves_a_finite_loss_of_zero_and_no_gradient(loss):
+def test_a_batch_without_labels_has_zero_loss_and_gradient(loss):
     bank = _bank(_standardization())
     features, labels = next(_batches(1))
     targets = loss.targets(torch.full_like(labels, 255), CLASSES, GRID)
@@ -109,7 +109,7 @@ def test_a_batch_without_any_label_leaves_a_finite_loss_of_zero_and_no_gradient(
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_statistics_are_those_of_all_patches_however_they_are_cut(size):
+def test_statistics_do_not_depend_on_the_batch_size(size):
     blocks = torch.randn(2, 5, 3, 4, 6, generator=torch.Generator().manual_seed(0)) * 3 + 7
     blocks[:, :, :, :, 2] = 11.0
     blocks[:, 4] = 1000.0
@@ -124,7 +124,7 @@ def test_statistics_are_those_of_all_patches_however_they_are_cut(size):
     torch.testing.assert_close(found.scale.double(), expected, rtol=1e-5, atol=0)
 
 
-def test_the_rate_rises_linearly_and_falls_as_its_shape_says():
+def test_the_rate_follows_warmup_and_shape():
     factors = [Schedule().factor(step, 200) for step in range(200)]
     assert factors[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
     assert factors[10] == 1
@@ -138,9 +138,7 @@ def test_the_rate_rises_linearly_and_falls_as_its_shape_says():
 @pytest.mark.parametrize(
     ("epochs", "milestone", "per_epoch"), [(25, 20, 7), (5, 4, 1), (10, 8, 13)]
 )
-def test_a_rate_that_drops_is_that_of_multi_step_lr_stepped_every_epoch(
-    epochs, milestone, per_epoch
-):
+def test_drop_equals_multi_step_lr_with_a_step_per_epoch(epochs, milestone, per_epoch):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [milestone], gamma=0.1)
     schedule = Schedule("drop", warmup=0.0)
