@@ -26,7 +26,7 @@ from probes.features.split import (
 )
 from probes.features.stream import batches, checked, extract, read_ahead
 from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
-from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, resize_mask
+from probes.features.views import make_views, reject_identical_views, resize_mask
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
 from probes.heads.scored_images import (
@@ -186,11 +186,7 @@ class Segmentation(Probe):
     def __post_init__(self) -> None:
         super().__post_init__()
         reject_single_block(self.facet_spec, self.layers_mode)
-        if self.crops == "whole" and self.views > 2:
-            raise ConfigurationError(
-                f"whole images have one view or two, got {self.views}",
-                hint=("probe.views=1", "or", "probe.views=2"),
-            )
+        reject_identical_views(self.crops, self.views)
         slides = isinstance(self.inference, SlidingWindows)
         if self.holdout and (self.crops != "whole" or slides):
             raise ConfigurationError(
@@ -279,11 +275,6 @@ class SegmentationRun:
         )
         self.val_images = probe.split(context.dataset)
         self.sources = probe.sources(context.layers)
-        views = WholeImage(probe.views)
-        if probe.crops == "resized":
-            views = ResizedCrops(probe.views, context.seed)
-        elif probe.crops == "scaled":
-            views = ScaledCrops(probe.views, context.seed, encoder.mean)
         layers = sorted({layer for source in self.sources for layer in source})
         patch = encoder.patch_size
         self.training_pass = TrainingPass(
@@ -292,7 +283,7 @@ class SegmentationRun:
             images=images,
             indices=self.split.indices,
             image_size=probe.image_size,
-            views=views,
+            views=make_views(probe.crops, probe.views, context.seed, encoder.mean),
             label_size=probe.loss.label_size(probe.image_size // patch, patch),
             batch_size=probe.training.batch_size,
             workers=probe.num_workers,
