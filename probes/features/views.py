@@ -177,13 +177,9 @@ class ScaledCrops(TrainingViews):
 def make_views(
     crops: str, count: int, seed: int, mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
 ) -> TrainingViews:
-    """Return the views that the settings `crops` and `views` of a probe select.
+    """Return the views for the settings `crops` and `views` of a probe.
 
-    Args:
-        crops: "whole" for whole images, "resized" for resized crops, or "scaled" for scaled crops.
-        count: Number of views of each image.
-        seed: Seed of the crops.
-        mean: Mean colour, which fills scaled crops outside of the image.
+    The mean colour fills the part of scaled crops that lies outside of the image.
     """
     if crops == "resized":
         return ResizedCrops(count, seed)
