@@ -28,7 +28,13 @@ from probes.features.split import (
     shot_counts,
 )
 from probes.features.stream import batches, read_ahead
-from probes.features.tiers import FeaturesInMemory, Room, TrainingPass, half_features, widened
+from probes.features.tiers import (
+    StorageLimits,
+    StoredFeatures,
+    TrainingPass,
+    extract_float16,
+    undo_scaling,
+)
 from probes.features.views import CentralSquare
 from probes.heads.attentive import AttentivePooling, TrainedAttentiveHeads
 from probes.heads.logistic import LogisticRegression
@@ -240,7 +246,7 @@ class LinearClassification(Probe):
         )
         every = group_layers(context.layers, self.layers_mode)
         num_images = len(portions.indices) + len(val_images)
-        at_once = image_pass.layers_at_once(num_images, self.memory_gib)
+        at_once = image_pass.layers_per_pass(num_images, self.memory_gib)
         for sources in batches(every, max(1, at_once // len(every[0]))):
             layers = sorted({layer for source in sources for layer in source})
             train = image_pass.run(train_images, portions.indices, layers)
@@ -262,7 +268,7 @@ class LinearClassification(Probe):
         portion: "Portion",
     ) -> Iterator[list[Score]]:
         """The scores of each source by heads that are fitted to a portion."""
-        cached = FeaturesInMemory(
+        cached = StoredFeatures(
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
         )
 
@@ -278,9 +284,9 @@ class LinearClassification(Probe):
             "guesses": fill_in_guesses(self, self.guesses),
         }
         for index, source in enumerate(sources):
-            features, held_out = val.joined(source, facet), None
+            features, held_out = val.concatenate(source, facet), None
             if (rows := portion.choosing) is not None:
-                all_ = train.joined(source, facet)
+                all_ = train.concatenate(source, facet)
                 some = LabelledFeatures(all_.features[rows], all_.labels[rows])
                 held_out = _linear_ranks(choosing or heads, index, some, context.device)
             yield list(
@@ -320,7 +326,7 @@ class LinearClassification(Probe):
         labels = torch.tensor(require_labels(train_images))[list(portions.indices)]
         portions.require_two_classes(labels)
         folder = cache_folder(None) / "features"
-        features = training_pass.run(Room("auto", self.memory_gib, None, folder))
+        features = training_pass.run(StorageLimits("auto", self.memory_gib, None, folder))
 
         def of_portion(portion: Portion) -> Iterator[list[Score]]:
             heads = pool.train(
@@ -335,7 +341,7 @@ class LinearClassification(Probe):
             held_out = None
             if portion.choosing is not None:
                 parts = portion.choosing.split(pool.batch_size)
-                read = features.of_layers(heads.layers, context.device)(parts)
+                read = features.reader(heads.layers, context.device)(parts)
                 blocks = (batch.features for batch in read)
                 seen = context.progress(blocks, "held-out images", len(parts))
                 held_out = _attentive_ranks(heads, seen, labels[portion.choosing])
@@ -380,8 +386,8 @@ class LinearClassification(Probe):
         for batch in batches(shown, self.encoder_batch_size):
             ids = list(itertools.islice(left, len(batch)))
             pixels = to_device(torch.stack(batch), extractor.device).float() / 255
-            halves, scales = half_features(extractor, pixels, ids)
-            yield widened(torch.stack(halves), scales)
+            halves, scales = extract_float16(extractor, pixels, ids)
+            yield undo_scaling(torch.stack(halves), scales)
 
     def _portions(self, images: ImageSet, seed: int) -> "Portions":
         """What heads are fitted to.

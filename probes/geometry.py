@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64, UInt8
 from torch import Tensor
 
-from probes.features.image import image_vectors, parts_of
+from probes.features.image import facet_parts, image_vectors
 from probes.features.moments import Moments
-from probes.features.stream import KeptState, at_once, batches, checked, read_ahead
+from probes.features.stream import KeptState, batches, fetch_finite, images_per_pass, read_ahead
 from probes.features.views import ResizedCrops
 from probes.spectra import effective_rank
 from ssl_bench.composition.fields import (
@@ -248,7 +248,7 @@ class Passes:
         self.viewed = tuple(sorted(order[: probe.view_images]))
         self.facets = probe.facets
         self.size = probe.resize.square_side(context.encoder.native_size)
-        self.at_once = at_once(probe.batch_size, self.size, context.device)
+        self.at_once = images_per_pass(probe.batch_size, self.size, context.device)
         facts = (
             encoder_id(context.encoder.identity()),
             (images.fingerprint(), self.viewed, context.layers, context.seed),
@@ -323,7 +323,7 @@ class Passes:
                 self.fits[layer] = PositionFit.of(fitted, choosing)
             self.positions[layer].append(self.fits[layer].r2(patches))
         ids = [self.images.ids[row] for row in rows]
-        values = checked(extractor, sums, ids, [*pairs, *numbers.values()])
+        values = fetch_finite(extractor, sums, ids, [*pairs, *numbers.values()])
         for cell, found in zip(self.compared, values[: len(pairs)], strict=True):
             self.compared[cell].append(found)
         for cell, found in zip(numbers, values[len(pairs) :], strict=True):
@@ -372,11 +372,11 @@ class Passes:
         for part in crops.split(self.at_once):
             features, sums = extractor.extract_unchecked(to_device(part, self.context.device))
             vectors = [image_vectors(features, facet) for facet in self.facets]
-            parts.append(checked(extractor, sums, [image_id] * len(part), vectors))
+            parts.append(fetch_finite(extractor, sums, [image_id] * len(part), vectors))
         return [torch.cat(some, 1) for some in zip(*parts, strict=True)]
 
     def _extractor(self, more: Iterable[Facet]) -> FeatureExtractor:
-        parts = [part for facet in self.facets for part in parts_of(facet)]
+        parts = [part for facet in self.facets for part in facet_parts(facet)]
         return self.context.extractor(self.context.layers, *dict.fromkeys([*parts, *more]))
 
 

@@ -138,12 +138,12 @@ class KNN(Probe):
             shots = Shots.draw(train, per_class=max(counts), draws=self.draws, seed=context.seed)
         indices = shots.indices if shots else self._voting(train, context.seed)
         image_pass = ImagePass(self, context, self.batch_size)
-        at_once = image_pass.layers_at_once(len(indices) + len(val), self.memory_gib)
+        at_once = image_pass.layers_per_pass(len(indices) + len(val), self.memory_gib)
         for layers in batches(sorted(context.layers), at_once):
             bank = image_pass.run(train, indices, layers)
             queries = image_pass.run(val, range(len(val)), layers)
             for cell in itertools.product(layers, self.facets):
-                asked, voting = queries.of(*cell), bank.of(*cell)
+                asked, voting = queries.select(*cell), bank.select(*cell)
                 classes = len(val.class_names)
                 if shots is None:
                     yield from self._vote(context, cell, asked, voting, classes, self.neighbours)

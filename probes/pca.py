@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from probes.features.moments import Moments
-from probes.features.stream import checked
+from probes.features.stream import fetch_finite
 from probes.features.views import resize_bicubic
 from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
@@ -216,7 +216,7 @@ def features_of(
         image = resize_bicubic(sample.image, *size)
         blocks, sums = extractor.extract_unchecked(image[None])
         maps = [facets[probe.scored_facet][0] for facets in blocks.values()]
-        maps = checked(extractor, sums, [sample.image_id], maps)
+        maps = fetch_finite(extractor, sums, [sample.image_id], maps)
         found = dict(zip(blocks, maps, strict=True))
         for layer, some in moments.items():
             some.add(found[layer].flatten(0, 1))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from probes.features.image import is_constant
 from probes.features.split import TrainingSplit, parse_patch_facet
-from probes.features.stream import batches, checked, extract, read_ahead
+from probes.features.stream import batches, extract, fetch_finite, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.views import make_views, reject_identical_views
 from probes.heads.losses import label_histograms
@@ -56,11 +56,12 @@ class Retrieval(Probe):
         image_size: Side in pixels of the square images that the encoder receives.
         facet: Features of a patch: token, key, query, value, attn_out, attn_skip, mlp_hidden,
             mlp_out, or a submodule of a block.
-        norm: "none" uses the output of the block, and "final" applies the encoder's final norm.
-        crops: "whole" resizes training images to squares, and "resized" resizes random crops of at
-            least 80 % of the area.
-        views: Number of crops of each training image. If `crops` is "whole", the second view is the
-            mirror image.
+        norm: Normalization of the features. "final" applies the encoder's final norm, and "none"
+            uses the output of the block.
+        crops: Crops of the training images. "whole" resizes whole images to squares, and "resized"
+            resizes random crops of at least 80 % of the area.
+        views: Number of crops of each training image. With "whole", the second view is the mirror
+            image.
         train_images: Maximum number of training images, drawn at random. None for all images.
         score_size: Height and width that masks are reduced to before scoring. None for the original
             size of each mask.
@@ -225,7 +226,7 @@ class Retrieval(Probe):
                 counts.append(class_counts(predicted, target, classes))
                 if self.has_matched_metric:
                     confusions += confusion_counts(predicted, target, classes)
-            (counts,) = checked(extractor, sums, ids, [torch.stack(counts)])
+            (counts,) = fetch_finite(extractor, sums, ids, [torch.stack(counts)])
             per_image.add(counts[:, :, None])
         return per_image, confusions.cpu().numpy()
 
@@ -300,7 +301,7 @@ def encode_patches(
     by_batch = in_batch.split([int(some.sum()) for some in counts.split(batch_size)])
     # The features become unit vectors, so their scale is not needed.
     read = training_pass.stream(
-        layers, entries.split(batch_size), extractor.device, directions=True
+        layers, entries.split(batch_size), extractor.device, allow_scaled=True
     )
     read = training_pass.context.progress(read, "memory images", len(by_batch))
     start = 0

@@ -26,8 +26,8 @@ from probes.features.split import (
     parse_patch_facet,
     reject_single_block,
 )
-from probes.features.stream import batches, checked, extract, read_ahead
-from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
+from probes.features.stream import batches, extract, fetch_finite, read_ahead
+from probes.features.tiers import RequestedTier, StorageLimits, TrainingFeatures, TrainingPass
 from probes.features.views import make_views, reject_identical_views, resize_mask
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
@@ -88,9 +88,9 @@ class Steps(StepTraining):
     """Train heads with an optimizer and a learning rate schedule.
 
     Attributes:
-        optimizer: "adamw" or "sgd" with momentum.
-        schedule: How the learning rate changes after the warmup: "cosine", "linear", "constant", or
-            "drop" to a tenth after four fifths of the steps.
+        optimizer: AdamW, or SGD with momentum.
+        schedule: Learning rate after the warmup. "drop" divides it by ten after four fifths of the
+            remaining steps.
         warmup: Fraction of the steps in which the learning rate rises.
         weight_decay: Weight decay of the optimizer.
     """
@@ -135,9 +135,9 @@ class Segmentation(Probe):
 
     Attributes:
         protocol: Name of the preset that sets the default values.
-        layers_mode: "single" trains a head on each block. "multi" trains a head on the blocks at
-            1/4, 1/2, 3/4 and all of the depth up to the last requested layer. "last4" trains a head
-            on the last four blocks up to that layer.
+        layers_mode: Blocks that each head receives. "single" trains a head on each block. "multi"
+            trains one on the blocks at 1/4, 1/2, 3/4 and all of the depth up to the last requested
+            layer, and "last4" trains one on the last four blocks up to that layer.
         image_size: Side in pixels of the square images that the encoder receives. The default is
             rounded to a multiple of the patch size.
         loss: Training loss, the name of a file in configs/probe/segmentation/loss.
@@ -149,21 +149,20 @@ class Segmentation(Probe):
         norm: Normalization of the features. "standardize" scales each channel to zero mean and unit
             variance on the training set, "final" applies the encoder's final norm, and "none" uses
             the output of the block.
-        crops: "whole" resizes training images to squares, and "resized" resizes random crops of at
-            least 80 % of the area. "scaled" takes random squares of the image at half to twice its
-            size.
-        views: Number of crops of each training image. They are drawn once. If `crops` is "whole",
-            the second view is the mirror image.
+        crops: Crops of the training images. "whole" resizes whole images to squares, and "resized"
+            resizes random crops of at least 80 % of the area. "scaled" takes random squares of the
+            image at half to twice its size.
+        views: Number of crops of each training image, drawn once. With "whole", the second view is
+            the mirror image.
         holdout: Fraction of the training images that select the learning rate or C. They are not
             used for training.
         train_images: Maximum number of training images, drawn at random. None for all images.
-        panels: Number of scored images to draw. They are spread over the whole set.
+        panels: Number of scored images to draw, spread over the whole set.
         tier: Storage of the training features: "memory", "disk", or "stream", which computes them
             in every epoch. "auto" selects the first that has enough space.
-        memory_gib: Maximum size of the features in memory in GiB. None for half of the free memory.
-        disk_gib: Maximum size of the features on the disk of `cache` in GiB. None for half of the
-            free space.
-        cache: Folder for features and for unfinished work. None for the user's cache folder.
+        memory_gib: Maximum size of features in memory in GiB, by default half of the free memory.
+        disk_gib: Maximum size of features on the disk in GiB, by default half of the free space.
+        cache: Folder for features and unfinished work, by default the user's cache folder.
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
@@ -184,7 +183,7 @@ class Segmentation(Probe):
     holdout: FractionBelowOne = 0.1
     train_images: Count | None = None
     panels: CountOrZero = 6
-    tier: AskedTier = "auto"
+    tier: RequestedTier = "auto"
     memory_gib: PositiveOrZero | None = None
     disk_gib: PositiveOrZero | None = None
     cache: FilePath | None = None
@@ -357,8 +356,10 @@ class SegmentationRun:
         With the tier "stream", they are computed later, each time that they are read.
         """
         probe = self.probe
-        room = Room(probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features")
-        return self.training_pass.run(room)
+        limits = StorageLimits(
+            probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features"
+        )
+        return self.training_pass.run(limits)
 
     def train(self, features: TrainingFeatures) -> TrainedHeads:
         """Train the heads of all sources on the images that are not held out.
@@ -402,7 +403,7 @@ class SegmentationRun:
             return None
         positions = torch.tensor(sorted(self.split.held_out))
         entries = (positions * self.probe.views).split(self.probe.training.batch_size)
-        read = features.of_layers(features.layers, self.context.device)
+        read = features.reader(features.layers, self.context.device)
         remaining = iter(positions.tolist())
         total = torch.zeros(1, dtype=torch.int64, device=self.context.device)
         for batch in self.context.progress(read(entries), "held-out images", len(entries)):
@@ -484,7 +485,7 @@ class SegmentationRun:
             predicted, counted = self._predict(heads, by_layer, image)
             counts.append(counted)
             maps += [predicted] if with_maps else []
-        stacked, *maps = checked(extractor, sums, ids, [torch.stack(counts), *maps])
+        stacked, *maps = fetch_finite(extractor, sums, ids, [torch.stack(counts), *maps])
         return stacked, maps
 
     def _predict(

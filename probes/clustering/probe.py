@@ -26,7 +26,7 @@ from probes.clustering.agreement import (
     patch_intervals,
 )
 from probes.features.image import ImagePass, is_constant
-from probes.features.stream import batches, checked, read_ahead
+from probes.features.stream import batches, fetch_finite, read_ahead
 from probes.features.views import image_and_mask, resize_bilinear
 from ssl_bench.composition.fields import (
     Count,
@@ -154,12 +154,12 @@ class Clustering(Probe):
         what = f"images of {images.name} {images.split}"
         self._require_at_most(len(images), classes, what, "images")
         image_pass = ImagePass(self, context, self.batch_size)
-        at_once = image_pass.layers_at_once(len(images), self.memory_gib)
+        at_once = image_pass.layers_per_pass(len(images), self.memory_gib)
         for layers in batches(sorted(context.layers), at_once):
             found = image_pass.run(images, range(len(images)), layers)
             cells = list(itertools.product(layers, self.facets))
             for cell in context.progress(cells, "clustering", len(cells)):
-                labelled = found.of(*cell)
+                labelled = found.select(*cell)
                 directions = unit_vectors(labelled.features)
                 unit = directions.double().numpy()
                 details = {
@@ -257,7 +257,7 @@ class Clustering(Probe):
             where = to_device(torch.cat(places), context.device)
             ids = [images.ids[indices[number]] for number in numbers]
             parts = [patch_directions(features, cell)[where].half() for cell in found]
-            parts = checked(extractor, sums, ids, parts)
+            parts = fetch_finite(extractor, sums, ids, parts)
             for values, part in zip(found.values(), parts, strict=True):
                 values[first : first + len(part)] = part
             first += len(where)
@@ -288,7 +288,7 @@ class Clustering(Probe):
                 nearest(patch_directions(features, cell), some) for cell, some in centres.items()
             ]
             ids = images.ids[len(labels) : len(labels) + len(batch)]
-            parts = checked(extractor, sums, ids, parts)
+            parts = fetch_finite(extractor, sums, ids, parts)
             labels += [of_patches for _, of_patches in batch]
             for known, part in zip(found.values(), parts, strict=True):
                 known.append(part.unflatten(1, (len(batch), -1)))

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from probes.features.stream import at_once, batches, checked, read_ahead
+from probes.features.stream import batches, fetch_finite, images_per_pass, read_ahead
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, Features, central_square
@@ -36,12 +36,12 @@ class ImageFeatures:
     by_facet: Mapping[str, Float[Tensor, "layers images dim"]]
     labels: Int64[Tensor, " images"]
 
-    def of(self, layer: int, facet: str) -> LabelledFeatures:
+    def select(self, layer: int, facet: str) -> LabelledFeatures:
         return LabelledFeatures(self.by_facet[facet][self.layers.index(layer)], self.labels)
 
-    def joined(self, layers: Sequence[int], facet: str) -> LabelledFeatures:
+    def concatenate(self, layers: Sequence[int], facet: str) -> LabelledFeatures:
         """The features of several layers, concatenated."""
-        parts = [self.of(layer, facet).features for layer in layers]
+        parts = [self.select(layer, facet).features for layer in layers]
         return LabelledFeatures(torch.cat(parts, 1), self.labels)
 
 
@@ -59,7 +59,7 @@ class ImagePass:
     context: ProbeContext
     batch_size: int
 
-    def layers_at_once(self, num_images: int, memory_gib: float) -> int:
+    def layers_per_pass(self, num_images: int, memory_gib: float) -> int:
         """How many layers of so many images fit into memory, at least one."""
         extractor = self._extractor(self.context.layers)
         width = sum(vector_width(extractor, facet) for facet in self.probe.facets)
@@ -95,13 +95,13 @@ class ImagePass:
 
         squares = read_ahead(images, indices, prepared, workers=self.probe.num_workers)
         shown = self.context.progress(squares, f"{images.split} images", len(indices))
-        for batch in batches(shown, at_once(self.batch_size, size, self.context.device)):
+        for batch in batches(shown, images_per_pass(self.batch_size, size, self.context.device)):
             pixels = to_device(torch.stack([pixels for pixels, _ in batch]), self.context.device)
             rows = slice(first, first + len(batch))
             ids = [images.ids[index] for index in indices[rows]]
             by_layer, sums = extractor.extract_unchecked(pixels.float() / 255)
             vectors = [image_vectors(by_layer, facet) for facet in found]
-            parts = checked(extractor, sums, ids, vectors)
+            parts = fetch_finite(extractor, sums, ids, vectors)
             for values, part in zip(found.values(), parts, strict=True):
                 values[:, rows] = part
             labels[rows] = torch.tensor([label for _, label in batch])
@@ -110,7 +110,7 @@ class ImagePass:
         return features[key]
 
     def _extractor(self, layers: Sequence[int]) -> FeatureExtractor:
-        parts = dict.fromkeys(part for facet in self.probe.facets for part in parts_of(facet))
+        parts = dict.fromkeys(part for facet in self.probe.facets for part in facet_parts(facet))
         return self.context.extractor(layers, *parts)
 
     @property
@@ -118,7 +118,7 @@ class ImagePass:
         return self.probe.resize.square_side(self.context.encoder.native_size)
 
 
-def parts_of(facet: Facet) -> tuple[Facet, ...]:
+def facet_parts(facet: Facet) -> tuple[Facet, ...]:
     """What is taken of a block for an image: of facets from inside of it the mean patch."""
     return IMAGE_FACETS.get(facet, (facet,))
 
@@ -130,14 +130,14 @@ def is_constant(unit: Float[Tensor, "images dim"]) -> bool:
 
 def vector_width(extractor: FeatureExtractor, facet: Facet) -> int:
     """Of what stands for an image."""
-    return sum(map(extractor.width, parts_of(facet)))
+    return sum(map(extractor.width, facet_parts(facet)))
 
 
 def image_vectors(features: Features, facet: str) -> Float[Tensor, "layers batch dim"]:
     """What stands for each image of a batch, of all layers."""
     found = []
     for of_layer in features.values():
-        parts = [of_layer[part] for part in parts_of(facet)]
+        parts = [of_layer[part] for part in facet_parts(facet)]
         vectors = [x if x.ndim == 2 else x.flatten(1, 2).mean(1) for x in parts]
         found.append(torch.cat(vectors, 1))
     return torch.stack(found)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 _CPU_PIXELS = 2**19
 
 
-def ahead(make: Callable[[K], T], keys: Iterable[K], *, workers: int, most: int) -> Iterator[T]:
+def map_ahead(make: Callable[[K], T], keys: Iterable[K], *, workers: int, most: int) -> Iterator[T]:
     """What `make` gives for each key, in their order, made by threads at most so many ahead."""
     pool = ThreadPoolExecutor(workers)
     try:
@@ -47,7 +47,7 @@ def read_ahead(
     images: ImageSet, indices: Sequence[int], prepare: Callable[[Sample], T], *, workers: int
 ) -> Iterator[T]:
     """Prepared samples in the order of `indices`, decoded by threads."""
-    return ahead(lambda i: prepare(images[i]), indices, workers=workers, most=4 * workers)
+    return map_ahead(lambda i: prepare(images[i]), indices, workers=workers, most=4 * workers)
 
 
 def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -57,7 +57,7 @@ def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-def at_once(batch_size: int, image_size: int, device: torch.device) -> int:
+def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> int:
     """How many squares of that side pass together: on a CPU so many that progress is seen.
 
     More than half a million pixels at once are no faster there, and take seconds each.
@@ -66,7 +66,7 @@ def at_once(batch_size: int, image_size: int, device: torch.device) -> int:
     return min(batch_size, fitting) if device.type == "cpu" else batch_size
 
 
-def checked(
+def fetch_finite(
     extractor: FeatureExtractor,
     sums: Float[Tensor, "features batch"],
     ids: Sequence[str],

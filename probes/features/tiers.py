@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8
 from torch import Tensor
 
-from probes.features.stream import ahead, batches, checked, extract, read_ahead
+from probes.features.stream import batches, extract, fetch_finite, map_ahead, read_ahead
 from probes.features.views import TrainingViews, resize_mask
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import MachineError
@@ -38,7 +38,7 @@ from ssl_bench.system.files import atomic_file, open_trusted, remove_orphans
 from ssl_bench.system.process import free_host_memory
 
 Tier = Literal["memory", "disk", "stream"]
-AskedTier = Literal["auto", "memory", "disk", "stream"]
+RequestedTier = Literal["auto", "memory", "disk", "stream"]
 GIB = 2**30
 # Largest entries of an image that float16 holds as they are, with ten bits for those 2^8 below.
 _SMALLEST, _LARGEST = 2.0**-6, 65504.0
@@ -64,7 +64,7 @@ PutLabels = Callable[[Sequence[int], Tensor], None]
 
 
 @dataclass(frozen=True)
-class Room:
+class StorageLimits:
     """What features may take.
 
     Attributes:
@@ -74,7 +74,7 @@ class Room:
         folder: On that disk.
     """
 
-    tier: AskedTier
+    tier: RequestedTier
     memory_gib: float | None
     disk_gib: float | None
     folder: Path
@@ -278,14 +278,14 @@ def label_file(folder: Path, shape: tuple[int, int, int]) -> UInt8[Tensor, "entr
         ) from error
 
 
-def half_features(
+def extract_float16(
     extractor: FeatureExtractor,
     images: Float[Tensor, "batch 3 height width"],
     ids: Sequence[str],
     *,
     fetch: bool = False,
 ) -> tuple[list[Half], Scales]:
-    """Return the features of all layers in float16, and what `widened` multiplies them by.
+    """Return the features of all layers in float16, and what `undo_scaling` multiplies them by.
 
     Args:
         extractor: Of one facet.
@@ -297,13 +297,13 @@ def half_features(
         CheckpointError: A feature is not finite.
     """
     features, sums = extract(extractor, images, ids)
-    pairs = [narrowed(features[layer]) for layer in extractor.layers]
+    pairs = [to_float16(features[layer]) for layer in extractor.layers]
     halves, scales = [half for half, _ in pairs], torch.stack([scale for _, scale in pairs])
-    scales, *host = checked(extractor, sums, ids, [scales, *(halves if fetch else [])])
+    scales, *host = fetch_finite(extractor, sums, ids, [scales, *(halves if fetch else [])])
     return host if fetch else halves, scales
 
 
-def narrowed(
+def to_float16(
     features: Float[Tensor, "batch rows cols dim"],
 ) -> tuple[Half, Float[Tensor, " batch"]]:
     """Round features to float16, those of each image times a power of two where it is needed.
@@ -322,10 +322,10 @@ def narrowed(
     return (features / scales[:, None, None, None]).half(), scales
 
 
-def widened(
+def undo_scaling(
     halves: Float[Tensor, "layers some rows cols dim"], scales: Scales
 ) -> Float[Tensor, "layers some rows cols dim"]:
-    """Undo the scaling of `narrowed`, in float32; return features as they are if none was scaled.
+    """Undo the scaling of `to_float16`, in float32; return features as they are if none was scaled.
 
     Args:
         halves: Float16, on any device.
@@ -349,7 +349,7 @@ Read = Callable[[Chosen], Iterator[FeatureBatch]]
 
 
 @dataclass(frozen=True)
-class FeaturesInMemory:
+class StoredFeatures:
     """Features that were computed for this run and are held by it."""
 
     layers: tuple[int, ...]
@@ -361,7 +361,7 @@ class FeaturesInMemory:
     tier = "memory"
     passes = 1
 
-    def of_layers(self, layers: Sequence[int], device: torch.device) -> Read:
+    def reader(self, layers: Sequence[int], device: torch.device) -> Read:
         """As every tier; a GPU keeps them if they take half of what is free there or less."""
         indices = [self.layers.index(layer) for layer in layers]
         if indices == list(range(indices[0], indices[-1] + 1)):
@@ -376,7 +376,7 @@ class FeaturesInMemory:
         def read(chosen: Chosen) -> Iterator[FeatureBatch]:
             for some in chosen:
                 halves = to_device(blocks.index_select(1, to_device(some, blocks.device)), device)
-                features = widened(halves, scales[:, some])
+                features = undo_scaling(halves, scales[:, some])
                 yield FeatureBatch(features, to_device(self.labels[some], device))
 
         return read
@@ -404,7 +404,7 @@ class FeaturesOnDisk:
 
     tier = "disk"
 
-    def of_layers(self, layers: Sequence[int], device: torch.device) -> Read:
+    def reader(self, layers: Sequence[int], device: torch.device) -> Read:
         """As every tier; an image's layers lie side by side, so that most of it is one reading."""
         indices = [self.layers.index(layer) for layer in layers]
 
@@ -412,7 +412,7 @@ class FeaturesOnDisk:
             done = 0
             while done < len(chosen):
                 try:
-                    found = ahead(
+                    found = map_ahead(
                         lambda some: self._read(indices, some),
                         islice(chosen, done, None),
                         workers=1,
@@ -421,7 +421,7 @@ class FeaturesOnDisk:
                     for halves, scales in found:
                         labels = to_device(self.labels[chosen[done]], device)
                         done += 1
-                        yield FeatureBatch(widened(to_device(halves, device), scales), labels)
+                        yield FeatureBatch(undo_scaling(to_device(halves, device), scales), labels)
                 except DamagedFeatures as error:
                     self._compute_again(error, indices, chosen[done])
 
@@ -476,7 +476,7 @@ class StreamedFeatures:
     def passes(self) -> int:
         return -(-self._computed // len(self.present))
 
-    def of_layers(self, layers: Sequence[int], device: torch.device) -> Read:
+    def reader(self, layers: Sequence[int], device: torch.device) -> Read:
         def read(chosen: Chosen) -> Iterator[FeatureBatch]:
             for batch in self.compute(layers, chosen, device):
                 self._computed += len(batch.labels)
@@ -485,10 +485,10 @@ class StreamedFeatures:
         return read
 
 
-TrainingFeatures = FeaturesInMemory | FeaturesOnDisk | StreamedFeatures
+TrainingFeatures = StoredFeatures | FeaturesOnDisk | StreamedFeatures
 """Features by layer and entry; entry `views * i + v` is view v of image i.
 
-Where an image as a whole has a class, it is one patch with one label. `of_layers` gives what reads
+Where an image as a whole has a class, it is one patch with one label. `reader` gives what reads
 some layers in the order asked for; `present` says which values occur in the labels of each entry,
 255 among them (nothing where each has one); `passes` is how often the views passed the encoder,
 rounded up: 0 if a file held the features.
@@ -519,7 +519,7 @@ class TrainingPass:
     def facet(self) -> Facet:
         return self.extractor.facets[0]
 
-    def run(self, room: Room) -> TrainingFeatures:
+    def run(self, room: StorageLimits) -> TrainingFeatures:
         """Compute the features, take them from a file of an earlier run, or get ready to stream.
 
         All labels are read in any case, so that a file that cannot be is found now.
@@ -562,7 +562,7 @@ class TrainingPass:
                 blocks[index, list(some)], scales[index, list(some)] = halves, own
 
             self.fill(put_labels, put)
-            return FeaturesInMemory(layers, blocks, labels, present, scales)
+            return StoredFeatures(layers, blocks, labels, present, scales)
 
         def write() -> None:
             with file.writing() as writer:
@@ -590,7 +590,7 @@ class TrainingPass:
         chosen: Chosen,
         device: torch.device,
         *,
-        directions: bool = False,
+        allow_scaled: bool = False,
     ) -> Iterator[FeatureBatch]:
         """Decode and encode the batches of these entries, in this order; nothing is kept.
 
@@ -602,7 +602,7 @@ class TrainingPass:
             layers: Some of the extractor's.
             chosen: The entries of each batch.
             device: Where the batches are wanted.
-            directions: Give float16 in any case, times a power of two that may differ from image to
+            allow_scaled: Give float16 in any case, times a power of two that may differ by
                 image: enough where vectors are then brought to length 1.
 
         Raises:
@@ -615,13 +615,13 @@ class TrainingPass:
             return self._prepared([view], self.images[self.indices[position]])
 
         entries = (entry for some in chosen for entry in some.tolist())
-        found = ahead(prepared, entries, workers=self.workers, most=4 * self.workers)
+        found = map_ahead(prepared, entries, workers=self.workers, most=4 * self.workers)
         for some in chosen:
             ids, images, labels = _stacked(one for (one,) in islice(found, len(some)))
-            halves, scales = half_features(self.extractor, images, ids)
+            halves, scales = extract_float16(self.extractor, images, ids)
             features = to_device(torch.stack([halves[index] for index in indices]), device)
-            if not directions:
-                features = widened(features, scales[indices])
+            if not allow_scaled:
+                features = undo_scaling(features, scales[indices])
             yield FeatureBatch(features, to_device(labels, device))
 
     def fill(
@@ -644,7 +644,7 @@ class TrainingPass:
                 ids, pixels, labels = _stacked(one[number] for one in batch)
                 put_labels(entries, labels)
                 if put is not None:
-                    halves, scales = half_features(self.extractor, pixels, ids, fetch=True)
+                    halves, scales = extract_float16(self.extractor, pixels, ids, fetch=True)
                     for index, (half, own) in enumerate(zip(halves, scales, strict=True)):
                         put(index, entries, half, own)
             start += len(batch)

@@ -208,7 +208,7 @@ class AttentivePooling:
         bank, constant, states = None, (), [State() for _ in range(4)]
         peak = torch.tensor(list(self.learning_rates), device=device)
         name = f"attentive heads of layers {layers[0]} to {layers[-1]}"
-        shown = progress(features.of_layers(layers, device)(batches), name, len(batches))
+        shown = progress(features.reader(layers, device)(batches), name, len(batches))
         for step, (batch, some) in enumerate(zip(shown, batches, strict=True)):
             blocks = batch.features.flatten(2, 3)  # layers batch tokens dim
             if bank is None:

@@ -76,7 +76,7 @@ class LogisticRegression(Training):
         """Train one head per source and C. A killed run starts again, so `journal` is unused."""
         del journal
         start = time.monotonic()
-        read = features.of_layers([*chain(*sources)], heads.device)
+        read = features.reader([*chain(*sources)], heads.device)
         batches = entries.split(self.batch_size)
         # From one pass: scale of the channels, and how many patches of each batch count.
         found, counted = RunningStatistics.none(heads.device), []

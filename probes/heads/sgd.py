@@ -424,7 +424,7 @@ class StepTraining(Training):
         """Train one head per source and learning rate. The last entry of `journal` is continued."""
         state = journal.entries[-1] if journal and journal.entries else {}
         start = time.monotonic() - state.get("seconds", 0.0)
-        read = features.of_layers([*chain(*sources)], heads.device)
+        read = features.reader([*chain(*sources)], heads.device)
 
         in_order, done = entries.split(self.batch_size), state.get("batches", 0)
         found = RunningStatistics.none(heads.device)

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Float64, Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
-from probes.features.stream import batches, checked, read_ahead
+from probes.features.stream import batches, fetch_finite, read_ahead
 from probes.pictures import sheet
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover, lost, maskcut
 from probes.tokencut.eigensolver import map_graphs
@@ -435,7 +435,7 @@ def find_in_batch(
     features, sums = extractor.extract_unchecked(images)
     names = [cell_name(layer, facet) for layer, facets in features.items() for facet in facets]
     maps = [one for facets in features.values() for one in facets.values()]
-    maps = checked(extractor, sums, [sample.image_id for sample in samples], maps)
+    maps = fetch_finite(extractor, sums, [sample.image_id for sample in samples], maps)
 
     def found_by_method(
         graph: tuple[TokenCut, Float[Tensor, "rows cols dim"], PatchGrid],

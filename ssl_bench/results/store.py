@@ -637,7 +637,7 @@ def _newest_versions(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
         )
     for task in newest.keys() & {*choices("probe")}:
         metric, pipeline = newest[task]
-        installed = versions.METRIC_VERSIONS.get(task, 1)
+        installed = versions.metric_version(task)
         newest[task] = max(metric, installed), max(pipeline, versions.PIPELINE_VERSION)
     return newest
 

@@ -184,6 +184,6 @@ def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command
     left = " ".join(line for line in said.splitlines() if "left out: " in line)
     assert "class_folders-limit2 has no masks for retrieval and segmentation" in left
     scored = {record.task for record in ResultStore(place / "results").records()}
-    assert scored == {"correspondence", "pca"}
+    assert scored >= {"correspondence", "pca"}
     # Each of the others is named.
     assert [task for task in choices("probe") if task not in left and task not in scored] == []

@@ -190,7 +190,7 @@ def test_fault_56_features_that_change_between_two_readings_are_never_used(tmp_p
     probe, said = quick_probe(**SMALL, image_size=128, cache=str(tmp_path)), []
     context = probe_context(tmp_path)
     features = SegmentationRun(probe, replace(context, say=said.append)).features()
-    read = features.of_layers([3, 1], torch.device("cpu"))
+    read = features.reader([3, 1], torch.device("cpu"))
     chosen = torch.arange(16).flip(0).split(5)
 
     before = [batch.features for batch in read(chosen)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from probes.classification import LinearClassification
-from probes.features.tiers import FeaturesInMemory
+from probes.features.tiers import StoredFeatures
 from probes.heads.attentive import (
     AttentiveHeads,
     AttentivePooling,
@@ -91,7 +91,7 @@ def test_a_head_has_as_many_parameters_as_published():
     assert sum(part.numel() for part in heads.trained) == 1_383_400
 
 
-def trained(features: FeaturesInMemory, *rates: float, **changes: Any) -> TrainedAttentiveHeads:
+def trained(features: StoredFeatures, *rates: float, **changes: Any) -> TrainedAttentiveHeads:
     pool = AttentivePooling(
         **{"queries": 3, "epochs": 3, "batch_size": 4, **changes}, learning_rates=rates
     )
@@ -116,10 +116,10 @@ def test_heads_of_many_rates_and_layers_are_those_of_runs_of_their_own(batch_siz
     blocks = torch.randn(2, 10, 2, 3, 6, generator=generator).half()
     masks = torch.zeros(10, 1, 1, dtype=torch.uint8)
 
-    both = trained(FeaturesInMemory((1, 4), blocks, masks), 1.0, 30.0, batch_size=batch_size)
+    both = trained(StoredFeatures((1, 4), blocks, masks), 1.0, 30.0, batch_size=batch_size)
 
     for index, layer in enumerate((1, 4)):
-        of_layer = FeaturesInMemory((layer,), blocks[[index]], masks)
+        of_layer = StoredFeatures((layer,), blocks[[index]], masks)
         for number, rate in enumerate((1.0, 30.0)):
             alone = trained(of_layer, rate, batch_size=batch_size)
             for item in fields(AttentiveHeads):

@@ -14,7 +14,7 @@ from torch import Tensor
 from probes.classification import LinearClassification, Momentum, choice_scores
 from probes.features.image import ImagePass
 from probes.features.split import TrainingSplit
-from probes.features.tiers import FeaturesInMemory
+from probes.features.tiers import StoredFeatures
 from probes.heads.losses import LabelLoss
 from probes.heads.sgd import HeadSpec
 from ssl_bench.cli.__main__ import main
@@ -76,8 +76,8 @@ def test_heads_equal_regressions_of_scikit_learn_on_the_same_features_in_float64
     held_out = sorted(split.held_out)
     others = [i for i in range(30) if i not in split.held_out]
     for source in [(0,), (2,)] if mode == "single" else [(0, 1, 2)]:
-        x, y = train.joined(source, "patch_mean").features, train.labels
-        seen = val.joined(source, "patch_mean").features
+        x, y = train.concatenate(source, "patch_mean").features, train.labels
+        seen = val.concatenate(source, "patch_mean").features
         by_hand = [
             (
                 _scikit_learn(x[others], y[others], x[held_out], y[held_out], c),
@@ -109,7 +109,7 @@ def test_heads_trained_side_by_side_are_those_trained_alone_in_float64():
     labels = torch.randint(classes, (20,), generator=generator)
     labels[0] = classes - 1
     asked = HeadSpec(LabelLoss(), False, classes, 4, torch.device("cpu"))
-    cache = FeaturesInMemory((3, 7), blocks[:, :, None, None], labels[:, None, None])
+    cache = StoredFeatures((3, 7), blocks[:, :, None, None], labels[:, None, None])
     heads = Momentum(rates, epochs, size).train(
         asked, cache, [(3,), (7,)], torch.arange(20), silent
     )

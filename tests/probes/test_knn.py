@@ -155,7 +155,7 @@ def test_the_vectors_are_those_of_the_central_squares_of_the_share_that_is_looke
     found = ImagePass(probe, context, batch_size=5).run(images, range(len(images)), [2])
 
     expected = _by_hand(tiny(), 2, "cls", images, share=0.5)
-    torch.testing.assert_close(found.of(2, "cls").features, expected.features)
+    torch.testing.assert_close(found.select(2, "cls").features, expected.features)
 
 
 def _by_hand(

@@ -9,7 +9,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
-from probes.features.tiers import FeaturesInMemory
+from probes.features.tiers import StoredFeatures
 from probes.heads.logistic import LogisticRegression as Regression
 from probes.heads.logistic import minimise
 from probes.heads.losses import HistogramLoss
@@ -30,7 +30,7 @@ def _digits():
     masks = labels[:count].astype(np.uint8).reshape(NUM_IMAGES, SIDE, SIDE)
     masks[:, 0, 0] = 255
     blocks = torch.from_numpy(layers).view(2, NUM_IMAGES, SIDE, SIDE, 64)
-    return FeaturesInMemory((0, 1), blocks, torch.from_numpy(masks))
+    return StoredFeatures((0, 1), blocks, torch.from_numpy(masks))
 
 
 def _train(entries, sources=((0,), (1,)), features=None, classes=CLASSES, **changes):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ssl_bench
-from probes.features.tiers import narrowed, widened
+from probes.features.tiers import to_float16, undo_scaling
 from probes.tokencut.eigensolver import cosines
 from ssl_bench.composition.choices import choices
 from ssl_bench.errors import DataError, UnfitEncoder
@@ -95,8 +95,8 @@ def test_narrowed_features_keep_their_precision_and_ordinary_ones_their_bits(pow
     features = torch.randn(3, 2, 2, 8, generator=torch.Generator().manual_seed(0))
     features[1] *= 2.0**power
     features[2] = 0
-    halves, scales = narrowed(features)
-    back = widened(halves[None], scales[None])[0].float()
+    halves, scales = to_float16(features)
+    back = undo_scaling(halves[None], scales[None])[0].float()
     assert torch.equal(halves[0], features[0].half())
     assert scales[0] == 1
     assert torch.equal(back[1], (features[1] / 2.0**power).half().float() * 2.0**power)
@@ -105,9 +105,9 @@ def test_narrowed_features_keep_their_precision_and_ordinary_ones_their_bits(pow
 
 def test_features_beyond_float16_are_kept():
     features = torch.full((1, 1, 1, 2), 70000.0)
-    halves, scales = narrowed(features)
+    halves, scales = to_float16(features)
     assert torch.isfinite(halves).all()
-    assert torch.allclose(widened(halves[None], scales[None])[0], features, rtol=1e-3)
+    assert torch.allclose(undo_scaling(halves[None], scales[None])[0], features, rtol=1e-3)
 
 
 @pytest.mark.parametrize("power", [-140, -80, 0, 64, 120])

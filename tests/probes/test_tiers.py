@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from probes.features.stream import KeptState
-from probes.features.tiers import GIB, Room
+from probes.features.tiers import GIB, StorageLimits
 from probes.features.views import WholeImage, resize_mask
 from probes.segmentation import SegmentationRun
 from ssl_bench.errors import CheckpointError, MachineError
@@ -68,15 +68,15 @@ def test_a_stream_keeps_nothing_and_passes_the_encoder_once_an_epoch(tmp_path):
     ],
 )
 def test_a_tier_is_the_first_that_has_the_room(tmp_path, memory_gib, disk_gib, is_kept, tier):
-    room = Room("auto", memory_gib, disk_gib, tmp_path)
+    room = StorageLimits("auto", memory_gib, disk_gib, tmp_path)
     assert room.choose(2 * GIB, GIB, lambda: is_kept) == tier
-    asked = Room("stream", memory_gib, disk_gib, tmp_path)
+    asked = StorageLimits("stream", memory_gib, disk_gib, tmp_path)
     assert asked.choose(2 * GIB, GIB, lambda: is_kept) == "stream"
 
 
 def test_half_of_what_is_free_is_taken_where_nothing_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("probes.features.tiers.free_host_memory", lambda: 6 * GIB)
-    room = Room("auto", None, None, tmp_path / "not there" / "yet")
+    room = StorageLimits("auto", None, None, tmp_path / "not there" / "yet")
     assert room.memory == 3 * GIB
     assert 0 < room.disk < 2**60
     assert room.said("disk", 5 * GIB).startswith("features: 5.0 GiB, tier disk (may take 3.0 GiB")
@@ -223,7 +223,7 @@ def test_the_cache_holds_every_view_of_every_image_and_its_labels(tmp_path):
         view, mask = WholeImage(2).view(training_pass.images[image], number, 32)
         expected = training_pass.extractor(view[None])[1]["token"][0].half()
         entry = 2 * image + number
-        read = features.of_layers([1], torch.device("cpu"))
+        read = features.reader([1], torch.device("cpu"))
         (batch,) = read([torch.tensor([entry])])
         assert torch.equal(batch.features[0, 0], expected)
         assert torch.equal(batch.labels[0], resize_mask(mask, 32, 32))
