@@ -9,6 +9,7 @@ A block is a source of features. If a head receives several blocks, these are on
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -313,20 +314,20 @@ class SegmentationRun:
             device=context.device,
         )
         self.cache = cache_folder(probe.cache)
-        self._journals: list[Journal] = []
+        self._unfinished_files: list[Path] = []
 
     def scores(self) -> Iterator[Score]:
         """Train the heads, score them, draw figures, and yield the scores of all sources.
 
         Raises:
-            DataError: The training masks have less than two classes, or the scored images have no
+            DataError: The training masks have fewer than two classes, or the scored images have no
                 labelled pixel.
         """
         features = self.features()
         heads = self.train(features)
         held_out = self.count_held_out(heads, features)
         if self.probe.training.refit:
-            heads = self._train(features, self.split.all_entries(self.probe.views))
+            heads = self._train_on(features, self.split.all_entries(self.probe.views))
         counts = self.count_scored(heads)
 
         # Held-out images select the learning rate or C of each source. If there are none, the
@@ -344,8 +345,8 @@ class SegmentationRun:
         ids = "".join(f"{image_id}\n" for image_id in self.split.ids(self.training_pass.images))
         write_text_atomically(self.context.artifacts / self.probe.list_name(self.context.seed), ids)
         yield from scores
-        for journal in self._journals:
-            journal.remove()
+        for path in self._unfinished_files:
+            path.unlink(missing_ok=True)
         remove_orphans(self.cache / "heads")
 
     # Training
@@ -365,7 +366,7 @@ class SegmentationRun:
         """Train the heads of all sources on the images that are not held out.
 
         Raises:
-            DataError: The masks of these images have less than two classes.
+            DataError: The masks of these images have fewer than two classes.
         """
         entries = self.split.training_entries(self.probe.views)
         classes = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
@@ -375,9 +376,11 @@ class SegmentationRun:
                 f"the training masks of {self.training_pass.images.name} contain "
                 f"{'only ' + names[0] if names else 'no class'}, expected at least two classes"
             )
-        return self._train(features, entries)
+        return self._train_on(features, entries)
 
-    def _train(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
+    def _train_on(
+        self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]
+    ) -> TrainedHeads:
         """Train heads on these entries, or load the heads that a killed run had trained on them."""
         context, journal = self.context, self._open_journal("heads", entries=entries.tolist())
         if journal.entries and "trained" in journal.entries[-1]:
@@ -484,7 +487,8 @@ class SegmentationRun:
             by_layer = {layer: features[own] for layer, features in blocks.items()}
             predicted, counted = self._predict(heads, by_layer, image)
             counts.append(counted)
-            maps += [predicted] if with_maps else []
+            if with_maps:
+                maps.append(predicted)
         stacked, *maps = fetch_finite(extractor, sums, ids, [torch.stack(counts), *maps])
         return stacked, maps
 
@@ -611,12 +615,16 @@ class SegmentationRun:
             "sources": self.sources,
             **dependencies,
         }
-        say, minutes = self.context.say, self.probe.keep_minutes
-        folder = self.cache / "heads"
-        self._journals.append(
-            Journal(folder, name, header, say=say, minutes=minutes, is_cache=True)
+        journal = Journal(
+            self.cache / "heads",
+            name,
+            header,
+            say=self.context.say,
+            minutes=self.probe.keep_minutes,
+            is_cache=True,
         )
-        return self._journals[-1]
+        self._unfinished_files.append(journal.path)
+        return journal
 
 
 def _best_index(by_value: Float64[np.ndarray, " values"]) -> int:
