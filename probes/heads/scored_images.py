@@ -259,9 +259,7 @@ def mask_score(
         estimate(per_image).ci95(),
         len(counts),
         {
-            "iou_by_class": dict(
-                zip(class_names, nan_to_none(iou_per_class(total[value])), strict=True)
-            ),
+            "iou_by_class": dict(zip(class_names, iou, strict=True)),
             "absent_classes": ABSENT_CLASS_POLICY,
             **details,
             **baseline.as_details(),

@@ -192,9 +192,9 @@ def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
     for full_key, value in flatten_config(config).items():
         owner, _, last = full_key.rpartition(".")
         key = owner if last == TARGET else full_key
-        group, name = _chosen_file(config, key, value)
-        if group:
-            values[key], types[key] = name, " or ".join(choices(group))
+        if chosen := _chosen_file(config, key, value):
+            group, values[key] = chosen
+            types[key] = " or ".join(choices(group))
         elif last != TARGET:
             values[key] = json.dumps(value)
     assignments = {
@@ -219,16 +219,15 @@ def _find_meaning(key: str) -> str:
     return next((_MEANINGS[ending] for ending in endings if ending in _MEANINGS), "")
 
 
-def _chosen_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str | None, str]:
+def _chosen_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str, str] | None:
     """Return the group of config files that a key selects from, and the selected name, if any."""
     top, _, field = key.partition(".")
     component = config.get(top)
     if not (isinstance(component, Mapping) and TARGET in component):
-        return None, ""
-    kind = component_class(component[TARGET], top)
-    group = choice_group(key, {top: getattr(kind, "task", None)})
-    if group is None:
-        return None, ""
+        return None
+    task = getattr(component_class(component[TARGET], top), "task", None)
+    if (group := choice_group(key, {top: task})) is None:
+        return None
     part = component[field]
     return group, _find_file(group, part) if isinstance(part, Mapping) else str(value)
 

@@ -168,10 +168,9 @@ def find_lower_blocks(
 ) -> set[int] | None:
     """Return the blocks with a significantly lower score than the best block, or None if unknown.
 
-    The lower score is significant if the 95 % interval of the paired difference on the same images
-    excludes 0. Without per-image values (of the smallest seed), or if `is_paired` is False, it is
-    significant if the whole 95 % interval of the block is below the interval of the best block.
-    Degenerate blocks are never returned.
+    A score is significantly lower if the 95 % interval of the paired difference excludes 0. If
+    `is_paired` is False or there are no per-image values, the whole 95 % interval of the block must
+    be below that of the best block. Degenerate blocks are never returned.
     """
     best = line.best_entry
     if best is None:

@@ -60,8 +60,8 @@ class PanelComparison(NamedTuple):
     """Comparison of two checkpoints in one panel.
 
     Attributes:
-        table: The same differences as a table of `ssl-bench compare`.
-        blocks: Differences at each common block: first checkpoint minus second checkpoint.
+        table: The differences of `blocks` and `summary` as a table of `ssl-bench compare`.
+        blocks: Differences of `compare_block_by_block`: first checkpoint minus second checkpoint.
         summary: Differences of `compare_best_blocks`.
         layers: Index of the best block of the first and of the second checkpoint.
         images: The images with the largest differences in mean IoU at the best blocks. Each tuple

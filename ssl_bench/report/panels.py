@@ -55,13 +55,11 @@ class Checkpoint:
 
     Attributes:
         number: Index in the list of checkpoints, which is sorted by name.
-        sha256: SHA-256 digest of the weights.
         name: Name of the checkpoint, which is unique in the report.
         distinction: Facts that distinguish the checkpoint from others with the same model name,
             such as "image size 224".
         label: Short name at the right end of a curve. The middle of a long name is omitted.
         model: Model name as in records. Several checkpoints may have the same model name.
-        facts: Names and values of facts about the architecture.
         is_skipless: Whether the architecture or the name says that skip connections are missing.
         picture_folders: Beginnings of the names of the folders with its pictures.
     """

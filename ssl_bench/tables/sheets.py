@@ -149,10 +149,8 @@ def _format_markdown(sheet: Sheet) -> str:
         f"**{escape_markdown(sheet.title)}**",
         "",
         _markdown_row(map(escape_markdown, sheet.head)),
-    ]
-    lines.append("|---|" + "---:|" * (len(sheet.head) - 1))
-    lines += [
-        _markdown_row(_emphasise(cell, "**{}**", escape_markdown) for cell in r) for r in sheet.rows
+        "|---|" + "---:|" * (len(sheet.head) - 1),
+        *(_markdown_row(_emphasise(c, "**{}**", escape_markdown) for c in r) for r in sheet.rows),
     ]
     notes = "<br>".join(map(escape_markdown, (*sheet.notes, *sheet.marks)))
     return "\n".join([*lines, "", f"<sub>{notes}</sub>"]) + "\n"

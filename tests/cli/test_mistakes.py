@@ -137,7 +137,7 @@ def test_a_plan_leaves_out_what_a_run_leaves_out_before_it_begins(place, capsys,
 
     for more in (["--dry-run"], []):
         assert main([*words, "conditioning", *more]) == 2
-        assert "conditioning expects blocks of attention" in capsys.readouterr().err
+        assert "`--task pca,correspondence`" in capsys.readouterr().err
 
 
 POST_NORM = """
