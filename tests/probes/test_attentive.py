@@ -12,12 +12,12 @@ from torch import Tensor
 from probes.classification import LinearClassification
 from probes.features.tiers import StoredFeatures
 from probes.heads.attentive import (
+    LARS,
     AttentiveHeads,
     AttentivePooling,
     TrainedAttentiveHeads,
-    pooled,
+    pool_tokens,
 )
-from probes.heads.sgd import LARS
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Score
@@ -61,7 +61,7 @@ def test_outputs_and_gradients_are_those_of_the_published_module():
     parts = (wave(4, 8, step=0.7), wave(8, 8, step=1.3), wave(5, 8, step=0.9), wave(5, step=2.1))
     heads, x = bank(parts), wave(3, 6, 8, step=0.37)
 
-    seen = pooled(x, parts[0][None], parts[1][None])
+    seen = pool_tokens(x, parts[0][None], parts[1][None])
     losses, gradients = heads.loss_and_gradients(0, x, torch.tensor([4, 0, 2]))
 
     assert seen[0, 1, :4].tolist() == pytest.approx(
@@ -85,10 +85,12 @@ def test_outputs_and_gradients_are_those_of_the_published_module():
 
 
 def test_a_head_has_as_many_parameters_as_published():
-    heads = AttentiveHeads.drawn(sources=1, values=1, queries=32, dim=768, classes=1000, seed=0)
+    heads = AttentiveHeads.initialize(
+        sources=1, values=1, queries=32, dim=768, classes=1000, seed=0
+    )
 
     # "1383400" of their logs, logs/dino_vitb/ep.txt.
-    assert sum(part.numel() for part in heads.trained) == 1_383_400
+    assert sum(part.numel() for part in heads.parameters) == 1_383_400
 
 
 def trained(features: StoredFeatures, *rates: float, **changes: Any) -> TrainedAttentiveHeads:

@@ -54,7 +54,7 @@ def test_all_heads_equal_the_regressions_of_scikit_learn():
     entries, digits = torch.arange(2, NUM_IMAGES), _digits()
     heads = _train(entries)
     # None reached the limit: they went on until float32 has no more digits.
-    assert heads.unfinished == heads.stalled
+    assert heads.unconverged == heads.stalled
     for layer in (0, 1):
         x = digits.blocks[layer].double()
         fitted, labels = x[entries].flatten(0, 2).numpy(), digits.labels[entries].flatten().numpy()
@@ -86,7 +86,7 @@ def test_heads_of_two_classes_decide_as_the_regression_of_scikit_learn(monkeypat
 
 def test_heads_that_reach_the_limit_of_iterations_are_counted():
     heads = _train(torch.arange(NUM_IMAGES), max_iterations=2)
-    assert heads.unfinished == (len(C_VALUES),) * 2
+    assert heads.unconverged == (len(C_VALUES),) * 2
     assert heads.stalled == (0, 0)
 
 

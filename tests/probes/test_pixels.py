@@ -5,7 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.heads.pixels import predict_pixels, predict_upsampled
+from probes.heads.pixels import (
+    predict_pixels,
+    predict_pixels_exactly,
+    predict_pixels_upsampled,
+)
 
 
 def _logits(kind, classes, heads=3, rows=6, cols=5):
@@ -62,18 +66,19 @@ def test_of_equal_classes_the_first_wins_everywhere():
 
 @pytest.mark.parametrize("size", [(37, 53), (5, 3)])
 @pytest.mark.parametrize("classes", [2, 255])
-def test_upsampled_pixels_have_the_largest_interpolated_logit(size, classes):
+@pytest.mark.parametrize("predict", [predict_pixels_exactly, predict_pixels_upsampled])
+def test_pixels_have_the_largest_interpolated_logit(predict, classes, size):
     logits = _logits("noisy", classes)
     upsampled = F.interpolate(logits.movedim(-1, 1), size, mode="bilinear")
-    predicted = predict_upsampled(logits, *size).long()
-    best = upsampled.gather(1, predicted[:, None])[:, 0]
-    torch.testing.assert_close(best, upsampled.amax(1))
+    predicted = predict(logits, *size).long()
+    largest = upsampled.gather(1, predicted[:, None])[:, 0]
+    torch.testing.assert_close(largest, upsampled.amax(1))
 
 
 def test_labels_of_a_head_do_not_depend_on_its_company(monkeypatch):
     logits = _logits("noisy", 21)
-    monkeypatch.setattr("probes.heads.pixels._NODES", 1)
-    monkeypatch.setattr("probes.heads.pixels._PIECE", 1)
+    monkeypatch.setattr("probes.heads.pixels._NODE_LOGITS", 1)
+    monkeypatch.setattr("probes.heads.pixels._PIECE_PIXELS", 1)
     alone = predict_pixels(logits, 40, 70)
     monkeypatch.undo()
 
