@@ -56,7 +56,7 @@ class Retrieval(Probe):
         image_size: Side in pixels of the square images that the encoder receives.
         facet: Features of a patch: token, key, query, value, attn_out, attn_skip, mlp_hidden,
             mlp_out, or a submodule of a block.
-        norm: Normalization of the features. "final" applies the encoder's final norm, and "none"
+        norm: Normalisation of the features. "final" applies the encoder's final norm, and "none"
             uses the output of the block.
         crops: Crops of the training images. "whole" resizes whole images to squares, and "resized"
             resizes random crops of at least 80 % of the area.

@@ -147,7 +147,7 @@ class Segmentation(Probe):
             configs/probe/segmentation/inference.
         facet: Features of a patch: token, key, query, value, attn_out, attn_skip, mlp_hidden,
             mlp_out, or a submodule of a block.
-        norm: Normalization of the features. "standardize" scales each channel to zero mean and unit
+        norm: Normalisation of the features. "standardize" scales each channel to zero mean and unit
             variance on the training set, "final" applies the encoder's final norm, and "none" uses
             the output of the block.
         crops: Crops of the training images. "whole" resizes whole images to squares, and "resized"
@@ -281,7 +281,7 @@ class SegmentationRun:
         sources: Layers that each head receives.
         split: Training images, some of which are held out.
         training_pass: Computes the features and labels of the training images.
-        head_spec: Loss, classes and initialization of the heads.
+        head_spec: Loss, classes and initialisation of the heads.
         scored_images: Images to score.
     """
 
