@@ -40,6 +40,14 @@ from ssl_bench.system.provenance import provenance_fields
 _CPU = torch.device("cpu")
 SIZE_FIELDS = ("image_size", "longer_side", "max_side", "squash")
 """Fields of probes, from which `Probe.resize` is built."""
+_NEW_NAMES = {
+    "not_settings": "excluded_from_identity",
+    "shown_to": "with_native_size",
+    "fitted_to_images": "adapt_to_images",
+    "rounds_size": "resize",
+    **dict.fromkeys(("protocols_by_role", "truths_by_role", "max_sides_by_role"), "settings_for"),
+}
+"""New names of attributes that probes of earlier versions define."""
 
 Progress = Callable[..., Iterable[Any]]
 """A function like `ssl_bench.system.progress.show_progress`. It returns the items unchanged."""
@@ -230,6 +238,13 @@ class Probe:
         "guesses",
     )
     metric_version: ClassVar[int] = 1
+
+    def __init_subclass__(cls) -> None:
+        for old, new in _NEW_NAMES.items():
+            if old in vars(cls):
+                raise ConfigurationError(
+                    f"{cls.__name__}.{old} has no effect, define {new} instead"
+                )
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
@@ -696,7 +711,8 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
             f"got {size}",
             hint=(f"probe.image_size={lower}", "or", f"probe.image_size={lower + patch}"),
         )
-    if probe.resize.round_to_patch:
+    # Images may have another size than `image_size`, such as that of `squash`.
+    if probe.resize.round_to_patch or probe.resize.side != size:
         return probe
     return replace(probe, image_size=max(1, round(size / patch)) * patch)
 
