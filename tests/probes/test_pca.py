@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from probes.pca import (
-    FILE,
     PCA,
+    REFERENCE_FILE,
+    find_reference,
     load_reference,
-    reference_folder,
     save_reference,
 )
 from probes.pictures import Picture, svg_sheet
@@ -59,7 +59,7 @@ def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, prot
     (folder,) = (store.root / "pictures" / "pca" / "folder").glob(f"tiny-*/{protocol}")
     drawn = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     images = {f"block{layer:02d}/{name}.png" for layer in range(3) for name in ("b.png", "c.png")}
-    assert drawn == images | {"blocks-0-2.png", "blocks-0-2.svg", FILE}
+    assert drawn == images | {"blocks-0-2.png", "blocks-0-2.svg", REFERENCE_FILE}
 
 
 def test_the_dataset_is_fitted_as_if_it_were_one_batch(photographs, tmp_path):
@@ -159,12 +159,14 @@ def test_a_reference_without_the_images_or_damaged_says_what_to_do(tmp_path):
     save_reference(tmp_path, "skip", {"a": torch.ones(2, 3, 3).double()})
 
     assert load_reference(tmp_path, ["a"])[1][0].shape == (2, 3, 3)
-    assert reference_folder(str(tmp_path), tmp_path / "pictures", "image") == tmp_path
-    with pytest.raises(DataError, match=r"lack the images b, c; probe that checkpoint"):
-        load_reference(tmp_path, ["b", "c"])
-    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:50])
-    with pytest.raises(DataError, match=r"cannot read .*reference\.npz"):
+    assert find_reference(str(tmp_path), tmp_path / "pictures", "image") == tmp_path
+    with pytest.raises(DataError, match=r"lack 2 of 3 images, such as b;") as lacking:
+        load_reference(tmp_path, ["a", "b", "c"])
+    assert lacking.value.hint == ("--pictures", "{number}")
+    (tmp_path / REFERENCE_FILE).write_bytes((tmp_path / REFERENCE_FILE).read_bytes()[:50])
+    with pytest.raises(DataError, match=r"reference\.npz") as damaged:
         load_reference(tmp_path, ["a"])
+    assert damaged.value.hint == ("--overwrite",)
 
 
 def test_an_svg_holds_real_text_and_every_picture_at_its_place(tmp_path):
