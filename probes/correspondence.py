@@ -230,16 +230,9 @@ class Correspondence(Probe):
         """Return the index of each pair in the dataset and the pair, in the order of reading."""
 
         def prepare(sample: Sample) -> ViewPair:
-            if sample.pair is not None:
-                return make_annotated_pair(sample, size)
-            return make_warped_pair(
-                sample,
-                size,
-                context.seed,
-                warp=self.warp,
-                strength=self.strength,
-                num_points=self.num_points,
-            )
+            if sample.pair is None:
+                return make_warped_pair(sample, size, context.seed, self)
+            return make_annotated_pair(sample, size)
 
         order = range(len(images)) if self.protocol == "warps" else order_by_category(images.ids)
         pairs = read_ahead(images, order, prepare, workers=self.num_workers)
@@ -334,11 +327,8 @@ class Correspondence(Probe):
 class PairCounts:
     """Numbers of correct points of all pairs, for each layer and facet and for each baseline.
 
-    Args:
-        num_pairs: Number of pairs.
-        alphas: Relative distances up to which a predicted place is correct.
-
     Attributes:
+        alphas: Relative distances up to which a predicted place is correct.
         points: Number of points of each pair.
         categories: Category of each pair, or an empty string.
         correct: Numbers of correct points of the shape "pairs alphas". The keys are layer and
@@ -433,9 +423,7 @@ class ViewPair:
         return errors <= np.array(alphas, np.float64)[:, None]
 
 
-def make_warped_pair(
-    sample: Sample, size: int, seed: int, *, warp: Warp, strength: float, num_points: int
-) -> ViewPair:
+def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence) -> ViewPair:
     """Return the central square of an image and a random warp of it.
 
     The warp is computed from the first view, so it shows nothing else. It depends only on the seed
@@ -443,8 +431,8 @@ def make_warped_pair(
     """
     generator = image_generator(seed, sample.image_id)
     view = central_square(sample.image, size, share=1.0)
-    matrix = sample_warp(warp, size, strength, generator)
-    points = sample_points(matrix, size, num_points, generator)
+    matrix = sample_warp(probe.warp, size, probe.strength, generator)
+    points = sample_points(matrix, size, probe.num_points, generator)
     target = warp_image(np.ascontiguousarray(view.permute(1, 2, 0).numpy()), matrix)
     return ViewPair(
         pair_id=sample.image_id,
@@ -553,12 +541,7 @@ def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Ge
 
 
 class ViewEncoder:
-    """Extracts features of views, and caches the views that were used most recently.
-
-    Args:
-        extractor: The feature extractor.
-        cache_bytes: Largest size of the cache.
-    """
+    """Extracts features of views. Up to `cache_bytes` of the most recent features are cached."""
 
     def __init__(self, extractor: FeatureExtractor, cache_bytes: int) -> None:
         self._extractor, self._cache_bytes = extractor, cache_bytes

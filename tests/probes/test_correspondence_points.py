@@ -12,6 +12,7 @@ from PIL import Image
 from probes.correspondence import (
     GAP,
     SIDE,
+    Correspondence,
     ViewPair,
     argmax_places,
     cosine_similarities,
@@ -95,9 +96,7 @@ def test_an_image_has_its_own_warp_whatever_comes_before_it():
     image = np.random.default_rng(1).integers(0, 255, (40, 50, 3), dtype=np.uint8)
 
     pairs = [
-        make_warped_pair(
-            Sample(name, image), 32, seed, warp="homography", strength=0.25, num_points=20
-        )
+        make_warped_pair(Sample(name, image), 32, seed, Correspondence(num_points=20))
         for name, seed in (("a", 0), ("a", 0), ("b", 0), ("a", 1))
     ]
 
@@ -163,9 +162,7 @@ def test_features_that_tell_the_position_find_every_point():
 
     for image_id in ("a", "b", "c", "d"):
         image = np.zeros((size, size, 3), np.uint8)
-        pair = make_warped_pair(
-            Sample(image_id, image), size, 0, warp="homography", strength=0.25, num_points=200
-        )
+        pair = make_warped_pair(Sample(image_id, image), size, 0, Correspondence(num_points=200))
         chance = image_generator(0, image_id)
         matrix = sample_warp("homography", size, 0.25, chance)
         target = transform_points(middles * size, np.linalg.inv(matrix)) / size
