@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from probes.features.stream import batches, read_ahead
-from probes.pictures import heading, sheet
+from probes.pictures import draw_heading, save_sheet
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import (
     Bounds,
@@ -676,4 +676,4 @@ def draw_matches(
             pen.ellipse(circle(ring, 7.5), outline=EDGE, width=4 * _SUPERSAMPLING)
             pen.ellipse(circle(ring, 6.5), outline=RIGHT, width=2 * _SUPERSAMPLING)
     small = canvas.resize((width, SIDE), Image.Resampling.LANCZOS)
-    sheet([[heading(title)], [heading(f"{pair.pair_id}; {LEGEND}")], [small]], path)
+    save_sheet([[draw_heading(title)], [draw_heading(f"{pair.pair_id}; {LEGEND}")], [small]], path)

@@ -20,7 +20,7 @@ from torch.nn.functional import interpolate
 from probes.features.moments import Moments
 from probes.features.stream import fetch_finite
 from probes.features.views import resize_bicubic
-from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
+from probes.pictures import Picture, blocks_name, draw_heading, save_sheet, save_svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sampled, sampled_numbers
@@ -304,7 +304,7 @@ class PCA(Probe):
                 shape = None if self.squash is None else (height, width)
                 row.append(Picture(colours[i], (block.title(layer, i),), shape))
                 tiles = [picture.tile() for picture in (row[0], row[-1])]
-                sheet([tiles], folder / _tile_name(layer, sample.image_id))
+                save_sheet([tiles], folder / _tile_name(layer, sample.image_id))
         self._draw_overview(context, folder, rows)
         for layer in context.layers:
             projections = blocks[layer].projections
@@ -338,10 +338,10 @@ class PCA(Probe):
         rows = [list(chain(*rows[i : i + step])) for i in range(0, len(rows), step)]
         for name in self._overview_names(context.layers):
             if name.endswith(".svg"):
-                svg_sheet(rows, folder / name, line)
+                save_svg_sheet(rows, folder / name, line)
             else:
                 tiles = [[picture.tile() for picture in row] for row in rows]
-                sheet([[heading(line)], *tiles], folder / name)
+                save_sheet([[draw_heading(line)], *tiles], folder / name)
 
 
 def _tile_name(layer: int, image_id: str) -> str:

@@ -50,7 +50,7 @@ class Picture:
     @property
     def lines(self) -> list[str]:
         """Return the titles, shortened to the largest width."""
-        return [shortened(title, LONGEST_TILE - 2) for title in self.titles]
+        return [shorten(title, LONGEST_TILE - 2) for title in self.titles]
 
     @property
     def size(self) -> tuple[int, int]:
@@ -73,12 +73,12 @@ class Picture:
         return tile
 
 
-def titled(image: UInt8[np.ndarray, "height width 3"], *titles: str) -> Image.Image:
+def draw_tile(image: UInt8[np.ndarray, "height width 3"], *titles: str) -> Image.Image:
     """Return a tile of an image with titles above it."""
     return Picture(image, titles).tile()
 
 
-def heading(text: str) -> Image.Image:
+def draw_heading(text: str) -> Image.Image:
     """Return a tile with a line of text."""
     tile = Image.new("RGB", (2 + round(_length(text)), TITLE_HEIGHT), "white")
     _write(tile, text, 2)
@@ -93,7 +93,7 @@ def tile_size(shape: Sequence[int]) -> tuple[int, int]:
     return max(1, round(width * TILE_HEIGHT / height)), TILE_HEIGHT
 
 
-def shortened(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
     """Replace the middle of a text by an ellipsis if it is wider than `width` pixels."""
     length = len(text)
     short = text
@@ -103,7 +103,7 @@ def shortened(text: str, width: int) -> str:
     return short
 
 
-def sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
+def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
     """Arrange tiles in rows on a white background, and save them as one PNG."""
     width = max(sum(tile.width + MARGIN for tile in row) for row in rows) + MARGIN
     height = sum(max(tile.height for tile in row) + MARGIN for row in rows) + MARGIN
@@ -118,8 +118,8 @@ def sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
     save_png(canvas, path)
 
 
-def svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) -> None:
-    """Arrange pictures as `sheet` does, and save them as one SVG with real text.
+def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) -> None:
+    """Arrange pictures as `save_sheet` does, and save them as one SVG with real text.
 
     Patches of small maps are enlarged, so that viewers do not blur them. Photographs have twice
     the resolution at which they are displayed.

@@ -15,7 +15,7 @@ from probes.pca import (
     load_reference,
     save_reference,
 )
-from probes.pictures import Picture, svg_sheet
+from probes.pictures import Picture, save_svg_sheet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
@@ -174,7 +174,7 @@ def test_an_svg_holds_real_text_and_every_picture_at_its_place(tmp_path):
     large = np.full((300, 200, 3), 10, np.uint8)
     rows = [[Picture(large, ("a<b",)), Picture(small, ("block 1",))], [Picture(small, ("c",))]]
 
-    svg_sheet(rows, tmp_path / "grid.svg", "the heading")
+    save_svg_sheet(rows, tmp_path / "grid.svg", "the heading")
 
     root = ElementTree.parse(tmp_path / "grid.svg").getroot()
     name = "{http://www.w3.org/2000/svg}"
