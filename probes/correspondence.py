@@ -85,8 +85,8 @@ class Correspondence(Probe):
     features. The score is the mean over all pairs of views. Nothing is trained.
 
     Attributes:
-        protocol: "warps" pairs the central square of each image with a random warp of it. "spair"
-            uses the annotated pairs of a dataset such as SPair-71k.
+        protocol: Pairs of views to match. "warps" pairs the central square of each image with a
+            random warp of it. "spair" uses the annotated pairs of a dataset such as SPair-71k.
         facet: One or several facets to compare: token, token_normed, key, query, value, attn_out,
             attn_skip, mlp_hidden, mlp_out, or submodules of a block.
         alphas: Largest distances between the predicted and the true place of a correct point. They
@@ -96,10 +96,11 @@ class Correspondence(Probe):
             encoder's native size.
         warp: Kind of warp, for warps only. "homography" moves the four corners independently,
             "crop" enlarges a random square, "flip" mirrors the image horizontally.
-        strength: Largest distance that corners move inwards, relative to the side. Not for "flip".
+        strength: Largest distance that corners move inwards, relative to the side, for homography
+            and crop only.
         num_points: Number of points of each image, for warps only.
-        prediction: "cell" predicts the middle of the most similar patch. "soft" predicts the mean
-            of the middles around it, weighted by similarity.
+        prediction: How the place of a point is predicted. "cell" takes the middle of the most
+            similar patch, "soft" the mean of the middles around it, weighted by similarity.
         sigma: Standard deviation in patches of the Gaussian around the most similar patch, for
             "soft" only.
         temperature: Similarities are divided by this value, for "soft" only.

@@ -69,15 +69,16 @@ class PCA(Probe):
             mlp_hidden, mlp_out, or a submodule of a block.
         panels: Number of images to project and draw. They are taken from the whole dataset.
         image_size: Longer side of the images in pixels, a multiple of the patch size. The other
-            side is rounded to such a multiple. Null for the encoder's native size, at least 224.
+            side is rounded to such a multiple. Null for the larger of 224 and the encoder's native
+            size.
         squash: Side of squares that images are resized to instead, without keeping their aspect
-            ratio. It is set for encoders that accept one size only.
-        background: "keep" shows all patches. "first_component" removes the patches on one side of
-            the first component, and fits the components again to the remaining patches.
+            ratio. It is set automatically for encoders that accept only one size.
+        background: How to treat patches of the background. "keep" shows them. "first_component"
+            removes the patches on one side of the first component, and fits the components again.
         align_to: Folder of PCA figures whose colours are used, or the name of a checkpoint. The
             checkpoint must have been probed on the same images with the same protocol and output
             folder. Null for the colours of the encoder's own last block.
-        grid: File format of the overview: png, svg or both.
+        grid: File format of the overview.
     """
 
     protocol: Literal["image", "batch", "dataset"] = "image"
@@ -92,9 +93,8 @@ class PCA(Probe):
     task = "pca"
     role = "images"
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
-    # These fields change the figures, but not the variance.
+    # Records store protocol and facet in other columns. The other two only change figures.
     excluded_from_identity = ("protocol", "facet", "align_to", "grid")
-
     # Default of `image_size` for the encoder. Other sizes are in the name of the figure folder.
     _default_size: ClassVar[int | None] = None
 
@@ -281,6 +281,7 @@ class PCA(Probe):
     ) -> None:
         """Draw a tile for each block and image, and the overview. Save the reference maps."""
         folder = context.artifacts / self.figure_folder
+        # For each image, the map of the last block that is not constant.
         own_maps = []
         for i in range(len(samples)):
             varying = [layer for layer, b in blocks.items() if not b.projection(i).is_constant]

@@ -1,4 +1,4 @@
-"""Where points of a warp lie, where they are found by features, and how far that is from there."""
+"""Correspondence: points and their places in warps, matching, correct places and figures."""
 
 import math
 from collections.abc import Sequence
@@ -63,9 +63,9 @@ def test_a_warp_shows_where_its_matrix_says(kind):
     size, (row, col) = 224, np.indices((224, 224))
     gradient = np.stack([col, row, 0 * row], -1).astype(np.uint8)
     for image_id in ("a", "b", "c"):
-        chance = image_generator(0, image_id)
-        matrix = sample_warp(kind, size, 0.3, chance)
-        points = sample_points(matrix, size, 300, chance)
+        generator = image_generator(0, image_id)
+        matrix = sample_warp(kind, size, 0.3, generator)
+        points = sample_points(matrix, size, 300, generator)
         target = transform_points(points, matrix)
         # What the warp shows at the pixel of the target point, against the column and row there.
         col, row = np.floor(target).astype(int).T
@@ -125,9 +125,9 @@ def test_the_soft_place_is_that_of_insid3_and_half_a_patch(sigma):
 
 
 def test_matches_are_those_of_a_plain_loop_in_float64():
-    chance = np.random.default_rng(0)
-    source, target = chance.standard_normal((2, 4, 5, 6))
-    points = chance.random((12, 2))
+    generator = np.random.default_rng(0)
+    source, target = generator.standard_normal((2, 4, 5, 6))
+    points = generator.random((12, 2))
 
     found = argmax_places(
         cosine_similarities(
@@ -137,7 +137,7 @@ def test_matches_are_those_of_a_plain_loop_in_float64():
         )
     )
 
-    # Neither looks at the lengths of features.
+    # The cosine does not depend on the lengths of features.
     for point, place in zip(points, found[0].numpy(), strict=True):
         # Distance to the middles in patches, at most one patch away, none beyond the rim.
         at = np.clip(point * (5, 4) - 0.5, 0, (4, 3))
@@ -155,19 +155,19 @@ def test_features_that_tell_the_position_find_every_point():
     size, grid = 224, 14
     middles = (np.stack(np.meshgrid(*[np.arange(grid)] * 2), -1).reshape(-1, 2) + 0.5) / grid
 
-    def told(places: np.ndarray) -> torch.Tensor:
-        """Of each patch its place in the first view, on a sphere."""
+    def encode(places: np.ndarray) -> torch.Tensor:
+        """Return the place of each patch in the first view, on a sphere."""
         flat = np.column_stack([places - 0.5, np.ones(len(places))])
         return torch.from_numpy(flat).float().view(1, grid, grid, 3)
 
     for image_id in ("a", "b", "c", "d"):
         image = np.zeros((size, size, 3), np.uint8)
         pair = make_warped_pair(Sample(image_id, image), size, 0, Correspondence(num_points=200))
-        chance = image_generator(0, image_id)
-        matrix = sample_warp("homography", size, 0.25, chance)
+        generator = image_generator(0, image_id)
+        matrix = sample_warp("homography", size, 0.25, generator)
         target = transform_points(middles * size, np.linalg.inv(matrix)) / size
         points = torch.from_numpy(pair.source[None]).float()
-        found = argmax_places(cosine_similarities(told(middles), told(target), points))
+        found = argmax_places(cosine_similarities(encode(middles), encode(target), points))
 
         # No further than from a corner of a patch to its middle, and what the sphere bends.
         right = pair.is_correct(
@@ -179,9 +179,9 @@ def test_features_that_tell_the_position_find_every_point():
 
 def view_pair(truth: Sequence[Sequence[float]], **changed: Any) -> ViewPair:
     view = torch.zeros(3, 8, 8, dtype=torch.uint8)
-    told = {"units": (100.0, 100.0), "reference": 50.0, **changed}
+    values = {"units": (100.0, 100.0), "reference": 50.0, **changed}
     places = np.array(truth, np.float64)
-    return ViewPair("pair", ("a", "b"), (view, view), places, places, **told)
+    return ViewPair("pair", ("a", "b"), (view, view), places, places, **values)
 
 
 def test_points_are_right_within_a_share_of_the_reference_in_pixels_of_the_second_image():
@@ -194,7 +194,7 @@ def test_points_are_right_within_a_share_of_the_reference_in_pixels_of_the_secon
     wide = view_pair([[0.5, 0.5], [0.5, 0.5]], units=(200.0, 100.0))
     near = wide.is_correct(np.array([[0.6, 0.5], [0.5, 0.6]]), [0.19, 0.21, 0.39, 0.41])
     assert near.T.tolist() == [[False, False, False, True], [False, True, True, True]]
-    # One at that very distance is right, in numbers without rounding.
+    # A place at exactly the largest distance is correct. These numbers are not rounded.
     even = view_pair([[0.5, 0.5]], units=(8.0, 8.0), reference=8.0)
     assert even.is_correct(np.array([[0.75, 0.5]]), [0.25, 0.24]).tolist() == [[True], [False]]
 
