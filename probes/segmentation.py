@@ -49,7 +49,7 @@ from probes.heads.sgd import (
     StepTraining,
     TrainedHeads,
 )
-from probes.pictures import sheet, titled
+from probes.pictures import draw_tile, save_sheet
 from ssl_bench.composition.compose import fill_in_guesses
 from ssl_bench.composition.fields import (
     Count,
@@ -594,13 +594,14 @@ class SegmentationRun:
                 masks[title] = by_value[value]
             size = sample.image.shape[:2]
             full = {title: resize_mask(mask, *size).numpy() for title, mask in masks.items()}
-            tiles = [titled(sample.image, "photograph")]
+            tiles = [draw_tile(sample.image, "photograph")]
             tiles += [
-                titled(overlay_classes(sample.image, mask), title) for title, mask in full.items()
+                draw_tile(overlay_classes(sample.image, mask), title)
+                for title, mask in full.items()
             ]
             tiles.append(_draw_legend(full.values(), self.scored_images.class_names))
             rows = [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]
-            sheet(rows, self.context.artifacts / self.probe.panel_name(sample.image_id))
+            save_sheet(rows, self.context.artifacts / self.probe.panel_name(sample.image_id))
 
     def _open_journal(self, name: str, **dependencies: Any) -> Journal:
         """Return the file from which a killed run continues. It is removed at the end of the run.

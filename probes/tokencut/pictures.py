@@ -10,7 +10,7 @@ import scipy.ndimage
 from jaxtyping import Bool, Float64, UInt8
 from PIL import Image, ImageDraw
 
-from probes.pictures import heading, save_png, sheet, tile_size, titled
+from probes.pictures import draw_heading, draw_tile, save_png, save_sheet, tile_size
 from probes.tokencut.cuts import Discovery, PatchGrid
 from probes.tokencut.log import ImageResult
 from ssl_bench.data.samples import ImageSet, Sample
@@ -100,20 +100,22 @@ def draw_sheets(
         notes = ["hit"] if cell["degenerate"] and cell["hit"] else []
         if "gap" in cell:
             notes += [f"lambda {cell['eigenvalue']:.3g}", f"gap {cell['gap']:.2g}"]
-        return titled(pixels, image_id, ", ".join(notes))
+        return draw_tile(pixels, image_id, ", ".join(notes))
 
     for name in cells:
         layer, facet = name.split("/", 1)
         line = f"{title[0]}, block {layer}, {facet}, {title[1]}   ({LEGEND})"
-        rows: list[list[Image.Image]] = [[heading(line)]]
+        rows: list[list[Image.Image]] = [[draw_heading(line)]]
         for group, ids in group_by_outcome(results, name).items():
             tiles = [tile(image_id, name) for image_id in sampled(ids, per_group)]
             excerpt = f", {len(tiles)} drawn (probe.panels={len(ids)} draws all)"
             shown = excerpt if len(tiles) < len(ids) else ""
             rule = " (IoU of 1/2 or more)" if group == "hits" else ""
-            rows.append([heading(f"{group}{rule}: {len(ids)} of {len(results)} images{shown}")])
+            rows.append(
+                [draw_heading(f"{group}{rule}: {len(ids)} of {len(results)} images{shown}")]
+            )
             rows += [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]
-        sheet(rows, sheet_path(folder, name))
+        save_sheet(rows, sheet_path(folder, name))
 
 
 def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str, Sequence[str]]:
@@ -140,14 +142,14 @@ def draw_panel(
     image = outline_object(sample.image, sample.mask)
     note = ", degenerate" if scored.degenerate else ""
     tiles = [
-        titled(draw_boxes(image, boxes, scored.box, further), sample.image_id),
-        titled(highlight(sample.image, mask), title + note),
+        draw_tile(draw_boxes(image, boxes, scored.box, further), sample.image_id),
+        draw_tile(highlight(sample.image, mask), title + note),
     ]
     if scored.eigenvector is not None:
         # If there is an eigenvector, there are also an eigenvalue and a gap.
         # pyrefly: ignore[invalid-format-spec]
         numbers = f"lambda {scored.eigenvalue:.3g}, gap {scored.gap:.2g}"
-        tiles.append(titled(_colour_values(scored.eigenvector), numbers))
+        tiles.append(draw_tile(_colour_values(scored.eigenvector), numbers))
     return tiles
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from probes.features.journal import Journal
 from probes.features.stream import batches, fetch_finite, read_ahead
-from probes.pictures import sheet
+from probes.pictures import save_sheet
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover, lost, maskcut
 from probes.tokencut.eigensolver import map_graphs
 from probes.tokencut.log import DiscoveryLog, ImageResult, cell_name
@@ -336,7 +336,7 @@ class _Search:
             if sample.image_id in self._panel_ids:
                 layer, facet = cell.split("/", 1)
                 tiles = draw_panel(sample, found, f"block {layer}, {facet}", grid)
-                sheet([tiles], panel_path(self.folder, cell, sample.image_id))
+                save_sheet([tiles], panel_path(self.folder, cell, sample.image_id))
         self.log.add(sample.image_id, result)
 
 

@@ -87,7 +87,7 @@ BY_SHOTS = [
         (conditioning, {"num_steps": 0}, "probe.num_steps"),
         (conditioning, {"compare_to": "a"}, "probe.compare_to"),
         (correspondence, {"alphas": []}, "probe.alphas"),
-        (correspondence, {"alphas": [0.1, 0.1]}, "probe.alphas must name each share once"),
+        (correspondence, {"alphas": [0.1, 0.1]}, "probe.alphas"),
         (correspondence, {"alphas": [0.0]}, "probe.alphas"),
         (correspondence, {"strength": 0.34}, "probe.strength"),
         (correspondence, {"warp": "twist"}, "probe.warp"),
