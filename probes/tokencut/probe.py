@@ -489,10 +489,10 @@ def _warn_about_degenerate_blocks(
     )
     if probe.tau == "otsu":
         context.say(f"{line}. Another block or facet may help")
+    elif "adaptive" in probe.further_protocols:
+        context.say(with_hint(line, hint=("probe.protocol=adaptive",)))
     else:
-        has_adaptive = "adaptive" in probe.further_protocols
-        setting = "probe.protocol=adaptive" if has_adaptive else "probe.tau=otsu"
-        context.say(with_hint(line, hint=(setting,)))
+        context.say(with_hint(line, hint=("probe.tau=otsu",)))
 
 
 def _warn_about_padding(
