@@ -4,11 +4,11 @@ The logits are upsampled bilinearly to the size of the image, and each pixel get
 largest upsampled logit. `F.interpolate` and `argmax` take 88 ms a head for 150 classes on a CPU.
 `predict_pixels_exactly` takes 17 ms (results/tables/pixels.md).
 
-Stored results contain the labels of `predict_pixels_exactly`, so its definition must not change. A
-pixel lies between four patch centers. An upsampled logit is the sum of weight * logit over these
-patches from upper left to lower right, in float32, with every product and sum rounded. If the
-largest upsampled logits are equal, the class whose largest of the four logits is larger wins, and
-then the smaller class number.
+Stored results of CPUs contain the labels of `predict_pixels_exactly`, so its definition must not
+change. A pixel lies between four patch centers. An upsampled logit is the sum of weight * logit
+over these patches from upper left to lower right, in float32, with every product and sum rounded.
+If the largest upsampled logits are equal, the class whose largest of the four logits is larger
+wins, and then the smaller class number.
 
 Only pixels for which rounding decides are computed in this order. The algorithm has four steps:
 
