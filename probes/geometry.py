@@ -155,7 +155,12 @@ class Geometry(Probe):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Encode views and images, then score one layer after the other.
 
-        A score that the encoder or the dataset does not allow is NaN, and its details state why.
+        A score that the encoder or the dataset does not allow is NaN, and its details state why. If
+        the run is killed, the next run reuses all finished views. It encodes the central squares
+        again.
+
+        Raises:
+            UnfitEncoder: `facet` includes "cls", and the encoder has no [CLS] token.
         """
         images = self.split(context.dataset)
         subsets = draw_subsets(self, len(images), context.seed)

@@ -100,8 +100,8 @@ def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
 
     Infinite numbers are larger than all others. The ends of the interval are medians of single
     images. The interval makes no assumption about the distribution. With two to five images, it
-    extends from the smallest to the largest image, and covers the true median with probability
-    1 - 2^(1 - images) only.
+    extends from the smallest to the largest image. It then covers the true median with a
+    probability of only 1 - 2^(1 - images).
 
     Returns:
         The median, and its interval. The median is NaN if any number is NaN. The interval is None
