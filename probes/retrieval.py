@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float16, Int64, UInt8
+from jaxtyping import Float, Float16, Int64
 from torch import Tensor
 
 from probes.features.image import is_constant
@@ -240,11 +240,9 @@ def labelled_patches(training_pass: TrainingPass, patch: int) -> Int64[Tensor, "
     entries = len(training_pass.indices) * training_pass.views.count
     found = torch.empty(entries, side, side, dtype=torch.bool)
 
-    def look(some: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
+    for some, labels, *_ in training_pass.read_views():
         labelled = (labels != IGNORED).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
-        found[list(some)] = labelled.any(4).any(2)
-
-    training_pass.fill(look)
+        found[some] = labelled.any(4).any(2)
     return found.flatten().nonzero()[:, 0]
 
 

@@ -25,7 +25,7 @@ from probes.features.split import (
     reject_single_block,
 )
 from probes.features.stream import batches, extract, fetch_finite, read_ahead
-from probes.features.tiers import RequestedTier, StorageLimits, TrainingFeatures, TrainingPass
+from probes.features.tiers import RequestedTier, TrainingFeatures, TrainingPass
 from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, resize_mask
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
@@ -336,8 +336,9 @@ class SegmentationRun:
     def features(self) -> TrainingFeatures:
         """Of all training images, in memory, on disk, or computed whenever they are asked for."""
         probe = self.probe
-        room = StorageLimits(probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features")
-        return self.training_pass.run(room)
+        return self.training_pass.run(
+            self.cache / "features", probe.tier, probe.memory_gib, probe.disk_gib
+        )
 
     def train(self, features: TrainingFeatures) -> TrainedHeads:
         """Train the heads of all sources on the images that are not held out."""
