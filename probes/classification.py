@@ -36,7 +36,7 @@ from probes.heads.losses import LabelLoss
 from probes.heads.sgd import (
     SGD,
     HeadOptimizer,
-    Heads,
+    HeadSpec,
     Schedule,
     StepTraining,
     TrainedHeads,
@@ -101,7 +101,7 @@ class Momentum(StepTraining):
     def settings(self) -> dict[str, Any]:
         return {"optimizer": "sgd", **super().settings()}
 
-    def steps(self) -> tuple[HeadOptimizer, Schedule]:
+    def optimizer_and_schedule(self) -> tuple[HeadOptimizer, Schedule]:
         return SGD(weight_decay=0.0), Schedule("cosine", warmup=0.0)
 
 
@@ -231,7 +231,7 @@ class LinearClassification(Probe):
         val_images = self.split(context.dataset)
         portions = self._portions(train_images, context.seed)
         image_pass = ImagePass(self, context, self.encoder_batch_size)
-        heads = Heads(
+        heads = HeadSpec(
             loss=LabelLoss(),
             standardize=self.standardise,
             classes=len(val_images.class_names),
@@ -253,7 +253,7 @@ class LinearClassification(Probe):
     def _linear_heads(
         self,
         context: ProbeContext,
-        asked: Heads,
+        asked: HeadSpec,
         portions: "Portions",
         facet: str,
         sources: Sequence[LayerGroup],
@@ -304,7 +304,7 @@ class LinearClassification(Probe):
         train_images = self.training_images(context.dataset)
         val_images = self.split(context.dataset)
         classes, encoder = len(val_images.class_names), context.encoder
-        pool.require_fitting(encoder.dim)
+        pool.require_divisible(encoder.dim)
         portions = self._portions(train_images, context.seed)
         training_pass = TrainingPass(
             context=context,

@@ -1,28 +1,28 @@
-"""Geometry: how do the features of a data set lie, whatever its images show?
+"""Geometry probe: how are the features of a dataset distributed in each block?
 
-In the order of a run: what is asked (`Geometry`), what passes the encoder (`Passes`), then what
-many vectors say (ranks, spectra, likeness), what the patches of one image say, and at the end where
-a patch lies in its image, read from its token by ridge regression.
+`Geometry` encodes random views of some images and the central square of every image, then yields
+the scores. `ImageStatistics` collects what the scores need from the central squares. The metrics of
+pairs, views and patches follow. At the end, a ridge regression predicts the position of a patch
+from its token. The ranks are defined in `probes/spectra.py`.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from itertools import islice, product
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Float64, UInt8
 from torch import Tensor
 
 from probes.features.image import facet_parts, image_vectors
+from probes.features.journal import Journal
 from probes.features.moments import Moments
-from probes.features.stream import KeptState, batches, fetch_finite, images_per_pass, read_ahead
+from probes.features.stream import batches, fetch_finite, images_per_pass, read_ahead
 from probes.features.views import ResizedCrops
-from probes.spectra import effective_rank
+from probes.spectra import alpha_req, centred_effective_rank, is_constant, lidar, rankme
 from ssl_bench.composition.fields import (
     Bounds,
     Count,
@@ -36,7 +36,7 @@ from ssl_bench.composition.fields import (
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.features import FeatureExtractor, central_square
+from ssl_bench.features import FeatureExtractor, Features, central_square
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
 from ssl_bench.neighbours import unit_vectors
@@ -46,8 +46,8 @@ from ssl_bench.system.paths import cache_folder
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
 TOKEN_METRICS = ("outlier_share", "cls_patch_cosine", "register_patch_cosine", "position_r2")
-# What a mean over images can be.
-_ENDS: Mapping[str, Interval] = {
+# Possible values of the metrics that have an interval.
+_RANGES: Mapping[str, Interval] = {
     "alignment": (0.0, 4.0),
     "uniformity": (-8.0, 0.0),
     "outlier_share": (0.0, 100.0),
@@ -55,12 +55,14 @@ _ENDS: Mapping[str, Interval] = {
     "register_patch_cosine": (-1.0, 1.0),
     "position_r2": (-math.inf, 1.0),
 }
+# Resampling images lowers every rank. It would show the effect of fewer images, and not how
+# uncertain the rank of this many images is.
+_WITHOUT_INTERVAL = ("rankme", "alpha_req", "effective_rank", "lidar")
+_NO_INTERVAL = "it depends on the number of images; compare on as many"
 _FEW = "fewer than three images"
 _ZERO = "a vector of zeros has no direction"
-_RANKS = ("rankme", "alpha_req", "effective_rank", "lidar")
-_NO_INTERVAL = "it depends on the number of images; compare on as many"
-# Why a score is no number, where its details do not say it.
-_WHY = {
+# Reasons for a score of NaN.
+_UNDEFINED = {
     "rankme": "all vectors are zero",
     "alpha_req": "fewer than two eigenvalues above zero within probe.alpha_ranks",
     "effective_rank": "all vectors are the same",
@@ -71,42 +73,46 @@ _WHY = {
     "register_patch_cosine": "the encoder has no registers",
     "position_r2": "images of a single patch",
 }
-# Of the images, for reading positions: to choose the penalty with, and to score on.
-_SHARE = 0.2
-# Added to each share of a spectrum in RankMe and LiDAR.
-SHARE_EPS = 1e-7
-# Features that are equal but for the rounding of float32 count as constant.
-_CONSTANT = 1e-12
-# Vectors whose distances to all others are in memory at once.
-_AT_ONCE = 1024
+# Parts of the images for the position regression. "selection" and "test" each have this fraction
+# of the images.
+_PARTS, _HOLDOUT = ("train", "selection", "test"), 0.2
 PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-# A channel that varies less, relative to its mean, varies by the rounding of float32.
+# A channel with a smaller standard deviation, relative to its mean, varies only by rounding.
 _CONSTANT_CHANNEL = 1e-6
+# Number of images whose distances to all other images are in memory at the same time.
+_PAIR_ROWS = 1024
 
 Patches = Float[Tensor, "images rows cols dim"]
-Places = Float64[Tensor, "patches 2"]
-
-Cell = tuple[int, str]
+Positions = Float64[Tensor, "patches 2"]
+LayerFacet = tuple[int, Facet]
+LayerMetric = tuple[int, str]
 
 
 @dataclass(frozen=True)
 class Geometry(Probe):
-    """Ranks, spectra and likeness of the vectors of images, and habits of their patch tokens.
+    """Ranks, spectra and similarity of image vectors, and properties of patch tokens.
+
+    The probe needs no labels. All images are encoded once as central squares. Some images, drawn
+    with the seed, are also encoded as random views.
 
     Attributes:
-        facet: What stands for an image, as for k-NN: "cls", "patch_mean", or of what is inside of
-            a block the mean patch. Patch tokens are those that the block gives.
-        image_size: Side in pixels; without it the encoder's own.
-        crop_share: Side of the central square that is looked at, relative to the shorter side.
-        view_images: So many images, drawn with the seed, are also looked at in random views, for
-            LiDAR and alignment.
-        views: Of each of them: random crops, half of them mirrored.
-        view_area: Least and largest area of a crop, relative to the image.
-        lidar_delta: Added to the diagonal of the covariance of views.
-        alpha_ranks: First and last eigenvalue that alpha-ReQ is fitted to.
-        pair_images: All pairs of so many images, drawn with the seed, make uniformity.
-        outlier_factor: A patch is an outlier if it is longer than so many times the median of its
-            image.
+        facet: Facets that represent an image by one vector: "cls", "patch_mean", or the mean patch
+            of a facet inside the block. Metrics of patch tokens always use the output of the block.
+        image_size: Side in pixels of the square images that the encoder receives. None for the
+            encoder's native size.
+        crop_share: Side of the central square, relative to the shorter side of the image.
+        view_images: Number of images that are also encoded as random views, for LiDAR and
+            alignment.
+        views: Number of views of each of these images. They are random crops. Half of them are
+            flipped horizontally.
+        view_area: Smallest and largest area of a crop, relative to the image.
+        lidar_delta: Constant that LiDAR adds to the diagonal of the covariance of views.
+        alpha_ranks: First and last eigenvalue that alpha-ReQ is fitted to, 1-based.
+        pair_images: Number of images whose pairs are compared for uniformity.
+        outlier_factor: A patch token is an outlier if its norm exceeds this factor times the median
+            norm of its image.
+        batch_size: Maximum number of images in a forward pass.
+        num_workers: Number of threads that read images.
     """
 
     protocol: Literal["ssl_bench"] = "ssl_bench"
@@ -124,7 +130,7 @@ class Geometry(Probe):
     num_workers: Threads = 4
 
     task = "geometry"
-    # 2: LiDAR has the constant of its paper.
+    # Version 2 adds the constant of the paper to LiDAR.
     metric_version = 2
     role = "images"
     takes_long = True
@@ -141,542 +147,470 @@ class Geometry(Probe):
                 )
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        by_facet = [*product(self.facets, IMAGE_METRICS), *product(["token"], TOKEN_METRICS)]
-        return [(layer, facet, metric) for layer in sorted(layers) for facet, metric in by_facet]
+        metrics = [*product(self.facets, IMAGE_METRICS), *product(["token"], TOKEN_METRICS)]
+        return [(layer, facet, metric) for layer in sorted(layers) for facet, metric in metrics]
 
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.images()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers from one pass over the images and one over views of some of them.
+        """Encode views and images, then score one layer after the other.
 
-        What an encoder or a data set cannot tell is NaN, and the details say why.
-
-        Raises:
-            UnfitEncoder: the encoder has no [CLS] token, and "cls" is asked for.
+        A score that the encoder or the dataset does not allow is NaN, and its details state why.
         """
         images = self.split(context.dataset)
-        passes = Passes(self, context, images)
-        # First what takes longest, ten times as long on few images; its time left is nearly all.
-        views = passes.views()
-        passes.gather()
+        subsets = draw_subsets(self, len(images), context.seed)
+        journal = self._views_journal(context, images, subsets["views"])
+        # Views come first, because they take most of the time.
+        views = self._encode_views(context, images, subsets["views"], journal)
+        statistics = self._encode_images(context, images, subsets)
         if len(images) < 3:
             context.say(f"geometry: {_FEW}: spectra and positions say little, or are undefined")
         layers = sorted(context.layers)
         for layer in context.progress(layers, "geometry, spectra", len(layers)):
             for facet in self.facets:
-                yield from self._of_images((layer, facet), passes, views[layer, facet])
-            yield from self._of_tokens((layer, "token"), passes)
-        passes.kept.path.unlink(missing_ok=True)
+                yield from self._image_scores((layer, facet), statistics, views[layer, facet])
+            yield from self._token_scores(layer, statistics, context)
+        journal.remove()
 
-    def _of_images(
-        self, cell: Cell, found: "Passes", views: Float[Tensor, "images views dim"]
+    def _views_journal(
+        self, context: ProbeContext, images: ImageSet, indices: Sequence[int]
+    ) -> Journal:
+        """Return the journal with the vectors of all views that a killed run finished."""
+        header = {
+            "encoder": encoder_id(context.encoder.identity()),
+            "images": [images.fingerprint(), *indices],
+            "layers": context.layers,
+            "facets": self.facets,
+            "views": [self.views, *self.view_area, self._side(context), context.seed],
+            "computation": [str(context.dtype), context.device.type],
+        }
+        folder = cache_folder(None) / "features"
+        return Journal(
+            folder, "geometry_views", header, say=context.say, minutes=1.0, is_cache=True
+        )
+
+    def _encode_views(
+        self, context: ProbeContext, images: ImageSet, indices: Sequence[int], journal: Journal
+    ) -> dict[LayerFacet, Float[Tensor, "images views _dim"]]:
+        """Return the vectors of random views of some images, in host memory."""
+        # Each image has one tensor of layers x views x dim for each facet.
+        vectors: dict[int, list[Tensor]] = {
+            entry["image"]: entry["vectors"] for entry in journal.entries
+        }
+        remaining = [index for index in indices if index not in vectors]
+        extractor = self._extractor(context)
+        area, side = (self.view_area[0], self.view_area[1]), self._side(context)
+        crops = ResizedCrops(self.views, context.seed, area=area)
+
+        def crop(sample: Sample) -> Float[Tensor, "views 3 side side"]:
+            # `ResizedCrops` also crops a mask, which this probe does not need.
+            empty = replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
+            return torch.stack([crops.view(empty, n, side)[0] for n in range(crops.count)])
+
+        samples = read_ahead(images, remaining, crop, workers=self.num_workers)
+        label = f"geometry, {self.views} views of each image"
+        progress = context.progress(samples, label, len(remaining))
+        try:
+            for index, views in zip(remaining, progress, strict=True):
+                parts = []
+                for batch in views.split(self._batch_size(context)):
+                    features, sums = extractor.extract_unchecked(to_device(batch, context.device))
+                    by_facet = [image_vectors(features, facet) for facet in self.facets]
+                    ids = [images.ids[index]] * len(batch)
+                    parts.append(fetch_finite(extractor, sums, ids, by_facet))
+                vectors[index] = [torch.cat(part, 1) for part in zip(*parts, strict=True)]
+                journal.append({"image": index, "vectors": vectors[index]})
+        except BaseException:
+            journal.flush()
+            raise
+        stacked = map(torch.stack, zip(*(vectors[index] for index in indices), strict=True))
+        return {
+            (layer, facet): of_facet[:, position]
+            for facet, of_facet in zip(self.facets, stacked, strict=True)
+            for position, layer in enumerate(context.layers)
+        }
+
+    def _encode_images(
+        self, context: ProbeContext, images: ImageSet, subsets: Mapping[str, Sequence[int]]
+    ) -> "ImageStatistics":
+        """Encode the central square of every image, and return the collected statistics."""
+        encoder = context.encoder
+        available = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
+        extractor = self._extractor(context, [facet for facet in available if available[facet]])
+        statistics = ImageStatistics(self, context.layers, images, subsets["pairs"])
+        side, order = self._side(context), [index for part in _PARTS for index in subsets[part]]
+
+        def crop(sample: Sample) -> UInt8[Tensor, "3 side side"]:
+            return central_square(sample.image, side, share=self.crop_share)
+
+        samples = read_ahead(images, order, crop, workers=self.num_workers)
+        progress = iter(context.progress(samples, "geometry", len(order)))
+        # No batch mixes two parts, and the regression is trained before it is scored.
+        for part in _PARTS:
+            squares = zip(subsets[part], islice(progress, len(subsets[part])), strict=True)
+            for batch in batches(squares, self._batch_size(context)):
+                pixels = to_device(torch.stack([square for _, square in batch]), context.device)
+                statistics.add(extractor, pixels.float() / 255, [i for i, _ in batch], part)
+        return statistics
+
+    def _image_scores(
+        self,
+        cell: LayerFacet,
+        statistics: "ImageStatistics",
+        views: Float[Tensor, "images views dim"],
     ) -> Iterator[Score]:
-        """Spectra have no intervals: a spectrum depends on the number of images itself.
-
-        Leaving images out, or drawing some of them twice, lowers every rank, so that resampling
-        would show what few images do and not how sure a rank of so many is.
-        """
-        moments = found.moments[cell]
+        """Score one facet of one layer."""
+        moments = statistics.moments[cell]
         count, dim = moments.count, len(moments.mean)
         first, last = self.alpha_ranks
-        alpha, ranks = alpha_req(moments, (first, last))
+        exponent, ranks = alpha_req(moments, (first, last))
         details: dict[str, Any] = {"dim": dim, "constant_features": is_constant(moments)}
         for metric, value, more in (
-            ("rankme", rankme(moments), _limit(count, dim)),
-            ("alpha_req", alpha, {"ranks": list(ranks)}),
-            ("effective_rank", spread_rank(moments), _limit(count - 1, dim)),
+            ("rankme", rankme(moments), _rank_limit(count, dim)),
+            ("alpha_req", exponent, {"ranks": list(ranks)}),
+            ("effective_rank", centred_effective_rank(moments), _rank_limit(count - 1, dim)),
         ):
             yield _score(cell, metric, value, count, details | more)
-        exact = views.double()
-        count, dim = len(exact), exact.shape[-1]
-        of_views: dict[str, Any] = {"views": self.views}
-        rank = lidar(exact, delta=self.lidar_delta)
-        yield _score(cell, "lidar", rank, count, of_views | _limit(count - 1, dim))
-        yield _score(cell, "alignment", mean_estimate(alignment(exact)), count, of_views)
-        vectors = torch.cat(found.compared[cell]).double()
+        views = views.double()
+        count, _, dim = views.shape
+        details = {"views": self.views}
+        rank = lidar(views, delta=self.lidar_delta)
+        yield _score(cell, "lidar", rank, count, details | _rank_limit(count - 1, dim))
+        yield _score(cell, "alignment", mean_estimate(alignment(views)), count, details)
+        vectors = torch.cat(statistics.paired[cell]).double()
         yield _score(cell, "uniformity", uniformity(vectors), len(vectors), {})
 
-    def _of_tokens(self, cell: Cell, found: "Passes") -> Iterator[Score]:
-        """The interval of positions is over images held out; what is fitted stays as it is."""
-        layer, count, encoder = cell[0], len(found.images), found.context.encoder
-        outliers = found.per_image[layer, "outlier_share"].double().numpy()
-        any_of_them = {"percent_of_images_with_any": 100.0 * float((outliers > 0).mean())}
-        yield _score(cell, "outlier_share", mean_estimate(outliers), count, any_of_them)
+    def _token_scores(
+        self, layer: int, statistics: "ImageStatistics", context: ProbeContext
+    ) -> Iterator[Score]:
+        """Score the patch tokens of one layer."""
+        cell, encoder = (layer, "token"), context.encoder
+        outliers = statistics.per_image[layer, "outlier_share"].double().numpy()
+        count = len(outliers)
+        details = {"percent_of_images_with_any": 100.0 * float((outliers > 0).mean())}
+        yield _score(cell, "outlier_share", mean_estimate(outliers), count, details)
         num_cls = encoder.num_prefix_tokens - encoder.num_registers
-        for kind, tokens in (("cls", num_cls), ("register", encoder.num_registers)):
-            metric, nobody = f"{kind}_patch_cosine", torch.full((count,), math.nan)
-            cosines = found.per_image.get((layer, metric), nobody).double().numpy()
-            more = {f"num_{kind}_tokens": tokens}
+        for kind, num_tokens in (("cls", num_cls), ("register", encoder.num_registers)):
+            metric, unavailable = f"{kind}_patch_cosine", torch.full((count,), math.nan)
+            cosines = statistics.per_image.get((layer, metric), unavailable).double().numpy()
+            more = {f"num_{kind}_tokens": num_tokens}
             yield _score(cell, metric, mean_estimate(cosines), count, more)
-        if not found.positions[layer]:
+        regression = statistics.regressions[layer]
+        if regression.fit is None:
             yield _score(cell, "position_r2", math.nan, count, {"undefined": _FEW})
             return
-        shares = torch.cat(found.positions[layer]).cpu().numpy()
-        # All images count: it hangs on those that it is fitted to as much.
-        details = {"penalty": found.fits[layer].penalty, "num_held_out": len(shares)}
-        yield _score(cell, "position_r2", mean_estimate(shares), count, details)
+        r2 = torch.cat(regression.r2).cpu().numpy()
+        details = {"penalty": regression.fit.penalty, "num_held_out": len(r2)}
+        # The interval covers the choice of the scored images, but not that of the training images.
+        yield _score(cell, "position_r2", mean_estimate(r2), count, details)
 
-
-class Passes:
-    """What passes the encoder, every image once and random views of some, and what that leaves.
-
-    Which images serve what is drawn with the seed; all are indices into the set.
-
-    Attributes:
-        roles: Images that positions are fitted to, that choose the penalty, and that are scored.
-        kept: The views of the images so far, until the scores are known; named after all that
-            they depend on.
-        compared: By block and facet the vectors of the images whose pairs are compared.
-        per_image: By block and metric a number for each image; NaN where nobody knows.
-        positions: By block the share of the spread of positions that is read from the patches of
-            each image that was held out; none where there are too few to hold any out.
-    """
-
-    def __init__(self, probe: Geometry, context: ProbeContext, images: ImageSet) -> None:
-        self.probe, self.context, self.images = probe, context, images
-        count, generator = len(images), torch.Generator().manual_seed(context.seed)
-        order = torch.randperm(count, generator=generator).tolist()
-        # Fewer than three images cannot be divided, and no position is read.
-        part = max(1, round(_SHARE * count)) if count > 2 else 0
-        self.roles = {
-            "fitted": sorted(order[2 * part :]),
-            "choosing": sorted(order[part : 2 * part]),
-            "held_out": sorted(order[:part]),
-        }
-        self.paired = frozenset(order[: probe.pair_images])
-        self.viewed = tuple(sorted(order[: probe.view_images]))
-        self.facets = probe.facets
-        self.size = probe.resize.square_side(context.encoder.native_size)
-        self.at_once = images_per_pass(probe.batch_size, self.size, context.device)
-        facts = (
-            encoder_id(context.encoder.identity()),
-            (images.fingerprint(), self.viewed, context.layers, context.seed),
-            (str(context.dtype), context.device.type, self.size),
-            (self.facets, probe.views, probe.view_area),
-        )
-        name = f"{sha256(repr(facts).encode()).hexdigest()[:16]}.views"
-        self.kept = KeptState(cache_folder(None) / "features" / name, 1.0, context.say)
-
-        layers = context.layers
-        cells = [(layer, facet) for facet in self.facets for layer in layers]
-        self.moments = {cell: Moments() for cell in cells}
-        self.compared: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
-        self.per_image: dict[Cell, Float[Tensor, " images"]] = {}
-        self.fits: dict[int, PositionFit] = {}
-        self.positions: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-        self._sums = {
-            role: {layer: PositionSums() for layer in layers} for role in ("fitted", "choosing")
-        }
-
-    def gather(self) -> None:
-        """Every image once, those that positions are fitted to before those that are scored."""
-        # Patches are compared with what blocks give, as far as the encoder has it.
-        encoder = self.context.encoder
-        has = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
-        extractor = self._extractor([facet for facet, is_there in has.items() if is_there])
-        order = [index for indices in self.roles.values() for index in indices]
-        size, share = self.size, self.probe.crop_share
-
-        def square(sample: Sample) -> UInt8[Tensor, "3 size size"]:
-            return central_square(sample.image, size, share=share)
-
-        squares = read_ahead(self.images, order, square, workers=self.probe.num_workers)
-        shown = iter(self.context.progress(squares, "geometry", len(order)))
-        for role, indices in self.roles.items():
-            pairs = zip(indices, islice(shown, len(indices)), strict=True)
-            for batch in batches(pairs, self.at_once):
-                pixels = torch.stack([square for _, square in batch])
-                self._add(extractor, pixels, [index for index, _ in batch], role)
-
-    def _add(
-        self,
-        extractor: FeatureExtractor,
-        pixels: UInt8[Tensor, "images 3 size size"],
-        rows: Sequence[int],
-        role: str,
-    ) -> None:
-        """Take in the features of some images."""
-        features, sums = extractor.extract_unchecked(
-            to_device(pixels, self.context.device).float() / 255
-        )
-        kept = [place for place, row in enumerate(rows) if row in self.paired]
-        pairs: list[Tensor] = []
-        for facet in self.facets:
-            for layer, vectors in zip(features, image_vectors(features, facet), strict=True):
-                self.moments[layer, facet].add(vectors)
-                pairs.append(vectors[kept] if len(kept) < len(rows) else vectors)
-        numbers: dict[Cell, Float[Tensor, " images"]] = {}
-        for layer, of in features.items():
-            patches = of["token"]
-            numbers[layer, "outlier_share"] = outlier_share(patches, self.probe.outlier_factor)
-            if "cls" in of:
-                numbers[layer, "cls_patch_cosine"] = patch_cosine(of["cls"][:, None], patches)
-            if REGISTERS in of:
-                numbers[layer, "register_patch_cosine"] = patch_cosine(of[REGISTERS], patches)
-            if role in self._sums:
-                self._sums[role][layer].add(patches)
-                continue
-            if layer not in self.fits:
-                # The sums are not needed any more, and large.
-                fitted, choosing = (self._sums[one].pop(layer) for one in ("fitted", "choosing"))
-                self.fits[layer] = PositionFit.of(fitted, choosing)
-            self.positions[layer].append(self.fits[layer].r2(patches))
-        ids = [self.images.ids[row] for row in rows]
-        values = fetch_finite(extractor, sums, ids, [*pairs, *numbers.values()])
-        for cell, found in zip(self.compared, values[: len(pairs)], strict=True):
-            self.compared[cell].append(found)
-        for cell, found in zip(numbers, values[len(pairs) :], strict=True):
-            whole = self.per_image.setdefault(cell, torch.full((len(self.images),), torch.nan))
-            whole[list(rows)] = found
-
-    def views(self) -> Mapping[Cell, Float[Tensor, "images views _dim"]]:
-        """Vectors of random views of some images, in host memory; goes on where a run ended."""
-        # Of each image and facet "layers views dim".
-        done: list[list[Tensor]] = list(self.kept.found.get("views", ()))
-        before = len(done)
-        left = self.viewed[before:]
-        extractor = self._extractor(())
-        size, (least, most) = self.size, self.probe.view_area
-        crops = ResizedCrops(self.probe.views, self.context.seed, area=(least, most))
-
-        def crops_of(sample: Sample) -> Float[Tensor, "views 3 size size"]:
-            # Crops come with a mask, of which nothing is asked here.
-            empty = replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
-            return torch.stack([crops.view(empty, n, size)[0] for n in range(crops.count)])
-
-        made = read_ahead(self.images, left, crops_of, workers=self.probe.num_workers)
-        shown = self.context.progress(
-            made, f"geometry, {self.probe.views} views of each image", len(left)
-        )
-        try:
-            for index, some in zip(left, shown, strict=True):
-                done.append(self._vectors(extractor, some, self.images.ids[index]))
-                if self.kept.is_due():
-                    self.kept.write({"views": done})
-        except BaseException:
-            if len(done) > before:
-                self.kept.write({"views": done})
-            raise
-        by_facet = zip(self.facets, map(torch.stack, zip(*done, strict=True)), strict=True)
-        return {
-            (layer, facet): vectors[:, place]
-            for facet, vectors in by_facet
-            for place, layer in enumerate(self.context.layers)
-        }
-
-    def _vectors(
-        self, extractor: FeatureExtractor, crops: Float[Tensor, "views 3 size size"], image_id: str
-    ) -> list[Float[Tensor, "layers views _dim"]]:
-        parts = []
-        for part in crops.split(self.at_once):
-            features, sums = extractor.extract_unchecked(to_device(part, self.context.device))
-            vectors = [image_vectors(features, facet) for facet in self.facets]
-            parts.append(fetch_finite(extractor, sums, [image_id] * len(part), vectors))
-        return [torch.cat(some, 1) for some in zip(*parts, strict=True)]
-
-    def _extractor(self, more: Iterable[Facet]) -> FeatureExtractor:
+    def _extractor(self, context: ProbeContext, more: Iterable[Facet] = ()) -> FeatureExtractor:
         parts = [part for facet in self.facets for part in facet_parts(facet)]
-        return self.context.extractor(self.context.layers, *dict.fromkeys([*parts, *more]))
+        return context.extractor(context.layers, *dict.fromkeys([*parts, *more]))
+
+    def _side(self, context: ProbeContext) -> int:
+        return self.resize.square_side(context.encoder.native_size)
+
+    def _batch_size(self, context: ProbeContext) -> int:
+        return images_per_pass(self.batch_size, self._side(context), context.device)
+
+
+def _rank_limit(images: int, dim: int) -> dict[str, Any]:
+    """Return the upper limit of a rank, and whether more images would raise it."""
+    return {"rank_limit": min(images, dim), "limited_by_images": images < dim}
 
 
 def _score(
-    cell: Cell, metric: str, found: float | Jackknife, num_images: int, details: dict[str, Any]
+    cell: LayerFacet,
+    metric: str,
+    estimate: float | Jackknife,
+    num_images: int,
+    details: dict[str, Any],
 ) -> Score:
-    """With Student's interval, within what the score can be, where there is an estimate."""
-    is_estimate = isinstance(found, Jackknife)
-    value, margin = (found.value, found.margin) if is_estimate else (found, math.nan)
+    """Return a score. A `Jackknife` gets Student's interval, clipped to the range of the metric."""
+    if not isinstance(estimate, Jackknife):
+        value, margin = estimate, math.nan
+    else:
+        value, margin = estimate.value, estimate.margin
     ci95 = None
     if not math.isnan(value) and not math.isnan(margin):
-        low, high = _ENDS[metric]
+        low, high = _RANGES[metric]
         ci95 = max(low, value - margin), min(high, value + margin)
     if math.isnan(value):
-        details = {"undefined": _WHY[metric], **details}
-    elif metric in _RANKS:
+        details = {"undefined": _UNDEFINED[metric], **details}
+    elif metric in _WITHOUT_INTERVAL:
         details = {"no_interval": _NO_INTERVAL, **details}
     unit = "%" if metric == "outlier_share" else ""
     return Score(*cell, metric, value, ci95, num_images, details, unit=unit)
 
 
-def _limit(images: int, dim: int) -> dict[str, Any]:
-    """What a rank is at most, and whether more images would let it be more."""
-    return {"rank_limit": min(images, dim), "limited_by_images": images < dim}
+def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[int]]:
+    """Draw the indices of the images for each purpose, in ascending order.
 
-
-def is_constant(moments: Moments) -> bool:
-    """Whether all vectors are the same, so that nothing but their mean is left."""
-    variance = float(moments.covariance.diagonal().sum())
-    return variance <= _CONSTANT * float(moments.energy.diagonal().sum())
-
-
-def eigenvalues(
-    matrix: Float64[Tensor, "dim dim"], most: int | None = None
-) -> Float64[Tensor, " values"]:
-    """Of a symmetric matrix without negative ones, the largest first, only those that may not be 0.
-
-    What rounding leaves of a zero is 0.
+    "views" are encoded as random views. "pairs" are compared for uniformity. "train", "selection"
+    and "test" are disjoint parts of all images for the position regression: it is trained on the
+    first, the second selects its penalty, and the third is scored. With fewer than three images,
+    all are in "train".
     """
-    values = torch.linalg.eigvalsh(matrix).flip(0)[:most]
-    lost = len(matrix) * torch.finfo(torch.float64).eps * values[0]
-    return torch.where(values > lost, values, 0.0)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(num_images, generator=generator).tolist()
+    held_out = max(1, round(_HOLDOUT * num_images)) if num_images > 2 else 0
+    return {
+        "views": sorted(order[: probe.view_images]),
+        "pairs": sorted(order[: probe.pair_images]),
+        "train": sorted(order[2 * held_out :]),
+        "selection": sorted(order[held_out : 2 * held_out]),
+        "test": sorted(order[:held_out]),
+    }
 
 
-def rankme(moments: Moments) -> float:
-    """Exponential of the entropy of the singular values of the vectors as they are, not centred.
+class ImageStatistics:
+    """Statistics of the central squares of all images.
 
-    In [1, min(vectors, dim)], but for the constant that each share is raised by; 1 where all
-    vectors are the same, NaN where all are zero.
-
-    Source: Garrido et al., "RankMe", 2023, https://arxiv.org/abs/2210.02885; the constant and
-    shares that are not normalised again are those of its formula. Singular values are the roots of
-    the eigenvalues of the sum of products, so that those below 1e-7 of the largest are lost.
+    Attributes:
+        moments: Moments of the image vectors, by layer and facet.
+        paired: Vectors of the images that uniformity compares, by layer and facet, in host memory.
+        per_image: Value of each image, by layer and metric, in host memory.
+        regressions: Position regression of each layer.
     """
-    energy = moments.energy
-    values = eigenvalues(energy, min(moments.count, len(energy))).sqrt()
-    if not values.any():
-        return math.nan
-    return _raised_rank(values)
 
+    def __init__(
+        self, probe: Geometry, layers: Sequence[int], images: ImageSet, paired: Sequence[int]
+    ) -> None:
+        self._probe, self._images, self._paired_indices = probe, images, frozenset(paired)
+        cells = [(layer, facet) for facet in probe.facets for layer in layers]
+        self.moments = {cell: Moments() for cell in cells}
+        self.paired: dict[LayerFacet, list[Tensor]] = {cell: [] for cell in cells}
+        self.per_image: dict[LayerMetric, Float[Tensor, " images"]] = {}
+        self.regressions = {layer: PositionRegression() for layer in layers}
 
-def spread_rank(moments: Moments) -> float:
-    """Effective rank of the vectors around their mean, in [1, min(vectors - 1, dim)].
+    def add(
+        self,
+        extractor: FeatureExtractor,
+        pixels: Float[Tensor, "batch 3 height width"],
+        indices: Sequence[int],
+        part: str,
+    ) -> None:
+        """Encode a batch of images of one part and update all statistics."""
+        features, sums = extractor.extract_unchecked(pixels)
+        rows = [row for row, index in enumerate(indices) if index in self._paired_indices]
+        paired: list[Tensor] = []
+        for facet in self._probe.facets:
+            for layer, vectors in zip(features, image_vectors(features, facet), strict=True):
+                self.moments[layer, facet].add(vectors)
+                paired.append(vectors[rows] if len(rows) < len(indices) else vectors)
+        for layer, facets in features.items():
+            self.regressions[layer].add(facets["token"], part)
+        values = self._patch_values(features)
+        ids = [self._images.ids[index] for index in indices]
+        on_host = fetch_finite(extractor, sums, ids, [*paired, *values.values()])
+        for cell, vectors in zip(self.paired, on_host[: len(paired)], strict=True):
+            self.paired[cell].append(vectors)
+        for cell, batch in zip(values, on_host[len(paired) :], strict=True):
+            nan = torch.full((len(self._images),), torch.nan)
+            self.per_image.setdefault(cell, nan)[list(indices)] = batch
 
-    NaN where they do not vary.
-
-    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
-    """
-    if is_constant(moments):
-        return math.nan
-    return float(effective_rank(_variances(moments).sqrt()))
-
-
-def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-    """Exponent of the power law of the variances, and the ranks from first to last it is fitted to.
-
-    The slope of ln(variance) over -ln(rank) by least squares with weights 1 / rank; NaN where
-    fewer than two variances of those ranks are above zero.
-
-    Source: Agrawal et al., "alpha-ReQ", 2022, with the weights of
-    https://github.com/kumarkrishna/fastssl/blob/96dfa37b/fastssl/utils/powerlaw.py.
-    """
-    first, last = ranks
-    known = 0 if is_constant(moments) else int((_variances(moments) > 0).sum())
-    last = min(last, known)
-    if last <= first:
-        return math.nan, (first, last)
-    rank = torch.arange(first, last + 1, dtype=torch.float64)
-    heights = _variances(moments)[first - 1 : last].log().cpu()
-    shares = (1 / rank) / (1 / rank).sum()
-    across = -rank.log()
-    across, heights = across - (shares * across).sum(), heights - (shares * heights).sum()
-    slope = (shares * across * heights).sum() / (shares * across.square()).sum()
-    return float(slope), (first, last)
-
-
-def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
-    """Compute the effective rank of what differs between images, relative to their views.
-
-    It is exp(-sum p ln p) with p = l / sum(l) + 1e-7, not normalised again. l are all `dim`
-    eigenvalues of W^-1/2 B W^-1/2, where B is the covariance of the images' means and W that of
-    views around them plus delta on its diagonal. Zeros among them count, so that the largest value
-    is a little above min(images - 1, dim).
-
-    Returns:
-        NaN for a single image and where the means do not vary.
-
-    Source: Thilak et al., "LiDAR", ICLR 2024, https://arxiv.org/abs/2312.04000. Its shares have a
-    small constant added, as those of RankMe, but no value for it; 1e-7 is RankMe's, which
-    https://github.com/arnab39/reptrix takes too.
-    """
-    count, times, dim = views.shape
-    means = views.mean(1)
-    away = means - means.mean(0)
-    if count < 2 or away.square().sum() <= _CONSTANT * means.square().sum():
-        return math.nan
-    around = (views - means[:, None]).flatten(0, 1)
-    within = around.T @ around / (count * (times - 1))
-    within.diagonal().add_(delta)
-    sizes, axes = torch.linalg.eigh(within)
-    # The same eigenvalues but for zeros, and a smaller matrix where images are few.
-    white = (away @ axes) / sizes.clamp(min=delta).sqrt()
-    product = white @ white.T if count < dim else white.T @ white
-    found = eigenvalues(product, min(count - 1, dim))
-    return _raised_rank(F.pad(found, (0, dim - len(found))))
-
-
-def _raised_rank(values: Float64[Tensor, " values"]) -> float:
-    """Exponential of the entropy of shares that are each raised by `SHARE_EPS`."""
-    return float(torch.special.entr(values / values.sum() + SHARE_EPS).sum().exp())
-
-
-def _variances(moments: Moments) -> Float64[Tensor, " values"]:
-    covariance = moments.covariance
-    return eigenvalues(covariance, max(1, min(moments.count - 1, len(covariance))))
+    def _patch_values(self, features: Features) -> dict[LayerMetric, Float[Tensor, " batch"]]:
+        """Return the patch metrics that have one value for each image."""
+        values: dict[LayerMetric, Float[Tensor, " batch"]] = {}
+        for layer, facets in features.items():
+            patches = facets["token"]
+            values[layer, "outlier_share"] = outlier_share(patches, self._probe.outlier_factor)
+            if "cls" in facets:
+                values[layer, "cls_patch_cosine"] = patch_cosine(facets["cls"][:, None], patches)
+            if REGISTERS in facets:
+                values[layer, "register_patch_cosine"] = patch_cosine(facets[REGISTERS], patches)
+        return values
 
 
 def alignment(views: Float64[Tensor, "images views dim"]) -> Float64[np.ndarray, " images"]:
-    """Of each image the mean squared distance of two views, at unit length, in [0, 4].
+    """Return the mean squared distance between two unit-length views of each image, in [0, 4].
 
-    NaN where a view is a zero vector, which has no direction.
+    It is NaN if a view is a zero vector.
 
     Source: Wang and Isola, "Understanding Contrastive Representation Learning", 2020.
     """
-    unit, times = _unit(views), views.shape[1]
-    # Distances of all pairs add up to views^2 minus the squared length of the sum.
+    unit, times = _unit_or_nan(views), views.shape[1]
+    # The squared distances of all pairs sum to views^2 minus the squared norm of the sum.
     total = times**2 - unit.sum(1).square().sum(1)
     return (total / (times * (times - 1) / 2)).clamp(min=0.0).cpu().numpy()
 
 
 def uniformity(vectors: Float64[Tensor, "images dim"]) -> Jackknife:
-    """The logarithm of the mean of exp(-2 distance^2) over pairs of unit vectors, in [-8, 0].
+    """Return the logarithm of the mean of exp(-2 distance^2) over pairs of unit vectors.
 
-    0 where all have one direction, and lower the more evenly they are spread. NaN for fewer than
-    two images, and where one is a zero vector. Costs images^2 * dim.
+    It is in [-8, 0]. It is 0 if all vectors have the same direction, and lower if directions are
+    spread more evenly. It is NaN for a single image, and if a vector is zero. The cost is
+    images^2 * dim operations.
 
     Source: Wang and Isola, 2020, https://github.com/ssnl/align_uniform/tree/78ccdb19.
     """
-    unit, count = _unit(vectors), len(vectors)
+    unit, count = _unit_or_nan(vectors), len(vectors)
     sums = [
-        torch.exp(4 * (some @ unit.T) - 4).sum(1) - torch.exp(4 * some.square().sum(1) - 4)
-        for some in unit.split(_AT_ONCE)
+        torch.exp(4 * (rows @ unit.T) - 4).sum(1) - torch.exp(4 * rows.square().sum(1) - 4)
+        for rows in unit.split(_PAIR_ROWS)
     ]
     by_image = torch.cat(sums).cpu().numpy()
     total, pairs, fewer = by_image.sum(), count * (count - 1), (count - 1) * (count - 2)
     value = float(np.log(total / pairs)) if pairs else math.nan
-    left = np.log((total - 2 * by_image) / fewer) if fewer else np.full(count, value)
-    return Jackknife(value, left)
+    leave_one_out = np.log((total - 2 * by_image) / fewer) if fewer else np.full(count, value)
+    return Jackknife(value, leave_one_out)
 
 
-def _unit(vectors: Float64[Tensor, "*some dim"]) -> Float64[Tensor, "*some dim"]:
-    """Of length 1, or NaN."""
-    has_length = vectors.any(-1, keepdim=True)
-    return torch.where(has_length, unit_vectors(vectors), math.nan)
+def _unit_or_nan(vectors: Float64[Tensor, "*batch dim"]) -> Float64[Tensor, "*batch dim"]:
+    """Scale vectors to length 1. Zero vectors become NaN."""
+    nonzero = vectors.any(-1, keepdim=True)
+    return torch.where(nonzero, unit_vectors(vectors), math.nan)
 
 
-def outlier_share(
-    patches: Float[Tensor, "images rows cols dim"], factor: float
-) -> Float[Tensor, " images"]:
-    """Of each image the percent of patches longer than `factor` times its median length.
-
-    Of an even number of patches the median is the mean of the two in the middle.
-    """
-    # Exactly, so that no square leaves the range of float32.
+def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
+    """Return the percentage of patches with a norm above `factor` times the median of the image."""
+    # Scaling by a power of two is exact. It keeps the squares within the range of float32.
     scaled = patches / power_of_two(patches.abs().amax((1, 2, 3), keepdim=True))
-    lengths = scaled.norm(dim=-1).flatten(1).sort(1).values
-    count = lengths.shape[1]
-    median = (lengths[:, (count - 1) // 2] + lengths[:, count // 2]) / 2
-    return 100 * (lengths > factor * median[:, None]).float().mean(1)
+    norms = scaled.norm(dim=-1).flatten(1).sort(1).values
+    count = norms.shape[1]
+    # torch.median would return the lower of the two middle norms.
+    median = (norms[:, (count - 1) // 2] + norms[:, count // 2]) / 2
+    return 100 * (norms > factor * median[:, None]).float().mean(1)
 
 
 def patch_cosine(
-    tokens: Float[Tensor, "images tokens dim"], patches: Float[Tensor, "images rows cols dim"]
+    tokens: Float[Tensor, "images tokens dim"], patches: Patches
 ) -> Float[Tensor, " images"]:
-    """Of each image the mean cosine of these tokens with all patches; 0 with a zero token."""
-    # A mean of products of unit vectors is the product of their means.
-    ours = unit_vectors(tokens).mean(1)
-    theirs = unit_vectors(patches.flatten(1, 2)).mean(1)
-    return (ours * theirs).sum(-1)
+    """Return the mean cosine between tokens and all patches. A zero token has cosine 0."""
+    # The mean of the dot products of unit vectors is the dot product of their means.
+    token_mean = unit_vectors(tokens).mean(1)
+    patch_mean = unit_vectors(patches.flatten(1, 2)).mean(1)
+    return (token_mean * patch_mean).sum(-1)
+
+
+class PositionRegression:
+    """Ridge regression of one layer that predicts the position of a patch from its token.
+
+    Attributes:
+        fit: The trained regression. None before the first test image.
+        r2: R^2 of the test images, one tensor for each batch.
+    """
+
+    def __init__(self) -> None:
+        self.fit: PositionFit | None = None
+        self.r2: list[Float64[Tensor, " images"]] = []
+        self._sums = {"train": PositionSums(), "selection": PositionSums()}
+
+    def add(self, patches: Patches, part: str) -> None:
+        """Train on images of the parts "train" and "selection", or score images of "test"."""
+        if part in self._sums:
+            self._sums[part].add(patches)
+            return
+        if self.fit is None:
+            self.fit = fit_positions(self._sums["train"], self._sums["selection"])
+            # The sums take much memory.
+            self._sums = {}
+        self.r2.append(self.fit.r2(patches))
 
 
 class PositionSums:
-    """All that ridge regression needs of the patches of some images.
-
-    As places are centred in each image, the mean of the tokens makes no difference to `crossed`.
-    """
+    """Sums over the patches of some images from which ridge regression is computed."""
 
     def __init__(self) -> None:
         self.moments = Moments()
         self._crossed: Float64[Tensor, "dim 2"] = torch.empty(0, 2)
 
     def add(self, patches: Patches) -> None:
-        """Of images with one grid."""
         tokens = to_float64(patches)
         images, rows, cols, dim = tokens.shape
-        places = centred_places(rows, cols, tokens.device)
+        positions = centred_positions(rows, cols, tokens.device)
         if not self.moments.count:
             self._crossed = tokens.new_zeros(dim, 2)
-        self._crossed += tokens.sum(0).flatten(0, 1).T @ places
+        self._crossed += tokens.sum(0).flatten(0, 1).T @ positions
         self.moments.add(tokens.reshape(images * rows * cols, dim))
 
     @property
-    def crossed(self) -> Float64[Tensor, "dim 2"]:
-        """Mean of the products of tokens and places."""
+    def cross_covariance(self) -> Float64[Tensor, "dim 2"]:
+        """Return the covariance of tokens and positions.
+
+        Tokens need not be centred, because the positions of each image have mean 0.
+        """
         return self._crossed / self.moments.count
 
 
 @dataclass(frozen=True)
 class PositionFit:
-    """Reads the place of a patch from its token.
+    """Linear prediction of the position of a patch from its token.
 
     Attributes:
-        penalty: Of the ridge, beside correlations.
+        mean: Mean token.
+        weight: Weights for centred tokens.
+        penalty: Ridge penalty, in units of the variance of a standardised channel.
     """
 
     mean: Float64[Tensor, " dim"]
     weight: Float64[Tensor, "dim 2"]
     penalty: float
 
-    @classmethod
-    def of(cls, fitted: PositionSums, choosing: PositionSums) -> "PositionFit":
-        """With the penalty that errs least on other images, then fitted to both."""
-        mean, other_mean = fitted.moments.mean, choosing.moments.mean
-        covariance, other_covariance = fitted.moments.covariance, choosing.moments.covariance
-        distance = other_mean - mean
-        between, errors = torch.outer(distance, distance), []
-        products = other_covariance + between
-        for fit in _fits(mean, covariance, fitted.crossed, PENALTIES):
-            # Squared, but for the spread of the places, which is the same for all fits.
-            quadratic = (fit.weight * (products @ fit.weight)).sum()
-            errors.append(float(quadratic - 2 * (fit.weight * choosing.crossed).sum()))
-        penalty = PENALTIES[min(range(len(errors)), key=errors.__getitem__)]
-        counts = fitted.moments.count, choosing.moments.count
-        one, two = (count / sum(counts) for count in counts)
-        (fit,) = _fits(
-            one * mean + two * other_mean,
-            one * covariance + two * other_covariance + one * two * between,
-            one * fitted.crossed + two * choosing.crossed,
-            (penalty,),
-        )
-        return fit
-
     def r2(self, patches: Patches) -> Float64[Tensor, " images"]:
-        """Of each image 1 - squared error / squared distance from the middle, mean of both axes.
+        """Return 1 - squared error / variance for each image, the mean over rows and columns.
 
-        NaN where there is one patch alone.
+        An axis with a single patch has no variance and is left out. With a single patch in total,
+        the result is NaN.
         """
         rows, cols = patches.shape[1:3]
         tokens = to_float64(patches).flatten(1, 2)
-        places = centred_places(rows, cols, tokens.device)
-        error = ((tokens - self.mean) @ self.weight - places).square().sum(1)
-        spread = places.square().sum(0)
-        known = spread > 0
-        if not known.any():
+        positions = centred_positions(rows, cols, tokens.device)
+        error = ((tokens - self.mean) @ self.weight - positions).square().sum(1)
+        variance = positions.square().sum(0)
+        varies = variance > 0
+        if not varies.any():
             return torch.full((len(patches),), math.nan, dtype=torch.float64)
-        return 1 - (error[:, known] / spread[known]).mean(1)
+        return 1 - (error[:, varies] / variance[varies]).mean(1)
 
 
-def centred_places(rows: int, cols: int, device: torch.device) -> Places:
-    """((row + .5) / rows, (col + .5) / cols) of each patch, minus their mean, which is a half."""
-    place = float64_device(device)
-    down = (torch.arange(rows, dtype=torch.float64, device=place) + 0.5) / rows - 0.5
-    across = (torch.arange(cols, dtype=torch.float64, device=place) + 0.5) / cols - 0.5
-    return torch.cartesian_prod(down, across)
+def fit_positions(train: PositionSums, selection: PositionSums) -> PositionFit:
+    """Select the penalty with the lowest error on `selection`, then fit to both sets of images."""
+    mean, covariance = train.moments.mean, train.moments.covariance
+    other_mean, other_covariance = selection.moments.mean, selection.moments.covariance
+    shift = other_mean - mean
+    between, errors = torch.outer(shift, shift), []
+    second_moments = other_covariance + between
+    for fit in _fit_ridge(mean, covariance, train.cross_covariance, PENALTIES):
+        # Mean squared error without the variance of the positions, which is the same for all fits.
+        quadratic = (fit.weight * (second_moments @ fit.weight)).sum()
+        errors.append(float(quadratic - 2 * (fit.weight * selection.cross_covariance).sum()))
+    penalty = PENALTIES[min(range(len(errors)), key=errors.__getitem__)]
+    counts = train.moments.count, selection.moments.count
+    first, second = (count / sum(counts) for count in counts)
+    (fit,) = _fit_ridge(
+        first * mean + second * other_mean,
+        first * covariance + second * other_covariance + first * second * between,
+        first * train.cross_covariance + second * selection.cross_covariance,
+        (penalty,),
+    )
+    return fit
 
 
-def _fits(
+def _fit_ridge(
     mean: Float64[Tensor, " dim"],
     covariance: Float64[Tensor, "dim dim"],
-    crossed: Float64[Tensor, "dim 2"],
-    penalties: tuple[float, ...],
+    cross_covariance: Float64[Tensor, "dim 2"],
+    penalties: Sequence[float],
 ) -> list[PositionFit]:
-    """Ridge regression from standardised tokens, one for each penalty."""
+    """Fit ridge regression on standardised channels, once for each penalty."""
     deviation = covariance.diagonal().clamp(min=0).sqrt()
     varies = deviation > _CONSTANT_CHANNEL * mean.abs()
     scale = torch.where(varies, 1 / deviation.clamp(min=1e-300), 0.0)
-    sizes, axes = torch.linalg.eigh(scale[:, None] * covariance * scale)
-    along = axes.T @ (scale[:, None] * crossed)
-    found = []
+    values, axes = torch.linalg.eigh(scale[:, None] * covariance * scale)
+    projected = axes.T @ (scale[:, None] * cross_covariance)
+    fits = []
     for penalty in penalties:
-        weight = axes @ (along / (sizes.clamp(min=0) + penalty)[:, None])
-        found.append(PositionFit(mean, scale[:, None] * weight, penalty))
-    return found
+        weight = axes @ (projected / (values.clamp(min=0) + penalty)[:, None])
+        fits.append(PositionFit(mean, scale[:, None] * weight, penalty))
+    return fits
+
+
+def centred_positions(rows: int, cols: int, device: torch.device) -> Positions:
+    """Return the centre of each patch relative to the centre of the image, in (-0.5, 0.5)."""
+    place = float64_device(device)
+    y = (torch.arange(rows, dtype=torch.float64, device=place) + 0.5) / rows - 0.5
+    x = (torch.arange(cols, dtype=torch.float64, device=place) + 0.5) / cols - 0.5
+    return torch.cartesian_prod(y, x)

@@ -7,7 +7,7 @@ held-out images, scored images, scores, pictures.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -35,13 +35,13 @@ from probes.heads.scored_images import (
     SlidingWindows,
     Squashed,
     mask_score,
-    plain,
+    nan_to_none,
 )
 from probes.heads.sgd import (
     SGD,
     HeadAdamW,
     HeadOptimizer,
-    Heads,
+    HeadSpec,
     Schedule,
     StepTraining,
     TrainedHeads,
@@ -97,7 +97,9 @@ class Steps(StepTraining):
     warmup: FractionBelowOne = 0.05
     weight_decay: PositiveOrZero = 1e-4
 
-    def steps(self) -> tuple[HeadOptimizer, Schedule]:
+    refit: ClassVar[bool] = False
+
+    def optimizer_and_schedule(self) -> tuple[HeadOptimizer, Schedule]:
         optimizer = {"adamw": HeadAdamW, "sgd": SGD}[self.optimizer]
         return optimizer(weight_decay=self.weight_decay), Schedule(self.schedule, self.warmup)
 
@@ -297,7 +299,7 @@ class SegmentationRun:
             batch_size=probe.training.batch_size,
             workers=probe.num_workers,
         )
-        self.heads = Heads(
+        self.heads = HeadSpec(
             loss=probe.loss,
             standardize=probe.norm == "standardize",
             classes=len(self.val_images.class_names),
@@ -357,7 +359,7 @@ class SegmentationRun:
         context, journal = self.context, self._heads_journal(entries)
         if journal.entries and "trained" in journal.entries[-1]:
             trained = journal.entries[-1]["trained"] | {"sources": tuple(self.sources)}
-            return TrainedHeads(**trained).on(context.device)
+            return TrainedHeads(**trained).to(context.device)
         heads = self.probe.training.train(
             self.heads, features, self.sources, entries, context.progress, journal
         )
@@ -512,8 +514,8 @@ class SegmentationRun:
             details = {
                 hyperparameter: values[rate],
                 f"{hyperparameter}s": list(values),
-                "miou_by_rate": plain(by_value),
-                "miou_by_rate_held_out": None if choosing is None else plain(choosing),
+                "miou_by_rate": nan_to_none(by_value),
+                "miou_by_rate_held_out": None if choosing is None else nan_to_none(choosing),
                 "constant_features": constant == 1,
                 "constant_channels_percent": round(100 * constant, 1),
                 "warnings": [*warnings, *few_images_warning(len(counts))],

@@ -1,38 +1,50 @@
-"""How well conditioned matrices are, from their singular values, in float64."""
+"""Condition numbers and ranks, computed in float64 from singular values or eigenvalues.
 
-import numpy as np
+The `conditioning` probe uses the functions of singular values. The `geometry` probe uses the ranks
+of sets of vectors.
+"""
+
+import math
+
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Float64
-from scipy.special import bdtr
 from torch import Tensor
 
-from ssl_bench.intervals import Interval
-from ssl_bench.neighbours import unit_vectors
+from probes.features.moments import Moments
 
-Values = Float64[Tensor, "*some values"]
-"""Singular values, the largest first."""
+Values = Float64[Tensor, "*batch values"]
+"""Singular values in descending order."""
+# RankMe and LiDAR add it to each share of a spectrum.
+SHARE_EPS = 1e-7
+# Features whose relative variance is below this value differ only by rounding in float32.
+_CONSTANT = 1e-12
 
 
-def singular_values(matrices: Float[Tensor, "*some rows cols"]) -> Values:
-    """All of them, in float64."""
+def singular_values(matrices: Float[Tensor, "*batch rows cols"]) -> Values:
+    """Return all singular values in descending order."""
     return torch.linalg.svdvals(matrices.double())
 
 
-def condition_number(values: Values, size: int) -> Float64[Tensor, "*some"]:
-    """Largest over smallest singular value; infinite for a singular matrix, zero among them.
+def condition_number(values: Values, size: int) -> Float64[Tensor, "*batch"]:
+    """Return the largest singular value divided by the smallest. It is infinite if singular.
+
+    A matrix is singular if its smallest value is at most size * 2.2e-16 times its largest value,
+    because rounding turns a zero into such a value. A zero matrix is singular too.
 
     Args:
-        values: Of a matrix.
-        size: The larger side of that matrix; a matrix is singular where its smallest value is at
-            most size * 2.2e-16 of the largest, which is what rounding makes of a zero.
+        values: All singular values of each matrix, in descending order.
+        size: Number of rows or columns, whichever is larger.
     """
     largest, smallest = values[..., 0], values[..., -1]
     singular = smallest <= size * torch.finfo(torch.float64).eps * largest
     return torch.where(singular, torch.inf, largest / smallest.where(~singular, 1.0))
 
 
-def effective_rank(values: Values) -> Float64[Tensor, "*some"]:
-    """Exponential of the entropy of the normalised singular values; 0 for a zero matrix.
+def effective_rank(values: Values) -> Float64[Tensor, "*batch"]:
+    """Return the exponential of the entropy of the normalised singular values.
+
+    It is 0 for a zero matrix.
 
     Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
     """
@@ -42,38 +54,116 @@ def effective_rank(values: Values) -> Float64[Tensor, "*some"]:
     return rank.where(total[..., 0] > 0, 0.0)
 
 
-def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
-    """Mean cosine over all pairs of different tokens, in [-1, 1]; 0 with a zero token.
+def rankme(moments: Moments) -> float:
+    """Return the RankMe of a set of vectors, which are not centred.
 
-    NaN for a single token, which has no pair.
+    RankMe is exp(-sum p ln p) with p = s / sum(s) + 1e-7, where s are the singular values of the
+    matrix of all vectors. The shares p are not normalised again. The rank is 1 if all vectors are
+    equal, and NaN if all are zero. Apart from the constant, it is at most min(vectors, dim).
+
+    The singular values are square roots of the eigenvalues of the second-moment matrix. Values
+    below 1e-7 of the largest one are therefore lost.
+
+    Source: Garrido et al., "RankMe", 2023, https://arxiv.org/abs/2210.02885.
     """
-    unit = unit_vectors(tokens.double())
-    count = len(tokens)
-    if count < 2:
-        return float("nan")
-    pairs = unit.sum(0).square().sum() - unit.square().sum()
-    return float(pairs) / (count * (count - 1))
+    energy = moments.energy
+    values = _eigenvalues(energy, min(moments.count, len(energy))).sqrt()
+    return _rank_with_constant(values) if values.any() else math.nan
 
 
-def median_with_ci95(
-    per_image: Float64[np.ndarray, "images values"],
-) -> tuple[float, Interval | None]:
-    """Median over images and values, and a 95 % interval whose ends are medians of single images.
+def centred_effective_rank(moments: Moments) -> float:
+    """Return the effective rank of centred vectors, in [1, min(vectors - 1, dim)].
 
-    Infinite values count as larger than all others. The ends hold the median of all images
-    whatever its distribution, but those of two to five images, the smallest and the largest, in
-    only 1 - 2^(1 - images) of all cases.
+    It is NaN if all vectors are equal.
+    """
+    if is_constant(moments):
+        return math.nan
+    return float(effective_rank(_variances(moments).sqrt()))
+
+
+def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+    """Fit a power law to the eigenvalues of the covariance, and return its exponent.
+
+    The exponent is the slope of ln(eigenvalue) over -ln(rank), fitted by least squares with weights
+    1 / rank.
+
+    Args:
+        moments: Moments of the vectors.
+        ranks: First and last rank of the fit, 1-based.
 
     Returns:
-        None for the interval of a single image; NaN for the median where any value is NaN.
+        The exponent, and the first and last rank that were used. Ranks whose eigenvalue is zero are
+        not used. The exponent is NaN if fewer than two eigenvalues remain.
+
+    Source: Agrawal et al., "alpha-ReQ", 2022, with the weights of
+    https://github.com/kumarkrishna/fastssl/blob/96dfa37b/fastssl/utils/powerlaw.py.
     """
-    count, value = len(per_image), float(np.median(per_image))
-    if count < 2 or np.isnan(value):
-        return value, None
-    medians = np.sort(np.median(per_image, axis=1))
-    # So many images may lie beyond an end: the test of signs.
-    beyond = max(1, int((bdtr(np.arange(count), count, 0.5) <= 0.025).sum()))
-    return value, (
-        min(value, float(medians[beyond - 1])),
-        max(value, float(medians[count - beyond])),
-    )
+    first, last = ranks
+    num_positive = 0 if is_constant(moments) else int((_variances(moments) > 0).sum())
+    last = min(last, num_positive)
+    if last <= first:
+        return math.nan, (first, last)
+    rank = torch.arange(first, last + 1, dtype=torch.float64)
+    y = _variances(moments)[first - 1 : last].log().cpu()
+    weights = (1 / rank) / (1 / rank).sum()
+    x = -rank.log()
+    x, y = x - (weights * x).sum(), y - (weights * y).sum()
+    slope = (weights * x * y).sum() / (weights * x.square()).sum()
+    return float(slope), (first, last)
+
+
+def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
+    """Return the effective rank of the differences between images, relative to their views.
+
+    LiDAR is exp(-sum p ln p) with p = l / sum(l) + 1e-7, where l are the eigenvalues of
+    W^-1/2 B W^-1/2. B is the covariance of the mean of each image. W is the covariance of the views
+    around these means, with `delta` added to its diagonal. All `dim` eigenvalues count, including
+    zeros, so the rank can be slightly above min(images - 1, dim).
+
+    The result is NaN for a single image, and if all images have the same mean.
+
+    Source: Thilak et al., "LiDAR", ICLR 2024, https://arxiv.org/abs/2312.04000. The paper adds a
+    constant to the shares without stating its value. 1e-7 is the constant of RankMe and of
+    https://github.com/arnab39/reptrix.
+    """
+    count, num_views, dim = views.shape
+    means = views.mean(1)
+    centred_means = means - means.mean(0)
+    if count < 2 or centred_means.square().sum() <= _CONSTANT * means.square().sum():
+        return math.nan
+    deviations = (views - means[:, None]).flatten(0, 1)
+    within = deviations.T @ deviations / (count * (num_views - 1))
+    within.diagonal().add_(delta)
+    variances, axes = torch.linalg.eigh(within)
+    whitened = (centred_means @ axes) / variances.clamp(min=delta).sqrt()
+    # Both products have the same nonzero eigenvalues. The smaller one is faster.
+    product = whitened @ whitened.T if count < dim else whitened.T @ whitened
+    values = _eigenvalues(product, min(count - 1, dim))
+    return _rank_with_constant(F.pad(values, (0, dim - len(values))))
+
+
+def is_constant(moments: Moments) -> bool:
+    """Return whether all vectors are equal, up to rounding in float32."""
+    variance = float(moments.covariance.diagonal().sum())
+    return variance <= _CONSTANT * float(moments.energy.diagonal().sum())
+
+
+def _variances(moments: Moments) -> Float64[Tensor, " values"]:
+    """Return the eigenvalues of the covariance that can differ from zero."""
+    covariance = moments.covariance
+    return _eigenvalues(covariance, max(1, min(moments.count - 1, len(covariance))))
+
+
+def _eigenvalues(matrix: Float64[Tensor, "dim dim"], limit: int) -> Float64[Tensor, " values"]:
+    """Return the `limit` largest eigenvalues of a positive semidefinite matrix, largest first.
+
+    Values that rounding cannot distinguish from zero are set to 0.
+    """
+    values = torch.linalg.eigvalsh(matrix).flip(0)[:limit]
+    rounding_error = len(matrix) * torch.finfo(torch.float64).eps * values[0]
+    return torch.where(values > rounding_error, values, 0.0)
+
+
+def _rank_with_constant(values: Float64[Tensor, " values"]) -> float:
+    """Return the exponential of the entropy of the shares, after adding `SHARE_EPS` to each."""
+    return float(torch.special.entr(values / values.sum() + SHARE_EPS).sum().exp())

@@ -78,11 +78,8 @@ class DataError(SslBenchError, ValueError):
 class UnreadableImage(DataError):
     """An image file that is empty, truncated or in an unknown format.
 
-    Args:
-        message: What is wrong and what was expected, in one line.
-        remedy: A Python package to install or a setting to change, so that the file can be read.
-            Empty if the file is damaged.
-        hint: Words to type, as in `SslBenchError`.
+    `remedy` is a Python package to install or a setting to change, so that the file can be read. It
+    is empty if the file is damaged.
     """
 
     def __init__(self, message: str, remedy: str = "", *, hint: Sequence[str] = ()) -> None:
@@ -122,10 +119,7 @@ class Preempted(SslBenchError):
 def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFile:
     """Return an error with the path and line of a Python file that cannot be imported.
 
-    Args:
-        error: The exception that the import raised.
-        packages: Names of folders. The error gives the innermost file of the traceback that lies
-            in one of these folders, or the innermost file if none does.
+    This is the innermost file of the traceback below a folder of `packages`, or else of all files.
     """
     frames = traceback.extract_tb(error.__traceback__)
     files = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
@@ -148,11 +142,8 @@ def with_hint(
 ) -> str:
     """Append a hint to a message, without the words that the message already contains.
 
-    Args:
-        message: A single sentence.
-        hint: Words to type, as in `SslBenchError`.
-        keyword_names: Names of keyword arguments, as in `hints_for_python`. None uses the names of
-            the active `hints_for_python`. If none is active, the hint is shown as flags.
+    The hint is shown as keyword arguments if `keyword_names` is given or `hints_for_python` is
+    active, and as flags otherwise.
     """
     names = _keyword_names.get() if keyword_names is None else keyword_names
     ways = dict.fromkeys(
@@ -171,9 +162,8 @@ def _mentions(message: str, words: str) -> bool:
 def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
     """Show hints as keyword arguments of a Python function instead of flags and KEY=VALUE.
 
-    Args:
-        keyword_names: Argument names for some flags and keys, such as {"--checkpoint": "encoder"}.
-            `format_keywords` describes the names of all other flags and keys.
+    `keyword_names` maps some flags and keys to argument names, such as {"--checkpoint": "encoder"}.
+    `format_keywords` describes the names of all other flags and keys.
     """
     token = _keyword_names.set(keyword_names)
     try:
@@ -203,12 +193,7 @@ def escape_braces(text: str) -> str:
 
 
 def fill_placeholders(word: str, fill: Callable[[str], str]) -> str:
-    """Replace the placeholders in a word of a hint, and undo `escape_braces`.
-
-    Args:
-        word: Word of a hint, such as "--out" or "train.epochs={value}".
-        fill: Function that takes the name of a placeholder and returns the text to insert.
-    """
+    """Replace each placeholder of a word by `fill` of its name, and undo `escape_braces`."""
     pattern = r"\{\{|\}\}|\{(\w+)\}"
     return re.sub(pattern, lambda match: fill(match[1]) if match[1] else match[0][0], word)
 
@@ -248,7 +233,6 @@ def format_keywords(words: Sequence[str], names: Mapping[str, str]) -> str:
 
 
 def _as_python(value: str) -> str:
-    """Return the value of a flag or key as a Python literal. Placeholders become capitals."""
     text = fill_placeholders(value, str.upper)
     if value in _UNQUOTED or value in _CONSTANTS:
         return _CONSTANTS.get(value, text)

@@ -40,10 +40,7 @@ class Estimate(Protocol):
     def value(self) -> float: ...
 
     def ci95(self) -> Interval | None:
-        """Return the 95 % interval.
-
-        It is None if there is only one image, or if all images have the same effect on the score.
-        """
+        """Return the 95 % interval, or None if no two images affect the score differently."""
         ...
 
     def difference_ci95(self, first: Any) -> Interval | None:
@@ -51,21 +48,16 @@ class Estimate(Protocol):
         ...
 
     def difference_p(self, first: Any) -> float:
-        """Return the two-sided p-value of this score minus the score `first`.
+        """Return the two-sided p-value of the difference, or NaN if it has no interval.
 
-        The p-value is the smallest significance level at which the interval of the difference
-        excludes 0. It is NaN if the difference has no interval.
+        It is the smallest significance level at which the interval of the difference excludes 0.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Percentage of images that are hits, with intervals for proportions.
-
-    Attributes:
-        hits: Whether each image is a hit.
-    """
+    """Percentage of images that are hits, with intervals for proportions."""
 
     hits: Bool[np.ndarray, " images"]
 
@@ -89,9 +81,6 @@ class Share:
     def difference_ci95(self, first: "Share") -> Interval:
         """Return the adjusted Wald interval for paired proportions.
 
-        Two artificial images are added to the data. One image is a hit only for this score, and
-        the other image is a hit only for `first`.
-
         Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37, 2012.
         """
         from scipy.special import ndtri
@@ -107,20 +96,45 @@ class Share:
         return 2 * float(ndtr(-abs(difference) / error))
 
     def _difference(self, first: "Share") -> tuple[float, float]:
-        """Return the difference of the two proportions, and its standard error."""
+        """Return the difference of the two proportions, and its standard error.
+
+        Two artificial images are added, of which one is a hit for each score only.
+        """
         total = len(self.hits) + 2
         gained = (int((self.hits & ~first.hits).sum()) + 1) / total
         lost = (int((~self.hits & first.hits).sum()) + 1) / total
         return gained - lost, np.sqrt((gained + lost - (gained - lost) ** 2) / total)
 
 
+class _StudentT:
+    """Differences of estimates in percent, by Student's t distribution.
+
+    Subclasses define `value`, `num_images`, `_subtract`, and `margin`, which is half the width of
+    the interval, or NaN if there is no interval.
+    """
+
+    def difference_ci95(self: Any, first: Any) -> Interval | None:
+        """Return the interval of the difference, in which most of any bias cancels."""
+        difference = self._subtract(first)
+        return _clip_interval(
+            difference.value - difference.margin, difference.value + difference.margin, least=-100.0
+        )
+
+    def difference_p(self: Any, first: Any) -> float:
+        from scipy.special import stdtr, stdtrit
+
+        difference, others = self._subtract(first), self.num_images - 1
+        if math.isnan(difference.margin):
+            return math.nan
+        t = stdtrit(others, _TAIL) * abs(difference.value) / difference.margin
+        return 2 * float(stdtr(others, t))
+
+
 @dataclass(frozen=True, eq=False)
-class Jackknife:
+class Jackknife(_StudentT):
     """Jackknife estimate of a score in percent.
 
-    Attributes:
-        value: Score of all images.
-        leave_one_out: For each image, the score of all other images.
+    For each image, `leave_one_out` is the score of all other images.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11.
     """
@@ -135,7 +149,6 @@ class Jackknife:
 
     @property
     def margin(self) -> float:
-        """Return half the width of the Student t interval, or NaN if there is no interval."""
         from scipy.special import stdtrit
 
         others = len(self.leave_one_out) - 1
@@ -146,19 +159,9 @@ class Jackknife:
     def ci95(self) -> Interval | None:
         return _clip_interval(self.value - self.margin, self.value + self.margin, least=0.0)
 
-    def difference_ci95(self, first: "Jackknife") -> Interval | None:
-        """Return the interval of the difference.
-
-        No bias correction is applied, because most of the bias cancels in the difference.
-        """
-        difference = self._subtract(first)
-        return _clip_interval(
-            difference.value - difference.margin, difference.value + difference.margin, least=-100.0
-        )
-
-    def difference_p(self, first: "Jackknife") -> float:
-        difference = self._subtract(first)
-        return _p_of_student(difference.value, difference.margin, len(difference.leave_one_out) - 1)
+    @property
+    def num_images(self) -> int:
+        return len(self.leave_one_out)
 
     def _subtract(self, first: "Jackknife") -> "Jackknife":
         return Jackknife(self.value - first.value, self.leave_one_out - first.leave_one_out)
@@ -170,7 +173,7 @@ class MeanIoU(Jackknife):
 
     Attributes:
         over_true_classes: Mean IoU over the classes that occur in the ground truth. `value` also
-            includes classes that occur only in the prediction. Their IoU is 0.
+            includes classes that occur only in the prediction, with an IoU of 0.
     """
 
     over_true_classes: float
@@ -178,12 +181,9 @@ class MeanIoU(Jackknife):
     def ci95(self) -> Interval | None:
         """Return an interval that is widened by the bias correction.
 
-        A positive correction raises the upper end, and a negative correction lowers the lower end.
-        The upper end is computed from `over_true_classes`. If a class occurs only in the
-        prediction, its IoU on images that show the class is unknown.
-
-        The interval covers the mean IoU on infinitely many images. It also covers the mean IoU on
-        other image sets of the same size.
+        The upper end is computed from `over_true_classes`, because the IoU of a class that occurs
+        only in the prediction is unknown on images that show the class. The interval covers the
+        mean IoU on infinitely many images and on other image sets of the same size.
         """
         low = self.value + min(self.correction, 0.0) - self.margin
         high = self.over_true_classes + max(self.correction, 0.0) + self.margin
@@ -191,16 +191,11 @@ class MeanIoU(Jackknife):
 
 
 @dataclass(frozen=True, eq=False)
-class Bootstrap:
-    """Bootstrap estimate of a score in percent.
+class Bootstrap(_StudentT):
+    """Bootstrap estimate of a score in percent. `drawn` is the score of each bootstrap sample.
 
     The bootstrap samples depend only on the number of images. Two scores of the same images
     therefore use the same samples.
-
-    Attributes:
-        value: Score of all images.
-        drawn: Score of each bootstrap sample.
-        num_images: Number of images.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
     """
@@ -211,11 +206,7 @@ class Bootstrap:
 
     @property
     def margin(self) -> float:
-        """Return Student's t times the standard error, or NaN if there is no interval.
-
-        For n images, the standard error is sqrt(n / (n - 1)) times the standard deviation of
-        `drawn`.
-        """
+        """Return Student's t times the standard error, or NaN if there is no interval."""
         from scipy.special import stdtrit
 
         known, others = self.drawn[~np.isnan(self.drawn)], self.num_images - 1
@@ -234,16 +225,6 @@ class Bootstrap:
         low, high = 100 * expit(logit(share) + margin * np.array([-1, 1]))
         return float(low), float(high)
 
-    def difference_ci95(self, first: "Bootstrap") -> Interval | None:
-        difference = self._subtract(first)
-        return _clip_interval(
-            difference.value - difference.margin, difference.value + difference.margin, least=-100.0
-        )
-
-    def difference_p(self, first: "Bootstrap") -> float:
-        difference = self._subtract(first)
-        return _p_of_student(difference.value, difference.margin, difference.num_images - 1)
-
     def _subtract(self, first: "Bootstrap") -> "Bootstrap":
         return Bootstrap(self.value - first.value, self.drawn - first.drawn, self.num_images)
 
@@ -251,8 +232,7 @@ class Bootstrap:
 def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
     """Return the bootstrap estimate of a score that is computed from summed counts.
 
-    Use it for scores that are not smooth functions of the counts of single images. `Jackknife`
-    fails for such scores.
+    `Jackknife` would fail for scores that are not smooth functions of the counts of single images.
 
     Args:
         per_image: Counts of each image.
@@ -307,7 +287,7 @@ def few_images_warning(num_images: int) -> list[str]:
 def interval_contains(ci95: Interval | None, value: float) -> bool:
     """Return whether a value lies in its interval, up to rounding errors.
 
-    An end that is NaN does not bound the value. Without an interval, the result is True.
+    An end that is NaN and an interval that is None do not bound the value.
     """
     if ci95 is None:
         return True
@@ -331,21 +311,6 @@ def holm(ps: Sequence[float]) -> list[float]:
     for rank, (p, n) in enumerate(order):
         corrected[n] = least = max(least, min(1.0, (len(order) - rank) * p))
     return corrected
-
-
-def _p_of_student(value: float, margin: float, others: int) -> float:
-    """Return the two-sided p-value of a value. It is NaN if the margin is NaN.
-
-    Args:
-        value: The tested value.
-        margin: Half the width of the value's 95 % interval.
-        others: Degrees of freedom.
-    """
-    from scipy.special import stdtr, stdtrit
-
-    if math.isnan(margin):
-        return math.nan
-    return 2 * float(stdtr(others, stdtrit(others, _TAIL) * abs(value) / margin))
 
 
 def _clip_interval(low: float, high: float, *, least: float) -> Interval | None:

@@ -52,7 +52,7 @@ def parse_facets(
     Args:
         facet: One or several names from the user.
         known: Facets that the probe accepts, in addition to submodules.
-        key: Config key to show in error messages.
+        key: Config key for error messages.
 
     Returns:
         The facets in the order of `known`, followed by the submodules.
@@ -82,7 +82,7 @@ def parse_facets(
 
 
 def submodule_name(facet: Facet) -> str | None:
-    """Return the name of a submodule within its block, or None if the facet is not a submodule."""
+    """Return a submodule's name within its block, or None for other facets."""
     return facet.removeprefix(_EVERY_BLOCK) if facet.startswith(_EVERY_BLOCK) else None
 
 
@@ -91,11 +91,7 @@ def select_layers(
 ) -> tuple[int, ...]:
     """Return the block indices to score. If a facet's name states a block, only this one is scored.
 
-    Args:
-        spec: Facets of the probe. None for probes without facets.
-        layers: Selection of the user, in a format of `resolve_layers`. If `spec` states a block,
-            "all" selects only this block.
-        depth: Number of blocks of the encoder.
+    The user selects `layers` in a format of `resolve_layers`. Probes without facets have no `spec`.
 
     Raises:
         ConfigurationError: `layers` and the facet's name state different blocks.
@@ -141,12 +137,9 @@ def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, 
 
 
 def parse_layer_numbers(layers: str | int | Sequence[int], depth: int = 0) -> list[int]:
-    """Return the layer numbers in a selection other than "all".
+    """Return the layer numbers in a selection of `resolve_layers` other than "all".
 
-    Args:
-        layers: See `resolve_layers`. The ranges 0-3 and 0..3 both include their ends.
-        depth: Number of blocks of the encoder, or 0 if it is unknown. It is needed for ranges with
-            a negative end, such as 4..-1.
+    The number of blocks `depth` is needed for ranges with one negative end, such as 4..-1.
 
     Raises:
         ConfigurationError: The text has another format, or a range is in descending order.

@@ -20,9 +20,8 @@ def class_counts(
 ) -> Int64[Tensor, "heads 3 classes"]:
     """Count the correct, predicted and ground-truth pixels of each class.
 
-    Pixels with the target 255 are ignored. IoU and pixel accuracy need only these counts. A
-    confusion matrix would be num_classes / 3 times as large. The counts are int64, because float32
-    counts stop growing at 2^24 pixels.
+    Pixels with the target 255 are ignored. IoU and pixel accuracy need only these counts, which
+    take 3 / num_classes of the memory of a confusion matrix.
     """
     true, by_head = target.flatten(), predicted.flatten(1)
     # On a CPU, one head at a time fits into the cache. On a GPU, all heads at once are faster.
@@ -60,8 +59,7 @@ def _count_wrong_and_correct(
     # int32 halves the memory traffic. An image has fewer than 2^31 / 512 pixels, so int32 suffices.
     offsets = torch.arange(heads, dtype=torch.int32, device=true.device)[:, None] * size
     cells = (predicted == true).int().mul_(num_classes).add_(predicted).add_(offsets)
-    # Ignored pixels are counted in an extra cell at the end. Removing them would make the host
-    # wait for the device.
+    # Ignored pixels get an extra cell, because removing them would make the host wait.
     cells.masked_fill_(true == IGNORED, heads * size)
     return value_counts(cells.flatten(), heads * size + 1)[:-1].view(heads, 2, num_classes)
 
@@ -73,8 +71,7 @@ def value_counts(
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
     """Count how often each number from 0 to `size` - 1 occurs, or sum the weights of each number.
 
-    A CPU uses `torch.bincount`. On other devices, `torch.bincount` would make the host wait for the
-    device, so `scatter_value_counts` is used.
+    `torch.bincount` is only used on a CPU, because it makes the host wait for other devices.
     """
     if values.device.type == "cpu":
         return torch.bincount(values, weights, size)

@@ -52,13 +52,8 @@ def knn_ranks(
     lower index wins. A class without votes has the rank `num_classes`, so it never counts as
     correct, even in the top 5.
 
-    Args:
-        queries: Images to classify, with their true labels.
-        bank: Training images.
-        num_classes: Number of classes.
-        neighbours: Values of k, each at most the size of the bank.
-        temperature: Positive number. Smaller values give the nearest images more weight.
-        engine: Search engine. It does not change the result.
+    Each number in `neighbours` is at most the size of the bank. A smaller temperature gives the
+    nearest images more weight. The engine does not change the result.
 
     Source: `knn_classifier` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/eval_knn.py
@@ -82,17 +77,16 @@ def knn_ranks(
 def unit_vectors(vectors: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some dim"]:
     """Scale vectors of any length to length 1. Zero vectors stay zero.
 
-    Each vector is first divided by a power of two near its largest entry. This division is exact.
-    Without it, the squares of entries below 2^-63 or above 2^63 would leave the range of float32.
-    `F.normalize` would also leave very short vectors too short, because it divides by at least
-    1e-12.
+    Each vector is first divided by a power of two near its largest entry, which is exact. Without
+    this division, the squares of entries below 2^-63 or above 2^63 would leave the range of
+    float32, and `F.normalize` would divide very short vectors by 1e-12.
     """
     largest = vectors.abs().amax(-1, keepdim=True)
     return F.normalize(vectors / power_of_two(largest), dim=-1)
 
 
 def zero_vectors_warning(unit: Float[Tensor, "vectors dim"]) -> list[str]:
-    """Return warnings for the record. The list is empty if no vector is zero."""
+    """Return a warning for the record if any vector is zero."""
     zeros = int((unit == 0).all(1).sum())
     if not zeros:
         return []
@@ -105,14 +99,7 @@ def vote_rank(
     targets: Int64[Tensor, " queries"],
     num_classes: int,
 ) -> Int64[Tensor, " queries"]:
-    """Return the rank of the true class in a weighted vote, or `num_classes` if it has no votes.
-
-    Args:
-        votes: Weight of each voter.
-        labels: Class that each voter votes for.
-        targets: True classes.
-        num_classes: Number of classes.
-    """
+    """Return the rank of the true class in a weighted vote, or `num_classes` if it has no votes."""
     totals = votes.new_zeros(len(votes), num_classes).scatter_add_(1, labels, votes)
     own = totals.gather(1, targets[:, None])
     return torch.where(own[:, 0] > 0, class_rank(totals, targets), num_classes)
@@ -132,11 +119,7 @@ def nearest_vectors(
     may have missed a neighbour because of rounding, a matrix product searches all vectors instead.
     "auto" selects faiss for sizes at which faiss was faster in measurements.
 
-    Args:
-        queries: Unit vectors, float32.
-        memory: At least `count` unit vectors to search, float32.
-        count: Number of neighbours.
-        engine: See `ssl_bench.composition.fields.Engine`.
+    Queries and memory are float32 unit vectors, of which the memory has at least `count`.
 
     Raises:
         MachineError: The vectors are on a GPU, the engine is "faiss", and faiss has no GPU kernels.
@@ -144,17 +127,14 @@ def nearest_vectors(
     if not _should_use_faiss(queries, memory, count, engine):
         return _nearest_by_product(queries, memory, count)
     by_block = []
-    # The parts have nearly equal sizes. A small last part would be slow, and its matrix product
-    # would round differently.
+    # The parts have nearly equal sizes, because small products are slow and round differently.
     for some in queries.tensor_split(max(1, len(queries) // _FAISS_QUERIES)):
         similarities, candidates = faiss_nearest(some, memory, count + _EXTRA_CANDIDATES)
         parts = max(1, len(some) // _RERANK_QUERIES)
         split = [x.tensor_split(parts) for x in (some, similarities[:, -1], candidates)]
         for block, farthest, proposed in zip(*split, strict=True):
             by_block.append(_rerank(block, farthest, proposed, memory, count))
-    return torch.cat([values for values, _ in by_block]), torch.cat(
-        [index for _, index in by_block]
-    )
+    return _concatenate(by_block)
 
 
 def faiss_nearest(
@@ -220,8 +200,12 @@ def _nearest_by_product(
     queries: Float[Tensor, "queries dim"], memory: Float[Tensor, "memory dim"], count: int
 ) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
     rows = max(1, _MAX_SIMILARITIES // len(memory))
-    parts = [nearest(some @ memory.T, count) for some in queries.split(rows)]
-    return torch.cat([values for values, _ in parts]), torch.cat([index for _, index in parts])
+    return _concatenate([nearest(some @ memory.T, count) for some in queries.split(rows)])
+
+
+def _concatenate(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    values, index = map(torch.cat, zip(*parts, strict=True))
+    return values, index
 
 
 def _rerank(
@@ -231,17 +215,9 @@ def _rerank(
     memory: Float[Tensor, "memory dim"],
     count: int,
 ) -> tuple[Float[Tensor, "some {count}"], Int64[Tensor, "some {count}"]]:
-    """Rank the candidates by a matrix product, and return the nearest vectors.
+    """Return the nearest of all candidates, or search all vectors if a neighbour may be missing.
 
-    If the candidates may lack a neighbour, all vectors are searched instead.
-
-    Args:
-        queries: Unit vectors.
-        farthest: Similarity that faiss computed for the last candidate of each query.
-        candidates: Indices of the candidates of each query. Each query is compared with the
-            candidates of all queries.
-        memory: Unit vectors to search.
-        count: Number of neighbours.
+    `farthest` is the similarity that faiss computed for the last candidate of each query.
     """
     columns = candidates.unique()
     values, index = nearest(queries @ memory[columns].T, count)

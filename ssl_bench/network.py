@@ -36,11 +36,7 @@ class DownloadError(MachineError):
 class PublishedFile:
     """Address, digest and size of a file on a public server.
 
-    Attributes:
-        url: Address of the file.
-        digest: Hexadecimal digest of the file, None if no digest is published.
-        algorithm: Algorithm of the digest.
-        size: Size in bytes, None if it is not published.
+    The digest (hexadecimal) and the size (in bytes) are None if they are not published.
     """
 
     url: str
@@ -60,16 +56,10 @@ def download(published: PublishedFile, path: Path, check: Check | None = None) -
     """Download a published file unless it already exists, and return its path.
 
     The bytes are written to `path` + ".part". The file is renamed to `path` after its digest was
-    verified. If no digest is published, `check` verifies the file instead. A file that already
-    exists is verified in the same way. An interrupted download is continued if a digest is
-    published, and otherwise starts again. If several processes download the same file, one
-    downloads it and the others wait.
-
-    Args:
-        published: Address, digest and size of the file.
-        path: Path of the downloaded file.
-        check: Function that raises DataError for a wrong file. It is used only if no digest is
-            published.
+    verified. If no digest is published, `check`, which raises DataError for a wrong file, verifies
+    it instead. A file that already exists is verified in the same way. An interrupted download is
+    continued if a digest is published, and otherwise starts again. If several processes download
+    the same file, one downloads it and the others wait.
 
     Raises:
         DownloadError: The server is unreachable, the transfer was interrupted, or the received
@@ -114,7 +104,7 @@ def offline_variable() -> str | None:
 
 
 def part_of(path: Path) -> Path:
-    """Return the path that a file has while its download is incomplete."""
+    """Return the path of the incomplete download of a file."""
     return path.with_name(f"{path.name}.part")
 
 
@@ -153,7 +143,7 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
 
 
 def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> str | None:
-    """Return why a file is not the published file, or None if no problem is found."""
+    """Return why a file is not the published file, or None if it may be."""
     try:
         if published.digest is not None:
             digest = published.hexdigest(file)
@@ -170,7 +160,11 @@ def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> 
 
 
 def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
-    """Download the bytes that an incomplete file lacks, and append them."""
+    """Append the bytes that an incomplete download lacks.
+
+    The file is emptied first if no digest can verify the joined parts, if it is longer than the
+    published file, or if the server ignores the requested range.
+    """
     start = file.seek(0, os.SEEK_END)
     if start and start == published.size:
         return

@@ -30,7 +30,7 @@ from ssl_bench.data.files.readable import (
     shared_files,
     with_a_way_out,
 )
-from ssl_bench.data.samples import OFFERED, Dataset
+from ssl_bench.data.samples import OFFERED, Dataset, datasets_with
 from ssl_bench.data.splits import DType, ListedOnce, OpenedOnce, as_asked, shared_values
 from ssl_bench.errors import (
     BrokenFile,
@@ -470,8 +470,10 @@ def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> li
         say(f"left out: {_describe_missing(unsupported)}")
     elif unsupported:
         kind = ConfigurationError if supported else DataError
+        role = unsupported[0].probe.role
+        fitting = ", ".join(datasets_with(role))
         raise kind(
-            _describe_missing(unsupported),
+            f"{_describe_missing(unsupported)}. Datasets with {OFFERED[role]}: {fitting}",
             hint=("--dataset", "{dataset}"),
         )
     return supported

@@ -1,13 +1,12 @@
 """Compute scores in percent from counts per image.
 
 This file uses numpy instead of torch, so tables and reports need not import torch. Counts are exact
-integers, so rounding occurs only in the mean over classes. numpy computes the sum of this mean in
-the same order on every machine.
+integers, and numpy sums the mean over classes in the same order on every machine.
 """
 
 import io
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -131,7 +130,7 @@ def object_f_beta(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     """Return the F-beta score of each image in percent, with beta squared = 0.3.
 
     An empty prediction has precision 1, and an image without an object has recall 1. The score is
-    0 if precision and recall are both 0.
+    0 if both are 0.
 
     Source: metric.py of unsupervised_saliency_detection in
     https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
@@ -174,13 +173,9 @@ or 1, so all thresholds below 1 give the same mean. `object_f_beta` therefore ne
 
 
 def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 4"]) -> bool:
-    """Return whether a box overlaps any ground-truth box with an IoU of at least 0.5.
+    """Return whether a box (x0, y0, x1, y1) has an IoU of at least 0.5 with a ground-truth box.
 
     The comparison 2 * intersection >= union is exact for integer coordinates.
-
-    Args:
-        box: (x0, y0, x1, y1) in pixels.
-        ground_truth: Boxes in the same format.
     """
     low = np.maximum(box[:2], ground_truth[:, :2])
     high = np.minimum(box[2:], ground_truth[:, 2:])
@@ -229,7 +224,7 @@ def coco_average_precision(
     predicted: Sequence[Float64[np.ndarray, "_predicted 4"]],
     true: Sequence[Float64[np.ndarray, "_true 4"]],
 ) -> float:
-    """Return the average precision that COCOeval computes (its `stats[0]`), in percent.
+    """Return COCOeval's average precision (its `stats[0]`) in percent, or NaN without true boxes.
 
     COCOeval sorts boxes of equal rank by image. Unlike `average_precision`, the value therefore
     depends on the order of the images.
@@ -237,9 +232,6 @@ def coco_average_precision(
     Args:
         predicted: Boxes (x0, y0, x1, y1) of each image, in descending order of confidence.
         true: Ground-truth boxes of the same images.
-
-    Returns:
-        The average precision, or NaN if there is no ground-truth box.
     """
     # pycocotools is imported here, because few commands need it.
     from pycocotools.cocoeval import COCOeval
@@ -248,17 +240,14 @@ def coco_average_precision(
     evaluator.params.maxDets = [MOST_DETECTIONS]
     # Only the area range for boxes of any size is used. This saves three quarters of the work.
     evaluator.params.areaRng = evaluator.params.areaRng[:1]
-    with silence_stdout():
+    with redirect_stdout(io.StringIO()):
         evaluator.evaluate()
         evaluator.accumulate()
     return 100.0 * float(evaluator.eval["precision"].mean()) if any(map(len, true)) else np.nan
 
 
 def _index_boxes(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
-    """Return pycocotools' index of boxes of one category.
-
-    Earlier boxes of an image get higher scores.
-    """
+    """Return pycocotools' index of boxes. Earlier boxes of an image get higher scores."""
     ranked = [(n, rank, box) for n, some in enumerate(boxes) for rank, box in enumerate(some)]
     annotations = [
         {
@@ -295,14 +284,13 @@ def _precision_within_rank(
 ) -> Float64[np.ndarray, "*some thresholds recalls"]:
     """Return the precision after boxes of a rank are added until each recall is reached.
 
+    It is 0 if a recall needs no box of this rank.
+
     Args:
         correct: Cumulative number of correct boxes up to each rank.
         predicted: Cumulative number of boxes up to each rank.
         rank: Index of the rank.
         needed: Number of correct boxes that each recall needs.
-
-    Returns:
-        The precision for each recall, or 0 if a recall needs no box of this rank.
     """
     start = (correct[..., rank - 1, :], predicted[..., rank - 1, :]) if rank else (0.0, 0.0)
     rank_correct = (correct[..., rank, :] - start[0])[..., None]
@@ -315,23 +303,12 @@ def _precision_within_rank(
 
 
 def index_coco(content: Mapping[str, Any]) -> Any:
-    """Return pycocotools' index of the content of a COCO instances file.
-
-    Raises:
-        Exception: The content has another format. pycocotools may raise any type of error.
-    """
+    """Return pycocotools' index of a COCO instances file, or raise any error for another format."""
     # pycocotools is imported here, because few commands need it.
     from pycocotools.coco import COCO
 
     index: Any = COCO()
     index.dataset = content
-    with silence_stdout():
+    with redirect_stdout(io.StringIO()):
         index.createIndex()
     return index
-
-
-@contextmanager
-def silence_stdout() -> Generator[None]:
-    """Suppress the progress messages of pycocotools."""
-    with redirect_stdout(io.StringIO()):
-        yield

@@ -23,10 +23,6 @@ class CommandTask:
     """A command that runs again after it is preempted by SLURM or reaches its time limit.
 
     Every SLURM task imports this file to unpickle the class, so this file imports no large package.
-
-    Attributes:
-        words: The command and its arguments.
-        threads: Number of threads for numerical libraries.
     """
 
     words: tuple[str, ...]
@@ -49,20 +45,14 @@ class CommandTask:
 def array_settings(
     *, minutes: int, gpus: int, cpus: int, partition: str | None = None
 ) -> dict[str, str | int]:
-    """Return the parameters of a SLURM array under submitit's names.
+    """Return the parameters of a SLURM array, for each task, under submitit's names.
 
-    Args:
-        minutes: Time limit of a task in minutes. A task that reaches it is queued again.
-        gpus: Number of GPUs for each task.
-        cpus: Number of CPU cores for each task.
-        partition: SLURM partition. None for the default partition of the cluster.
+    A task that reaches its time limit in minutes is queued again. Without a partition, the array
+    uses the default partition of the cluster.
     """
     settings = {"timeout_min": minutes, "gpus_per_node": gpus, "cpus_per_task": cpus}
-    return {
-        "name": "ssl-bench",
-        **settings,
-        **({"slurm_partition": partition} if partition else {}),
-    }
+    chosen = {"slurm_partition": partition} if partition else {}
+    return {"name": "ssl-bench", **settings, **chosen}
 
 
 def submit_array(
@@ -74,16 +64,8 @@ def submit_array(
 ) -> "list[submitit.Job[None]]":
     """Submit one task for each command, and return without waiting for the tasks.
 
-    Set other options of sbatch through its SBATCH_* environment variables.
-
-    Args:
-        commands: Commands, each as a sequence of words.
-        logs: Folder for the output of the tasks. Every node must have access to this folder.
-        settings: Parameters of the array, as `array_settings` returns them.
-        cluster: "local" and "debug" run the tasks on this machine.
-
-    Raises:
-        MachineError: submitit or SLURM is missing, or SLURM rejects the array.
+    Every node must have access to the folder of logs. The clusters "local" and "debug" run the
+    tasks on this machine. The environment variables SBATCH_* set other options of sbatch.
     """
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if cluster == "slurm" and missing:

@@ -51,12 +51,9 @@ class Job:
 
     Attributes:
         encoder: Identity of the encoder. Its weights are not loaded yet.
-        planned: The probe and the dataset.
         layers: Block indices, 0-based.
         is_share: Whether other jobs score the remaining requested blocks.
         dataset: Name of the scored images, such as "voc2012-limit8".
-        split: Name of the split of the scored images.
-        keys: Keys of all results.
         pending: Keys of the results that are not computed yet.
         arguments: Arguments of `ssl-bench` that compute the pending results.
     """
@@ -86,14 +83,9 @@ class Job:
 def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = True) -> list[Job]:
     """Return the jobs of a request, ordered by encoder. No result is computed or written.
 
-    Args:
-        request: The request, which states what to probe.
-        min_jobs: Number of jobs to aim for. If there are fewer jobs, the blocks of a probe are
-            split into several jobs. Each of these jobs encodes all images again.
-        skip_unfit: Leave out probes that do not fit an encoder, and print a message.
-
-    Raises:
-        SslBenchError: The request is invalid, or no probe fits any encoder.
+    If there are fewer than `min_jobs` jobs, the blocks of a probe are split into several jobs, each
+    of which encodes all images again. With `skip_unfit`, probes that do not fit an encoder are left
+    out, and a message says so.
     """
     require_layers(request.layers, request.checkpoints)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
@@ -153,8 +145,7 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
 def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
     """Return the scored images of a plan, and the settings of its results.
 
-    Settings of the probe are not included. They are added later, because they depend on the
-    encoder.
+    Settings of the probe are added later, because they depend on the encoder.
     """
     planned.require_images()
     probe, dataset = planned.probe, planned.dataset
@@ -164,7 +155,6 @@ def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
 
 
 def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
-    """Identify the encoders at the given addresses, and return them without duplicates."""
     encoders: dict[str, EncoderIdentity] = {}
     for encoder in map(identify_encoder, uris):
         first = encoders.setdefault(encoder_id(encoder.identity()), encoder)
@@ -176,10 +166,7 @@ def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
 def _split_layers(
     planned: PlannedProbe, probe: Probe, layers: tuple[int, ...], images: ImageSet, count: int
 ) -> list[tuple[int, ...]]:
-    """Split the blocks into `count` shares.
-
-    The blocks are not split if a result or a figure needs several of them.
-    """
+    """Split the blocks into `count` shares, unless a result or a figure needs several of them."""
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]
     shares = [layers[start:end] for start, end in pairwise(ends)]
@@ -198,7 +185,6 @@ def _split_layers(
 def _probe_arguments(
     request: ProbeRequest, planned: PlannedProbe, uri: str, layers: str
 ) -> tuple[str, ...]:
-    """Return the arguments of `ssl-bench` for one job."""
     task, dataset = planned.choice
     flags = {
         "--task": task,
@@ -250,13 +236,7 @@ def run_in_this_process(
     """Run jobs one after the other, and yield the outcome of each.
 
     Consecutive jobs with the same encoder load it only once. Consecutive probes on the same images
-    share features.
-
-    Args:
-        jobs: Jobs to run.
-        store: Store for the results.
-        device: Device of the computation.
-        debug: Raise the first error instead of continuing with the next job.
+    share features. With `debug`, the first error is raised.
     """
     load, features = lru_cache(maxsize=1)(announced_encoder), FeatureCache()
 
@@ -283,17 +263,11 @@ def run_in_this_process(
 def run_in_processes(
     jobs: Sequence[Job], count: int, devices: Sequence[str] = ()
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Run jobs in several processes, and yield the outcome of each job.
+    """Run up to `count` jobs at a time in processes of their own, and yield the outcome of each.
 
     The processes share the CPU cores. If a job runs out of memory, it is run again alone after all
-    other jobs.
-
-    Args:
-        jobs: Jobs to run.
-        count: Number of processes at a time.
-        devices: Names of GPUs, in the format of CUDA_VISIBLE_DEVICES. Each process sees one GPU.
-            Processes share a GPU only if there are too few GPUs. If `devices` is empty, each
-            process sees the same GPUs as this process.
+    other jobs. Each process sees the least used GPU of `devices`, which are values of
+    CUDA_VISIBLE_DEVICES, or all GPUs of this process if `devices` is empty.
     """
     retried, load, lock = list[Job](), dict.fromkeys(devices, 0), threading.Lock()
     # All numerical libraries read this variable.

@@ -1,6 +1,7 @@
-"""What enters and leaves every block for some images, in float64, and a block taken apart.
+"""Record the input and output of blocks in float64, and split each block into its parts.
 
-Parts are there only where they give what the block gave.
+`record_blocks` runs the encoder. `decompose_block` splits a block into norms, attention and MLP. A
+decomposition is only used if it reproduces the output of the block.
 """
 
 import copy
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
@@ -22,10 +23,15 @@ from ssl_bench.models import Encoder
 from ssl_bench.system.device import float64_device
 from ssl_bench.system.process import reraise_out_of_memory
 
-Tokens = Float[Tensor, "tokens dim"]
-# In float64 another order of the same operations differs by some 1e-14.
+Tokens = Float64[Tensor, "tokens dim"]
+Function = Callable[[Tensor], Tensor]
+"""A function of the tokens of one image."""
+
+# Relative error that is allowed for the decomposed block. In float64, another order of the same
+# operations changes results by about 1e-14.
 _TOLERANCE = 1e-9
-# As timm, torch, torchvision and others name them; a wrong guess does not give what the block gave.
+# Names of each part in timm, torch, torchvision and other packages. A part with another meaning
+# does no harm, because the decomposed block is compared with the block.
 _NAMES = {
     "norm1": ("norm1", "ln_1", "ln1", "attention_norm", "layernorm_before"),
     "attn": ("attn", "attention", "self_attn", "self_attention"),
@@ -35,43 +41,46 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Softmax attention of one layer with the matrix in the open.
+class SoftmaxAttention:
+    """Softmax attention whose attention matrices are accessible.
 
     Attributes:
-        matrices: From normed tokens to each head's tokens x tokens matrix.
-        values: From normed tokens to each head's values.
-        joined: From matrices and values to what the layer returns.
+        matrices: Maps normed tokens to the attention matrix of each head, heads x tokens x tokens.
+        values: Maps normed tokens to the values of each head.
+        combine: Maps matrices and values to the output of the layer.
     """
 
-    matrices: Callable[[Tensor], Tensor]
-    values: Callable[[Tensor], Tensor]
-    joined: Callable[[Tensor, Tensor], Tensor]
+    matrices: Function
+    values: Function
+    combine: Callable[[Tensor, Tensor], Tensor]
 
     def output(self, tokens: Tensor) -> Tensor:
-        return self.joined(self.matrices(tokens), self.values(tokens))
+        return self.combine(self.matrices(tokens), self.values(tokens))
 
 
 @dataclass(frozen=True)
-class Parts:
-    """One pre-norm block: y = x + attention(norm1(x)), then y + mlp(norm2(y)), skips where on.
+class PreNormBlock:
+    """A decomposed block: y = x + attention(norm1(x)), then y + mlp(norm2(y)).
 
     Attributes:
-        graying: What the block does to its tokens before that; nothing in most.
-        attention: With the layer scale where there is one, as is `mlp`.
-        heads: None where the layer is no plain softmax attention.
+        graying: Function that is applied to the tokens first. In most blocks, the identity.
+        attention: Attention, including LayerScale. The MLP includes LayerScale too.
+        skip_attention: Whether the input of attention is added to its output.
+        skip_mlp: Whether the input of the MLP is added to its output.
+        heads: The attention with accessible matrices. None if it is not plain softmax attention.
     """
 
-    graying: Callable[[Tensor], Tensor]
-    norm1: Callable[[Tensor], Tensor]
-    attention: Callable[[Tensor], Tensor]
-    norm2: Callable[[Tensor], Tensor]
-    mlp: Callable[[Tensor], Tensor]
+    graying: Function
+    norm1: Function
+    attention: Function
+    norm2: Function
+    mlp: Function
     skip_attention: bool
     skip_mlp: bool
-    heads: Heads | None
+    heads: SoftmaxAttention | None
 
     def after_attention(self, tokens: Tensor) -> Tensor:
+        """Return the tokens between the attention and the MLP."""
         tokens = self.graying(tokens)
         update = self.attention(self.norm1(tokens))
         return tokens + update if self.skip_attention else update
@@ -82,51 +91,171 @@ class Parts:
         return middle + update if self.skip_mlp else update
 
 
-def decompose_block(
-    block: nn.Module, entered: Tokens, left: Tokens, num_heads: int
-) -> tuple[Parts | None, str]:
-    """The parts of a block that made `left` of `entered`, for one image, and why some are missing.
+@dataclass(frozen=True)
+class BlockRecord:
+    """Input and output of one block for one image.
 
-    None where they do not: parallel or post-norm blocks, or blocks that are told more than tokens,
-    such as rotary positions.
+    Attributes:
+        block: The block.
+        input: All tokens that enter the block, including [CLS] and registers.
+        output: All tokens that leave the block.
+        parts: The decomposed block. None if it cannot be decomposed.
+        reason: Why the block or its attention cannot be decomposed. Empty if both can.
     """
-    whole: Any = block
-    found: dict[str, Any] = {part: _first(block, names) for part, names in _NAMES.items()}
-    if found["mlp"] is None and isinstance(block, nn.TransformerEncoderLayer):
-        found["mlp"] = lambda tokens: whole.linear2(whole.activation(whole.linear1(tokens)))
-    for part, module in found.items():
-        if module is None:
-            return None, f"the block has no part called {' or '.join(_NAMES[part])}"
-    scales = [getattr(whole, name, nn.Identity()) for name in ("ls1", "ls2")]
-    attention = found["attn"]
-    given: Callable[[Tensor], Tensor] = attention
+
+    block: nn.Module
+    input: Tokens
+    output: Tokens
+    parts: PreNormBlock | None
+    reason: str
+
+    def run_block(self, tokens: Tensor) -> Tensor:
+        """Run the original block on the tokens of one image."""
+        return block_tokens(self.block(tokens[None]))[0]
+
+
+BlockRecords = dict[int, list[BlockRecord]]
+"""Records of all images, by layer."""
+
+
+def record_blocks(
+    encoder: Encoder,
+    samples: Sequence[Sample],
+    layers: Sequence[int],
+    image_size: int,
+    context: ProbeContext,
+) -> tuple[BlockRecords, Float64[Tensor, "images tokens dim"]]:
+    """Run a float64 copy of the encoder, and record the input and output of each block.
+
+    Images are resized to squares with a side of `image_size` pixels, because condition numbers
+    depend on the number of tokens. Only the device and the progress of the context are used.
+
+    Returns:
+        The records, and the input of block 0.
+
+    Raises:
+        CheckpointError: Features are not finite.
+    """
+    device = float64_device(context.device)
+    # In float32, rounding would limit condition numbers to about 1e7.
+    module = _copy_module(encoder.module).eval().to(device).double()
+    module.register_forward_pre_hook(lambda _module, images: images[0].double())
+    extractor = FeatureExtractor(replace(encoder, module=module), layers=layers, device=device)
+    blocks = module.get_submodule("blocks")
+    block_by_layer = {layer: blocks.get_submodule(str(layer)) for layer in layers}
+    tokens: dict[int, tuple[Tensor, Tensor]] = {}
+    embedded: list[Tensor] = []
+    handles = [
+        blocks.get_submodule("0").register_forward_pre_hook(
+            lambda _block, inputs: embedded.append(inputs[0][0])
+        )
+    ]
+    for layer, block in block_by_layer.items():
+
+        def record(_block: nn.Module, inputs: Any, output: Any, layer: int = layer) -> None:
+            tokens[layer] = (inputs[0][0], block_tokens(output)[0])
+
+        handles.append(block.register_forward_hook(record, prepend=True))
+    records: BlockRecords = {layer: [] for layer in layers}
+    try:
+        for sample in context.progress(samples, "conditioning", len(samples)):
+            image = resize_bicubic(sample.image, image_size, image_size)
+            extractor(image[None].to(device), [sample.image_id])
+            for layer, block in block_by_layer.items():
+                with torch.no_grad():
+                    parts, reason = decompose_block(block, *tokens[layer], encoder.num_heads)
+                records[layer].append(BlockRecord(block, *tokens[layer], parts, reason))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return records, torch.stack(embedded)
+
+
+def _copy_module(module: nn.Module) -> nn.Module:
+    """Copy a module, even if it stores activations with gradients, which deepcopy rejects."""
+    detached = {
+        id(leaf): leaf.detach()
+        for part in module.modules()
+        for leaf in tree_leaves(vars(part))
+        if isinstance(leaf, Tensor) and not leaf.is_leaf
+    }
+    return copy.deepcopy(module, detached)
+
+
+def decompose_block(
+    block: nn.Module, tokens: Tokens, output: Tokens, num_heads: int
+) -> tuple[PreNormBlock | None, str]:
+    """Split a block into its parts, and compare their output with that of the block.
+
+    Parallel blocks, post-norm blocks, and blocks with further arguments, such as rotary positions,
+    cannot be split.
+
+    Args:
+        block: The block.
+        tokens: Input of the block for one image.
+        output: Output of the block for these tokens.
+        num_heads: Number of heads, for layers that do not store it.
+
+    Returns:
+        The decomposed block, or None. The second item is the reason if the block or its attention
+        cannot be split, or an empty string.
+    """
+    module: Any = block
+    parts: dict[str, Any] = {part: _find_submodule(block, _NAMES[part]) for part in _NAMES}
+    if parts["mlp"] is None and isinstance(block, nn.TransformerEncoderLayer):
+        parts["mlp"] = lambda x: module.linear2(module.activation(module.linear1(x)))
+    for part, names in _NAMES.items():
+        if parts[part] is None:
+            return None, f"the block has no part called {' or '.join(names)}"
+    layer_scales = [getattr(module, name, nn.Identity()) for name in ("ls1", "ls2")]
+    attention = parts["attn"]
+    call: Function = attention
     if isinstance(attention, nn.MultiheadAttention):
-        given = lambda tokens: attention(tokens, tokens, tokens, need_weights=False)[0]  # noqa: E731
-    parts = Parts(
-        graying=_of_one_image(getattr(whole, "graying", nn.Identity())),
-        norm1=found["norm1"],
-        attention=_of_one_image(given, scales[0]),
-        norm2=found["norm2"],
-        mlp=_of_one_image(found["mlp"], scales[1]),
-        skip_attention=getattr(whole, "skip_attention", True),
-        skip_mlp=getattr(whole, "skip_mlp", True),
+        call = lambda x: attention(x, x, x, need_weights=False)[0]  # noqa: E731
+    decomposed = PreNormBlock(
+        graying=_without_batch(getattr(module, "graying", nn.Identity())),
+        norm1=parts["norm1"],
+        attention=_without_batch(call, layer_scales[0]),
+        norm2=parts["norm2"],
+        mlp=_without_batch(parts["mlp"], layer_scales[1]),
+        skip_attention=getattr(module, "skip_attention", True),
+        skip_mlp=getattr(module, "skip_mlp", True),
         heads=None,
     )
-    if why := _departure(parts, entered, left):
-        return None, f"the block is not x + attn(norm1(x)), then that + mlp(norm2(that)), {why}"
-    heads, why = _heads(attention, scales[0], num_heads)
+    if mismatch := find_mismatch(decomposed, tokens, output):
+        formula = "x + attn(norm1(x)), then that + mlp(norm2(that))"
+        return None, f"the block is not {formula}, {mismatch}"
+    heads, reason = _open_attention(attention, layer_scales[0], num_heads)
     if heads is not None:
-        normed = parts.norm1(parts.graying(entered))
-        if departure := _departure(heads.output, normed, parts.attention(normed)):
-            heads, why = None, f"attention is not softmax of its qkv, {departure}"
-    return replace(parts, heads=heads), why
+        normed = decomposed.norm1(decomposed.graying(tokens))
+        if mismatch := find_mismatch(heads.output, normed, decomposed.attention(normed)):
+            heads, reason = None, f"attention is not softmax of its qkv, {mismatch}"
+    return replace(decomposed, heads=heads), reason
 
 
-def _departure(function: Callable[[Tensor], Tensor], given: Tensor, expected: Tensor) -> str:
-    """How a function departs from the one that gave `expected`; nothing where it does not."""
-    # A layer of another kind may fail in any way when it is called like this one.
+def _find_submodule(block: nn.Module, names: Sequence[str]) -> Any:
+    """Return the first submodule with one of these names. Other attributes are skipped."""
+    parts = (getattr(block, name, None) for name in names)
+    return next((part for part in parts if isinstance(part, nn.Module)), None)
+
+
+def _without_batch(*functions: Any) -> Function:
+    """Chain functions of batches into a function of one image."""
+
+    def run_chain(tokens: Tensor) -> Tensor:
+        batch = tokens[None]
+        for function in functions:
+            batch = function(batch)
+        return batch[0]
+
+    return run_chain
+
+
+def find_mismatch(function: Function, tokens: Tensor, expected: Tensor) -> str:
+    """Describe how the output of a function differs from the expected output, or return ""."""
+    # A layer of an unknown kind can raise any exception.
     try:
-        error = (function(given) - expected).abs().max()
+        error = (function(tokens) - expected).abs().max()
     except Exception as failure:
         reraise_out_of_memory(failure)
         reason = (str(failure).splitlines() or [""])[0]
@@ -135,44 +264,28 @@ def _departure(function: Callable[[Tensor], Tensor], given: Tensor, expected: Te
     return "" if error <= _TOLERANCE * largest else "which gives other numbers"
 
 
-def _first(block: nn.Module, names: Sequence[str]) -> Any:
-    """The submodule of one of these names; a layer may keep a tensor by such a name."""
-    parts = (getattr(block, name, None) for name in names)
-    return next((part for part in parts if isinstance(part, nn.Module)), None)
+def _open_attention(
+    layer: nn.Module, layer_scale: nn.Module, num_heads: int
+) -> tuple[SoftmaxAttention | None, str]:
+    """Return softmax attention with the weights of a layer, or the reason why this is impossible.
 
-
-def _of_one_image(*functions: Any) -> Callable[[Tensor], Tensor]:
-    """One after the other."""
-
-    def composed(tokens: Tensor) -> Tensor:
-        given = tokens[None]
-        for function in functions:
-            given = function(given)
-        return given[0]
-
-    return composed
-
-
-def _heads(layer: nn.Module, scale: nn.Module, num_heads: int) -> tuple[Heads | None, str]:
-    """Plain softmax attention with the weights of a layer, or why there is none.
-
-    Whether it is that layer, is checked.
+    The caller compares the output with that of the layer.
     """
     attention: Any = layer
     if isinstance(layer, nn.MultiheadAttention) and attention.in_proj_weight is not None:
         weights = attention.in_proj_weight, attention.in_proj_bias
-        of_tokens, proj = lambda tokens: functional.linear(tokens, *weights), attention.out_proj
+        qkv, proj = lambda tokens: functional.linear(tokens, *weights), attention.out_proj
         num_heads = attention.num_heads
     elif all(isinstance(getattr(attention, n, None), nn.Linear) for n in ("qkv", "proj")):
-        if (wide := attention.qkv.out_features) % (3 * num_heads):
-            return None, f"the {wide} numbers of its qkv are not those of {num_heads} heads"
-        of_tokens, proj = attention.qkv, attention.proj
+        if (width := attention.qkv.out_features) % (3 * num_heads):
+            return None, f"the {width} numbers of its qkv are not those of {num_heads} heads"
+        qkv, proj = attention.qkv, attention.proj
     else:
         return None, f"{type(layer).__name__} has no Linear layers called qkv and proj"
 
     def split(tokens: Tensor) -> tuple[Tensor, ...]:
-        qkv = of_tokens(tokens).unflatten(1, (3, num_heads, -1))
-        return qkv.permute(1, 2, 0, 3).unbind(0)  # each heads tokens head_dim
+        heads = qkv(tokens).unflatten(1, (3, num_heads, -1))
+        return heads.permute(1, 2, 0, 3).unbind(0)  # each heads tokens head_dim
 
     def matrices(tokens: Tensor) -> Tensor:
         q, k, _ = split(tokens)
@@ -180,89 +293,7 @@ def _heads(layer: nn.Module, scale: nn.Module, num_heads: int) -> tuple[Heads | 
         k = getattr(attention, "k_norm", nn.Identity())(k)
         return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1)
 
-    def joined(weights: Tensor, values: Tensor) -> Tensor:
-        return scale(proj((weights @ values).transpose(0, 1).flatten(1)))
+    def combine(weights: Tensor, values: Tensor) -> Tensor:
+        return layer_scale(proj((weights @ values).transpose(0, 1).flatten(1)))
 
-    return Heads(matrices, lambda tokens: split(tokens)[2], joined), ""
-
-
-@dataclass(frozen=True)
-class BlockPass:
-    """One block and one image.
-
-    Attributes:
-        entered: All tokens, [CLS] and registers among them.
-        left: What the block made of them.
-        parts: None where the block cannot be taken apart.
-        why: It cannot, or its attention cannot; empty where all can.
-    """
-
-    block: nn.Module
-    entered: Float[Tensor, "tokens dim"]
-    left: Float[Tensor, "tokens dim"]
-    parts: Parts | None
-    why: str
-
-    def whole(self, tokens: Tensor) -> Tensor:
-        """The block itself, as a function of one image's tokens."""
-        return block_tokens(self.block(tokens[None]))[0]
-
-
-Passes = dict[int, list[BlockPass]]
-
-
-def _copied(module: nn.Module) -> nn.Module:
-    """Copy a module, which may keep activations of a training step that have gradients."""
-    kept = {
-        id(one): one.detach()
-        for part in module.modules()
-        for one in tree_leaves(vars(part))
-        if isinstance(one, Tensor) and not one.is_leaf
-    }
-    return copy.deepcopy(module, kept)
-
-
-def block_passes(
-    encoder: Encoder, samples: Sequence[Sample], image_size: int, context: ProbeContext
-) -> tuple[Passes, Float[Tensor, "images tokens dim"]]:
-    """By layer the passes of all images, squeezed to squares of one size, and what enters block 0.
-
-    Raises:
-        CheckpointError: Features are not finite.
-    """
-    device = float64_device(context.device)
-    # Rounding ends at 1e16, not at 1e7.
-    module = _copied(encoder.module).eval().to(device).double()
-    module.register_forward_pre_hook(lambda _module, images: images[0].double())
-    double = replace(encoder, module=module)
-    extractor = FeatureExtractor(double, layers=context.layers, device=device)
-    blocks = module.get_submodule("blocks")
-    asked = {layer: blocks.get_submodule(str(layer)) for layer in context.layers}
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
-    embedded: list[Tensor] = []
-    handles = [
-        blocks.get_submodule("0").register_forward_pre_hook(
-            lambda _block, inputs: embedded.append(inputs[0][0])
-        )
-    ]
-    for layer, block in asked.items():
-
-        def keep(_block: nn.Module, inputs: Any, output: Any, layer: int = layer) -> None:
-            seen[layer] = (inputs[0][0], block_tokens(output)[0])
-
-        handles.append(block.register_forward_hook(keep, prepend=True))
-    found: Passes = {layer: [] for layer in context.layers}
-    try:
-        for sample in context.progress(samples, "conditioning", len(samples)):
-            # A square: condition numbers depend on the number of tokens.
-            image = resize_bicubic(sample.image, image_size, image_size)
-            extractor(image[None].to(device), [sample.image_id])
-            for layer, block in asked.items():
-                entered, left = seen[layer]
-                with torch.no_grad():
-                    parts, why = decompose_block(block, entered, left, encoder.num_heads)
-                found[layer].append(BlockPass(block, entered, left, parts, why))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found, torch.stack(embedded)
+    return SoftmaxAttention(matrices, lambda tokens: split(tokens)[2], combine), ""

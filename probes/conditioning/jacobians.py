@@ -1,10 +1,10 @@
-"""Jacobians of one block, B and E among them: all singular values, or the extreme ones by Lanczos.
+"""Singular values of the Jacobians of a block: all of them, or bounds from Lanczos iterations.
 
-First the functions that are differentiated, then exact spectra, then bounds of them.
+The file starts with the functions that are differentiated. Exact spectra and bounds follow.
 """
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,182 +14,114 @@ from jaxtyping import Float64
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from probes.conditioning.decomposition import BlockPass
+from probes.conditioning.decomposition import BlockRecord, Function, Tokens, find_mismatch
 from probes.spectra import condition_number, singular_values
 from ssl_bench.errors import ConfigurationError
 
-Point = Float64[Tensor, "tokens dim"]
-Function = Callable[[Tensor], Tensor]
-"""Tokens of one image in, as many tokens out."""
-
 JACOBIANS = ("attention", "attention_skip", "mlp", "block", "dominant", "perturbation")
 _EXACT_LIMIT = 8192
-_ROWS_AT_ONCE = 128
+_ROWS_PER_CHUNK = 128
+# Probability that one of the two Lanczos bounds does not hold.
 _FAILURE = 0.05
 
 
-def block_functions(one: BlockPass) -> Mapping[str, tuple[Function, Point]]:
-    """What is differentiated and at which tokens, by facet; what cannot be had is not there.
+def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]]:
+    """Return the functions to differentiate and the tokens to differentiate at, by facet.
 
-    "attention" and "mlp": the sub-block as a function of its normed input, K and K^ of equation 7
-    of the paper. "attention_skip": K + I of its equation 8. "block": the block as it is, norms and
-    skips included. "dominant" and "perturbation": K = B + E of proposition 2. B holds the attention
-    matrices still and lets the values move, E the other way round; summed over the heads, with the
-    layer's own 1 / sqrt(head width), which the paper leaves out.
+    "attention" and "mlp" map the normed input of a sub-block to its output. They are K and K^ of
+    equation 7 of the paper. "attention_skip" is K + I of equation 8. "block" is the original block
+    with its norms and skips.
 
-    Source: "Cutting the Skip", equations 7, 8, 10 and proposition 2; the terms are derived in its
-    appendix A.1.
+    "dominant" and "perturbation" are the terms of K = B + E in proposition 2. B keeps the attention
+    matrices fixed and differentiates the values. E keeps the values fixed and differentiates the
+    matrices. Both sum over the heads and use the scale 1 / sqrt(head width) of the layer, which the
+    paper omits.
+
+    Facets of parts that the decomposition does not provide are missing. "block" is missing if the
+    block alone does not reproduce its output in the encoder.
+
+    Source: "Cutting the Skip", equations 7, 8 and 10, proposition 2 and appendix A.1.
     """
-    found: dict[str, tuple[Function, Point]] = {}
-    if torch.allclose(one.whole(one.entered), one.left, rtol=1e-9, atol=1e-12):
-        found["block"] = one.whole, one.entered
-    parts = one.parts
+    functions: dict[str, tuple[Function, Tokens]] = {}
+    if not find_mismatch(record.run_block, record.input, record.output):
+        functions["block"] = record.run_block, record.input
+    parts = record.parts
     if parts is None:
-        return found
-    normed = parts.norm1(parts.graying(one.entered))
+        return functions
+    normed = parts.norm1(parts.graying(record.input))
     attention, heads = parts.attention, parts.heads
-    found["attention"] = attention, normed
-    found["attention_skip"] = lambda x: x + attention(x), normed
-    found["mlp"] = parts.mlp, parts.norm2(parts.after_attention(one.entered))
+    functions["attention"] = attention, normed
+    functions["attention_skip"] = lambda x: x + attention(x), normed
+    functions["mlp"] = parts.mlp, parts.norm2(parts.after_attention(record.input))
     if heads is not None:
         weights, values = heads.matrices(normed), heads.values(normed)
-        found["dominant"] = lambda x: heads.joined(weights, heads.values(x)), normed
-        found["perturbation"] = lambda x: heads.joined(heads.matrices(x), values), normed
-    return found
+        functions["dominant"] = lambda x: heads.combine(weights, heads.values(x)), normed
+        functions["perturbation"] = lambda x: heads.combine(heads.matrices(x), values), normed
+    return functions
 
 
 @contextmanager
 def differentiable_attention() -> Generator[None]:
-    """Meanwhile attention is computed step by step: the fused kernels have no forward mode."""
+    """Disable fused attention kernels, which have no forward-mode derivative."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
 
-def exact_jacobian(function: Function, x: Point) -> Float64[Tensor, "outputs inputs"]:
-    """Derivatives of all outputs by all inputs, both flattened row by row.
+def exact_jacobian(function: Function, x: Tokens) -> Float64[Tensor, "outputs inputs"]:
+    """Return the derivatives of all outputs by all inputs. Both are flattened row by row.
 
-    Memory (tokens * dim)^2 * 8 bytes; as many backward passes as outputs.
+    It needs (tokens * dim)^2 * 8 bytes of memory and one backward pass for each output.
     """
     with differentiable_attention():
-        rows = torch.func.jacrev(function, chunk_size=_ROWS_AT_ONCE)(x)
+        rows = torch.func.jacrev(function, chunk_size=_ROWS_PER_CHUNK)(x)
     return rows.reshape(-1, x.numel())
 
 
-def rank_details(values: Float64[Tensor, " values"]) -> dict[str, Any]:
-    """What an infinite condition number of a square matrix does not say.
-
-    How many singular values are above rounding, and the condition number of these alone.
-    """
-    noise = len(values) * torch.finfo(torch.float64).eps * values[0]
-    rank = int((values > noise).sum())
-    kept = float(values[0] / values[rank - 1]) if rank else 0.0
-    return {"rank": rank, "size": len(values), "condition_number_of_rank": kept}
-
-
-def exact_spectra(one: BlockPass) -> dict[str, Float64[Tensor, " values"]]:
-    """All singular values of every Jacobian of a block, through `torch.func`.
+def exact_spectra(record: BlockRecord) -> dict[str, Float64[Tensor, " values"]]:
+    """Return all singular values of every Jacobian of a block, by facet.
 
     Raises:
-        ConfigurationError: Too many tokens.
+        ConfigurationError: There are too many tokens.
     """
-    tokens, dim = one.entered.shape
+    tokens, dim = record.input.shape
     if tokens * dim > _EXACT_LIMIT:
         raise ConfigurationError(
             f"probe.protocol=jacobian_exact needs tokens * dim <= {_EXACT_LIMIT}, got {tokens} * "
-            f"{dim}; lower probe.image_size or estimate the values",
+            f"{dim}. Lower probe.image_size or estimate the values",
             hint=("probe.protocol=jacobian_lanczos",),
         )
     return {
         facet: singular_values(exact_jacobian(function, point)).detach().cpu()
-        for facet, (function, point) in block_functions(one).items()
+        for facet, (function, point) in block_functions(record).items()
     }
 
 
-@dataclass(frozen=True)
-class LinearMap:
-    """A square matrix known by its products, and those of its transpose, with a vector."""
+def rank_details(values: Float64[Tensor, " values"]) -> dict[str, Any]:
+    """Return the rank of a square matrix, and the condition number of its nonzero singular values.
 
-    size: int
-    apply: Callable[[Tensor], Tensor]
-    apply_transposed: Callable[[Tensor], Tensor]
-
-
-def jacobian_map(function: Function, x: Point) -> LinearMap:
-    """The Jacobian at `x` by Jacobian-vector and vector-Jacobian products, on flat vectors."""
-
-    def flat(vector: Tensor) -> Tensor:
-        return function(vector.reshape(x.shape)).flatten()
-
-    point = x.flatten()
-    with differentiable_attention():
-        pullback = torch.func.vjp(flat, point)[1]
-
-    def apply(vector: Tensor) -> Tensor:
-        with differentiable_attention():
-            return torch.func.jvp(flat, (point,), (vector,))[1]
-
-    return LinearMap(point.numel(), apply, lambda vector: pullback(vector)[0])
-
-
-def bidiagonalise(
-    linear: LinearMap, start: Float64[Tensor, " size"], steps: int
-) -> tuple[Float64[Tensor, " steps"], Float64[Tensor, " steps"]]:
-    """Golub-Kahan bidiagonalisation with full reorthogonalisation.
-
-    Of a matrix A it leaves A V = U B, A^T U = V B^T + b v e_k^T. Cost: two products a step, and
-    steps^2 * size * 8 operations; memory 2 * steps * size numbers.
-
-    Returns:
-        The diagonal of the upper bidiagonal B, whose last entry is 0 where A was found to be
-        singular, and what stands above it, whose last entry is b, 0 where the space was exhausted.
-
-    Source: Golub and Kahan, 1965; Golub and Van Loan, "Matrix Computations", section 10.4.
+    They describe a singular matrix, whose condition number is infinite.
     """
-
-    def orthogonal(vector: Tensor, basis: list[Tensor]) -> tuple[Tensor, float]:
-        """The part that is orthogonal to a basis, of length 1, and its length before."""
-        if basis:
-            matrix = torch.stack(basis)
-            # Twice is enough; once leaves what cancellation brought in.
-            for _ in range(2):
-                vector = vector - matrix.T @ (matrix @ vector)
-        length = float(vector.norm())
-        return (vector / length if length else vector), length
-
-    right, left = [start / start.norm()], []
-    diagonal, above = [], []
-    noise = linear.size * torch.finfo(torch.float64).eps
-    for _ in range(min(steps, linear.size)):
-        u, length = orthogonal(linear.apply(right[-1]), left)
-        scale = max([length, *diagonal, *above])
-        # A V y = 0 for the y with B y = 0: the matrix is singular, and there is no next vector.
-        if length <= noise * scale:
-            diagonal, above = [*diagonal, 0.0], [*above, 0.0]
-            break
-        left.append(u)
-        diagonal.append(length)
-        v, length = orthogonal(linear.apply_transposed(u), right)
-        if length <= noise * scale:
-            above.append(0.0)
-            break
-        right.append(v)
-        above.append(length)
-    return start.new_tensor(diagonal), start.new_tensor(above)
+    noise = len(values) * torch.finfo(torch.float64).eps * values[0]
+    rank = int((values > noise).sum())
+    condition = float(values[0] / values[rank - 1]) if rank else 0.0
+    return {"rank": rank, "size": len(values), "condition_number_of_rank": condition}
 
 
 @dataclass(frozen=True)
-class SingularExtremes:
-    """What Lanczos knows of the singular values of a matrix.
+class SingularValueBounds:
+    """Bounds of the extreme singular values of a matrix, from Lanczos iterations.
 
     Attributes:
-        largest: Never above the largest singular value.
-        smallest: Never below the smallest one.
-        largest_residual: Some singular value lies within it of `largest`.
-        smallest_residual: Some singular value lies within it of `smallest`; infinite where that is
-            from a witness.
-        largest_at_most: Bound from above that holds with probability .975 over the start.
-        smallest_at_least: Bound from below that holds with the same probability.
-        effective_rank: Estimate by quadrature from one start.
+        size: Number of rows of the square matrix.
+        steps: Number of iterations.
+        largest: Lower bound of the largest singular value.
+        smallest: Upper bound of the smallest singular value.
+        largest_residual: Maximum distance of `largest` from some singular value.
+        smallest_residual: Maximum distance of `smallest` from some singular value. It is infinite
+            if `smallest` was computed from the test vector.
+        largest_at_most: Upper bound that holds with probability 0.975 over the start vector.
+        smallest_at_least: Lower bound that holds with the same probability.
+        effective_rank: Estimate by quadrature from one start vector.
     """
 
     size: int
@@ -202,87 +134,176 @@ class SingularExtremes:
     smallest_at_least: float
     effective_rank: float
 
-    def details(self) -> dict[str, Any]:
-        """As records have it."""
-        bounds = {
-            n: value for n, value in vars(self).items() if n not in ("size", "effective_rank")
-        }
-        return {"at_most_with_95_percent": self.condition_number_at_most, **bounds}
-
     @property
     def condition_number_at_least(self) -> float:
-        """A bound from below without any probability; infinite where rounding hides the rest."""
+        """Return a lower bound that always holds. It is infinite if the matrix is singular."""
         ends = torch.tensor([self.largest, self.smallest], dtype=torch.float64)
         return float(condition_number(ends, self.size))
 
     @property
     def condition_number_at_most(self) -> float:
-        """A bound from above that holds with probability .95 over the start."""
+        """Return an upper bound that holds with probability 0.95 over the start vector."""
         ends = [self.largest_at_most, self.smallest_at_least]
         return float(condition_number(torch.tensor(ends, dtype=torch.float64), self.size))
 
+    def details(self) -> dict[str, Any]:
+        """Return the bounds in the form that records store."""
+        excluded = ("size", "effective_rank")
+        bounds = {name: value for name, value in vars(self).items() if name not in excluded}
+        return {"at_most_with_95_percent": self.condition_number_at_most, **bounds}
 
-def extremes(
-    linear: LinearMap, *, steps: int, seed: int, witness: Float64[Tensor, " size"]
-) -> SingularExtremes:
-    """Bounds of the largest and smallest singular value, from a random start.
 
-    The k singular values of B lie between those of the matrix, whatever the steps: their quotient
-    never overstates the condition number. From above it is bounded only where the spectrum is
-    narrow, about (k / 5)^2 at most; beyond, the bound is infinite. The start is uniform on the
-    sphere. Of a witness w, which may be sent to zero, ||A w|| / ||w|| is a bound too.
+def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, SingularValueBounds]:
+    """Bound the extreme singular values of every Jacobian of a block, by facet."""
+    bounds = {}
+    for facet, (function, point) in block_functions(record).items():
+        # A norm removes the mean of each token. A block that begins with a norm and has no skip is
+        # therefore singular, and shifting all channels of a token shows this.
+        shift = torch.zeros_like(point)
+        shift[0] = 1
+        jacobian = jacobian_map(function, point)
+        bounds[facet] = bound_singular_values(
+            jacobian, steps=steps, seed=seed, test_vector=shift.flatten()
+        )
+    return bounds
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """A square matrix that is given by its products, and those of its transpose, with vectors."""
+
+    size: int
+    apply: Function
+    apply_transposed: Function
+
+
+def jacobian_map(function: Function, x: Tokens) -> LinearMap:
+    """Return the Jacobian at `x` as a linear map of flat vectors.
+
+    It uses Jacobian-vector and vector-Jacobian products.
+    """
+
+    def flat_function(vector: Tensor) -> Tensor:
+        return function(vector.reshape(x.shape)).flatten()
+
+    point = x.flatten()
+    with differentiable_attention():
+        pullback = torch.func.vjp(flat_function, point)[1]
+
+    def apply(vector: Tensor) -> Tensor:
+        with differentiable_attention():
+            return torch.func.jvp(flat_function, (point,), (vector,))[1]
+
+    return LinearMap(point.numel(), apply, lambda vector: pullback(vector)[0])
+
+
+def bound_singular_values(
+    matrix: LinearMap, *, steps: int, seed: int, test_vector: Float64[Tensor, " size"]
+) -> SingularValueBounds:
+    """Bound the largest and the smallest singular value, from a random start vector.
+
+    After k steps, the k singular values of the bidiagonal matrix B lie between those of the given
+    matrix. Their quotient is therefore a lower bound of the condition number. An upper bound is
+    finite only if the condition number is small, at most about (k / 5)^2.
+
+    Args:
+        matrix: The matrix A.
+        steps: Number of iterations.
+        seed: Seed of the start vector, which is uniform on the sphere.
+        test_vector: A vector w that A may map to zero. ||A w|| / ||w|| is a further upper bound of
+            the smallest singular value.
 
     Source: the bounds are those of Kuczynski and Wozniakowski, "Estimating the largest eigenvalue
     by the power and Lanczos algorithms with a random start", 1992, theorem 4.2, for A^T A and for
-    ||A||^2 I - A^T A; the quadrature is that of Golub and Meurant, "Matrices, Moments and
+    ||A||^2 I - A^T A. The quadrature is that of Golub and Meurant, "Matrices, Moments and
     Quadrature", 1994.
     """
     generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(linear.size, generator=generator, dtype=torch.float64).to(witness.device)
-    diagonal, beside = bidiagonalise(linear, start, steps)
-    bidiagonal = torch.diag(diagonal) + torch.diag(beside[:-1], 1)
+    start = torch.randn(matrix.size, generator=generator, dtype=torch.float64)
+    diagonal, off_diagonal = bidiagonalise(matrix, start.to(test_vector.device), steps)
+    bidiagonal = torch.diag(diagonal) + torch.diag(off_diagonal[:-1], 1)
     left, values, right = torch.linalg.svd(bidiagonal)
-    residuals = (beside[-1] * left[-1]).abs()
-    through_witness = float(linear.apply(witness).norm() / witness.norm())
+    residuals = (off_diagonal[-1] * left[-1]).abs()
+    test_value = float(matrix.apply(test_vector).norm() / test_vector.norm())
     largest, smallest = float(values[0]), float(values[-1])
-    if beside[-1] == 0:
-        # Nothing that the start can reach is left, and a random start reaches everything.
+    if off_diagonal[-1] == 0:
+        # The iterations have exhausted the space, so both values are exact.
         at_most, at_least = largest, smallest
     else:
-        both = math.log(1.648 * math.sqrt(linear.size) / (_FAILURE / 2))
-        error = (both / (2 * len(diagonal) - 1)) ** 2
+        log_term = math.log(1.648 * math.sqrt(matrix.size) / (_FAILURE / 2))
+        error = (log_term / (2 * len(diagonal) - 1)) ** 2
         at_most, at_least = math.inf, 0.0
         if error < 1:
             square = largest**2 / (1 - error)
-            below = max(0.0, (smallest**2 - error * square) / (1 - error))
-            at_most, at_least = math.sqrt(square), math.sqrt(below)
-    # exp(log S - T / S) with S and T the traces of s and s log s.
-    weights, rank = right[:, 0].square(), 0.0
-    total = linear.size * (weights * values).sum()
-    if total > 0:
-        with_logs = -linear.size * (weights * torch.special.entr(values)).sum()
-        rank = float((total.log() - with_logs / total).exp())
-    return SingularExtremes(
-        size=linear.size,
+            square_at_least = max(0.0, (smallest**2 - error * square) / (1 - error))
+            at_most, at_least = math.sqrt(square), math.sqrt(square_at_least)
+    return SingularValueBounds(
+        size=matrix.size,
         steps=len(values),
         largest=largest,
-        smallest=min(smallest, through_witness),
+        smallest=min(smallest, test_value),
         largest_residual=float(residuals[0]),
-        smallest_residual=math.inf if through_witness < smallest else float(residuals[-1]),
+        smallest_residual=math.inf if test_value < smallest else float(residuals[-1]),
         largest_at_most=at_most,
-        smallest_at_least=min(at_least, through_witness),
-        effective_rank=rank,
+        smallest_at_least=min(at_least, test_value),
+        effective_rank=_estimate_effective_rank(values, right[:, 0].square(), matrix.size),
     )
 
 
-def lanczos_extremes(one: BlockPass, *, steps: int, seed: int) -> dict[str, SingularExtremes]:
-    """Bounds of the extreme singular values of every Jacobian of a block."""
-    found = {}
-    for facet, (function, point) in block_functions(one).items():
-        # A norm forgets the mean of a token: a block that begins with one, without a skip, is
-        # singular.
-        shift = torch.zeros_like(point)
-        shift[0] = 1
-        linear = jacobian_map(function, point)
-        found[facet] = extremes(linear, steps=steps, seed=seed, witness=shift.flatten())
-    return found
+def _estimate_effective_rank(
+    values: Float64[Tensor, " steps"], weights: Float64[Tensor, " steps"], size: int
+) -> float:
+    """Estimate exp(log S - T / S) by quadrature, where S and T are the traces of s and s log s."""
+    total = size * (weights * values).sum()
+    if not total > 0:
+        return 0.0
+    with_logs = -size * (weights * torch.special.entr(values)).sum()
+    return float((total.log() - with_logs / total).exp())
+
+
+def bidiagonalise(
+    matrix: LinearMap, start: Float64[Tensor, " size"], steps: int
+) -> tuple[Float64[Tensor, " steps"], Float64[Tensor, " steps"]]:
+    """Run Golub-Kahan bidiagonalisation with full reorthogonalisation.
+
+    For a matrix A, the result satisfies A V = U B and A^T U = V B^T + b v e_k^T. Each step takes
+    two matrix-vector products. All steps together take steps^2 * size * 8 operations and store
+    2 * steps * size numbers.
+
+    Returns:
+        The diagonal of the upper bidiagonal matrix B, and the entries above it. The last entry of
+        the diagonal is 0 if A is singular. The second tensor has b as an additional last entry,
+        which is 0 if the iterations have exhausted the space.
+
+    Source: Golub and Kahan, 1965; Golub and Van Loan, "Matrix Computations", section 10.4.
+    """
+    right, left = [start / start.norm()], []
+    diagonal, above = [], []
+    noise = matrix.size * torch.finfo(torch.float64).eps
+    for _ in range(min(steps, matrix.size)):
+        u, length = _orthonormalise(matrix.apply(right[-1]), left)
+        scale = max([length, *diagonal, *above])
+        # There is a vector y with B y = 0, so A V y = 0. A is singular, and no next vector exists.
+        if length <= noise * scale:
+            diagonal, above = [*diagonal, 0.0], [*above, 0.0]
+            break
+        left.append(u)
+        diagonal.append(length)
+        v, length = _orthonormalise(matrix.apply_transposed(u), right)
+        if length <= noise * scale:
+            above.append(0.0)
+            break
+        right.append(v)
+        above.append(length)
+    return start.new_tensor(diagonal), start.new_tensor(above)
+
+
+def _orthonormalise(vector: Tensor, basis: list[Tensor]) -> tuple[Tensor, float]:
+    """Subtract the projection onto a basis. Return the normalised rest and its norm."""
+    if basis:
+        matrix = torch.stack(basis)
+        # The second pass removes what cancellation in the first pass has left.
+        for _ in range(2):
+            vector = vector - matrix.T @ (matrix @ vector)
+    length = float(vector.norm())
+    return (vector / length if length else vector), length

@@ -1,34 +1,38 @@
-"""How well conditioned every block is: its matrices, its Jacobians, its likeness to others."""
+"""Conditioning probe: how close to singular are the matrices and Jacobians of each block?
+
+The probe runs a float64 copy of the encoder on a few images (`decomposition.py`), scores its blocks
+(`scores.py`, `jacobians.py`) and draws a figure. One protocol compares two encoders by CKA.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float64
 from torch import Tensor
 
-from probes.conditioning.decomposition import Passes, block_passes
+from probes.conditioning.decomposition import BlockRecords, record_blocks
 from probes.conditioning.scores import (
     CELLS,
-    SAME,
+    EQUAL_TOKENS,
+    CkaMatrix,
     cka_matrix,
     cka_with_input,
     exact_scores,
     lanczos_scores,
-    left,
     linear_cka_ci95,
+    make_score,
     mean_log_scores,
-    plain,
     spectra_scores,
+    stack_outputs,
 )
 from probes.pictures import blocks_name
 from ssl_bench.composition.fields import Count, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder, with_hint
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import (
@@ -43,27 +47,29 @@ from ssl_bench.models import (
 from ssl_bench.results import encoder_id
 from ssl_bench.system.files import write_atomically
 
-SPECTRA_FILE, CKA_FILE = "spectra.npz", "cka.npy"
+SPECTRA_ENDING, CKA_ENDING = "-spectra.npz", "-cka.npy"
 
 
 @dataclass(frozen=True)
 class Conditioning(Probe):
     """Condition numbers, effective ranks, token cosines, Jacobians and CKA of every block.
 
+    All computations are in float64. A score is the median over images (and heads).
+
     Attributes:
-        protocol: "spectra": attention matrices and outputs of the sub-blocks, and CKA with the
-            block's input; "jacobian_exact": all singular values of the Jacobians, for few tokens;
-            "jacobian_lanczos": bounds of the extreme ones, for any number of tokens;
-            "checkpoints": CKA with the blocks of another encoder;
-            "mean_log": natural logarithms of the tokens' condition numbers before and after
-            attention with its skip, their mean over all blocks up to the asked one.
-        num_images: How many images, from the first one on.
-        image_size: Both sides in pixels; the nearest multiple of the patch unless
-            it is chosen.
-        num_steps: Of Lanczos.
-        compare_to: Address of the other encoder, for "checkpoints".
-        at_initialisation: Instead of the weights of the checkpoint, those that its configuration
-            and the seed give before any training.
+        protocol: What is scored. "spectra": attention matrices and outputs of the sub-blocks, and
+            CKA between the input and the output of the block. "jacobian_exact": all singular values
+            of the Jacobians, for few tokens. "jacobian_lanczos": bounds of the extreme singular
+            values, for any number of tokens. "checkpoints": CKA with the same block of another
+            encoder. "mean_log": natural logarithm of the condition number of the tokens before and
+            after attention, averaged over block 0 to the scored block.
+        num_images: Number of images. The first images of the dataset are used.
+        image_size: Side in pixels of the squares that images are resized to, without keeping their
+            aspect ratio. The default is rounded to a multiple of the patch size.
+        num_steps: Number of Lanczos iterations.
+        compare_to: Address of the other encoder, for the protocol "checkpoints".
+        at_initialisation: Whether to replace the weights of a checkpoint of `ssl-bench pretrain` by
+            the initial weights that its configuration and the seed give.
     """
 
     protocol: Literal[
@@ -83,38 +89,32 @@ class Conditioning(Probe):
         super().__post_init__()
         if self.compare_to is not None and self.protocol != "checkpoints":
             raise ConfigurationError(
-                f"probe.compare_to belongs to another protocol than {self.protocol}",
+                f"probe.compare_to has no effect with probe.protocol={self.protocol}",
                 hint=("probe.protocol=checkpoints",),
             )
 
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
-        """Refuse blocks without attention, or of several grids and widths.
+        """Raise an error if blocks have no attention, or differ in token grid or width.
 
         Raises:
             UnfitEncoder: The encoder has such blocks.
         """
         if encoder.num_heads == 0:
-            wanted, came = "blocks of attention and an MLP", "has none"
+            problem = f"blocks with attention and an MLP, but {encoder.name} has none"
         elif encoder.is_staged:
-            wanted, came = "blocks with the same tokens", "has stages of other grids and widths"
+            problem = f"the same token grid and width in all blocks, but {encoder.name} has stages"
         else:
             return
-        raise UnfitEncoder(
-            f"conditioning expects {wanted}, {encoder.name} {came}; other tasks need no labels "
-            "either",
-            hint=("--task", "pca,correspondence"),
-        )
+        raise UnfitEncoder(f"conditioning needs {problem}", hint=("--task", "pca,correspondence"))
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        return [
-            (layer, facet, metric) for layer in layers for facet, metric in CELLS[self.protocol]
-        ]
+        return [(layer, *cell) for layer in layers for cell in CELLS[self.protocol]]
 
     def split(self, dataset: Dataset) -> ImageSet:
-        # Not at construction: whether a protocol is known, is asked without the other options.
+        # Not in __post_init__, because protocols are also validated without the other settings.
         if self.protocol == "checkpoints" and self.compare_to is None:
             raise ConfigurationError(
-                "probe.protocol=checkpoints compares two encoders",
+                "probe.protocol=checkpoints needs a second encoder to compare with",
                 hint=("probe.compare_to={checkpoint}",),
             )
         return dataset.images()
@@ -128,15 +128,14 @@ class Conditioning(Probe):
         if self.protocol == "jacobian_lanczos":
             settings["num_steps"] = self.num_steps
         if self.compare_to is not None:
-            settings["compare_to"] = self.compared_encoder
+            settings["compare_to"] = self._compared_encoder
         if self.at_initialisation:
             settings["at_initialisation"] = True
         return settings
 
     @cached_property
-    def compared_encoder(self) -> str:
-        """Name and id of what `compare_to` is."""
-        return _title_of(identify_encoder(str(self.compare_to)))
+    def _compared_encoder(self) -> str:
+        return _name_and_id(identify_encoder(str(self.compare_to)))
 
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
@@ -144,249 +143,239 @@ class Conditioning(Probe):
         del images
         if self.protocol == "mean_log":
             return {}
-        arrays = [f"-{SPECTRA_FILE}", f"-{CKA_FILE}"] if self.protocol == "spectra" else []
-        return {f"{self._stem(layers, seed)}{end}": layers for end in (".png", *arrays)}
+        arrays = (SPECTRA_ENDING, CKA_ENDING) if self.protocol == "spectra" else ()
+        return {f"{self._file_stem(layers, seed)}{end}": layers for end in (".png", *arrays)}
 
-    def _stem(self, layers: Sequence[int], seed: int) -> str:
-        """Of the names of files, below the folder of an encoder."""
+    def _file_stem(self, layers: Sequence[int], seed: int) -> str:
+        """Return the beginning of the paths of figures, relative to `ProbeContext.artifacts`."""
         more = f"-initialisation{seed}" if self.at_initialisation else ""
         return f"{self.protocol}{more}/{blocks_name(layers)}"
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score block after block, then draw."""
+        """Score one block after the other, then draw the figure.
+
+        Results of blocks that cannot be decomposed are NaN, and their details state why.
+        """
         self.require_fitting(context.encoder)
         if self.at_initialisation:
-            encoder = context.encoder
-            if not isinstance(encoder.module, EncoderModule):
-                raise ConfigurationError(
-                    f"probe.at_initialisation needs a run of this suite, got {encoder.name}",
-                    hint=("ssl-bench", "pretrain"),
-                )
-            model = build_encoder(encoder.module.config, seed=context.seed)
-            colours = (encoder.mean, encoder.std)
-            again = encoder_from_model(model, name=encoder.name, uri=encoder.uri, colours=colours)
-            context = replace(context, encoder=again)
+            context = replace(context, encoder=_initialise(context.encoder, context.seed))
+        samples = self._first_samples(context)
+        # Means of logarithms include blocks that are not scored.
+        layers = range(max(context.layers) + 1) if self.protocol == "mean_log" else context.layers
+        records, embedded = record_blocks(
+            context.encoder, samples, layers, self.image_size, context
+        )
+        stem, cka = context.artifacts / self._file_stem(context.layers, context.seed), None
+        scores: Iterable[Score]
+        if self.protocol == "spectra":
+            states = {"input": embedded, **_outputs_by_name(records)}
+            cka = cka_matrix(states, states)
+            scores = self._score_spectra(context, records, stem, cka)
+        elif self.protocol == "checkpoints":
+            scores, cka = self._compare_encoders(context, samples, records)
+        elif self.protocol == "mean_log":
+            scores = mean_log_scores(context.layers, records)
+        else:
+            scores = self._score_jacobians(context, records)
+        finished: list[Score] = []
+        for score in scores:
+            finished.append(score)
+            yield score
+        if self.protocol != "mean_log":
+            when = f" at initialisation, seed {context.seed}" if self.at_initialisation else ""
+            images = f"{len(samples)} images of {self.image_size} x {self.image_size}"
+            title = f"{context.encoder.name}{when}: {self.protocol}, {images}"
+            draw_figure(finished, title, _with_ending(stem, ".png"), cka)
+        yield from self._undefined_scores(context, finished, len(samples), records)
+
+    def _first_samples(self, context: ProbeContext) -> list[Sample]:
         images = self.split(context.dataset)
         count = min(self.num_images, len(images))
         if count < len(images):
-            words = f"conditioning: the first {count} of {len(images)} images"
-            context.say(f"{words}; probe.num_images={len(images)} takes all")
-        samples = [images[number] for number in range(count)]
-        passed = context
-        if self.protocol == "mean_log":
-            # Means over blocks, also over those that nobody asked for by themselves.
-            passed = replace(context, layers=tuple(range(max(context.layers) + 1)))
-        passes, embedded = block_passes(context.encoder, samples, self.image_size, passed)
-        if self.protocol == "spectra":
-            scores = self._spectra(context, samples, passes, embedded)
-        elif self.protocol == "checkpoints":
-            scores = self._compared(context, samples, passes)
-        elif self.protocol == "mean_log":
-            scores = mean_log_scores(context.layers, passes)
-        else:
-            scores = self._jacobians(context, samples, passes)
-        found: list[Score] = []
-        for score in scores:
-            found.append(score)
-            yield score
-        yield from self._undefined(context, found, count, passes)
+            line = f"conditioning: using the first {count} of {len(images)} images"
+            context.say(with_hint(line, hint=(f"probe.num_images={len(images)}",)))
+        return [images[index] for index in range(count)]
 
-    def _spectra(
-        self, context: ProbeContext, samples: Sequence[Sample], passes: Passes, embedded: Tensor
+    def _score_spectra(
+        self, context: ProbeContext, records: BlockRecords, stem: Path, cka: CkaMatrix
     ) -> Iterator[Score]:
-        scores: list[Score] = []
+        """Score matrices and CKA, then write all singular values and the CKA matrix to files."""
         spectra: dict[str, Any] = {}
-        for layer in context.progress(passes, "blocks", len(passes)):
-            of_matrices, values = spectra_scores(layer, passes[layer])
-            # All singular values, images x heads x values.
-            spectra |= {f"block{layer:02d}_{f}": some.numpy() for f, some in values.items()}
-            found = [*of_matrices, cka_with_input(layer, passes[layer])]
-            scores += found
-            yield from found
-        names = ["input", *map(str, passes)]
-        states = [embedded, *map(left, passes.values())]
-        likeness = cka_matrix(states, states)
-        path = context.artifacts / self._stem(context.layers, context.seed)
+        for layer in context.progress(records, "blocks", len(records)):
+            scores, values = spectra_scores(layer, records[layer])
+            # Each array has the shape images x heads x values.
+            spectra |= {f"block{layer:02d}_{facet}": values[facet].numpy() for facet in values}
+            yield from (*scores, cka_with_input(layer, records[layer]))
         write_atomically(
-            path.with_name(f"{path.name}-{SPECTRA_FILE}"),
-            lambda file: np.savez_compressed(file, **spectra),
+            _with_ending(stem, SPECTRA_ENDING), lambda file: np.savez_compressed(file, **spectra)
         )
-        write_atomically(
-            path.with_name(f"{path.name}-{CKA_FILE}"),
-            lambda file: np.save(file, likeness),
-        )
-        draw(scores, *self._title_and_path(context, samples), likeness, (names, names))
+        write_atomically(_with_ending(stem, CKA_ENDING), lambda file: np.save(file, cka.values))
 
-    def _jacobians(
-        self, context: ProbeContext, samples: Sequence[Sample], passes: Passes
-    ) -> Iterator[Score]:
-        scores: list[Score] = []
-        for layer in context.progress(passes, "blocks", len(passes)):
-            # Of a block that an earlier run finished, they are drawn alone.
-            found = [
-                plain(r.layer, r.facet, r.metric, r.value, r.ci95, r.num_images, r.details)
+    def _score_jacobians(self, context: ProbeContext, records: BlockRecords) -> Iterator[Score]:
+        for layer in context.progress(records, "blocks", len(records)):
+            # The figure also shows blocks that an earlier run has finished.
+            scores = [
+                make_score(r.layer, r.facet, r.metric, r.value, r.ci95, r.num_images, r.details)
                 for r in context.known
                 if r.layer == layer
             ]
-            if len(found) < len(CELLS[self.protocol]):
-                found = (
-                    exact_scores(layer, passes[layer])
-                    if self.protocol == "jacobian_exact"
-                    else lanczos_scores(layer, passes[layer], self.num_steps, context.seed)
-                )
-            scores += found
-            yield from found
-        draw(scores, *self._title_and_path(context, samples))
+            if len(scores) == len(CELLS[self.protocol]):
+                yield from scores
+            elif self.protocol == "jacobian_exact":
+                yield from exact_scores(layer, records[layer])
+            else:
+                yield from lanczos_scores(layer, records[layer], self.num_steps, context.seed)
 
-    def _compared(
-        self, context: ProbeContext, samples: Sequence[Sample], passes: Passes
-    ) -> Iterator[Score]:
-        """CKA with the blocks of another encoder."""
-        other = load_encoder(str(self.compare_to))
-        if _title_of(other) != self.compared_encoder:
+    def _compare_encoders(
+        self, context: ProbeContext, samples: Sequence[Sample], records: BlockRecords
+    ) -> tuple[list[Score], CkaMatrix]:
+        """Score the CKA of each block with the block of the other encoder that has its index."""
+        encoder, other = context.encoder, load_encoder(str(self.compare_to))
+        if _name_and_id(other) != self._compared_encoder:
             raise CheckpointError(
-                f"{self.compare_to} was replaced while it was read; type the command again"
+                f"{self.compare_to} changed while it was read. Run the same command again"
             )
         self.require_fitting(other)
-        theirs_context = replace(context, encoder=other, layers=resolve_layers("all", other.depth))
-        theirs, _ = block_passes(other, samples, self.image_size, theirs_context)
-        ours = {layer: left(some) for layer, some in passes.items()}
-        states = {layer: left(some) for layer, some in theirs.items()}
-        counts = [next(iter(some.values())).shape[1] for some in (ours, states)]
+        layers = resolve_layers("all", other.depth)
+        other_records, _ = record_blocks(other, samples, layers, self.image_size, context)
+        outputs, other_outputs = _outputs_by_name(records), _outputs_by_name(other_records)
+        counts = [next(iter(tokens.values())).shape[1] for tokens in (outputs, other_outputs)]
         if counts[0] != counts[1]:
             raise ConfigurationError(
-                f"CKA needs the same tokens: {context.encoder.name} has {counts[0]}, {other.name} "
-                f"{counts[1]}; compare encoders of the same patch size and registers"
+                f"CKA needs encoders with the same patch size and registers, but {encoder.name} "
+                f"has {counts[0]} tokens and {other.name} {counts[1]}"
             )
-        matrix = cka_matrix(list(ours.values()), list(states.values()))
+        cka = cka_matrix(outputs, other_outputs, other.name)
         details = {"other": other.name, "other_sha256": other.sha256}
-        scores = []
-        for row, (layer, state) in zip(matrix, ours.items(), strict=True):
-            if layer not in states:
-                continue
-            ci95 = linear_cka_ci95(state, states[layer])
-            more = {**details, "with_every_block": row.tolist()}
-            value = float(row[layer])
-            scores.append(
-                plain(layer, "token", "cka_with_checkpoint", value, ci95, len(samples), more)
+        scores = [
+            make_score(
+                *(layer, "token", "cka_with_checkpoint", float(row[layer])),
+                linear_cka_ci95(outputs[str(layer)], other_outputs[str(layer)]),
+                len(samples),
+                {**details, "with_every_block": row.tolist()},
             )
-            yield scores[-1]
-        names = list(map(str, ours)), list(map(str, states))
-        draw(scores, *self._title_and_path(context, samples), matrix, names, other.name)
+            for row, layer in zip(cka.values, records, strict=True)
+            if layer in other_records
+        ]
+        return scores, cka
 
-    def _undefined(
-        self, context: ProbeContext, found: Sequence[Score], num_images: int, passes: Passes
+    def _undefined_scores(
+        self,
+        context: ProbeContext,
+        finished: Sequence[Score],
+        num_images: int,
+        records: BlockRecords,
     ) -> Iterator[Score]:
-        """No numbers, with a reason, for cells of blocks that cannot be taken apart."""
-        have = {(score.layer, score.facet, score.metric) for score in found}
-        missing = [cell for cell in self.cells(context.layers) if cell not in have]
-        why = {cell: self._why(*cell[:2], passes) for cell in missing}
-        # Blocks that lack the same facets for the same reason are said in one line.
-        facets: dict[tuple[int, str], dict[str, None]] = {}
-        for (layer, facet, _), reason in why.items():
-            facets.setdefault((layer, reason), {})[facet] = None
-        blocks: dict[tuple[str, str], list[int]] = {}
-        for (layer, reason), lacking in facets.items():
-            blocks.setdefault((", ".join(lacking), reason), []).append(layer)
-        for (lacking, reason), layers in blocks.items():
-            context.say(
-                f"conditioning: {context.encoder.name}, block {', '.join(map(str, layers))}: "
-                f"no number for {lacking}: {reason}"
+        """Yield NaN for results that could not be computed, and print the reasons."""
+        computed = {(score.layer, score.facet, score.metric) for score in finished}
+        missing = [cell for cell in self.cells(context.layers) if cell not in computed]
+        reasons = {cell: self._reason(*cell[:2], records) for cell in missing}
+        # Results with the same reason share a message.
+        for reason in dict.fromkeys(reasons.values()):
+            cells = [cell for cell in missing if reasons[cell] == reason]
+            layers, facets = (
+                ", ".join(dict.fromkeys(str(cell[n]) for cell in cells)) for n in (0, 1)
             )
-        for score in found:
-            if np.isnan(score.value) and score.details["undefined"] == SAME:
+            context.say(
+                f"conditioning: {context.encoder.name}, block {layers}: no number for {facets}: "
+                f"{reason}"
+            )
+        for score in finished:
+            if np.isnan(score.value) and score.details["undefined"] == EQUAL_TOKENS:
                 context.say(
                     f"conditioning: block {score.layer}: {score.metric} of {score.facet} is "
-                    f"undefined, {SAME}"
+                    f"undefined, because {EQUAL_TOKENS}"
                 )
-        for cell, reason in why.items():
-            yield plain(*cell, float("nan"), None, num_images, {"undefined": reason})
+        for cell, reason in reasons.items():
+            yield make_score(*cell, math.nan, None, num_images, {"undefined": reason})
 
-    def _why(self, layer: int, facet: str, passes: Passes) -> str:
-        """Why a block has no number."""
+    def _reason(self, layer: int, facet: str, records: BlockRecords) -> str:
+        """Return why a facet of a block could not be scored."""
         if self.protocol == "checkpoints":
             return "the other encoder has no such block"
         if facet == "block":
             return "called alone, the block does not give what it gave in the encoder"
-        # A mean is over all blocks up to it.
         if self.protocol == "mean_log":
-            first = next(n for n in passes if any(one.parts is None for one in passes[n]))
+            # The first block that cannot be decomposed makes the means of all later blocks NaN.
+            first = next(n for n in records if any(r.parts is None for r in records[n]))
             where = "" if first == layer else f"block {first}: "
-            return where + next(one.why for one in passes[first] if one.parts is None)
-        # What cannot be taken apart at all says more than one whose attention cannot.
-        return min(
-            (one for one in passes[layer] if one.why), key=lambda one: one.parts is not None
-        ).why
+            return where + next(r.reason for r in records[first] if r.parts is None)
+        # The reason for the whole block takes precedence over the reason for its attention.
+        failed = [record for record in records[layer] if record.reason]
+        return min(failed, key=lambda record: record.parts is not None).reason
 
-    def _title_and_path(self, context: ProbeContext, samples: Sequence[Sample]) -> tuple[str, Path]:
-        """Of the figure."""
-        when = f" at initialisation, seed {context.seed}" if self.at_initialisation else ""
-        title = (
-            f"{context.encoder.name}{when}: {self.protocol}, {len(samples)} images of "
-            f"{self.image_size} x {self.image_size}"
+
+def _initialise(encoder: Encoder, seed: int) -> Encoder:
+    """Return the encoder with the initial weights of a seed."""
+    if not isinstance(encoder.module, EncoderModule):
+        raise ConfigurationError(
+            f"probe.at_initialisation needs a checkpoint of ssl-bench pretrain, got {encoder.name}",
+            hint=("probe.at_initialisation=false",),
         )
-        return title, context.artifacts / f"{self._stem(context.layers, context.seed)}.png"
+    model = build_encoder(encoder.module.config, seed=seed)
+    mean_std = (encoder.mean, encoder.std)
+    return encoder_from_model(model, name=encoder.name, uri=encoder.uri, colours=mean_std)
 
 
-def _title_of(encoder: Encoder | EncoderIdentity) -> str:
-    """Not the address alone, where another encoder may lie tomorrow."""
+def _name_and_id(encoder: Encoder | EncoderIdentity) -> str:
+    """Identify an encoder. Its address is not enough, because the file there can change."""
     return f"{encoder.name} {encoder_id(encoder.identity())[:16]}"
 
 
-def draw(
-    scores: Sequence[Score],
-    title: str,
-    path: Path,
-    likeness: Float64[np.ndarray, "rows columns"] | None = None,
-    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
-    other: str = "",
-) -> None:
-    """One panel a metric, one line a facet with its 95 % band; infinite values at the top.
+def _outputs_by_name(records: BlockRecords) -> dict[str, Tensor]:
+    return {str(layer): stack_outputs(records[layer]) for layer in records}
 
-    CKA of every block with every block has a panel of its own, with the names of its rows and of
-    its columns, which may be blocks of another encoder.
+
+def _with_ending(stem: Path, ending: str) -> Path:
+    return stem.with_name(f"{stem.name}{ending}")
+
+
+def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix | None) -> None:
+    """Draw a panel for each metric, with a line and a 95 % band for each facet.
+
+    Infinite values are marked at the top. The CKA matrix, if there is one, has its own panel. The
+    figure has no panel if no block could be scored.
     """
-    # Not pyplot, whose backend and figures are the caller's.
+    # pyplot would change the backend and the open figures of the caller.
     from matplotlib.figure import Figure
 
     metrics = list(dict.fromkeys(score.metric for score in scores))
-    # A facet has the same colour in all panels.
     facets = list(dict.fromkeys(score.facet for score in scores))
-    count = len(metrics) + (likeness is not None)
-    columns = min(3, count)
-    rows = -(-count // columns)
+    num_panels = len(metrics) + (cka is not None)
+    columns = max(1, min(3, num_panels))
+    rows = max(1, -(-num_panels // columns))
     figure = Figure(figsize=(4.8 * columns, 3.8 * rows + 0.4), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis, metric in zip(axes.flat, metrics, strict=False):
         _draw_metric(axis, [score for score in scores if score.metric == metric], facets)
-    if likeness is not None:
+    if cka is not None:
         axis = axes.flat[len(metrics)]
-        image = axis.imshow(likeness, vmin=0, vmax=1, cmap="magma", origin="lower")
+        image = axis.imshow(cka.values, vmin=0, vmax=1, cmap="magma", origin="lower")
         figure.colorbar(image, ax=axis)
-        rows_shown, columns_shown = names
-        axis.set_xticks(range(len(columns_shown)), columns_shown, fontsize=7)
-        axis.set_yticks(range(len(rows_shown)), rows_shown, fontsize=7)
-        axis.set_xlabel(f"block of {other}" if other else "block")
+        axis.set_xticks(range(len(cka.columns)), cka.columns, fontsize=7)
+        axis.set_yticks(range(len(cka.rows)), cka.rows, fontsize=7)
+        axis.set_xlabel(f"block of {cka.other}" if cka.other else "block")
         axis.set_title("linear CKA", fontsize=9)
-    for axis in axes.flat[count:]:
+    for axis in axes.flat[num_panels:]:
         axis.set_axis_off()
     figure.suptitle(title, fontsize=10)
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=110))
 
 
 def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> None:
+    """Draw one panel. A facet has the same colour in all panels."""
     metric = scores[0].metric
     for facet in dict.fromkeys(score.facet for score in scores):
-        some, number = [s for s in scores if s.facet == facet], facets.index(facet)
-        layers = [score.layer for score in some]
-        values = [score.value if math.isfinite(score.value) else math.nan for score in some]
+        of_facet, number = [s for s in scores if s.facet == facet], facets.index(facet)
+        layers = [score.layer for score in of_facet]
+        values = [score.value if math.isfinite(score.value) else math.nan for score in of_facet]
         colour = f"C{number}"
         axis.plot(layers, values, marker="o", markersize=3, color=colour, label=facet)
-        sure = [(s.layer, *s.ci95) for s in some if s.ci95 and math.isfinite(sum(s.ci95))]
-        if sure:
-            at, low, high = zip(*sure, strict=True)
-            axis.fill_between(at, low, high, alpha=0.15, color=colour)
-        for layer in (score.layer for score in some if math.isinf(score.value)):
+        bands = [(s.layer, *s.ci95) for s in of_facet if s.ci95 and math.isfinite(sum(s.ci95))]
+        if bands:
+            band_layers, low, high = zip(*bands, strict=True)
+            axis.fill_between(band_layers, low, high, alpha=0.15, color=colour)
+        for layer in (score.layer for score in of_facet if math.isinf(score.value)):
             axis.annotate(
                 "∞", (layer, 0.99 - 0.04 * number), xycoords=("data", "axes fraction"),
                 color=colour, ha="center", va="top", fontsize=11, fontweight="bold",
@@ -395,11 +384,11 @@ def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> N
     if "condition_number" in metric and finite:
         axis.set_yscale("log")
         if len(finite) < len(scores):
-            # Room above the finite values.
+            # Leave room above the finite values for the infinity signs.
             low, high = axis.get_ylim()
             axis.set_ylim(low, high * (high / low) ** 0.3)
     layers = sorted({score.layer for score in scores})
-    # Not those of the finite values alone, or the infinite ones would stand outside.
+    # The default limits would exclude layers whose values are all infinite.
     axis.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
     axis.set_xticks(layers)
     axis.set_title(metric.replace("_", " "), fontsize=9)

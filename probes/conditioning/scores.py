@@ -1,29 +1,25 @@
-"""From the matrices, Jacobians and tokens of a block to scores: numbers with what explains them.
+"""Scores of blocks from their matrices, Jacobians and tokens.
 
-At the end linear CKA: how alike two representations of the same tokens are, whatever their basis.
+Each function that returns scores belongs to one protocol of `Conditioning`. Linear CKA, which
+compares two representations of the same tokens, is at the end.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float64
-from scipy.special import expit
+from scipy.special import bdtr, expit
 from torch import Tensor
 
-from probes.conditioning.decomposition import BlockPass, Passes
-from probes.conditioning.jacobians import JACOBIANS, exact_spectra, lanczos_extremes, rank_details
-from probes.spectra import (
-    Values,
-    condition_number,
-    effective_rank,
-    mean_cosine,
-    median_with_ci95,
-    singular_values,
-)
+from probes.conditioning.decomposition import BlockRecord, BlockRecords
+from probes.conditioning.jacobians import JACOBIANS, exact_spectra, lanczos_bounds, rank_details
+from probes.spectra import Values, condition_number, effective_rank, singular_values
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Interval, Jackknife
+from ssl_bench.neighbours import unit_vectors
 
 MATRIX = "attention_matrix"
 OUTPUTS = ("attention", "attention_skip", "mlp", "mlp_skip")
@@ -36,200 +32,263 @@ _MEAN_LOG_GUESSES = (
     "which images, and their number",
 )
 ESTIMATE = "_estimate"
-_MATRIX_CELLS = [(facet, m) for facet in FACETS for m in ("condition_number", "effective_rank")]
-_COSINE_CELLS = [(facet, "mean_cosine") for facet in OUTPUTS]
+_RANKS = ("condition_number", "effective_rank")
 _TERMS = [("dominant", "norm"), ("perturbation", "norm"), ("perturbation", "norm_over_dominant")]
 CELLS: Mapping[str, Sequence[tuple[str, str]]] = {
-    "spectra": [*_MATRIX_CELLS, *_COSINE_CELLS, ("token", "cka_with_input")],
+    "spectra": [
+        *((facet, metric) for facet in FACETS for metric in _RANKS),
+        *((facet, "mean_cosine") for facet in OUTPUTS),
+        ("token", "cka_with_input"),
+    ],
     "jacobian_exact": [
-        *((f, m) for f in BLOCK_JACOBIANS for m in ("condition_number", "effective_rank")),
+        *((facet, metric) for facet in BLOCK_JACOBIANS for metric in _RANKS),
         *_TERMS,
     ],
-    # Other names, so that no bound stands in a table as if it were the number.
+    # The names differ from those of exact values, so tables never mix bounds and exact values.
     "jacobian_lanczos": [
-        *((f, "condition_number_at_least") for f in BLOCK_JACOBIANS),
-        *((f, "effective_rank" + ESTIMATE) for f in BLOCK_JACOBIANS),
-        *((f, m + ESTIMATE) for f, m in _TERMS),
+        *((facet, "condition_number_at_least") for facet in BLOCK_JACOBIANS),
+        *((facet, "effective_rank" + ESTIMATE) for facet in BLOCK_JACOBIANS),
+        *((facet, metric + ESTIMATE) for facet, metric in _TERMS),
     ],
     "checkpoints": [("token", "cka_with_checkpoint")],
     "mean_log": [(facet, MEAN_LOG) for facet in AROUND_ATTENTION],
 }
-_SHOWN_VALUES = 16
-SAME = "all tokens are the same"
-# Why a metric whose name begins so is no number, where nobody knows better.
-_UNDEFINED = {"cka": SAME, "mean_cosine": SAME, "norm_over_dominant": "the dominant term is zero"}
+"""Facets and metrics of each protocol."""
+
+# Number of values of a spectrum that a record stores.
+_STORED_VALUES = 16
+EQUAL_TOKENS = "all tokens are the same"
+# Reasons for a score of NaN, by the beginning of the metric's name.
+_UNDEFINED = {
+    "cka": EQUAL_TOKENS,
+    "mean_cosine": EQUAL_TOKENS,
+    "norm_over_dominant": "the dominant term is zero",
+}
 Numbers = Float64[np.ndarray, "images values"]
 Tokens = Float[Tensor, "images tokens dim"]
+OtherTokens = Float[Tensor, "images tokens other_dim"]
 
 
-def plain(
+def make_score(
     layer: int,
     facet: str,
     metric: str,
     value: float,
-    ci95: tuple[float, float] | None,
+    ci95: Interval | None,
     num_images: int,
     details: Mapping[str, Any],
 ) -> Score:
+    """Return a score without a unit. The details of NaN state a reason."""
     if np.isnan(value):
-        whys = [why for name, why in _UNDEFINED.items() if metric.startswith(name)]
-        details = {**({"undefined": whys[0]} if whys else {}), **details}
+        reasons = [_UNDEFINED[name] for name in _UNDEFINED if metric.startswith(name)]
+        details = {**({"undefined": reasons[0]} if reasons else {}), **details}
     return Score(layer, facet, metric, value, ci95, num_images, details, unit="")
 
 
-def _median(layer: int, facet: str, metric: str, numbers: Numbers, **details: Any) -> Score:
-    """The median over images (and heads), with what each of them gave."""
+def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **details: Any) -> Score:
+    """Return the median over images and heads. The details contain all numbers."""
     value, ci95 = median_with_ci95(numbers)
     more = {"per_image": numbers.tolist(), **details}
     if np.isinf(numbers).any():
         more["infinite_percent"] = 100 * float(np.isinf(numbers).mean())
-    return plain(layer, facet, metric, value, ci95, len(numbers), more)
+    return make_score(layer, facet, metric, value, ci95, len(numbers), more)
+
+
+def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
+    """Return the median over images and values, and its 95 % interval from the sign test.
+
+    Infinite numbers are larger than all others. The ends of the interval are medians of single
+    images. The interval makes no assumption about the distribution. With two to five images, it
+    extends from the smallest to the largest image, and covers the true median with probability
+    1 - 2^(1 - images) only.
+
+    Returns:
+        The median, and its interval. The median is NaN if any number is NaN. The interval is None
+        in this case, and if there is only one image.
+    """
+    count, value = len(numbers), float(np.median(numbers))
+    if count < 2 or np.isnan(value):
+        return value, None
+    medians = np.sort(np.median(numbers, axis=1))
+    # Number of images that may lie beyond each end.
+    beyond = max(1, int((bdtr(np.arange(count), count, 0.5) <= 0.025).sum()))
+    return value, (
+        min(value, float(medians[beyond - 1])),
+        max(value, float(medians[count - beyond])),
+    )
 
 
 @torch.no_grad()
 def spectra_scores(
-    layer: int, passes: Sequence[BlockPass]
+    layer: int, records: Sequence[BlockRecord]
 ) -> tuple[list[Score], dict[str, Float64[Tensor, "images heads values"]]]:
-    """Scores of the matrices of one block, and all of their singular values by facet.
+    """Score the matrices of one block.
 
-    What cannot be had is not there. "attention" and "mlp" are what the sub-block computes; with
-    "_skip" its input is added, as the encoder itself does where it has that skip.
+    The matrices of "attention" and "mlp" are the outputs of the sub-blocks. The input is added in
+    "attention_skip" and "mlp_skip", even if the encoder has no such skip.
+
+    Returns:
+        The scores, and all singular values by facet. Facets that the decomposition does not provide
+        are missing.
     """
-    by_image = [_matrices(one) for one in passes]
+    by_image = [_matrices(record) for record in records]
     scores, spectra = list[Score](), dict[str, Values]()
-    for facet in _present(FACETS, by_image):
+    for facet in _common_facets(FACETS, by_image):
         matrices = [found[facet] for found in by_image]
         values = torch.stack([singular_values(matrix) for matrix in matrices]).cpu()
         spectra[facet] = values
-        # Median over images and heads of the values divided by the largest; 0 if that is 0.
-        largest = values[..., :1]
-        shares = values / largest.where(largest > 0, 1.0)
-        relative = np.median(shares.flatten(0, 1).numpy(), axis=0)
-        number = min(_SHOWN_VALUES, len(relative))
-        places = np.linspace(0, len(relative) - 1, number).round().astype(int)
-        shown = {
-            "spectrum": relative[places].tolist(),
-            "spectrum_of_places": places.tolist(),
-        }
         conditions = condition_number(values, max(matrices[0].shape[1:])).numpy()
-        scores.append(_median(layer, facet, "condition_number", conditions, **shown))
-        centred = {}
-        if facet != MATRIX:
-            centred_values = (singular_values(tokens - tokens.mean(0)) for (tokens,) in matrices)
-            ranks = [float(effective_rank(one)) for one in centred_values]
-            centred["centred_effective_rank"] = float(np.median(ranks))
-        of_all = effective_rank(values).numpy()
-        scores.append(_median(layer, facet, "effective_rank", of_all, **centred))
-        if facet != MATRIX:
-            cosines = np.array([[mean_cosine(tokens)] for (tokens,) in matrices])
-            scores.append(_median(layer, facet, "mean_cosine", cosines))
+        spectrum = _median_spectrum(values)
+        scores.append(_median_score(layer, facet, "condition_number", conditions, **spectrum))
+        ranks = effective_rank(values).numpy()
+        if facet == MATRIX:
+            scores.append(_median_score(layer, facet, "effective_rank", ranks))
+            continue
+        outputs = [tokens for (tokens,) in matrices]
+        centred = [float(effective_rank(singular_values(x - x.mean(0)))) for x in outputs]
+        details = {"centred_effective_rank": float(np.median(centred))}
+        scores.append(_median_score(layer, facet, "effective_rank", ranks, **details))
+        cosines = _column([mean_cosine(tokens) for tokens in outputs])
+        scores.append(_median_score(layer, facet, "mean_cosine", cosines))
     return scores, spectra
 
 
-def _matrices(one: BlockPass) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
-    parts = one.parts
+def _matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
+    """Return the matrices of a block by facet. Outputs of sub-blocks count as one head."""
+    parts = record.parts
     if parts is None:
         return {}
-    middle = parts.after_attention(one.entered)
-    entered = parts.graying(one.entered)
-    attention = parts.attention(parts.norm1(entered))
+    middle = parts.after_attention(record.input)
+    grayed = parts.graying(record.input)
+    attention = parts.attention(parts.norm1(grayed))
     mlp = parts.mlp(parts.norm2(middle))
-    updates = (attention, entered + attention, mlp, middle + mlp)
-    matrices = {facet: update[None] for facet, update in zip(OUTPUTS, updates, strict=True)}
+    outputs = (attention, grayed + attention, mlp, middle + mlp)
+    matrices = {facet: output[None] for facet, output in zip(OUTPUTS, outputs, strict=True)}
     if parts.heads is not None:
-        matrices[MATRIX] = parts.heads.matrices(parts.norm1(entered))
+        matrices[MATRIX] = parts.heads.matrices(parts.norm1(grayed))
     return matrices
 
 
-@torch.no_grad()
-def mean_log_scores(layers: Sequence[int], passes: Passes) -> list[Score]:
-    """Natural logarithms of tokens' condition numbers before and after attention and its skip.
+def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str, Any]:
+    """Return the median spectrum over images and heads, relative to the largest value.
 
-    Of each image their mean over the blocks up to the asked one, then the median over images; none
-    where one of these cannot be taken apart. The tokens before are those that attention is given,
-    grayed where the block grays them. Passes are of all blocks up to the last asked one.
+    At most `_STORED_VALUES` values are returned, together with their 0-based ranks.
     """
+    largest = values[..., :1]
+    shares = values / largest.where(largest > 0, 1.0)
+    relative = np.median(shares.flatten(0, 1).numpy(), axis=0)
+    number = min(_STORED_VALUES, len(relative))
+    places = np.linspace(0, len(relative) - 1, number).round().astype(int)
+    return {"spectrum": relative[places].tolist(), "spectrum_of_places": places.tolist()}
 
-    def logarithms(one: BlockPass) -> list[float]:
-        assert one.parts is not None
-        before = one.parts.graying(one.entered)
-        after = before + one.parts.attention(one.parts.norm1(before))
-        return [
-            float(condition_number(singular_values(tokens), max(tokens.shape)).log())
-            for tokens in (before, after)
-        ]
 
+def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
+    """Return the mean cosine over all pairs of different tokens, in [-1, 1].
+
+    A zero token has cosine 0 with all others. The result is NaN for a single token.
+    """
+    unit = unit_vectors(tokens.double())
+    count = len(tokens)
+    if count < 2:
+        return float("nan")
+    pairs = unit.sum(0).square().sum() - unit.square().sum()
+    return float(pairs) / (count * (count - 1))
+
+
+@torch.no_grad()
+def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]:
+    """Score the mean logarithm of the condition numbers of tokens around attention.
+
+    "before" is the input of attention, after graying if the block has it. "after" is the sum of
+    this input and the output of attention. The mean over blocks 0 to `layer` is computed for each
+    image, and the score is the median over images. Layers are skipped if one of these blocks cannot
+    be decomposed.
+
+    Args:
+        layers: Block indices to score.
+        records: Records of all blocks up to the last of these layers.
+    """
     scores = []
     for layer in layers:
-        upto = [passes[below] for below in range(layer + 1)]
-        if any(one.parts is None for some in upto for one in some):
+        blocks = [records[block] for block in range(layer + 1)]
+        if any(record.parts is None for block in blocks for record in block):
             continue
-        known = [[logarithms(one) for one in some] for some in upto]
-        means = np.array(known, dtype=np.float64).mean(0)  # images facets
+        logarithms = [[_log_condition_numbers(record) for record in block] for block in blocks]
+        means = np.array(logarithms, dtype=np.float64).mean(0)  # images facets
+        details = {"blocks": layer + 1, "guesses": list(_MEAN_LOG_GUESSES)}
         scores += [
-            _median(
-                layer,
-                facet,
-                MEAN_LOG,
-                means[:, [column]],
-                blocks=layer + 1,
-                guesses=list(_MEAN_LOG_GUESSES),
-            )
+            _median_score(layer, facet, MEAN_LOG, means[:, [column]], **details)
             for column, facet in enumerate(AROUND_ATTENTION)
         ]
     return scores
 
 
-def exact_scores(layer: int, passes: Sequence[BlockPass]) -> list[Score]:
-    by_image, norms = [exact_spectra(one) for one in passes], dict[str, Numbers]()
-    scores = []
-    for facet in _present(JACOBIANS, by_image):
+def _log_condition_numbers(record: BlockRecord) -> list[float]:
+    """Return the logarithms of the condition numbers before and after attention with its skip."""
+    assert record.parts is not None
+    before = record.parts.graying(record.input)
+    after = before + record.parts.attention(record.parts.norm1(before))
+    return [
+        float(condition_number(singular_values(tokens), max(tokens.shape)).log())
+        for tokens in (before, after)
+    ]
+
+
+def exact_scores(layer: int, records: Sequence[BlockRecord]) -> list[Score]:
+    """Score the Jacobians of one block from all of their singular values."""
+    by_image = [exact_spectra(record) for record in records]
+    scores, norms = list[Score](), dict[str, Numbers]()
+    for facet in _common_facets(JACOBIANS, by_image):
         spectra = [found[facet] for found in by_image]
         norms[facet] = _column([float(values[0]) for values in spectra])
         if facet in BLOCK_JACOBIANS:
-            more = {"spectra": [rank_details(values) for values in spectra]}
+            details = {"spectra": [rank_details(values) for values in spectra]}
             numbers = _column([float(condition_number(s, len(s))) for s in spectra])
-            scores.append(_median(layer, facet, "condition_number", numbers, **more))
+            scores.append(_median_score(layer, facet, "condition_number", numbers, **details))
             ranks = _column([float(effective_rank(values)) for values in spectra])
-            scores.append(_median(layer, facet, "effective_rank", ranks))
+            scores.append(_median_score(layer, facet, "effective_rank", ranks))
     return scores + _term_scores(layer, norms, "", {})
 
 
-def lanczos_scores(layer: int, passes: Sequence[BlockPass], steps: int, seed: int) -> list[Score]:
-    by_image = [lanczos_extremes(one, steps=steps, seed=seed) for one in passes]
-    scores, norms, above = list[Score](), dict[str, Numbers](), dict[str, list[float]]()
-    for facet in _present(JACOBIANS, by_image):
-        found = [one[facet] for one in by_image]
-        norms[facet] = _column([one.largest for one in found])
+def lanczos_scores(
+    layer: int, records: Sequence[BlockRecord], steps: int, seed: int
+) -> list[Score]:
+    """Score the Jacobians of one block from Lanczos bounds of their singular values."""
+    by_image = [lanczos_bounds(record, steps=steps, seed=seed) for record in records]
+    scores, norms, at_most = list[Score](), dict[str, Numbers](), dict[str, list[float]]()
+    for facet in _common_facets(JACOBIANS, by_image):
+        bounds = [found[facet] for found in by_image]
+        norms[facet] = _column([bound.largest for bound in bounds])
         if facet in ("dominant", "perturbation"):
-            above[f"{facet}_at_most"] = [one.largest_at_most for one in found]
+            at_most[f"{facet}_at_most"] = [bound.largest_at_most for bound in bounds]
         if facet in BLOCK_JACOBIANS:
-            more = {"bounds": [one.details() for one in found]}
-            numbers = _column([one.condition_number_at_least for one in found])
-            scores.append(_median(layer, facet, "condition_number_at_least", numbers, **more))
-            ranks = _column([one.effective_rank for one in found])
-            scores.append(_median(layer, facet, "effective_rank" + ESTIMATE, ranks))
-    return scores + _term_scores(layer, norms, ESTIMATE, above)
+            details = {"bounds": [bound.details() for bound in bounds]}
+            numbers = _column([bound.condition_number_at_least for bound in bounds])
+            metric = "condition_number_at_least"
+            scores.append(_median_score(layer, facet, metric, numbers, **details))
+            ranks = _column([bound.effective_rank for bound in bounds])
+            scores.append(_median_score(layer, facet, "effective_rank" + ESTIMATE, ranks))
+    return scores + _term_scores(layer, norms, ESTIMATE, at_most)
 
 
 def _term_scores(
-    layer: int, norms: Mapping[str, Numbers], kind: str, more: Mapping[str, Any]
+    layer: int, norms: Mapping[str, Numbers], suffix: str, details: Mapping[str, Any]
 ) -> list[Score]:
-    """The spectral norms of B and E, and how small E is beside B."""
+    """Score the spectral norms of B and E, and the norm of E relative to B."""
     if "perturbation" not in norms:
         return []
     dominant, perturbation = norms["dominant"], norms["perturbation"]
     with np.errstate(divide="ignore", invalid="ignore"):
         share = perturbation / dominant
     return [
-        _median(layer, "dominant", "norm" + kind, dominant, **more),
-        _median(layer, "perturbation", "norm" + kind, perturbation, **more),
-        _median(layer, "perturbation", "norm_over_dominant" + kind, share, **more),
+        _median_score(layer, "dominant", "norm" + suffix, dominant, **details),
+        _median_score(layer, "perturbation", "norm" + suffix, perturbation, **details),
+        _median_score(layer, "perturbation", "norm_over_dominant" + suffix, share, **details),
     ]
 
 
-def _present(facets: Sequence[str], by_image: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Those that every image has."""
+def _common_facets(facets: Sequence[str], by_image: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the facets that all images have."""
     return [facet for facet in facets if all(facet in found for found in by_image)]
 
 
@@ -237,59 +296,79 @@ def _column(values: Sequence[float]) -> Numbers:
     return np.array(values, dtype=np.float64)[:, None]
 
 
-def cka_with_input(layer: int, passes: Sequence[BlockPass]) -> Score:
-    x, y = torch.stack([one.entered for one in passes]), left(passes)
+def cka_with_input(layer: int, records: Sequence[BlockRecord]) -> Score:
+    """Score the linear CKA between the input and the output of one block."""
+    x, y = torch.stack([record.input for record in records]), stack_outputs(records)
     ci95 = linear_cka_ci95(x, y)
-    return plain(layer, "token", "cka_with_input", linear_cka(x, y), ci95, len(passes), {})
+    return make_score(layer, "token", "cka_with_input", linear_cka(x, y), ci95, len(records), {})
 
 
-def left(passes: Sequence[BlockPass]) -> Float64[Tensor, "images tokens dim"]:
-    return torch.stack([one.left for one in passes])
+def stack_outputs(records: Sequence[BlockRecord]) -> Float64[Tensor, "images tokens dim"]:
+    """Return the output tokens of one block for all images."""
+    return torch.stack([record.output for record in records])
+
+
+@dataclass(frozen=True)
+class CkaMatrix:
+    """Linear CKA of each pair of representations.
+
+    Attributes:
+        values: The matrix.
+        rows: Names of the rows.
+        columns: Names of the columns.
+        other: Name of the encoder in the columns. Empty if it is the encoder in the rows.
+    """
+
+    values: Float64[np.ndarray, "rows columns"]
+    rows: Sequence[str]
+    columns: Sequence[str]
+    other: str
 
 
 def cka_matrix(
-    rows: Sequence[Tensor], columns: Sequence[Tensor]
-) -> Float64[np.ndarray, "rows columns"]:
-    return np.array([[linear_cka(x, y) for y in columns] for x in rows])
+    rows: Mapping[str, Tokens], columns: Mapping[str, OtherTokens], other: str = ""
+) -> CkaMatrix:
+    """Compute the linear CKA of each pair of representations. The keys are their names."""
+    values = np.array([[linear_cka(x, y) for y in columns.values()] for x in rows.values()])
+    return CkaMatrix(values, list(rows), list(columns), other)
 
 
-def linear_cka(x: Tokens, y: Float[Tensor, "images tokens other_dim"]) -> float:
-    """Linear CKA over all tokens of all images, in [0, 1]; NaN where one side is constant.
+def linear_cka(x: Tokens, y: OtherTokens) -> float:
+    """Return the linear CKA over all tokens of all images, in [0, 1].
 
-    Rotating either side, or scaling it, changes nothing. With few tokens it is too high: for
-    independent Gaussians of n tokens and dimension d it is about d / (n + d).
+    It does not change if `x` or `y` is rotated or scaled. It is too high if there are few tokens.
+    For independent Gaussians with n tokens and dimension d, it is about d / (n + d). It is NaN if
+    all tokens of `x` or of `y` are equal.
 
-    Source: Kornblith et al., "Similarity of Neural Network Representations Revisited", 2019, the
-    formula with features at the end of its section 3.
+    Source: Kornblith et al., "Similarity of Neural Network Representations Revisited", 2019, last
+    formula of section 3.
     """
-    one, other = _centered(x).flatten(0, 1), _centered(y).flatten(0, 1)
-    if not one.any() or not other.any():
+    x, y = _centre(x).flatten(0, 1), _centre(y).flatten(0, 1)
+    if not x.any() or not y.any():
         return float("nan")
-    cross = (one.T @ other).square().sum()
-    return float(cross / ((one.T @ one).norm() * (other.T @ other).norm()))
+    cross = (x.T @ y).square().sum()
+    return float(cross / ((x.T @ x).norm() * (y.T @ y).norm()))
 
 
-def linear_cka_ci95(x: Tokens, y: Float[Tensor, "images tokens other_dim"]) -> Interval | None:
-    """Return the 95 % interval of `linear_cka` over images, or None.
+def linear_cka_ci95(x: Tokens, y: OtherTokens) -> Interval | None:
+    """Return the 95 % interval of `linear_cka` over images, from a jackknife of the logit.
 
-    It is a bias-corrected jackknife of the logit. Leaving an image out costs images^2 operations,
-    not a pass over the tokens.
+    The jackknife is corrected for bias. Leaving out an image takes images^2 operations and no pass
+    over the tokens.
 
     Returns:
-        None for a single image, a constant side, or the same on both sides. None, too, where the
-        correction exceeds the margin: of so few tokens it misses a part of the bias, and the
-        interval, which leaves out the value, the CKA of very many images as well.
+        The interval. It is None for a single image, for equal tokens, and if the CKA is 1. It is
+        also None if the bias correction exceeds the margin. The tokens are then too few to estimate
+        the bias, and the interval would contain neither `linear_cka` nor its limit for many images.
     """
     count = len(x)
-    one, other = _centered(x), _centered(y)
-    if count < 2 or not one.any() or not other.any():
+    x, y = _centre(x), _centre(y)
+    if count < 2 or not x.any() or not y.any():
         return None
-    # All images, then all but one.
+    # The first row weights all images equally. Each further row leaves out one image.
     weights = torch.cat([torch.ones(1, count), 1 - torch.eye(count)]).double().to(x.device)
-    both, first, second = (
-        _squared_covariance(a, b, weights) for a, b in ((one, other), (one, one), (other, other))
-    )
-    logits = (both / (first * second).sqrt()).logit().cpu().numpy()
+    xy, xx, yy = (_squared_covariance(a, b, weights) for a, b in ((x, y), (x, x), (y, y)))
+    logits = (xy / (xx * yy).sqrt()).logit().cpu().numpy()
     if not np.isfinite(logits).all():
         return None
     jackknife = Jackknife(float(logits[0]), logits[1:])
@@ -304,10 +383,10 @@ def _squared_covariance(
     y: Float64[Tensor, "images tokens other_dim"],
     weights: Float64[Tensor, "sums images"],
 ) -> Float64[Tensor, " sums"]:
-    """Squared norm of the centered cross-covariance, each image counted as often as asked.
+    """Return the squared norm of the centred cross-covariance for each row of weights.
 
-    ||sum_a w_a M_a - s t^T / n||^2 with M_a = X_a^T Y_a of each image, s and t the weighted sums
-    of x and y and n the number of tokens.
+    It is ||sum_a w_a M_a - s t^T / n||^2, where M_a = X_a^T Y_a is the product of image a, s and t
+    are the weighted sums of x and y, and n is the weighted number of tokens.
     """
     matrices = torch.einsum("atd,ate->ade", x, y)
     s, t = x.sum(1), y.sum(1)
@@ -321,9 +400,9 @@ def _squared_covariance(
     return products - 2 * triples / total + first * second / total**2
 
 
-def _centered(x: Tokens) -> Float64[Tensor, "images tokens dim"]:
-    """All tokens less their mean; exactly zero where only rounding tells them apart."""
+def _centre(x: Tokens) -> Float64[Tensor, "images tokens dim"]:
+    """Subtract the mean token. If tokens differ only by rounding, the result is exactly zero."""
     x = x.double()
-    centered = x - x.mean((0, 1))
+    centred = x - x.mean((0, 1))
     noise = x.shape[0] * x.shape[1] * torch.finfo(torch.float64).eps * x.norm()
-    return centered if centered.norm() > noise else torch.zeros_like(centered)
+    return centred if centred.norm() > noise else torch.zeros_like(centred)

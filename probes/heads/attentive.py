@@ -172,7 +172,7 @@ class AttentivePooling:
         own = asdict(self) | {"learning_rates": list(self.learning_rates)}
         return {"pool": "attentive", "optimizer": "lars", **own}
 
-    def require_fitting(self, dim: int) -> None:
+    def require_divisible(self, dim: int) -> None:
         """Refuse an encoder whose channels the queries do not divide, by a ConfigurationError."""
         if dim % self.queries:
             fitting = [count for count in range(1, dim + 1) if dim % count == 0]

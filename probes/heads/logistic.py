@@ -14,7 +14,7 @@ from probes.features.journal import Journal
 from probes.features.split import LayerGroup
 from probes.features.tiers import TrainingFeatures
 from probes.heads.sgd import (
-    Heads,
+    HeadSpec,
     LinearHeads,
     RunningStatistics,
     TrainedHeads,
@@ -66,7 +66,7 @@ class LogisticRegression(Training):
 
     def train(
         self,
-        heads: Heads,
+        heads: HeadSpec,
         features: TrainingFeatures,
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],

@@ -251,6 +251,7 @@ def mask_score(
     total, per_image = counts.total[source], counts.per_image(source, value)
     named, constant = predict_constant_class(total[0])
     baseline = Baseline(f"constant class {class_names[named]}", float(score(constant)))
+    iou = nan_to_none(iou_per_class(total[value]))
     return Score(
         *cell,
         metric,
@@ -258,7 +259,7 @@ def mask_score(
         estimate(per_image).ci95(),
         len(counts),
         {
-            "iou_by_class": dict(zip(class_names, plain(iou_per_class(total[value])), strict=True)),
+            "iou_by_class": dict(zip(class_names, iou, strict=True)),
             "absent_classes": ABSENT_CLASS_POLICY,
             **details,
             **baseline.as_details(),
@@ -268,6 +269,6 @@ def mask_score(
     )
 
 
-def plain(values: Sequence[float] | np.ndarray) -> list[float | None]:
+def nan_to_none(values: Sequence[float] | np.ndarray) -> list[float | None]:
     """As records have them: JSON has no NaN, so that of an absent class is null."""
     return [None if math.isnan(value) else float(value) for value in values]

@@ -335,7 +335,7 @@ class ParallelHeads(LinearHeads):
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadSpec:
     """What every way to fit heads must know of them."""
 
     loss: PixelLoss
@@ -357,12 +357,10 @@ class Training:
         hyperparameter: What the heads of one source differ by; its values are in the field of its
             plural, and one of them is chosen afterwards.
         batch_size: Images that are looked at together.
-        refit: Whether all training images are fitted once the held-out ones have chosen.
     """
 
     hyperparameter: ClassVar[str]
     batch_size: Any
-    refit: Any = False
 
     def __post_init__(self) -> None:
         check_fields(self, "probe.training")
@@ -378,7 +376,7 @@ class Training:
 
     def train(
         self,
-        heads: Heads,
+        heads: HeadSpec,
         features: TrainingFeatures,
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
@@ -410,13 +408,13 @@ class StepTraining(Training):
     def settings(self) -> dict[str, Any]:
         return {**asdict(self), "learning_rates": list(self.learning_rates)}
 
-    def steps(self) -> tuple[HeadOptimizer, Schedule]:
+    def optimizer_and_schedule(self) -> tuple[HeadOptimizer, Schedule]:
         """What moves the heads, and at which share of the rates."""
         raise NotImplementedError
 
     def train(
         self,
-        heads: Heads,
+        heads: HeadSpec,
         features: TrainingFeatures,
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
@@ -442,7 +440,7 @@ class StepTraining(Training):
                 journal.replace({"seconds": seconds, "batches": number, "statistics": vars(found)})
         statistics = found.standardization(len(sources), heads.device)
 
-        optimizer, schedule = self.steps()
+        optimizer, schedule = self.optimizer_and_schedule()
         bank = ParallelHeads(
             statistics if heads.standardize else statistics.identity(),
             classes=heads.classes,
@@ -497,7 +495,7 @@ class TrainedHeads:
     unfinished: Sequence[int] | None = None
     stalled: Sequence[int] | None = None
 
-    def on(self, device: torch.device) -> "TrainedHeads":
+    def to(self, device: torch.device) -> "TrainedHeads":
         weight, bias = self.weight.to(device), self.bias.to(device)
         return replace(self, weight=weight, bias=bias)
 

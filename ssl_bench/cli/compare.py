@@ -13,6 +13,7 @@ from ssl_bench.cli.records import (
     open_store,
     print_tables,
     resolve_format,
+    select_main_metrics,
     select_tasks,
 )
 from ssl_bench.errors import ConfigurationError, DataError, escape_braces
@@ -25,7 +26,7 @@ from ssl_bench.tables.comparison import (
     compare_encoders,
     compare_runs,
 )
-from ssl_bench.tables.depth import group_by_run, main_metrics
+from ssl_bench.tables.depth import group_by_run
 
 Table = Comparison | EpochComparison
 # If two records agree in all of these fields, their tables differ only in the metric.
@@ -49,34 +50,13 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _select_tables(options: argparse.Namespace, records: Sequence[Record]) -> list[Record]:
-    """Return the records of the tables to print.
-
-    If no flag selects metrics, only records of main metrics are returned. A message then lists the
-    metrics that are not shown.
-
-    Args:
-        options: The flags.
-        records: One record for each table that can be printed.
-    """
+    """Return the records of the tables to print, given one record for each possible table."""
     if options.metric or options.all_metrics:
         return list(records)
-    main = main_metrics(records, _TABLE_FIELDS)
-    selected = [
-        record
-        for record in records
-        if main[tuple(getattr(record, name) for name in _TABLE_FIELDS)] == record.metric
-    ]
-    metrics = {record.metric for record in selected}
-    if others := sorted({record.metric for record in records} - metrics):
-        say(
-            f"metrics not shown: {', '.join(others)}. Use --metric {others[0]} to show one metric, "
-            "or --all-metrics to show all metrics"
-        )
-    return selected
+    return select_main_metrics(records, _TABLE_FIELDS, "--all-metrics to show all metrics")
 
 
 def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[EpochComparison]:
-    """Compare two training runs at each epoch that was probed in both runs."""
     records = select_tasks(options.task, store.records())
     if not records:
         raise no_records(options.task, store)
@@ -92,16 +72,7 @@ def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[Epoch
 
 
 def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
-    """Return the name of a run.
-
-    Args:
-        name: Name of the run or of one of its encoders.
-        records: Records to search for the run.
-        store: Folder of the records.
-
-    Raises:
-        DataError: The encoder does not belong to a run.
-    """
+    """Return the name of the run with this name or with an encoder of this name."""
     runs = group_by_run(records)
     if name in runs:
         return name
@@ -113,10 +84,7 @@ def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
 
 
 def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[Comparison]:
-    """Compare two encoders, or the blocks of one encoder.
-
-    Records of other encoders are not read.
-    """
+    # Records of other encoders are not read.
     paths = store.encoders()
     resolved = [find_recorded_encoder(name, paths, store) for name in options.checkpoints]
     encoders = {
@@ -153,11 +121,6 @@ def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[C
 def _select(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> list[Record]:
-    """Return the records that the flags select.
-
-    Raises:
-        ConfigurationError: The value of a flag occurs in no record of any encoder.
-    """
     try:
         return filter_records(options, select_tasks(options.task, records), store)
     except ConfigurationError:

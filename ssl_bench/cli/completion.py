@@ -28,13 +28,7 @@ _ssl_bench_target() {
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the completion script for a shell.
-
-    The script contains the names of the installed probes and datasets.
-
-    Raises:
-        MachineError: shtab is not installed.
-    """
+    """Print the completion script for a shell, with the names of all probes and datasets."""
     parser, shell = build_parser(), options.shell
     try:
         import shtab
@@ -65,10 +59,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _shell_functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
-    """Return shell functions that list tasks and datasets.
-
-    Only bash and fish need them. For other shells, the text is empty.
-    """
+    """Return the functions that list tasks and datasets, which only bash and fish need."""
     if shell == "bash":
         return _BASH_FUNCTIONS + "\n".join(
             f'_ssl_bench_{kind}() {{ _ssl_bench_list "$1" {" ".join(valid)}; }}'
@@ -83,7 +74,6 @@ def _shell_functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
 
 
 def _list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the arguments of all commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

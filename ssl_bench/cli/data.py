@@ -42,10 +42,7 @@ MANIFEST = "SHA256SUMS"
 _MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 _MARKER_FOLDER = ".ssl-bench"
 _SAMPLE_SIZE = 64
-_ROLES = (
-    *("segmentation", "classification", "correspondence"),
-    *("discovery", "saliency", "images"),
-)
+_ROLES = ("segmentation", "classification", "correspondence", "discovery", "saliency", "images")
 _ROLES_OF_SPLITS: Mapping[str, tuple[str, ...]] = {
     "train": ("segmentation", "classification"),
     "val": ("segmentation", "classification", "correspondence", "saliency"),
@@ -67,7 +64,6 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    """Print one line for each dataset, or all facts about one dataset."""
     if options.target is not None:
         source = _find_source(options.action, options.target)
         facts = _as_json(source)
@@ -147,7 +143,6 @@ def _build_dataset(
 
 
 def _download(options: argparse.Namespace) -> int:
-    """Download and unpack the missing files of a dataset."""
     source = _find_source(options.action, options.target)
     if not source.downloads:
         raise ConfigurationError(
@@ -204,7 +199,6 @@ def _require_archive(path: Path) -> None:
 
 
 def _marker_text(file: Download) -> str:
-    """Return the content of the marker file of a finished download."""
     return f"{file.published.url} {file.published.digest}\n"
 
 
@@ -214,12 +208,7 @@ def _is_finished(file: Download, root: Path) -> bool:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a tar or zip archive into a folder and replace existing files.
-
-    Raises:
-        DataError: The archive is damaged, or a member would be written outside of the folder.
-        MachineError: The disk is full or not writable.
-    """
+    """Unpack a tar or zip archive into a folder and replace existing files."""
     description = f"unpacking {archive.name}"
     try:
         if archive.suffix.lower() == ".zip":
@@ -269,12 +258,7 @@ def _require_root(options: argparse.Namespace) -> Path:
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Open the splits of a dataset, count their images and read a sample of the images.
-
-    Raises:
-        DataError: A split cannot be opened, has an unreadable image, or does not have the published
-            number of images.
-    """
+    """Open the splits of a dataset, compare their numbers of images and read some images."""
     name = options.target
     if name is not None and name not in SOURCES and name in choices("dataset"):
         # An installed package provides this dataset. Its published number of images is unknown.
@@ -308,10 +292,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
-    """Decode every image of a folder of photographs and list the unreadable images.
-
-    Probes skip the unreadable images of such a folder.
-    """
+    """Decode every image of a folder of photographs and list the unreadable images."""
     faults = faults_of(images, {})
     problems = [to_one_line(str(fault)) for fault in faults if fault is not None]
     if as_json:
@@ -327,16 +308,7 @@ def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
 
 
 def _check_split(dataset: Dataset, split: str, published: int | None) -> dict[str, Any]:
-    """Open a split, count its images and read a fixed random sample of them.
-
-    Args:
-        dataset: The opened dataset.
-        split: Name of the method that opens the split, such as "train".
-        published: The published number of images, None if it is unknown.
-
-    Returns:
-        The name of the split, its numbers of images and a list of problems, as JSON types.
-    """
+    """Open a split, count its images and read a fixed random sample. Return JSON types."""
     state = {"role": split, "split": "", "images": 0, "published": published, "read": 0}
     try:
         images: ImageSet = getattr(dataset, split)()
@@ -367,7 +339,6 @@ def _format_state(state: Mapping[str, Any]) -> list[str]:
 def _format_classes(
     source: Source, unread: Any, dataset: Dataset, states: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return a line with the class names of a dataset, or an empty text if they are unknown."""
     names = _class_names(source, unread)
     if source.name == "ade20k":
         root = Path(unread.root)
@@ -409,11 +380,7 @@ def _faulty_dataset(
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Compare the files of a folder with a list of SHA-256 digests, or write this list.
-
-    Raises:
-        DataError: A listed file is missing or has changed.
-    """
+    """Compare the files of a folder with a list of SHA-256 digests, or write this list."""
     if options.target is None:
         raise ConfigurationError(
             "data verify needs a folder", hint=("ssl-bench", "data", "verify", "{folder}")
@@ -451,13 +418,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def write_manifest(root: Path, manifest: Path) -> int:
-    """Write the SHA-256 of every file below a folder to a manifest.
-
-    Hidden files and the manifest itself are left out.
-
-    Returns:
-        The number of listed files.
-    """
+    """Write the SHA-256 of every file below a folder to a manifest, and return their number."""
     names = _find_files(root, manifest)
     if not names:
         raise DataError(f"{root} has no files, expected the folder of a dataset")
@@ -507,7 +468,7 @@ def _find_files(root: Path, manifest: Path) -> list[str]:
 
 
 def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each path with the SHA-256 of its file. Several threads compute the digests."""
+    """Yield each path with the SHA-256 of its file, computed in threads."""
 
     def digest(name: str) -> str:
         try:

@@ -59,13 +59,7 @@ SPLITS_OF_ROLES = {
 
 
 class Finding(NamedTuple):
-    """One line of the output.
-
-    Attributes:
-        name: Name of the examined package, device or folder, such as "torch".
-        value: Version, size or state of the examined object.
-        broken: Whether commands fail until the user repairs the examined package.
-    """
+    """One line of the output. Commands fail until the user repairs a broken package."""
 
     name: str
     value: str
@@ -123,7 +117,6 @@ def _find_package(module: str, distribution: str) -> Finding:
 
 
 def _find_unmet_requirements() -> Iterator[Finding]:
-    """Yield required packages that are missing or have an unsupported version."""
     try:
         requirements = metadata.requires("ssl-bench") or ()
     except metadata.PackageNotFoundError:
@@ -138,9 +131,8 @@ def _find_unmet_requirements() -> Iterator[Finding]:
         try:
             version = metadata.version(required.name)
         except metadata.PackageNotFoundError:
-            yield Finding(
-                required.name, f"{required.name} is not installed. {install}", broken=True
-            )
+            text = f"{required.name} is not installed. {install}"
+            yield Finding(required.name, text, broken=True)
             continue
         if not required.specifier.contains(version, prereleases=True):
             text = f"{required.name} is {version}, expected {required.specifier}. {install}"
@@ -170,7 +162,6 @@ def _find_gpus() -> Iterator[Finding]:
 
 
 def _find_caches() -> Iterator[Finding]:
-    """Yield the free space of output and cache folders, and the variables that set the caches."""
     folders = {
         "disk": Path.cwd(),
         "results": Path("results"),
@@ -179,9 +170,8 @@ def _find_caches() -> Iterator[Finding]:
         "hub cache": Path(hub.HF_HUB_CACHE),
     }
     for name, folder in folders.items():
-        existing = next(
-            p for p in (resolve_links(folder), *resolve_links(folder).parents) if p.is_dir()
-        )
+        resolved = resolve_links(folder)
+        existing = next(path for path in (resolved, *resolved.parents) if path.is_dir())
         free = shutil.disk_usage(existing).free / 2**30
         advice = "" if os.access(existing, os.W_OK) else f", but {existing} is not writable"
         yield Finding(name, f"{free:.0f} GiB free in {folder}{advice}")
@@ -191,7 +181,6 @@ def _find_caches() -> Iterator[Finding]:
 
 
 def _format_environment(names: tuple[str, ...]) -> str:
-    """Return NAME=VALUE for each environment variable that is set, separated by commas."""
     return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 

@@ -115,7 +115,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _open_dataset(
     options: argparse.Namespace, overrides: Sequence[str], on_bad_image: OnBadImage | None
 ) -> tuple[Dataset, int | None]:
-    """Return the dataset and `data.bits`, the number of bits that its 16-bit images use."""
+    """Return the dataset and its `data.bits`."""
     name = require_choice("dataset", options.dataset, choices("dataset"))
     words = [f"dataset={name}", *add_data_root(overrides, options.data_root)]
     config = compose_config("data", words)
@@ -126,10 +126,7 @@ def _open_dataset(
 
 
 def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
-    """Return the splits that a comma-separated text names.
-
-    Without a text, return train and val if the dataset has labels, and otherwise all images.
-    """
+    """Return the named splits. Without names, return train and val, or all images if unlabelled."""
     if text is not None:
         names = [require_choice("split", name.strip(), _SPLITS) for name in text.split(",")]
     elif {"segmentation", "classification", "correspondence"} & dataset.supports:
@@ -140,15 +137,7 @@ def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
 
 
 def _start_or_continue(path: Path, about: Mapping[str, Any]) -> None:
-    """Write the description of the features, or check that an existing description is equal.
-
-    Args:
-        path: File of the description.
-        about: Description of the features that will be written.
-
-    Raises:
-        ConfigurationError: The folder contains features with a different description.
-    """
+    """Write the description of the features, or check that existing features have an equal one."""
     # In a folder without features, an existing description is replaced.
     if not (path.is_file() and any(path.parent.glob("*-[0-9]*.*"))):
         write_text_atomically(path, json.dumps(about, indent=1) + "\n")
@@ -175,7 +164,7 @@ def _write_split(
 ) -> list[dict[str, Any]]:
     """Write the missing files of a split, and return the rows of the index for all its files."""
     num_bytes = _bytes_per_image(extractor, size, options.dtype)
-    rows, per_file = list[dict[str, Any]](), max(1, min(_MOST_IMAGES, _MOST_BYTES // num_bytes))
+    per_file = max(1, min(_MOST_IMAGES, _MOST_BYTES // num_bytes))
     starts = range(0, len(images), per_file)
     paths = {start: out / f"{images.split}-{start:07}.{options.format}" for start in starts}
     listed = {start: read for start in starts if (read := _read_ids_and_labels(paths[start]))}
@@ -187,19 +176,18 @@ def _write_split(
         arrays = _extract(images, indices, extractor, size, options)
         _write(paths[start], arrays, options.format)
         listed[start] = arrays["image_id"].tolist(), arrays["label"].tolist()
-    for start in starts:
-        rows += [
-            {
-                "image_id": image_id,
-                "split": images.split,
-                "label": label if label >= 0 else None,
-                "class": images.class_names[label] if label >= 0 else None,
-                "file": paths[start].name,
-                "row": row,
-            }
-            for row, (image_id, label) in enumerate(zip(*listed[start], strict=True))
-        ]
-    return rows
+    return [
+        {
+            "image_id": image_id,
+            "split": images.split,
+            "label": label if label >= 0 else None,
+            "class": images.class_names[label] if label >= 0 else None,
+            "file": paths[start].name,
+            "row": row,
+        }
+        for start in starts
+        for row, (image_id, label) in enumerate(zip(*listed[start], strict=True))
+    ]
 
 
 def _bytes_per_image(extractor: FeatureExtractor, size: tuple[int, int], dtype: str) -> int:
@@ -219,10 +207,7 @@ def _extract(
     size: tuple[int, int],
     options: argparse.Namespace,
 ) -> dict[str, np.ndarray]:
-    """Return the features by block and facet, and the ids and labels of the images.
-
-    The label of an image without a class is -1.
-    """
+    """Return features by block and facet, and the images' ids and labels (-1 without a class)."""
     parts: dict[str, list[np.ndarray]] = {}
     ids, labels = list[str](), list[int]()
     batch_size = options.batch_size or _BATCH_SIZE
@@ -252,11 +237,7 @@ def _extract(
 
 
 def _require_range(values: np.ndarray, dtype: str, name: str) -> None:
-    """Check that `dtype` can store the largest absolute entry as a normal number.
-
-    Raises:
-        CheckpointError: The entry is too small or too large, so `dtype` would lose precision.
-    """
+    """Check that `dtype` can store the largest absolute entry as a normal number."""
     largest = float(np.abs(values).max(initial=0.0))
     least, most = float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)
     if largest and not least <= largest <= most:
@@ -278,10 +259,7 @@ def _write(path: Path, arrays: dict[str, np.ndarray], file_format: str) -> None:
 
 
 def _read_ids_and_labels(path: Path) -> tuple[list[str], list[int]] | None:
-    """Return the ids and labels of the images in a file.
-
-    If the file is missing or damaged, return None.
-    """
+    """Return the ids and labels of the images in a file, None if it is missing or damaged."""
     try:
         if path.suffix == ".npz":
             with np.load(path) as arrays:

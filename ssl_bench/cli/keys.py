@@ -112,7 +112,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _wrap_lines(lines: Sequence[str]) -> list[str]:
-    """Wrap lines at the width of the terminal and indent the continuation lines."""
+    """Wrap lines at the width of the terminal."""
     width = max(40, shutil.get_terminal_size().columns)
     wrapped = []
     for line in lines:
@@ -138,11 +138,7 @@ def _list_names(label: str, names: str | Sequence[str]) -> list[str]:
 
 
 def _describe_target(target: str, overrides: Sequence[str]) -> list[str]:
-    """Return one line for each key of a target, such as "probe.tokencut" or "train.epochs".
-
-    Raises:
-        ConfigurationError: The target or key does not exist.
-    """
+    """Return one line for each key of a target, such as "probe.tokencut" or "train.epochs"."""
     group, _, rest = target.partition(".")
     name, _, field = rest.partition(".")
     key = f"{group}.{field}" if field else group
@@ -174,18 +170,8 @@ def _describe_target(target: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
-    """Return one line for each selected key.
-
-    Args:
-        config: The configuration.
-        parents: Keys to select together with all keys below them, for example "train" for "train",
-            "train.seed" and "train.epochs". Without parents, all keys are selected.
-
-    Raises:
-        ConfigurationError: No key is selected.
-    """
-    lines = _describe_keys(config, parents)
-    if lines:
+    """Return one line for each key that is a parent or below one. Without parents, for all keys."""
+    if lines := _describe_keys(config, parents):
         return lines
     name = parents[0]
     message = f"unknown key {name!r}"
@@ -206,9 +192,9 @@ def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
     for full_key, value in flatten_config(config).items():
         owner, _, last = full_key.rpartition(".")
         key = owner if last == TARGET else full_key
-        group, name = _chosen_file(config, key, value)
-        if group:
-            values[key], types[key] = name, " or ".join(choices(group))
+        if chosen := _chosen_file(config, key, value):
+            group, values[key] = chosen
+            types[key] = " or ".join(choices(group))
         elif last != TARGET:
             values[key] = json.dumps(value)
     assignments = {
@@ -226,7 +212,6 @@ def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
 
 
 def _find_meaning(key: str) -> str:
-    """Return the meaning of a key that its class does not document."""
     if ".init_options." in key:
         return "any value: argument of the function `model.init`"
     parts = key.split(".")
@@ -234,28 +219,21 @@ def _find_meaning(key: str) -> str:
     return next((_MEANINGS[ending] for ending in endings if ending in _MEANINGS), "")
 
 
-def _chosen_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str | None, str]:
-    """Return the group of config files that a key selects from, and the name of the selected file.
-
-    If the key has an ordinary value, the group is None and the name is empty.
-    """
+def _chosen_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str, str] | None:
+    """Return the group of config files that a key selects from, and the selected name, if any."""
     top, _, field = key.partition(".")
     component = config.get(top)
     if not (isinstance(component, Mapping) and TARGET in component):
-        return None, ""
-    kind = component_class(component[TARGET], top)
-    group = choice_group(key, {top: getattr(kind, "task", None)})
-    if group is None:
-        return None, ""
+        return None
+    task = getattr(component_class(component[TARGET], top), "task", None)
+    if (group := choice_group(key, {top: task})) is None:
+        return None
     part = component[field]
     return group, _find_file(group, part) if isinstance(part, Mapping) else str(value)
 
 
 def _find_file(group: str, component: Mapping[str, Any]) -> str:
-    """Return the name of the config file with these values.
-
-    If no file has these values, return the name of the first file of the same class.
-    """
+    """Return the name of the config file with these values, or else of the same class."""
     contents = {
         name: read_file(config_folder() / group / f"{name}.yaml") for name in config_names(group)
     }

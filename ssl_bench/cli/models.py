@@ -64,11 +64,7 @@ TIMM_PATTERNS = (
 def command(options: argparse.Namespace) -> int:
     """List the supported kinds of checkpoints, or describe the given checkpoints.
 
-    If a checkpoint cannot be loaded, one line reports the error, and the other checkpoints are
-    still described.
-
-    Returns:
-        The exit code of the first checkpoint that cannot be loaded, else 0.
+    All checkpoints are described. The exit code is that of the first that cannot be loaded.
     """
     if not options.uris:
         if options.json:

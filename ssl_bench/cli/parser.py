@@ -8,7 +8,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -90,6 +90,10 @@ _RESULTS = "folder for records and figures (default: results)"
 _LIMIT = "use at most N images of each split, evenly spaced (short for data.limit=N)"
 _BATCH = "number of images that the encoder processes at once"
 _TRAINING_BATCH = "images per optimisation step over all GPUs (short for train.batch_size=N)"
+_FORMATS = (
+    "text, terminal, markdown, latex, csv, json or parquet (default: terminal, or text if the "
+    "output is redirected)"
+)
 _BAD_IMAGE = (
     "fail: stop at an unreadable image, skip: leave it out "
     "(default: fail, for the dataset folder: skip)"
@@ -97,6 +101,9 @@ _BAD_IMAGE = (
 
 
 class _Parser(argparse.ArgumentParser):
+    def add_switch(self, flag: str, meaning: str) -> None:
+        self.add_argument(flag, action="store_true", help=meaning)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(message, hint=(*self.prog.split(), "--help"))
 
@@ -147,38 +154,14 @@ def build_parser() -> argparse.ArgumentParser:
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.add_switch("--debug", "show the traceback of an error")
         add_flags(command)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse the arguments, run their command and return its exit code.
-
-    Raises:
-        SslBenchError: The arguments are invalid, or the command failed.
-    """
-    parser = build_parser()
-    commands = dict(
-        next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
-    )
-    _check_names(commands, arguments)
-    words = _join_values(arguments)
-    # argparse crashes on the value "--", because it removes "--" and then has no value to convert.
-    if valueless := next((word for word in words if re.fullmatch(r"--.+=--", word)), None):
-        raise ConfigurationError(f"{valueless.removesuffix('=--')} expects a value, got '--'")
-    options, rest = parser.parse_known_args(words)
-    for name in _PATH_OPTIONS:
-        if (text := getattr(options, name, None)) is not None:
-            setattr(options, name, str(expand_path(text)))
-    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-    if unknown := [word for word in rest if word not in overrides]:
-        raise _unknown_argument(options.command, commands[options.command], unknown[0])
-    if overrides and options.command not in COMMANDS_WITH_OVERRIDES:
-        raise ConfigurationError(
-            f"`ssl-bench {options.command}` accepts no KEY=VALUE settings, got {overrides[0]!r}"
-        )
-    overrides = _add_overrides_of_flags(options, overrides)
+    """Parse the arguments, run their command and return its exit code."""
+    options, overrides = _parse(arguments)
     # Imported only here, because importing torch takes seconds, and `--help` does not need torch.
     command = import_module(f"ssl_bench.cli.{options.command}").command
     if options.command in COMMANDS_WITH_OVERRIDES:
@@ -186,12 +169,54 @@ def run(arguments: Sequence[str]) -> int:
     return command(options)
 
 
-def _check_names(commands: Mapping[str, argparse.ArgumentParser], arguments: Sequence[str]) -> None:
-    """Raise ConfigurationError for an unknown command or flag.
+def probe_request(options: argparse.Namespace, overrides: Sequence[str]) -> "ProbeRequest":
+    """Build the request of `probe` or `sweep` from its flags and KEY=VALUE settings."""
+    from ssl_bench.request import ProbeRequest
 
-    This check runs before argparse. If a flag is misspelled, argparse may only report that an
-    argument is missing.
-    """
+    return ProbeRequest.parse(
+        task=options.task,
+        dataset=options.dataset,
+        data_root=options.data_root,
+        overrides=overrides,
+        batch_size=options.batch_size,
+        layers=options.layer,
+        checkpoints=options.checkpoint or (),
+        baselines=options.baselines,
+        out=Path(options.out),
+        device=options.device,
+        on_bad_image=options.on_bad_image,
+        overwrite=getattr(options, "overwrite", False),
+    )
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags of a command, and the KEY=VALUE settings that it was given."""
+    parser = build_parser()
+    commands = dict(
+        next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    )
+    # Before argparse, which may only report a missing argument if a flag is misspelled.
+    _check_names(commands, arguments)
+    words = _join_values(arguments)
+    # argparse crashes on the value "--", because it removes "--" and then has no value to convert.
+    if valueless := next((word for word in words if re.fullmatch(r"--.+=--", word)), None):
+        raise ConfigurationError(f"{valueless.removesuffix('=--')} expects a value, got '--'")
+    options, rest = parser.parse_known_args(words)
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    if unknown := [word for word in rest if word not in overrides]:
+        raise _unknown_argument(options.command, commands[options.command], unknown[0])
+    if overrides and options.command not in COMMANDS_WITH_OVERRIDES:
+        raise ConfigurationError(
+            f"`ssl-bench {options.command}` accepts no KEY=VALUE settings, got {overrides[0]!r}"
+        )
+    for name in _PATH_OPTIONS:
+        if (text := getattr(options, name, None)) is not None:
+            setattr(options, name, str(expand_path(text)))
+    return options, [*_overrides_of_flags(options, overrides), *overrides]
+
+
+def _check_names(commands: Mapping[str, argparse.ArgumentParser], arguments: Sequence[str]) -> None:
+    """Raise ConfigurationError for an unknown command or flag."""
     command = arguments[0] if arguments else "-"
     if command.startswith("-"):
         return
@@ -233,8 +258,8 @@ def _unknown_argument(
 def _join_values(arguments: Sequence[str]) -> list[str]:
     """Write the flags `--layer` and `--checkpoint` and their values as FLAG=VALUE.
 
-    Without this, argparse would read the value in `--layer -1,0` as a flag. A shell expands
-    `--checkpoint runs/*` to `--checkpoint A B C`. This becomes three flags, one for each value.
+    argparse would read the value in `--layer -1,0` as a flag. `--checkpoint A B C`, to which a
+    shell expands `--checkpoint runs/*`, becomes three flags.
     """
     joined: list[str] = []
     for word in arguments:
@@ -248,14 +273,9 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def _add_overrides_of_flags(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that the flags are short for, followed by those on the command line.
-
-    Raises:
-        ConfigurationError: A flag and an override set the same key.
-    """
+def _overrides_of_flags(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the settings that flags are short for. None may set a key that `overrides` also set."""
     typed = {override.partition("=")[0]: override for override in overrides}
-    from_flags = []
     for name, key in _KEY_OF_FLAG.get(options.command, {}).items():
         value = getattr(options, name)
         if value is None:
@@ -265,47 +285,22 @@ def _add_overrides_of_flags(options: argparse.Namespace, overrides: Sequence[str
             raise ConfigurationError(
                 f"--{flag} {value} and {typed[key]} both set {key}. Remove one of them"
             )
-        from_flags.append(f"{key}={value}")
-    return [*from_flags, *overrides]
+        yield f"{key}={value}"
 
 
-def probe_request(options: argparse.Namespace, overrides: Sequence[str]) -> "ProbeRequest":
-    """Build the request of `probe` or `sweep` from its flags and KEY=VALUE settings.
-
-    Raises:
-        ConfigurationError: A task, dataset, folder or device is invalid.
-    """
-    from ssl_bench.request import ProbeRequest
-
-    return ProbeRequest.parse(
-        task=options.task,
-        dataset=options.dataset,
-        data_root=options.data_root,
-        overrides=overrides,
-        batch_size=options.batch_size,
-        layers=options.layer,
-        checkpoints=options.checkpoint or (),
-        baselines=options.baselines,
-        out=Path(options.out),
-        device=options.device,
-        on_bad_image=options.on_bad_image,
-        overwrite=getattr(options, "overwrite", False),
-    )
-
-
-def _add_probe(parser: argparse.ArgumentParser) -> None:
+def _add_probe(parser: _Parser) -> None:
     add = parser.add_argument
     task = "tasks such as tokencut, segmentation or knn, separated by commas, or all"
     add("--task", required=True, help=task)
     _add_probing(parser)
     pictures = "number of example figures to draw, 0 for none (short for probe.panels=N)"
     add("--pictures", type=int, metavar="N", help=pictures)
-    add("--overwrite", action="store_true", help="compute finished results again")
+    parser.add_switch("--overwrite", "compute finished results again")
     _add_previews(parser)
-    add("--json", action="store_true", help="print the records as JSON instead of tables")
+    parser.add_switch("--json", "print the records as JSON instead of tables")
 
 
-def _add_features(parser: argparse.ArgumentParser) -> None:
+def _add_features(parser: _Parser) -> None:
     add = parser.add_argument
     uri = "encoder, as for `ssl-bench probe` (default: the newest checkpoint in runs/)"
     add("--checkpoint", metavar="URI", help=uri)
@@ -329,7 +324,7 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
     add("--on-bad-image", metavar="fail|skip", help=_BAD_IMAGE)
 
 
-def _add_sweep(parser: argparse.ArgumentParser) -> None:
+def _add_sweep(parser: _Parser) -> None:
     add = parser.add_argument
     add("--task", default="all", help=_TASKS)
     _add_probing(parser)
@@ -338,8 +333,8 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
         "(default: 1)"
     )
     add("--jobs", type=int, default=1, metavar="N", help=jobs)
-    add("--json", action="store_true", help="print the plan and the outcome as JSON")
-    add("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_switch("--json", "print the plan and the outcome as JSON")
+    parser.add_switch("--dry-run", "print the plan and stop")
     way = parser.add_mutually_exclusive_group().add_argument
     way("--print", action="store_true", help="print the command of each unfinished job")
     way("--slurm", action="store_true", help="submit a SLURM array (needs ssl-bench[slurm])")
@@ -352,17 +347,17 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     add("--slurm-logs", metavar="DIR", help="folder for the logs (default: OUT/slurm)")
 
 
-def _add_pretrain(parser: argparse.ArgumentParser) -> None:
+def _add_pretrain(parser: _Parser) -> None:
     add = parser.add_argument
     add("--out", metavar="DIR", help="run folder (default: runs/MODEL-OPTIMIZER-TIME)")
     add("--data-root", metavar="DIR", help="folder of images (default: generated toy scenes)")
     add("--device", help=_DEVICE)
-    add("--resume", action="store_true", help="continue the run in --out if there is one")
+    parser.add_switch("--resume", "continue the run in --out if there is one")
     must = "continue the run in --out, or fail if there is none"
     add("--resume=must", action="store_true", dest="must_resume", help=must)
     extend = "continue a finished run with a larger train.epochs or train.max_steps"
-    add("--extend", action="store_true", help=extend)
-    add("--overwrite", action="store_true", help="delete the run in --out and start again")
+    parser.add_switch("--extend", extend)
+    parser.add_switch("--overwrite", "delete the run in --out and start again")
     bad_image = (
         "fail: stop at an unreadable image, skip: use the next image (short for data.on_bad_image)"
     )
@@ -371,13 +366,12 @@ def _add_pretrain(parser: argparse.ArgumentParser) -> None:
     _add_previews(parser)
 
 
-def _add_reproduce(parser: argparse.ArgumentParser) -> None:
+def _add_reproduce(parser: _Parser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="PAPER/TABLE", help="table to show (default: list all tables)")
     add("--row", action="append", metavar="ROW", help="select a row (may be repeated)")
     add("--dataset", metavar="NAME", help="select datasets, separated by commas")
-    roots = "folders of the datasets, separated by commas"
-    add("--data-root", metavar="NAME=DIR", help=roots)
+    add("--data-root", metavar="NAME=DIR", help="folders of the datasets, separated by commas")
     add("--runs", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
     add("--out", default="results", metavar="DIR", help=_RESULTS)
     add("--device", help=_DEVICE)
@@ -389,19 +383,16 @@ def _add_reproduce(parser: argparse.ArgumentParser) -> None:
     way("--table", action="store_true", help="print our values next to the published ones")
 
 
-def _add_table(parser: argparse.ArgumentParser) -> None:
+def _add_table(parser: _Parser) -> None:
     add = parser.add_argument
-    add("--task", default="all", help=_TASKS)
     _add_filters(parser)
     add("--layer", default="all", help=_LAYERS)
-    _add_format(parser)
+    add("--format", help=_FORMATS)
     add("--out", default="results", metavar="DIR", help=_RECORDS)
-    pivot = "print encoders as rows, and datasets and metrics as columns"
-    add("--pivot", action="store_true", help=pivot)
-    epochs = "print the epochs of a run as rows, and blocks as columns"
-    add("--over-epochs", action="store_true", help=epochs)
+    parser.add_switch("--pivot", "print encoders as rows, and datasets and metrics as columns")
+    parser.add_switch("--over-epochs", "print the epochs of a run as rows, and blocks as columns")
     severity = "print blocks as rows, and the severities of a corruption as columns"
-    add("--over-severity", action="store_true", help=severity)
+    parser.add_switch("--over-severity", severity)
     paper = "print our values next to a published table (table2, figure3, mnist, ...)"
     add("--paper", metavar="TABLE", help=paper)
     row = "use this checkpoint for a row of the published table (may be repeated)"
@@ -413,26 +404,23 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     add("--best-layer", metavar="holdout|oracle", help=best)
     add("--figure", metavar="FILE", help="also draw the curves (.png, .svg or .pdf)")
     pack = "move all records and per-image values to OUT/records.parquet and stop"
-    add("--pack", action="store_true", help=pack)
+    parser.add_switch("--pack", pack)
 
 
-def _add_compare(parser: argparse.ArgumentParser) -> None:
+def _add_compare(parser: _Parser) -> None:
     add = parser.add_argument
     name = "encoder: its name in tables, the first digits of its id or sha256, or its URI"
     add("checkpoints", nargs="+", metavar="CHECKPOINT", help=name)
     epochs = "compare two runs at each epoch that was probed in both runs"
-    add("--over-epochs", action="store_true", help=epochs)
-    add("--task", default="all", help=_TASKS)
+    parser.add_switch("--over-epochs", epochs)
     _add_filters(parser)
-    metrics = "compare all metrics, not only the main metric of each task"
-    add("--all-metrics", action="store_true", help=metrics)
-    _add_format(parser)
+    parser.add_switch("--all-metrics", "compare all metrics, not only the main metric of each task")
+    add("--format", help=_FORMATS)
     add("--out", default="results", metavar="DIR", help=_RECORDS)
 
 
-def _add_report(parser: argparse.ArgumentParser) -> None:
+def _add_report(parser: _Parser) -> None:
     add = parser.add_argument
-    add("--task", default="all", help=_TASKS)
     _add_filters(parser)
     add("--layer", default="all", help=_LAYERS)
     add("--out", default="results", metavar="DIR", help=_RECORDS)
@@ -444,7 +432,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add("--pair", action="append", nargs=2, metavar=("A", "B"), help=pair)
 
 
-def _add_data(parser: argparse.ArgumentParser) -> None:
+def _add_data(parser: _Parser) -> None:
     parser.description = """\
   list [NAME]     show source, licence, size, folder tree and classes of datasets
   download NAME   download and unpack a dataset
@@ -454,46 +442,41 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("action", choices=("list", "download", "check", "verify"), help="action to run")
     add("target", nargs="?", metavar="NAME|DIR", help="name of a dataset (for verify: a folder)")
-    root = "for download and check: folder of the dataset"
-    add("--data-root", metavar="DIR", help=root)
-    subset = "for check: accept fewer images than published"
-    add("--subset", action="store_true", help=subset)
+    add("--data-root", metavar="DIR", help="for download and check: folder of the dataset")
+    parser.add_switch("--subset", "for check: accept fewer images than published")
     add("--manifest", metavar="FILE", help="for verify: list of files (default: DIR/SHA256SUMS)")
-    add("--update", action="store_true", help="for verify: write the list again")
-    add("--json", action="store_true", help="print the result as JSON")
+    parser.add_switch("--update", "for verify: write the list again")
+    parser.add_switch("--json", "print the result as JSON")
 
 
-def _add_models(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _add_models(parser: _Parser) -> None:
     uris = "checkpoints to describe (default: list the supported kinds of checkpoints)"
-    add("uris", nargs="*", metavar="URI", help=uris)
-    add("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("uris", nargs="*", metavar="URI", help=uris)
+    parser.add_switch("--json", "print the result as JSON")
 
 
-def _add_quickstart(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _add_quickstart(parser: _Parser) -> None:
     out = "folder for the run, the results and the report (default: runs/quickstart)"
-    add("--out", default="runs/quickstart", metavar="DIR", help=out)
-    add("--overwrite", action="store_true", help="compute everything again")
+    parser.add_argument("--out", default="runs/quickstart", metavar="DIR", help=out)
+    parser.add_switch("--overwrite", "compute everything again")
 
 
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _add_doctor(parser: _Parser) -> None:
     root = "also look for datasets in this folder, or in the folders DATASET=DIR,DATASET=DIR"
-    add("--data-root", metavar="DIR", help=root)
-    add("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--data-root", metavar="DIR", help=root)
+    parser.add_switch("--json", "print the result as JSON")
 
 
-def _add_keys(parser: argparse.ArgumentParser) -> None:
+def _add_keys(parser: _Parser) -> None:
     target = "pretrain, probe.TASK, dataset.NAME, model.NAME, ... (default: list all targets)"
     parser.add_argument("target", nargs="?", metavar="TARGET", help=target)
 
 
-def _add_completion(parser: argparse.ArgumentParser) -> None:
+def _add_completion(parser: _Parser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"), help="your shell")
 
 
-def _add_probing(parser: argparse.ArgumentParser) -> None:
+def _add_probing(parser: _Parser) -> None:
     """Add the flags that `probe` and `sweep` share."""
     add = parser.add_argument
     add("--layer", default="all", help=_LAYERS)
@@ -503,9 +486,8 @@ def _add_probing(parser: argparse.ArgumentParser) -> None:
     )
     add("--checkpoint", action="append", metavar="URI", help=uris)
     baselines = "also probe each encoder with random weights, and the raw colours of patches"
-    add("--baselines", action="store_true", help=baselines)
-    datasets = "datasets, separated by commas (default: toy)"
-    add("--dataset", default="toy", help=datasets)
+    parser.add_switch("--baselines", baselines)
+    add("--dataset", default="toy", help="datasets, separated by commas (default: toy)")
     root = "folder of the dataset (for several datasets: DATASET=DIR,DATASET=DIR)"
     add("--data-root", metavar="DIR", help=root)
     add("--out", default="results", metavar="DIR", help=_RESULTS)
@@ -514,34 +496,21 @@ def _add_probing(parser: argparse.ArgumentParser) -> None:
     _add_short_forms(parser)
 
 
-def _add_short_forms(
-    parser: argparse.ArgumentParser, *, seed: str = "seed", batch: str = _BATCH
-) -> None:
-    """Add flags that are short for configuration keys.
-
-    The flags have no default values, because the configuration contains the default values.
-    """
+def _add_short_forms(parser: _Parser, *, seed: str = "seed", batch: str = _BATCH) -> None:
+    """Add flags that are short for configuration keys, which contain the default values."""
     add = parser.add_argument
     add("--limit", type=int, metavar="N", help=_LIMIT)
     add("--seed", type=int, metavar="N", help=f"random seed (short for {seed}=N)")
     add("--batch-size", type=int, metavar="N", help=batch)
 
 
-def _add_previews(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--dry-run", action="store_true", help="print what would be done and stop")
-    add("--print-config", action="store_true", help="print the resolved configuration and stop")
+def _add_previews(parser: _Parser) -> None:
+    parser.add_switch("--dry-run", "print what would be done and stop")
+    parser.add_switch("--print-config", "print the resolved configuration and stop")
 
 
-def _add_format(parser: argparse.ArgumentParser) -> None:
-    formats = (
-        "text, terminal, markdown, latex, csv, json or parquet (default: terminal, or text if the "
-        "output is redirected)"
-    )
-    parser.add_argument("--format", help=formats)
-
-
-def _add_filters(parser: argparse.ArgumentParser) -> None:
+def _add_filters(parser: _Parser) -> None:
+    parser.add_argument("--task", default="all", help=_TASKS)
     for name in ("dataset", "metric", "facet", "protocol"):
         parser.add_argument(f"--{name}", help=f"select {name}s, separated by commas")
 

@@ -6,12 +6,7 @@ from copy import deepcopy
 from datetime import datetime
 from pathlib import Path
 
-from ssl_bench.composition.compose import (
-    add_data_root,
-    build,
-    compose_config,
-    config_to_yaml,
-)
+from ssl_bench.composition.compose import add_data_root, build, compose_config, config_to_yaml
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers import in_full
 from ssl_bench.system.escaping import escape_lines
@@ -37,12 +32,11 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             "expected the folder of the run to resume or extend", hint=("--out", "{run}")
         )
     out = Path(options.out or _default_run(overrides))
+    plan = build(config)
     if options.dry_run:
         may_exist = continues or options.overwrite
-        lines = build(config).outline(out, goes_on=may_exist, device=options.device)
-        print(escape_lines(lines))
+        print(escape_lines(plan.outline(out, goes_on=may_exist, device=options.device)))
         return 0
-    plan = build(config)
     plan.run(
         out,
         resume=options.resume,
@@ -60,7 +54,5 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _default_run(overrides: Sequence[str]) -> str:
     """Return a path below `runs/`, named by model and optimizer (or experiment) and the time."""
     choices = {key: value for key, _, value in (o.partition("=") for o in overrides)}
-    parts = [choices.get("model", "vit_small_skip"), choices.get("optimizer", "adamw")]
-    if "experiment" in choices:
-        parts = [choices["experiment"]]
-    return f"runs/{'-'.join(parts)}-{datetime.now():%Y%m%d-%H%M%S}"
+    recipe = f"{choices.get('model', 'vit_small_skip')}-{choices.get('optimizer', 'adamw')}"
+    return f"runs/{choices.get('experiment', recipe)}-{datetime.now():%Y%m%d-%H%M%S}"

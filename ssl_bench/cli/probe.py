@@ -93,8 +93,7 @@ def _require_fitting_sizes(
 ) -> None:
     """Raise ConfigurationError if a size that the user chose is invalid for the encoder's patches.
 
-    If a probe does not support the encoder for another reason, this is reported when the probe
-    runs.
+    Probes that do not support the encoder for another reason report this when they run.
     """
     for planned in plan:
         with suppress(UnfitEncoder):

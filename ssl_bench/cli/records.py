@@ -15,14 +15,9 @@ from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.files import read_digests, read_untrusted
 from ssl_bench.system.paths import file_name
 from ssl_bench.system.progress import say
+from ssl_bench.tables.depth import main_metrics
 from ssl_bench.tables.entries import model_names
-from ssl_bench.tables.sheets import (
-    FORMATS,
-    Table,
-    as_parquet,
-    default_format,
-    render_tables,
-)
+from ssl_bench.tables.sheets import FORMATS, Table, as_parquet, default_format, render_tables
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
 """Fields of a record by which flags of `table`, `compare` and `report` select records."""
@@ -31,11 +26,7 @@ _MISMATCH = "does not match its record, or is a symbolic link"
 
 
 def print_tables(tables: Sequence[Table], style: str) -> None:
-    """Print tables in the format `style`, one of `FORMATS`.
-
-    Raises:
-        ConfigurationError: The format is Parquet, and the output is a terminal.
-    """
+    """Print tables in a format of `FORMATS`. Parquet cannot be printed to a terminal."""
     if style == "parquet":
         if sys.stdout.isatty():
             raise ConfigurationError(
@@ -47,20 +38,12 @@ def print_tables(tables: Sequence[Table], style: str) -> None:
 
 
 def resolve_format(name: str | None) -> str:
-    """Check and return the name of a format. Without a name, return the default format.
-
-    The default depends on whether the output is a terminal.
-    """
+    """Return a valid name of a format. The default depends on whether the output is a terminal."""
     return default_format() if name is None else require_choice("format", name, FORMATS)
 
 
 def load_selected_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
-    """Read the records that the options `task`, `layer` and `FILTERS` select.
-
-    Raises:
-        ConfigurationError: An option has an unknown value.
-        DataError: No record is selected.
-    """
+    """Read the records that the options `task`, `layer` and `FILTERS` select, at least one."""
     records = select_tasks(options.task, store.records())
     records = _select_layers(filter_records(options, records, store), options.layer)
     if not records:
@@ -69,7 +52,6 @@ def load_selected_records(options: argparse.Namespace, store: ResultStore) -> li
 
 
 def no_records(task: str, store: ResultStore) -> DataError:
-    """Return the error for a task without records."""
     return DataError(f"no records of --task {task} in {store.root}")
 
 
@@ -96,6 +78,24 @@ def open_store(out: str) -> Generator[ResultStore]:
         )
 
 
+def select_main_metrics(
+    records: Sequence[Record], fields: Sequence[str], advice: str
+) -> list[Record]:
+    """Return the records of the main metric of each group that agrees in `fields`.
+
+    A message lists the other metrics, and gives advice on how to show all metrics.
+    """
+    main = main_metrics(records, fields)
+    selected = [r for r in records if main[tuple(getattr(r, name) for name in fields)] == r.metric]
+    shown = {record.metric for record in selected}
+    if others := sorted({record.metric for record in records} - shown):
+        say(
+            f"metrics not shown: {', '.join(others)}. Use --metric {others[0]} to show one metric, "
+            f"or {advice}"
+        )
+    return selected
+
+
 def select_tasks(task: str, records: Sequence[Record]) -> list[Record]:
     """Return the records of the tasks in `task`, the value of `--task`."""
     tasks = parse_names("task", task, [*choices("probe"), SUPERVISED])
@@ -114,17 +114,9 @@ def filter_records(
 def _filter_by(
     records: Sequence[Record], name: str, value: str | None, store: ResultStore
 ) -> list[Record]:
-    """Return the records that have a requested value in a field.
+    """Return the records in which a field has one of the comma-separated values, None for all.
 
-    Args:
-        records: The records to select from.
-        name: Name of the field.
-        value: Requested values, separated by commas, or None for all records.
-        store: Folder of the records.
-
-    Raises:
-        ConfigurationError: A requested value occurs in no record.
-        DataError: A requested value occurs only in unreadable records.
+    Each value must occur in a record. If only unreadable records contain it, the error says so.
     """
     if value is None:
         return list(records)
@@ -150,13 +142,7 @@ def _may_contain(store: ResultStore, path: Path, value: str) -> bool:
 
 
 def requested_layers(layers: str) -> set[int] | None:
-    """Return the block indices that `--layer` selects, or None for all blocks.
-
-    Negative indices count from the last block.
-
-    Raises:
-        ConfigurationError: A comma-separated part is neither an index nor a range.
-    """
+    """Return the block indices that `--layer` selects, negative from the end, or None for all."""
     if layers == "all":
         return None
     try:
@@ -169,10 +155,6 @@ def requested_layers(layers: str) -> set[int] | None:
 
 
 def _select_layers(records: Sequence[Record], layers: str) -> list[Record]:
-    """Return the records of the blocks that `--layer` selects.
-
-    Index -1 is the last block of each encoder.
-    """
     indices = requested_layers(layers)
     if indices is None:
         return list(records)
@@ -188,15 +170,8 @@ def find_recorded_encoder(
 ) -> tuple[str, str]:
     """Find the encoder that a text identifies, and return its id and the name of its model.
 
-    Args:
-        name: The name of the encoder in tables, the first digits of its id, the first digits of
-            the SHA-256 of its weights, a checkpoint file, a run folder, or any other value that
-            `--checkpoint` accepts.
-        records: Records, or encoders that have records.
-        store: Folder of the records.
-
-    Raises:
-        DataError: No encoder matches, or several encoders match.
+    The text is the name of the encoder in tables, the first digits of its id or of the SHA-256 of
+    its weights, a checkpoint file, a run folder, or any other value that `--checkpoint` accepts.
     """
     encoders = {one.encoder_id: one for one in records}
     labels = model_names(encoders.values())

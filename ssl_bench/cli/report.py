@@ -1,6 +1,7 @@
 """`ssl-bench report`: write an HTML report of a results folder."""
 
 import argparse
+from functools import partial
 
 from ssl_bench.cli.records import (
     find_recorded_encoder,
@@ -23,13 +24,8 @@ def command(options: argparse.Namespace) -> int:
         folder = expand_path(options.into) if options.into else store.root / "report"
         require_replaceable(folder)
         records = load_selected_records(options, store)
-        pairs = [
-            (
-                find_recorded_encoder(first, records, store)[0],
-                find_recorded_encoder(second, records, store)[0],
-            )
-            for first, second in options.pair or []
-        ]
+        find = partial(find_recorded_encoder, records=records, store=store)
+        pairs = [(find(first)[0], find(second)[0]) for first, second in options.pair or []]
         with pause_garbage_collection():
             report = build_report(store, records, pairs, layers=requested_layers(options.layer))
             number = len(report.checkpoints)

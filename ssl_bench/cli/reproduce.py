@@ -1,9 +1,4 @@
-"""`ssl-bench reproduce`: list published tables, and print or run the commands for one table.
-
-`plan_table` returns the commands for a table in order. Each command skips finished work, so you
-can repeat it. `shell_commands` formats the commands for a shell. `run_steps` runs the commands in
-this process.
-"""
+"""`ssl-bench reproduce`: list published tables, and print or run the commands for one table."""
 
 import argparse
 import itertools
@@ -25,12 +20,7 @@ from ssl_bench.composition.choices import (
 )
 from ssl_bench.composition.compose import flatten_config, read_file
 from ssl_bench.data.sources import SOURCES
-from ssl_bench.errors import (
-    CheckpointError,
-    ConfigurationError,
-    DataError,
-    escape_braces,
-)
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, escape_braces
 from ssl_bench.results.record import SUPERVISED, Record, encoder_id
 from ssl_bench.results.store import ResultStore
 from ssl_bench.system.endings import Outcome, run_and_catch
@@ -74,11 +64,9 @@ class PlanOptions:
 
     Attributes:
         runs: Folder that contains the run folders.
-        out: Folder of the records.
         roots: Folder of each dataset, by the name of the dataset.
         overrides: KEY=VALUE settings. The keys of `probe` and `dataset` apply to probes, and all
             other keys apply to runs.
-        device: Device for all steps, None for the default.
         rows: Rows to reproduce, empty for all rows.
         datasets: Datasets to probe, empty for all datasets.
         gpus: Number of GPUs that the printed commands use, None for a single device.
@@ -117,25 +105,24 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Step:
-    """One `ssl-bench` command. The command skips finished work.
+    """One `ssl-bench` command, which skips finished work.
 
     Attributes:
-        title: Short description for progress messages.
-        run: Name of the run that the command trains, None for a probe.
-        needs: Name of the run that must be finished before this step, or None.
+        trained_run: Name of the run that the command trains, None for a probe.
+        needed_run: Name of the run that must be finished before this step, or None.
         words: Arguments of `ssl-bench`.
         columns: Columns of the table that the command fills.
     """
 
     title: str
-    run: str | None
-    needs: str | None
+    trained_run: str | None
+    needed_run: str | None
     words: tuple[str, ...]
     columns: tuple[PublishedColumn, ...] = ()
 
     @property
     def is_training(self) -> bool:
-        return self.run is not None
+        return self.trained_run is not None
 
 
 @dataclass(frozen=True)
@@ -143,8 +130,6 @@ class Plan:
     """Steps that reproduce a table.
 
     Attributes:
-        table: The published table.
-        options: Options of the user.
         runs: Runs to train, in order.
         steps: All commands, in order.
         checkpoints: URI of the encoder of each row.
@@ -166,9 +151,6 @@ class Plan:
         """Check that the user gave the folders of all training datasets.
 
         Without a folder, a run would train on toy scenes instead of the images of the paper.
-
-        Raises:
-            ConfigurationError: The folder of a training dataset is missing.
         """
         missing = {run.images for run in self.runs} - set(self.options.roots) - {"copying"}
         if missing and "data.root" not in self.options.run_values:
@@ -185,11 +167,7 @@ class Plan:
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """List the tables, or show, print or run the plan of one table.
-
-    Returns:
-        The exit code of the first failed step, or 0 if no step failed.
-    """
+    """List the tables, or show, print or run the plan of one table."""
     _require_single_process(options)
     tables = list(load_published_tables()) if options.name is None else find_tables(options.name)
     if options.name is None or len(tables) > 1:
@@ -247,11 +225,7 @@ def _require_single_process(options: argparse.Namespace) -> None:
 
 
 def _parse_gpus(options: argparse.Namespace) -> int | None:
-    """Return the number of GPUs for printed commands, None for one device.
-
-    Raises:
-        ConfigurationError: The number is below 1, `--print` is missing, or `--device` is used.
-    """
+    """Return the number of GPUs for printed commands, None for one device."""
     if options.gpus is None:
         return None
     if options.gpus < 1:
@@ -285,11 +259,7 @@ def _parse_roots(text: str | None) -> dict[str, str]:
 
 
 def find_tables(name: str) -> list[PublishedTable]:
-    """Return the table with a name such as "cutting_the_skip/table2", or all tables of a paper.
-
-    Raises:
-        ConfigurationError: No table or paper has this name.
-    """
+    """Return the table with a name such as "cutting_the_skip/table2", or all tables of a paper."""
     known = {full_name(table): table for table in load_published_tables()}
     tables = [table for full, table in known.items() if name in (full, table.name, table.paper)]
     if tables:
@@ -315,10 +285,7 @@ def split_address(address: str) -> tuple[str, int | None]:
 
 
 def list_runs(table: PublishedTable) -> list[Experiment]:
-    """Return the runs of a table in the order of training.
-
-    If a run starts from the weights of another run, the other run comes first.
-    """
+    """Return the runs of a table. A run comes after the run that provides its initial weights."""
     known, runs = experiments(), dict[str, Experiment]()
     for address in filter(is_run, table.runs.values()):
         run = known[split_address(address)[0]]
@@ -346,11 +313,7 @@ def format_listing(tables: Sequence[PublishedTable]) -> str:
 
 
 def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
-    """Return the plan of a table. No run and no record is read.
-
-    Raises:
-        ConfigurationError: The table does not have a requested row or dataset.
-    """
+    """Return the plan of a table. No run and no record is read."""
     requested = [require_choice("row", row, table.rows) for row in options.rows] or table.rows
     known = list(dict.fromkeys(column.dataset for column in table.columns))
     datasets = [require_choice("dataset", name, known) for name in options.datasets] or known
@@ -391,16 +354,12 @@ def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
 
 
 def _max_epochs(options: PlanOptions) -> int | None:
-    """Return the number of epochs that the user set, or None if the user set no number."""
     epochs = options.run_values.get("train.epochs", "")
     return int(epochs) if epochs.isdecimal() else None
 
 
 def _can_reach(options: PlanOptions, epoch: int | None) -> bool:
-    """Return whether a run with the user's overrides reaches an epoch.
-
-    Epoch None stands for the end of the run, which every run reaches.
-    """
+    """Return whether a run with the user's overrides reaches an epoch, None for its end."""
     if epoch is None:
         return True
     epochs = _max_epochs(options)
@@ -413,13 +372,12 @@ def _training_step(
     settings = [f"experiment={run.name}"]
     # The run saves the epochs that any table of the paper needs, so that one run serves all tables.
     epochs = {
-        split_address(address)[1]
+        epoch
         for other in load_published_tables()
         if other.paper == table.paper
-        for address in other.runs.values()
-        if address.startswith(f"{run.name}@")
+        for name, epoch in map(split_address, filter(is_run, other.runs.values()))
+        if name == run.name and epoch is not None and _can_reach(options, epoch)
     }
-    epochs = {epoch for epoch in epochs if epoch is not None and _can_reach(options, epoch)}
     if epochs and "train.keep_epochs" not in options.run_values:
         settings.append(f"train.keep_epochs=[{','.join(map(str, sorted(epochs)))}]")
     settings += _shorten_lengths(run, options)
@@ -435,11 +393,10 @@ def _training_step(
 
 
 def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
-    """Return overrides for settings in epochs that are longer than a shortened run.
+    """Return overrides that set lengths in epochs to null if a shortened run is not longer.
 
-    The overrides set these lengths to null. A length of null is computed as a fraction of the run.
-    Recipes write a length as a decimal number (`10.0`). They write a period, such as the time
-    between two measurements, as an integer (`5`). Periods are not changed.
+    A length of null is computed as a fraction of the run. Recipes write lengths as decimal numbers
+    (`10.0`), and periods between two measurements, which are not changed, as integers (`5`).
     """
     recipe = read_file(config_folder() / "experiment" / f"{run.recipe}.yaml")
     values = {**flatten_config(recipe), **run.changes}
@@ -469,22 +426,20 @@ def _probe_steps(
         rest = [*settings, *options.probe_overrides, *options.place_flags(first.dataset)]
         yield Step(
             title=f"{' '.join([first.task, *settings])} on {first.dataset}, {address}",
-            run=None,
-            needs=run,
+            trained_run=None,
+            needed_run=run,
             words=("probe", "--task", first.task, *_dataset_words(first), *flags, *rest),
             columns=tuple(filled),
         )
 
 
 def _dataset_words(column: PublishedColumn) -> list[str]:
-    """Return the arguments that select the dataset of a column and set its name in records."""
     if not column.layout:
         return ["--dataset", column.dataset]
     return ["--dataset", column.layout, f"dataset.name={column.dataset}"]
 
 
 def _probe_words(column: PublishedColumn, options: PlanOptions) -> list[str]:
-    """Return the arguments that set the block and the settings of a column's probe."""
     depth = options.run_values.get("model.depth", "")
     block = column.block(int(depth) if depth.isdecimal() and int(depth) else None)
     return [*([] if block is None else ["--layer", str(block)]), *column.probe]
@@ -497,11 +452,7 @@ def _quote(path: Path) -> str:
 
 
 def shell_commands(plan: Plan) -> Iterator[str]:
-    """Yield the commands of a plan as lines of a shell script, in order.
-
-    With several GPUs, each training command uses all GPUs, and successive probe commands use
-    successive GPUs.
-    """
+    """Yield lines of a shell script. A run uses all GPUs, and each probe uses the next GPU."""
     gpus, probes = plan.options.gpus, itertools.count()
     for step in plan.steps:
         words = ["ssl-bench", *step.words]
@@ -512,20 +463,8 @@ def shell_commands(plan: Plan) -> Iterator[str]:
         yield quote_command(words)
 
 
-def _load_records(out: Path) -> list[Record]:
-    """Return all records of a folder, or an empty list if the folder has no records."""
-    store = ResultStore(out)
-    try:
-        records = store.records()
-    except DataError:
-        return []
-    for line in store.notes():
-        say(line)
-    return records
-
-
 def format_plan(plan: Plan) -> str:
-    """Return a description of a plan, and of the runs and records that already exist."""
+    """Describe a plan, and the runs and records that already exist."""
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
     states = {run.name: read_run_state(plan.options.runs / run.name) for run in plan.runs}
     if states:
@@ -538,11 +477,21 @@ def format_plan(plan: Plan) -> str:
     return "\n\n".join([*blocks, "\n".join(_plan_notes(plan, states))])
 
 
-def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
-    """Return the title of a probe, its checkpoint and the number of its records.
+def _load_records(out: Path) -> list[Record]:
+    """Return the records of a folder, which may have none."""
+    store = ResultStore(out)
+    try:
+        records = store.records()
+    except DataError:
+        return []
+    for line in store.notes():
+        say(line)
+    return records
 
-    The records of an encoder are recognised by the digest in the file next to its weights.
-    """
+
+def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
+    """Return the title of a probe, its checkpoint and the number of its records."""
+    # The records of an encoder are recognised by the digest in the file next to its weights.
     address = Path(step.words[step.words.index("--checkpoint") + 1])
     name, epoch = split_address(address.name)
     weights = "last.safetensors" if epoch is None else f"epoch{epoch:04}.safetensors"
@@ -568,27 +517,19 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
             f"the folder of the training images must have the name {supervised[0]!r}, because "
             "records use this name"
         )
-    if plan.unreachable_rows:
-        yield (
-            "rows skipped, because the runs end before their epoch: "
-            f"{_quote_names(plan.unreachable_rows)}"
-        )
-    if plan.rows_without_run:
-        yield (
-            "rows skipped, because no run is defined for them: "
-            f"{_quote_names(plan.rows_without_run)}"
-        )
-    unmeasured = [column.name for column in plan.table.columns if not column.task]
-    if unmeasured:
+    skipped = {
+        "the runs end before their epoch": plan.unreachable_rows,
+        "no run is defined for them": plan.rows_without_run,
+    }
+    for reason, rows in skipped.items():
+        if rows:
+            yield f"rows skipped, because {reason}: {', '.join(map(repr, rows))}"
+    if unmeasured := [column.name for column in plan.table.columns if not column.task]:
         yield f"columns without a probe: {', '.join(unmeasured)}"
     if plan.table.doubts:
         yield f"doubtful values: {plan.table.doubts}"
     if plan.steps:
         yield "use --print to print the commands, or --run to run them"
-
-
-def _quote_names(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
 
 
 def _format_sizes(images: Sequence[str]) -> str:
@@ -608,35 +549,28 @@ def run_steps(
     """Run the steps one after the other, and yield each step with its outcome.
 
     If a run fails, the steps that need this run are skipped. All other steps are still run.
-
-    Args:
-        plan: Plan of a table.
-        execute: Function that runs `ssl-bench` with arguments and returns its exit code.
-        debug: Whether to raise the first error instead of reporting it.
-
-    Raises:
-        Preempted: The scheduler stopped a run after it was saved.
-        KeyboardInterrupt: The user stopped a run.
+    `execute` runs `ssl-bench` with arguments and returns its exit code. With `debug`, the first
+    error is raised instead of reported.
     """
     failed: set[str] = set()
     for number, step in enumerate(plan.steps, 1):
         say("")
         say(f"step {number} of {len(plan.steps)}: {step.title}")
-        if step.needs in failed:
-            outcome = Outcome(0.0, 1, f"needs {step.needs}, which is not finished")
+        if step.needed_run in failed:
+            outcome = Outcome(0.0, 1, f"needs {step.needed_run}, which is not finished")
         else:
             say(f"$ ssl-bench {quote_command(step.words)}")
             outcome = run_and_catch(
                 lambda words=step.words: execute(words), step.words[0], debug=debug
             )
-        if step.run is not None:
+        if step.trained_run is not None:
             if not outcome.exit_code:
-                state = read_run_state(plan.options.runs / step.run)
+                state = read_run_state(plan.options.runs / step.trained_run)
                 if state is None or not state.is_finished:
                     error = "stopped before its end, run the same command again to continue"
                     outcome = replace(outcome, exit_code=1, error=error)
             if outcome.exit_code:
-                failed.add(step.run)
+                failed.add(step.trained_run)
         yield step, outcome
 
 

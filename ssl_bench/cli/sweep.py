@@ -26,15 +26,11 @@ from ssl_bench.system.process import require_single_process
 from ssl_bench.system.progress import say
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
-"""The outcome of each job, by the arguments of the job."""
+"""The outcome of each job, by its arguments."""
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the plan, then run, print or submit the jobs that have missing results.
-
-    Returns:
-        The exit code of the first failed job, or 0 if no job failed.
-    """
+    """Print the plan, then run, print or submit the jobs that have missing results."""
     require_single_process("sweep")
     if options.jobs < 1:
         raise ConfigurationError(
@@ -48,10 +44,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     outcomes: Outcomes = {}
     if options.slurm and options.dry_run:
         settings = ", ".join(f"{k}={value}" for k, value in _array_settings(options).items())
-        print(
-            f"SLURM array of {len(pending)} tasks: {settings}, logs in {_logs(options)}",
-            file=stream,
-        )
+        array = f"SLURM array of {len(pending)} tasks: {settings}, logs in {_logs(options)}"
+        print(array, file=stream)
     elif options.slurm and pending:
         _submit(pending, options)
     elif options.print and not options.json:

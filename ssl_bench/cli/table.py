@@ -11,6 +11,7 @@ from ssl_bench.cli.records import (
     open_store,
     print_tables,
     resolve_format,
+    select_main_metrics,
 )
 from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
@@ -22,7 +23,6 @@ from ssl_bench.tables.depth import (
     Pivot,
     depth_tables,
     epoch_tables,
-    main_metrics,
     print_main_tables,
 )
 from ssl_bench.tables.drawing import draw_curves
@@ -39,9 +39,8 @@ def command(options: argparse.Namespace) -> int:
     _check_options(options)
     with open_store(options.out) as store:
         if options.pack:
-            say(
-                f"packed {store.pack()} records into {store.root / PACKED}, which all commands read"
-            )
+            packed = store.root / PACKED
+            say(f"packed {store.pack()} records into {packed}, which all commands read")
             return 0
         records = load_selected_records(options, store)
         check_values(store, records)
@@ -97,8 +96,10 @@ def _make_tables(
 ) -> Sequence[Pivot]:
     if options.pivot:
         # Formats that programs read contain the columns of all metrics.
-        if options.metric is None and options.format not in ("csv", "json", "parquet"):
-            records = _select_main(records)
+        is_for_reading = options.format not in ("csv", "json", "parquet")
+        if options.metric is None and is_for_reading and len({r.task for r in records}) > 1:
+            advice = "--task to show all metrics of one task"
+            records = select_main_metrics(records, ("task", "dataset"), advice)
         return [encoder_table(records, store, options.best_layer or "holdout")]
     if options.over_epochs:
         return epoch_tables(records)
@@ -109,23 +110,6 @@ def _make_tables(
     published = load_published_table(options.paper)
     encoders = _resolve_rows(options.encoders or [], published, records, store)
     return [paper_table(published, records, store, encoders=encoders, choice=options.best_layer)]
-
-
-def _select_main(records: Sequence[Record]) -> list[Record]:
-    """Return the records of the main metric of each task and dataset.
-
-    If there is only one task, all records are returned.
-    """
-    if len({record.task for record in records}) == 1:
-        return list(records)
-    main = main_metrics(records)
-    selected = [record for record in records if main[record.task, record.dataset] == record.metric]
-    if others := sorted({record.metric for record in records} - set(main.values())):
-        say(
-            f"metrics not shown: {', '.join(others)}. Use --metric {others[0]} to show one metric, "
-            "or --task to show all metrics of one task"
-        )
-    return selected
 
 
 def _resolve_rows(

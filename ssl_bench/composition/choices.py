@@ -33,12 +33,12 @@ class Experiment:
     """A pretraining run of a paper. Users choose it with `experiment=NAME`.
 
     Attributes:
-        name: Name of the run. No other run and no file of `configs/experiment` has this name.
+        name: A name that no other run and no file of `configs/experiment` has.
         recipe: Name of the file of `configs/experiment` that contains the settings of the run.
         changes: Values to change in the recipe by full key, such as "model.depth". The keys
             "model", "objective" and "optimizer" choose a file.
         images: Name of the training images, such as "imagenet1k".
-        after: Name of another run, which provides the initial weights of this run, or None.
+        after: Name of the run that provides the initial weights, or None.
     """
 
     name: str
@@ -69,10 +69,8 @@ class Paper:
 
     Attributes:
         name: File name without its suffix, such as "cutting_the_skip".
-        title: Title of the paper.
         reference: Authors, venue and year.
         tables: Published tables as plain YAML values, which `tables/published.py` parses.
-        experiments: Pretraining runs of the paper by name.
     """
 
     name: str
@@ -83,19 +81,13 @@ class Paper:
 
 
 def config_folder() -> Path:
-    """Return the folder of YAML files.
-
-    This is `configs` in a git checkout and `ssl_bench/configs` in an installed wheel.
-    """
+    """Return `configs` in a git checkout and `ssl_bench/configs` in an installed wheel."""
     inside = PACKAGE / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
 def choices(group: str) -> list[str]:
-    """Return all names that users can choose in a group, such as "probe".
-
-    They are the names of files, entry points and, in the group "experiment", runs of papers.
-    """
+    """Return all names of a group such as "probe": files, entry points and runs of papers."""
     runs = experiments() if group == "experiment" else ()
     return sorted({*config_names(group), *entry_points(group), *runs})
 
@@ -112,10 +104,7 @@ def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
 
 @cache
 def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPoint]]:
-    """Return the entry points of all groups.
-
-    The result is cached, because the metadata of every installed package are read.
-    """
+    # Cached, because the metadata of every installed package are read.
     del path
     points = metadata.entry_points()
     return {
@@ -135,13 +124,10 @@ def unknown_key_error(key: str, valid: Iterable[str]) -> ConfigurationError:
 def unknown_name_error(
     message: str, name: str, valid: Iterable[str], *, hint: Sequence[str]
 ) -> ConfigurationError:
-    """Return the error for an unknown name, with the most similar names as its hint.
+    """Return the error for an unknown name.
 
-    Args:
-        message: What is wrong. If no valid name is similar, the valid names are appended.
-        name: The unknown name.
-        valid: All valid names.
-        hint: Words to type, with "{near}" in place of a similar name.
+    The hint contains "{near}" in place of a similar name. If no valid name is similar, the valid
+    names are appended to the message instead.
     """
     names = sorted(valid)
     if nearest := _nearest_names(name, names):
@@ -165,17 +151,10 @@ def _nearest_names(name: str, names: Sequence[str]) -> list[str]:
 
 
 def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence[str] = ()) -> str:
-    """Return a name if it is valid.
+    """Return a name if it is valid, else raise ConfigurationError.
 
-    Args:
-        kind: Word for the message, such as "dataset" or "--on-bad-image".
-        name: The name to check.
-        valid: All valid names.
-        hint: Words to type, as in `unknown_name_error`. By default this is a flag with the text of
-            `kind`, such as "--dataset".
-
-    Raises:
-        ConfigurationError: The name is not valid.
+    `kind` is a word for the message, such as "dataset" or "--on-bad-image". The hint is as in
+    `unknown_name_error`, and by default the flag that belongs to `kind`, such as "--dataset".
     """
     if name in valid:
         return name
@@ -189,22 +168,14 @@ def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence
 
 
 def parse_names(kind: str, text: str, valid: list[str]) -> list[str]:
-    """Return the names in a comma-separated list. The text "all" stands for all valid names.
-
-    Raises:
-        ConfigurationError: A name is not valid.
-    """
+    """Return the names in a comma-separated list. The text "all" stands for all valid names."""
     if text == "all":
         return valid
     return [require_choice(kind, name.strip(), [*valid, "all"]) for name in text.split(",")]
 
 
 def papers(folder: Path | None = None) -> tuple[Paper, ...]:
-    """Return the papers of a folder of configurations, sorted by name.
-
-    Raises:
-        ConfigurationError: A file has unknown keys, or two runs share a name.
-    """
+    """Return the papers of a folder of configurations, sorted by name."""
     return _papers(folder or config_folder())
 
 
@@ -212,8 +183,7 @@ def papers(folder: Path | None = None) -> tuple[Paper, ...]:
 def _papers(folder: Path) -> tuple[Paper, ...]:
     found = tuple(map(_read_paper, sorted((folder / "papers").glob("*.yaml"))))
     names = [name for paper in found for name in paper.experiments]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigurationError(f"two runs of {folder / 'papers'} have the name {repeated[0]}")
     return found
 

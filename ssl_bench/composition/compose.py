@@ -3,10 +3,8 @@
 A configuration is a plain dictionary. OmegaConf objects are only used inside this module.
 
 The key `_target_` contains the import path of a class. Building the class runs its code, so only
-two kinds of classes are allowed. The first kind is a dataclass that `ssl_bench`, `probes` or
-`pretrain` defines. The second kind is a dataclass that an installed package declares as an entry
-point. The groups of entry points are `ssl_bench.probe`, `ssl_bench.dataset`, `ssl_bench.objective`
-and `ssl_bench.optimizer`.
+two kinds of classes are allowed: dataclasses of `ssl_bench`, `probes` or `pretrain`, and those that
+an installed package declares as an entry point of a group such as `ssl_bench.probe`.
 """
 
 import inspect
@@ -78,45 +76,40 @@ def compose_config(root: str, overrides: Sequence[str]) -> dict[str, Any]:
             error. Values are only checked when the component is built.
     """
     parsed = [_parse_override(override) for override in overrides]
-    components = {key: value for key, value in parsed if _is_group(key)}
-    files, settings = [], []
+    chosen, files, settings = dict(parsed), dict[str, str](), []
     for key, value in parsed:
-        group = choice_group(key, components) or key
+        group = choice_group(key, chosen) or key
         if _is_group(group):
             _require_file(root, group, key, value)
-            files.append(f"{group}={value}")
+            files[group] = value
         else:
             settings.append((key, value))
-    config = deepcopy(_compose_files(config_folder(), root, tuple(files)))
+    config = deepcopy(_compose_files(config_folder(), root, tuple(files.items())))
     for key, value in settings:
         _set_value(config, key, value)
-    return _resolve(config)
+    # Replace references to keys, such as ${data.root}, by the values of these keys.
+    values: Any = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    return values
 
 
-def choice_group(key: str, components: Mapping[str, Any]) -> str | None:
-    """Return the folder of `configs/` that contains the files to choose from for a key.
+def choice_group(key: str, chosen: Mapping[str, Any]) -> str | None:
+    """Return the folder of `configs/` from which a field is chosen, or None if there is none.
 
-    The result is None if the key does not choose a file.
-
-    Args:
-        key: Full key, such as "probe.loss".
-        components: Chosen file of each group. For {"probe": "segmentation"} and the key
-            "probe.loss", the folder is "probe/segmentation/loss".
+    If `chosen` is {"probe": "segmentation"}, the key "probe.loss" chooses a file of
+    "probe/segmentation/loss".
     """
-    group, _, field = key.partition(".")
-    folder = f"{group}/{components.get(group)}/{field}"
-    return folder if field and _is_group(folder) else None
+    owner, _, field = key.partition(".")
+    group = f"{owner}/{chosen.get(owner)}/{field}"
+    return group if field and _is_group(group) else None
 
 
 def add_data_root(overrides: Sequence[str], root: str | None) -> list[str]:
     """Return the overrides, preceded by an override of `data.root` unless `root` is None."""
-    # The path is quoted, because it may contain any character.
     quoted = [] if root is None else ["data.root='" + root.replace("'", "\\'") + "'"]
     return [*quoted, *overrides]
 
 
 def config_to_yaml(config: Mapping[str, Any]) -> str:
-    """Return a configuration as YAML text."""
     return yaml.safe_dump(config, sort_keys=False)
 
 
@@ -153,10 +146,7 @@ def _join(key: str, name: object) -> str:
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
-    """Return the key and the value of a KEY=VALUE text in Hydra's grammar.
-
-    Sweeps, which stand for several values, are not allowed.
-    """
+    """Return the key and the value of a KEY=VALUE text in Hydra's grammar, without its sweeps."""
     key, equals, text = override.partition("=")
     if not equals:
         raise ConfigurationError(
@@ -219,11 +209,7 @@ def _groups(folder: Path) -> frozenset[str]:
 
 
 def _require_file(root: str, group: str, key: str, name: Any) -> None:
-    """Check that a group has this name.
-
-    If the name is an entry point or a run of a paper, it has no file. It is then registered with
-    Hydra.
-    """
+    """Check that a group has this name. Register it with Hydra if it has no file."""
     if name not in (known := choices(group)):
         message = f"unknown {key}={format_value(name)} for {root}"
         hint = (f"{escape_braces(key)}={{near}}",)
@@ -239,25 +225,27 @@ def _require_file(root: str, group: str, key: str, name: Any) -> None:
 
 
 @cache
-def _compose_files(folder: Path, root: str, files: tuple[str, ...]) -> dict[str, Any]:
-    """Compose the chosen files, and fill in the default values of their classes.
+def _compose_files(folder: Path, root: str, files: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """Compose a file of each group, and fill in the default values of their classes.
 
     The result is cached, because Hydra takes 0.1 seconds.
     """
-    # A file such as segmentation/loss/histogram.yaml replaces the whole field `loss`. Hydra would
-    # merge the file with the values of the protocol, so we insert it after Hydra has finished.
-    paths = [name.replace("=", "/") for name in files if name.count("/") == 2]
-    parts = {path: part for path in paths if TARGET in (part := read_file(folder / f"{path}.yaml"))}
-    merged = [name for name in files if name.replace("=", "/") not in parts]
+    # A file such as probe/segmentation/loss/histogram.yaml, which contains a class, replaces the
+    # whole field `loss`. Hydra would merge it with the protocol, so it is inserted afterwards.
+    nested = {
+        group: read_file(folder / group / f"{name}.yaml") for group, name in files if "/" in group
+    }
+    replacing = {group: content for group, content in nested.items() if TARGET in content}
+    merged = [f"{group}={name}" for group, name in files if group not in replacing]
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             composed = compose(root, [*merged, *_WITHOUT_HYDRA])
         values: Any = OmegaConf.to_container(composed, resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(" ".join(str(error).split())) from error
-    for path, part in parts.items():
-        group, _, field, _ = path.split("/")
-        values[group][field] = part
+    for group, content in replacing.items():
+        owner, _, field = group.split("/")
+        values[owner][field] = content
     return fill_defaults(values, "")
 
 
@@ -280,35 +268,15 @@ def _set_value(config: dict[str, Any], key: str, value: Any) -> None:
         owner[name] = value
 
 
-def _resolve(config: dict[str, Any]) -> dict[str, Any]:
-    """Replace references to keys, such as ${data.root}, by the values of these keys."""
-    values: Any = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
-    return values
-
-
 def build(config: Mapping[str, Any], part: str = "") -> Any:
-    """Build the component that a configuration describes.
-
-    Args:
-        config: A configuration that `compose_config` returned.
-        part: Key of the component, such as "probe" or "dataset". If it is empty, the whole
-            configuration is built.
-
-    Raises:
-        ConfigurationError: The class is not allowed, or a value is not valid.
-    """
+    """Build a component of a composed configuration, such as "probe", or all of it."""
     return instantiate(config[part] if part else config, part)
 
 
 def instantiate(value: Any, key: str) -> Any:
     """Replace each mapping that has a `_target_` by an instance of that class.
 
-    Args:
-        value: A mapping, list or scalar without references such as ${data.root}.
-        key: Key of the value in the configuration, such as "probe.crops", for error messages.
-
-    Raises:
-        ConfigurationError: A class is not allowed, or a value is not valid.
+    The value must contain no references such as ${data.root}. Error messages name the key.
     """
     if isinstance(value, list):
         return [instantiate(item, key) for item in value]
@@ -332,16 +300,7 @@ def instantiate(value: Any, key: str) -> Any:
 
 
 def component_class(address: Any, key: str) -> type:
-    """Import and return a class.
-
-    Args:
-        address: Import path of the class, such as "probes.knn.KNN".
-        key: Key that contains the address, for error messages.
-
-    Raises:
-        ConfigurationError: The class is neither a dataclass of this repository nor an entry point.
-        BrokenFile: The file of the class cannot be imported.
-    """
+    """Import a dataclass of this repository, such as "probes.knn.KNN", or an entry point."""
     package, name = str(address).partition(".")[0], str(address).rpartition(".")[2]
     if package in PACKAGES:
         kind = _import_attribute(str(address))
@@ -391,15 +350,8 @@ def _load_entry_point(point: metadata.EntryPoint) -> type:
 def fill_defaults(value: Any, key: str) -> Any:
     """Add default values to each mapping that has a `_target_`, and return the result.
 
-    A field of the class that is missing in the mapping gets its default value. Every such field can
-    then be overridden. Fields without a default value stay missing.
-
-    Args:
-        value: A mapping, list or scalar.
-        key: Key of the value in the configuration, for error messages.
-
-    Raises:
-        ConfigurationError: A class is not allowed.
+    All fields of the class can then be overridden, except fields without a default value. Error
+    messages name the key.
     """
     if isinstance(value, list):
         return [fill_defaults(item, key) for item in value]
@@ -414,13 +366,13 @@ def fill_defaults(value: Any, key: str) -> Any:
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """Return the default values of a dataclass by field. Fields without a default are left out."""
+    """Return the default value of each field of a dataclass that has one."""
     values = {item.name: get_default(item) for item in fields(kind) if item.init}
     return {name: value for name, value in values.items() if value is not MISSING}
 
 
 def get_default(item: Field[Any]) -> Any:
-    """Return the default value of a field, or `MISSING` if it has no default value."""
+    """Return the default value of a field, or `MISSING`."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
@@ -439,12 +391,8 @@ def describe_keys(config: Any, key: str = "") -> dict[str, tuple[str, str]]:
     """Return the allowed values and the meaning of each key that is a field of a class.
 
     Returns:
-        Two texts for each full key. The first describes the allowed values, such as "a number in
-        [0, 1]". The second is the first sentence about the field in the docstring of its class.
-        Each text may be empty.
-
-    Raises:
-        ConfigurationError: A class is not allowed.
+        Two texts for each full key, each of which may be empty: the allowed values, such as "a
+        number in [0, 1]", and the first sentence about the field in the docstring of its class.
     """
     if not isinstance(config, Mapping):
         return {}
@@ -469,8 +417,7 @@ def attribute_docs(kind: type) -> dict[str, str]:
     for base in reversed(kind.__mro__):
         text = inspect.cleandoc(base.__dict__.get("__doc__") or "")
         section = re.split(r"^(?:Attributes|Args):\n", text, flags=re.MULTILINE)[-1]
-        # The first line of an attribute is indented by four spaces. Further lines are indented
-        # more.
+        # The first line of an attribute is indented by four spaces, and further lines by more.
         entries = re.split(r"^ {4}(?=\w)", section.partition("\n\n")[0], flags=re.MULTILINE)
         for entry in entries[1:]:
             name, _, meaning = " ".join(entry.split()).partition(": ")
@@ -479,10 +426,9 @@ def attribute_docs(kind: type) -> dict[str, str]:
 
 
 def list_protocols(task: str, probe: type) -> list[str]:
-    """Return the names that `probe.protocol` accepts.
+    """Return the names that `probe.protocol` accepts, or an empty list if it accepts any text.
 
-    If the task has protocol files, these are the names of the files. Otherwise they are the values
-    that the type of the field lists. The result is empty if the field accepts any text.
+    They are the names of the task's protocol files or, without files, the literals of its type.
     """
     kind = next((item.type for item in fields(probe) if item.name == "protocol"), None)
     literals = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
@@ -490,18 +436,15 @@ def list_protocols(task: str, probe: type) -> list[str]:
 
 
 def protocol_group(task: str) -> str:
-    """Return the path, below `configs/`, of the folder for a task's protocol files.
-
-    For most tasks, this folder does not exist.
-    """
+    """Return the folder of `configs/` for a task's protocol files. Most tasks have none."""
     return f"probe/{task}/protocol"
 
 
 def changed_settings(probe: Any) -> dict[str, Any]:
     """Return the settings of a probe that differ from its protocol.
 
-    If the protocol has no file, the settings are compared with the default values of the class. The
-    result is empty if the protocol is unknown or if the probe is not a dataclass.
+    A protocol without a file has the default values of the class. The result is empty if the
+    protocol is unknown or if the probe is not a dataclass.
     """
     if (values := load_protocol_values(probe)) is None:
         return {}
@@ -521,10 +464,7 @@ def changed_settings(probe: Any) -> dict[str, Any]:
 
 
 def load_protocol_values(probe: Any) -> dict[str, Any] | None:
-    """Return the value that the protocol of a probe gives to each field.
-
-    The result is None if the protocol is unknown or if the probe is not a dataclass.
-    """
+    """Return the value that the protocol of a probe gives to each field, None as if unknown."""
     known = choices(protocol_group(probe.task))
     if not is_dataclass(type(probe)) or (known and probe.protocol not in known):
         return None

@@ -1,9 +1,9 @@
 """Types of configured fields, which define the allowed values, and a function that checks them.
 
-A field of type `Count` accepts whole numbers of at least 1. A field of type `Fraction` accepts
-numbers in [0, 1]. A dataclass calls `check_fields(self, "probe")` in `__post_init__` to check all
-of its fields. In a field of type float, a whole number is converted to a float. This is needed
-because settings identify results, so 1 and 1.0 must be the same setting.
+For example, a field of type `Fraction` accepts numbers in [0, 1]. A dataclass calls
+`check_fields(self, "probe")` in `__post_init__` to check all of its fields. In a field of type
+float, a whole number is converted to a float, because settings identify results, so 1 and 1.0 must
+be the same setting.
 
 We do not use pydantic, because its lax mode reads the text "3" as the number 3.
 """
@@ -27,14 +27,7 @@ _SHORT.maxlist = 12
 
 @dataclass(frozen=True)
 class Bounds:
-    """An interval of allowed numbers.
-
-    Attributes:
-        low: Lower bound.
-        high: Upper bound.
-        allow_low: Whether the number `low` is allowed.
-        allow_high: Whether the number `high` is allowed.
-    """
+    """An interval of allowed numbers, with or without each of its bounds."""
 
     low: int | float
     high: int | float
@@ -42,7 +35,7 @@ class Bounds:
     allow_high: bool = True
 
     def contains(self, value: int | float) -> bool:
-        """Return whether a number is within the bounds. The result is False for NaN."""
+        # False for NaN.
         is_above = value >= self.low if self.allow_low else value > self.low
         return is_above and (value <= self.high if self.allow_high else value < self.high)
 
@@ -62,9 +55,7 @@ class ListLength:
         return self.shortest <= len(value) <= self.longest
 
     def __str__(self) -> str:
-        if self.shortest == self.longest:
-            return f"{self.shortest}"
-        return f"{self.shortest} to {self.longest}"
+        return " to ".join(map(str, dict.fromkeys((self.shortest, self.longest))))
 
 
 class PathRule:
@@ -118,9 +109,6 @@ def check_fields(component: Any, key: str) -> None:
     Args:
         component: An instance of a dataclass, which may be frozen. Its fields are set in place.
         key: Prefix of the field names in error messages, such as "probe".
-
-    Raises:
-        ConfigurationError: The type of a field does not allow its value.
     """
     for name, kind in _field_types(component).items():
         value, full_name = getattr(component, name), f"{key}.{name}" if key else name
@@ -132,11 +120,7 @@ def check_fields(component: Any, key: str) -> None:
 
 
 def _field_types(component: Any) -> dict[str, Any]:
-    """Return a mapping from field name to type.
-
-    Annotations that are strings, as with `from __future__ import annotations`, are evaluated. A
-    field is left out if its annotation cannot be evaluated.
-    """
+    """Return the type of each field, without annotations as text that cannot be evaluated."""
     types = {item.name: item.type for item in fields(component)}
     if not any(isinstance(kind, str) for kind in types.values()):
         return types
@@ -151,13 +135,7 @@ def _field_types(component: Any) -> dict[str, Any]:
 def require_type(key: str, kind: Any, value: Any) -> Any:
     """Check that a type allows a value, and return the value converted as in `check_fields`.
 
-    Args:
-        key: Name of the field in error messages, such as "probe.tau".
-        kind: Annotation of the field.
-        value: The value to check.
-
-    Raises:
-        ConfigurationError: The value is not allowed. The message states the allowed values.
+    The error for an illegal value states the key, such as "probe.tau", and the allowed values.
     """
     try:
         return _convert(kind, value)
@@ -171,17 +149,15 @@ def require_type(key: str, kind: Any, value: Any) -> Any:
 
 
 def require_nonempty(key: str, values: Sequence[Any]) -> None:
-    """Raise a ConfigurationError if a list is empty. The message contains the key of the list."""
     if not values:
         raise ConfigurationError(f"{key} expects at least one value, got []")
 
 
 class _IllegalValue(Exception):
-    """The type of a field does not allow a value."""
+    pass
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    """Return a value converted as in `check_fields`. Raise `_IllegalValue` if it is not allowed."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
         converted = _convert(parts[0], value)
@@ -250,7 +226,7 @@ def describe_type(kind: Any) -> str:
         return _WORDS[kind]
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated and isinstance(parts[1], PathRule):
-        return "a path"
+        return str(parts[1])
     if origin is Annotated and isinstance(parts[1], ListLength):
         return f"a list of {parts[1]} items, each {describe_type(get_args(parts[0])[0])}"
     if origin is Annotated:

@@ -11,7 +11,6 @@ _MAX_TICK_LETTERS = 5
 _MIN_TICK_DISTANCE = 27
 # Width of a letter and height of a line of text, in SVG units of the chart.
 _LETTER_WIDTH, _LINE_HEIGHT = 5.9, 11.0
-
 MAX_END_LABELS = 8
 """Largest number of curves that get labels at the right edge. More labels would overlap."""
 
@@ -24,7 +23,6 @@ class Point(NamedTuple):
         value: The score. NaN interrupts the line. Infinity is drawn at the upper edge.
         low: Lower end of the 95 % interval, or None if there is no interval.
         high: Upper end of the 95 % interval, or None if there is no interval.
-        tooltip: Text that appears when the mouse pointer is on the point.
         is_degenerate: Whether the score is degenerate. The point is then drawn as a cross.
     """
 
@@ -43,9 +41,9 @@ class Curve:
     Attributes:
         name: Name of the checkpoint or block.
         style: CSS classes of the line, separated by spaces.
-        number: Number of the checkpoint or block. The script of the page uses it to hide curves.
+        number: Number of the checkpoint or block, by which the page hides curves.
         points: Scores, sorted by x.
-        label: Text at the right end of the line. It may be empty.
+        label: Text at the right end of the line, or "".
     """
 
     name: str
@@ -56,7 +54,7 @@ class Curve:
 
 
 class Tick(NamedTuple):
-    """A position on an axis, in SVG units, with its text."""
+    """A position on an axis in SVG units, with its text."""
 
     position: float
     label: str
@@ -73,15 +71,11 @@ class Mark(NamedTuple):
 
 
 class DrawnCurve(NamedTuple):
-    """A curve in SVG coordinates.
+    """A `Curve` in SVG coordinates.
 
     Attributes:
-        name: Name of the checkpoint or block.
-        style: CSS classes of the line, separated by spaces.
-        number: Number of the checkpoint or block.
         line: SVG path through the points.
         band: SVG path around the area of the 95 % intervals.
-        marks: The points.
         label: Height and text of the label at the right end, or None without a label.
     """
 
@@ -98,22 +92,12 @@ class Chart(NamedTuple):
     """A chart in SVG coordinates. The y coordinate grows downwards.
 
     Attributes:
-        x_ticks: Labelled positions on the horizontal axis.
-        y_ticks: Labelled positions on the vertical axis.
-        curves: Curves, one per checkpoint or block.
-        published: The y coordinates of published values. They are drawn as short dashes at the
-            right edge.
-        baselines: The y coordinates of image-independent baselines. They are drawn as dotted lines.
+        published: The y coordinates of published values, drawn as short dashes at the right edge.
+        baselines: The y coordinates of image-independent baselines, drawn as dotted lines.
         baseline_labels: Names of the baselines, at y coordinates where the names do not overlap.
         zero: The y coordinate of the value 0, or None if 0 is outside the axis.
-        y_label: Label of the vertical axis: metric and unit.
-        x_label: Label of the horizontal axis.
-        right: The x coordinate of the right end of the axes.
-        width: Width of the chart.
-        height: Height of the chart.
-        left: The x coordinate of the vertical axis.
-        top: The y coordinate of the upper end of the axes.
-        bottom: The y coordinate of the horizontal axis.
+        right: The x coordinate of the right end of the axes. `left`, `top` and `bottom` are the
+            coordinates of the other ends.
     """
 
     x_ticks: Sequence[Tick]
@@ -146,17 +130,10 @@ def draw_chart(
     """Compute the layout of a chart.
 
     The vertical axis covers all scores, intervals and baselines. It is logarithmic if the values
-    are positive plain numbers and the largest is more than 100 times the smallest.
-
-    Args:
-        curves: Curves to draw.
-        published: Names and values from papers. Values outside the vertical axis are not drawn.
-        unit: "%", or an empty string for plain numbers.
-        y_label: Label of the vertical axis. If it is empty, the unit is used.
-        x_label: Label of the horizontal axis.
-        same_axes: Curves of other charts. The axes also cover their values, so that the charts have
-            the same axes.
-        baselines: Names and values of image-independent baselines.
+    are positive plain numbers and the largest is more than 100 times the smallest. Its label is the
+    unit if `y_label` is empty. The axes also cover `same_axes`, the curves of other charts.
+    Published and baseline values are given with their names. Published values outside the vertical
+    axis are not drawn. The unit is "%", or "" for plain numbers.
     """
     points = [point for curve in (*curves, *same_axes) for point in curve.points]
     xs = sorted({point.x for point in points}) or [0]
@@ -205,20 +182,17 @@ def draw_chart(
         )
 
     def draw_band(piece: Sequence[Point]) -> str:
-        """Return a closed SVG path around the 95 % intervals of consecutive points."""
         ends = [(p.x, p.low, p.high) for p in piece if p.low is not None and p.high is not None]
         ends = [(x, lower, upper) for x, lower, upper in ends if not math.isnan(lower + upper)]
         there = [(to_x(x), to_y(upper)) for x, _, upper in ends]
         back = [(to_x(x), to_y(lower)) for x, lower, _ in reversed(ends)]
         return _make_path([*there, *back]) + "Z" if ends else ""
 
-    last_heights = {
-        number: to_y(known[-1])
-        for number, curve in enumerate(curves)
-        if labels
-        and curve.label
-        and (known := [p.value for p in curve.points if not math.isnan(p.value)])
-    }
+    last_heights = {}
+    for number, curve in enumerate(curves):
+        known = [p.value for p in curve.points if not math.isnan(p.value)]
+        if labels and curve.label and known:
+            last_heights[number] = to_y(known[-1])
     label_heights = spread(list(last_heights.values()), _LINE_HEIGHT, float(_TOP), bottom)
     end_labels = {
         number: Tick(height, curves[number].label)
@@ -251,9 +225,9 @@ def draw_chart(
 
 
 def choose_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
-    """Return tick values of a linear axis that covers the range from `low` to `high`.
+    """Return at most `most` ticks of a linear axis that covers the range from `low` to `high`.
 
-    There are at most `most` ticks. Their distance is 1, 2 or 5 times a power of ten.
+    Their distance is 1, 2 or 5 times a power of ten.
     """
     # If the values are equal up to rounding errors, widen the range so that it is not empty.
     if high - low <= 1e-6 * max(1.0, abs(high)):
@@ -268,28 +242,17 @@ def choose_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
 
 
 def choose_log_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
-    """Return tick values of a logarithmic axis that covers the range from `low` to `high`.
-
-    There are at most `most` ticks. They are powers of ten with equal ratios between neighbours.
-    """
+    """Return at most `most` powers of ten, with equal ratios, that cover the range."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     step = -(-(last - first) // (most - 1))
     return tuple(10.0 ** (first + step * i) for i in range(-(-(last - first) // step) + 1))
 
 
 def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tuple[float, ...]:
-    """Move labels apart until they do not overlap, without changing their order.
+    """Return the y coordinates `heights` of labels, moved apart to a distance of at least `gap`.
 
-    If there is no room for all labels, some overlap at `low`.
-
-    Args:
-        heights: Desired y coordinates of the labels.
-        gap: Smallest allowed distance between two labels.
-        low: Smallest allowed y coordinate.
-        high: Largest allowed y coordinate.
-
-    Returns:
-        The new y coordinates, in the order of `heights`.
+    The labels keep their order and stay within `low` and `high`. If there is no room for all of
+    them, some overlap at `low`.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     moved = list(heights)
@@ -297,7 +260,7 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tup
     for i in order:
         moved[i] = free = max(moved[i], free)
         free += gap
-    # Move labels back up if their y coordinate exceeds `high`.
+    # Move labels back up that are below `high`, because y grows downwards.
     free = high
     for i in reversed(order):
         moved[i] = max(low, min(moved[i], free))
@@ -306,7 +269,7 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tup
 
 
 def _format_tick(value: float) -> str:
-    """Return a number as a short text for the label of a tick, such as "2.5e5"."""
+    """Return a number as a short text, such as "2.5e5"."""
     text = f"{value:g}"
     if len(text) <= _MAX_TICK_LETTERS:
         return text
@@ -315,7 +278,7 @@ def _format_tick(value: float) -> str:
 
 
 def _omit_crowded(ticks: Sequence[Tick]) -> list[Tick]:
-    """Return the ticks without those that would overlap with the label of the previous tick."""
+    """Leave out ticks whose label would overlap with the previous one."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
         if tick.position - kept[-1].position >= _MIN_TICK_DISTANCE:

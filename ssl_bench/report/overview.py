@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ssl_bench.report.pairs import MAX_PAIRED, load_side
@@ -19,38 +18,36 @@ from ssl_bench.report.panels import (
     select_headline_panels,
 )
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.comparison import block_side, difference
+from ssl_bench.tables.comparison import score_block, subtract
 
-TASK_DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "segmentation": "A linear head predicts the class of every pixel from the patches of one "
-        "block. The score is the mean IoU over classes. Higher is better.",
-        "tokencut": "The normalised cut of a block's patches gives one box per image. CorLoc is "
-        "the percentage of images whose box overlaps a true box with an IoU of at least 50 %. "
-        "Higher is better. Without true boxes, only the percentage of degenerate cuts is reported.",
-        "retrieval": "Every patch gets the class of its nearest training patches, without "
-        "training. The score is the mean IoU over classes. Higher is better.",
-        "classification": "A linear head predicts the class of the image. The score is the "
-        "accuracy in percent. Higher is better.",
-        "knn": "Every image gets the class of its nearest training images, without training. The "
-        "score is the accuracy in percent. Higher is better.",
-        "correspondence": "The nearest patch in another view or image is the match of a point. "
-        "PCK is the percentage of matches within a fraction of the side of the view or of the "
-        "object's box. Higher is better.",
-        "discovery": "The cuts of a block's patches give several boxes per image. AP, AP50 and "
-        "AR100 are computed as in COCO, without classes. Higher is better.",
-        "clustering": "k-means clusters images or patches and is compared with their classes, "
-        "which it does not use. NMI, AMI and similar scores are reported. Higher is better.",
-        "geometry": "Measures the feature space: its effective dimensionality (RankMe, LiDAR, "
-        "effective rank), the alignment of two views, and the position that patches encode. Most "
-        "of these numbers are neither good nor bad.",
-        "pca": "The share of the variance between the patches of an image that three components "
-        "explain. Neither high nor low is better: identical patches have one component.",
-        "conditioning": "Measures how close the tokens, attention and Jacobians of a block are to "
-        "singular matrices: condition numbers, ranks and CKA. A lower condition number is closer "
-        "to an isometry.",
-    }
-)
+TASK_DESCRIPTIONS: Mapping[str, str] = {
+    "segmentation": "A linear head predicts the class of every pixel from the patches of one "
+    "block. The score is the mean IoU over classes. Higher is better.",
+    "tokencut": "The normalised cut of a block's patches gives one box per image. CorLoc is "
+    "the percentage of images whose box overlaps a true box with an IoU of at least 50 %. "
+    "Higher is better. Without true boxes, only the percentage of degenerate cuts is reported.",
+    "retrieval": "Every patch gets the class of its nearest training patches, without "
+    "training. The score is the mean IoU over classes. Higher is better.",
+    "classification": "A linear head predicts the class of the image. The score is the "
+    "accuracy in percent. Higher is better.",
+    "knn": "Every image gets the class of its nearest training images, without training. The "
+    "score is the accuracy in percent. Higher is better.",
+    "correspondence": "The nearest patch in another view or image is the match of a point. "
+    "PCK is the percentage of matches within a fraction of the side of the view or of the "
+    "object's box. Higher is better.",
+    "discovery": "The cuts of a block's patches give several boxes per image. AP, AP50 and "
+    "AR100 are computed as in COCO, without classes. Higher is better.",
+    "clustering": "k-means clusters images or patches and is compared with their classes, "
+    "which it does not use. NMI, AMI and similar scores are reported. Higher is better.",
+    "geometry": "Measures the feature space: its effective dimensionality (RankMe, LiDAR, "
+    "effective rank), the alignment of two views, and the position that patches encode. Most "
+    "of these numbers are neither good nor bad.",
+    "pca": "The share of the variance between the patches of an image that three components "
+    "explain. Neither high nor low is better: identical patches have one component.",
+    "conditioning": "Measures how close the tokens, attention and Jacobians of a block are to "
+    "singular matrices: condition numbers, ranks and CKA. A lower condition number is closer "
+    "to an isometry.",
+}
 """Descriptions of tasks for readers of a report. Tasks of plugins have no description."""
 
 _MAX_COLUMNS = 3
@@ -66,7 +63,7 @@ class Leaderboard(NamedTuple):
     Attributes:
         panels: One panel for each column of scores, at least one per task and dataset.
         fact_names: Names of the facts that are not equal for all checkpoints.
-        fact_rows: Values of these facts for each checkpoint. A missing value is an empty string.
+        fact_rows: Values of these facts for each checkpoint, "" where missing.
         shared_facts: Names and values of the facts that are equal for all checkpoints.
     """
 
@@ -77,7 +74,6 @@ class Leaderboard(NamedTuple):
 
 
 def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> Leaderboard:
-    """Return the leaderboard with its columns of scores and its columns of differing facts."""
     facts = [dict(checkpoint.facts) for checkpoint in checkpoints]
     names = dict.fromkeys(n for row in facts for n in row if n not in _NOT_IN_LEADERBOARD)
     differing = [name for name in names if len({row.get(name) for row in facts}) > 1]
@@ -97,7 +93,6 @@ class BlockGroup(NamedTuple):
     """Scores of one checkpoint for one task on one split of a dataset.
 
     Attributes:
-        task: Task of the probe.
         split_name: Dataset and split, such as "voc2012 val".
         tables: Tables that are visible at once. Tables of the headline metric come first.
         folded: Tables that readers must unfold.
@@ -132,9 +127,8 @@ def summarize_checkpoints(
 ) -> dict[Checkpoint, list[str]]:
     """Return the summaries of each checkpoint, one per task, dataset and protocol.
 
-    Checkpoints without scores are omitted. If the report has at most `MAX_PAIRED` checkpoints,
-    blocks are compared by the paired difference on the same images. This would take too long for
-    more checkpoints, so then their 95 % intervals are compared instead.
+    Checkpoints without scores are omitted. Blocks are compared by paired differences on the same
+    images, or by their 95 % intervals if more than `MAX_PAIRED` checkpoints would take too long.
     """
     chosen = _select_summarized_panels(panels)
     protocols = defaultdict[tuple[str, str], set[str]](set)
@@ -172,33 +166,20 @@ def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
 def find_lower_blocks(
     store: ResultStore, panel: Panel, line: Line, *, is_paired: bool
 ) -> set[int] | None:
-    """Return the blocks with a significantly lower score than the best block.
+    """Return the blocks with a significantly lower score than the best block, or None if unknown.
 
-    The lower score is significant if the 95 % interval of the paired difference on the same images
-    excludes 0. If per-image values are missing, it is significant if the whole 95 % interval of the
-    block is below the interval of the best block. Degenerate blocks are never returned.
-
-    Args:
-        store: Results folder with the per-image values.
-        panel: The panel that contains the line.
-        line: Scores of one checkpoint. The best block has the highest mean over seeds. The
-            per-image values are those of the smallest seed.
-        is_paired: Whether to load per-image values.
-
-    Returns:
-        Block indices. The result is None if neither per-image values nor intervals exist.
+    A score is significantly lower if the 95 % interval of the paired difference excludes 0. If
+    `is_paired` is False or there are no per-image values, the whole 95 % interval of the block must
+    be below that of the best block. Degenerate blocks are never returned.
     """
-    best = line.best
+    best = line.best_entry
     if best is None:
         return None
     side = load_side(store, panel, line.checkpoint) if is_paired else None
     if side is not None and best.layer in side.curve.blocks:
-        highest = block_side(side.curve, best.layer)
-        differences = {
-            layer: difference("", highest, block_side(side.curve, layer))
-            for layer in side.curve.blocks
-        }
-        return {layer for layer, d in differences.items() if d.is_significant and d.value > 0}
+        highest = score_block(side.curve, best.layer)
+        rows = [subtract("", highest, score_block(side.curve, n)) for n in side.curve.blocks]
+        return {row.layers[1][0] for row in rows if row.is_significant and row.value > 0}
     low = best.low
     highs = {entry.layer: entry.high for entry in line.entries if not entry.is_degenerate}
     if low is None or any(high is None for high in highs.values()):
@@ -207,13 +188,7 @@ def find_lower_blocks(
 
 
 def summarize_line(panel: Panel, line: Line, lower: set[int] | None) -> str:
-    """Return sentences about the best block of a checkpoint.
-
-    Args:
-        panel: The panel that contains the line.
-        line: Scores of one checkpoint.
-        lower: Blocks with a significantly lower score than the best block, or None if unknown.
-    """
+    """Return sentences about the best block. `lower` is the result of `find_lower_blocks`."""
     metric, num_images = panel.metric, panel.record.num_images
     valued = [entry for entry in line.entries if not math.isnan(entry.value)]
     if not valued:
@@ -231,19 +206,18 @@ def summarize_line(panel: Panel, line: Line, lower: set[int] | None) -> str:
             f"(block {high.layer}). Higher is not better."
         )
     degenerate = [entry.layer for entry in valued if entry.is_degenerate]
-    candidates = [entry for entry in valued if entry.is_rankable]
-    if not candidates:
+    best = line.best_entry
+    if best is None:
         blocks = name_blocks(degenerate)
         return f"No block is best because {blocks} {_be(len(degenerate))} degenerate."
-    best = line.best or candidates[0]
-    value, others = best.parts[0], len(candidates) - len(line.all_best)
-    if len(candidates) == 1:
+    value, count = best.parts[0], sum(entry.is_rankable for entry in valued)
+    others = count - len(line.marked_entries)
+    if count == 1:
         sentences = [f"On {num_images} images, {metric} is {value} at block {best.layer}."]
-    elif not line.all_best:
-        count = len(candidates)
+    elif not line.marked_entries:
         sentences = [f"On {num_images} images, {metric} is {value} at all {count} blocks."]
     else:
-        blocks = name_blocks([entry.layer for entry in line.all_best])
+        blocks = name_blocks([entry.layer for entry in line.marked_entries])
         sentences = [f"On {num_images} images, {metric} is highest at {blocks} ({value})."]
         if lower is not None and others:
             sentences.append(_count_lower(len(lower), others))
@@ -256,7 +230,6 @@ def summarize_line(panel: Panel, line: Line, lower: set[int] | None) -> str:
 
 
 def _count_lower(number: int, others: int) -> str:
-    """Return a sentence that states how many blocks score significantly lower than the best."""
     if others == 1:
         return f"The other block is {'' if number else 'not '}significantly lower."
     if number == others:

@@ -57,15 +57,11 @@ class Report:
     """Contents of all pages of a report.
 
     Attributes:
-        store: The results folder.
         records: All records of the report. Pages refer to a record by its index.
-        checkpoints: The encoders, sorted by name.
-        panels: Groups of comparable scores.
         pairs: Pairs of checkpoints. Each pair is compared on its own page.
         epochs: Scores over epochs, for panels with a run that was probed at several epochs.
         severities: Tables and charts of scores on corrupted images.
         galleries: Galleries of pictures by encoder id.
-        pictures: Picture files of the results folder.
     """
 
     store: ResultStore
@@ -80,16 +76,14 @@ class Report:
 
     @property
     def clean_panels(self) -> Sequence[Panel]:
-        """The panels of uncorrupted images, or all panels if every panel has corrupted images."""
+        """The panels of uncorrupted images, or all panels if there are none."""
         return [panel for panel in self.panels if not panel.is_corrupted] or self.panels
 
     @cached_property
     def summaries(self) -> Mapping[Checkpoint, Sequence[str]]:
-        """Sentences about the best blocks, by checkpoint."""
         return summarize_checkpoints(self.store, self.clean_panels, self.checkpoints)
 
     def picture_paths(self) -> list[str]:
-        """Return the distinct paths of all pictures, relative to the results folder."""
         every = (gallery for shown in self.galleries.values() for gallery in shown)
         return list(dict.fromkeys(path for gallery in every for path in gallery.paths()))
 
@@ -97,18 +91,14 @@ class Report:
 def build_report(
     store: ResultStore,
     records: Sequence[Record],
-    encoder_ids: Iterable[tuple[str, str]],
+    id_pairs: Iterable[tuple[str, str]],
     *,
     layers: Set[int] | None = None,
 ) -> Report:
-    """Collect the contents of a report.
+    """Collect the contents of a report on some records.
 
-    Args:
-        store: The results folder.
-        records: Records to show.
-        encoder_ids: Pairs of encoder ids to compare. If it is empty, `choose_pairs` selects pairs.
-        layers: Pictures are shown for these block indices only. A negative index counts from the
-            last block. None shows all blocks.
+    If there are no pairs of encoder ids to compare, `choose_pairs` selects pairs. Pictures are
+    shown for the blocks `layers`, see `keep_layers`.
 
     Raises:
         ConfigurationError: A pair consists of the same checkpoint twice.
@@ -126,7 +116,7 @@ def build_report(
         records=tuple(records),
         checkpoints=checkpoints,
         panels=panels,
-        pairs=tuple(choose_pairs(checkpoints, encoder_ids)),
+        pairs=tuple(choose_pairs(checkpoints, id_pairs)),
         epochs=find_epoch_trends(panels),
         severities=draw_severities(records),
         galleries=label_image_sets(galleries),
@@ -135,7 +125,6 @@ def build_report(
 
 
 def build_index_page(report: Report) -> Page:
-    """Return the overview page: summaries, leaderboard, pictures, and the charts of all panels."""
     panels, checkpoints = report.panels, report.checkpoints
     leaderboard = build_leaderboard(report.clean_panels, checkpoints)
     headlines = leaderboard.panels
@@ -223,10 +212,9 @@ def _draw_panel(panel: Panel) -> dict[str, Any]:
 
 
 def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group the panels of one task by split.
+    """Group the panels of one task by split, with those of the headline metric unfolded.
 
-    Only panels of the headline metric are visible without unfolding. If a split has at most
-    `_MAX_UNFOLDED` panels, all of them are visible.
+    If a split has at most `_MAX_UNFOLDED` panels, all of them are unfolded.
     """
     groups = []
     for split_name, panels in group_by_split([view["panel"] for view in views]).items():
@@ -243,12 +231,11 @@ def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _list_filters(panels: Sequence[Panel]) -> list[tuple[str, list[str]]]:
-    """Return the fields by which readers can filter panels, each with all of its values."""
+    """Return the fields by which readers filter panels, each with its values."""
     return [(name, sorted({getattr(panel, name) for panel in panels})) for name in PANEL_FIELDS]
 
 
 def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
-    """Return the page of one checkpoint: summaries, scores, pictures and settings."""
     lines = [(p, line) for p in report.panels if (line := p.find_line(checkpoint)) is not None]
     panels = [panel for panel, _ in lines]
     entries = [entry for _, line in lines for entry in line.entries]
@@ -282,12 +269,12 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
 def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, Any]]:
     """Return tables with the IoU of each class, one per dataset, protocol and facet.
 
-    If several kinds of mean IoU were recorded, the table shows the first kind, which is
-    `miou_holdout`. Classes without an IoU at any block are counted but not listed.
+    They show the first recorded kind of mean IoU, which is `miou_holdout`. Classes without an IoU
+    at any block are counted but not listed.
     """
     tables: dict[tuple[str, ...], dict[str, Any]] = {}
     for panel, line in lines:
-        key = (panel.task, panel.split_name, panel.facet, panel.protocol, panel.difference)
+        key = (panel.task, panel.split_name, panel.facet, panel.protocol, panel.settings_text)
         by_entry = {
             entry: iou
             for entry in line.entries
@@ -309,7 +296,7 @@ def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, A
 
 
 def _list_settings(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return the distinct settings of some records, each with the provenance of its records."""
+    """Return the distinct settings of some records, each with its provenance."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         title = (
@@ -329,7 +316,6 @@ def _list_settings(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def build_pair_page(report: Report, pair: Pair, compared: Sequence[PanelComparison]) -> Page:
-    """Return the page that compares two checkpoints: differences at each block, and pictures."""
     first, second = pair
     order = [panel.number for of_task in group_by_task(report.panels).values() for panel in of_task]
     compared = sorted(compared, key=lambda comparison: order.index(comparison.panel.number))
@@ -349,7 +335,6 @@ def build_pair_page(report: Report, pair: Pair, compared: Sequence[PanelComparis
 
 
 def _draw_comparison(pair: Pair, comparison: PanelComparison) -> dict[str, Any]:
-    """Draw the differences between two checkpoints over the blocks, for one panel."""
     differences = [row.difference for row in comparison.blocks]
     points = [
         Point(
@@ -371,7 +356,6 @@ def _draw_comparison(pair: Pair, comparison: PanelComparison) -> dict[str, Any]:
 
 
 def build_epochs_page(epochs: Sequence[PanelTrends]) -> Page:
-    """Return the page with charts of scores over epochs, one group of charts per panel."""
     panels = [trends.panel for trends in epochs]
     drawn = sorted(
         (run for trends in epochs for run in trends.drawn_trends), key=lambda run: run.depth

@@ -23,7 +23,6 @@ from ssl_bench.tables.comparison import (
 
 MAX_PAIRED = 6
 """By default, a report with at most this many checkpoints has a page for each pair of them."""
-
 _NUM_IMAGES = 6
 
 
@@ -40,15 +39,7 @@ class Pair(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Per-image values of one checkpoint for one panel, read from the results folder.
-
-    Attributes:
-        checkpoint: The checkpoint.
-        curve: Per-image values and scores of each block.
-        image_names: Names of the images, in the order of the per-image values.
-        records: Record of each block, by block index.
-        seed: The seed of all these records.
-    """
+    """Per-image values of one checkpoint for one panel, with the record of each block."""
 
     checkpoint: Checkpoint
     curve: ImageCurve
@@ -69,11 +60,9 @@ class PanelComparison(NamedTuple):
     """Comparison of two checkpoints in one panel.
 
     Attributes:
-        panel: The panel.
-        table: The same differences as a table of `ssl-bench compare`.
-        blocks: Differences at each common block: first checkpoint minus second checkpoint.
-        summary: Difference between the best blocks, and difference between the held-out choices.
-            It is empty if either checkpoint has no block that can be best.
+        table: The differences of `blocks` and `summary` as a table of `ssl-bench compare`.
+        blocks: Differences of `compare_block_by_block`: first checkpoint minus second checkpoint.
+        summary: Differences of `compare_best_blocks`.
         layers: Index of the best block of the first and of the second checkpoint.
         images: The images with the largest differences in mean IoU at the best blocks. Each tuple
             is an image name, then first IoU, second IoU and their difference in percent.
@@ -92,22 +81,11 @@ class PanelComparison(NamedTuple):
 
 
 def choose_pairs(
-    checkpoints: Sequence[Checkpoint], encoder_ids: Iterable[tuple[str, str]]
+    checkpoints: Sequence[Checkpoint], id_pairs: Iterable[tuple[str, str]]
 ) -> list[Pair]:
-    """Return the pairs of checkpoints that get a page.
-
-    If pairs are requested, only these are returned. Otherwise the result depends on the number of
-    checkpoints: up to `MAX_PAIRED` checkpoints give all pairs, and more checkpoints give no pair.
-
-    Args:
-        checkpoints: All checkpoints of the report.
-        encoder_ids: Requested pairs of encoder ids.
-
-    Raises:
-        ConfigurationError: A pair consists of the same checkpoint twice.
-    """
+    """Return the requested pairs, or else all pairs of at most `MAX_PAIRED` checkpoints."""
     by_id = {checkpoint.encoder_id: checkpoint for checkpoint in checkpoints}
-    pairs = [(by_id[first], by_id[second]) for first, second in encoder_ids]
+    pairs = [(by_id[first], by_id[second]) for first, second in id_pairs]
     if any(first == second for first, second in pairs):
         raise ConfigurationError(
             "a pair must consist of two different checkpoints, got the same checkpoint twice",
@@ -119,11 +97,7 @@ def choose_pairs(
 
 
 def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | None:
-    """Load the per-image values of a checkpoint, or return None if none are stored.
-
-    If there are several seeds, only the smallest seed is loaded, because images are paired within
-    one seed.
-    """
+    """Load the per-image values of the smallest seed, or return None if none are stored."""
     line = panel.find_line(checkpoint)
     records = [record for entry in line.entries for record in entry.records] if line else []
     seed = min((record.seed for record in records), default=0)
@@ -143,7 +117,7 @@ def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side 
 
 
 def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
-    """Return the names of the scored images, or names such as "image 3 of 40" if unknown."""
+    """Return the names of the images, or names such as "image 3 of 40" if unknown."""
     names = store.image_ids(record.dataset_fingerprint)
     if names is not None and len(names) == number:
         return list(names)
@@ -151,10 +125,7 @@ def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
 
 
 def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | None:
-    """Compare two checkpoints in one panel: the scores of the first minus those of the second.
-
-    The result is None if the two have different seeds or different numbers of images.
-    """
+    """Compare two checkpoints, or return None if their seeds or numbers of images differ."""
     if len(first.image_names) != len(second.image_names) or first.seed != second.seed:
         return None
 
@@ -194,7 +165,7 @@ def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | 
 
 
 def _count_right(first: PerImage, second: PerImage) -> list[int] | None:
-    """Return `PanelComparison.tally` from the per-image values of the two best blocks."""
+    """Return `PanelComparison.tally`."""
     # One integer per image states whether the image is correct. Other kinds of per-image values
     # are percentages, counts or results of several draws.
     if first.ndim != 1 or "f" in (first.dtype.kind, second.dtype.kind):
@@ -207,10 +178,7 @@ def _count_right(first: PerImage, second: PerImage) -> list[int] | None:
 def _list_images(
     metric: str, names: Sequence[str], sides: tuple[PerImage, PerImage]
 ) -> list[tuple[str, float, float, float]]:
-    """Return the images with the largest differences in mean IoU.
-
-    Images on which the first checkpoint is better come first. See `PanelComparison.images`.
-    """
+    """Return `PanelComparison.images`. Those on which the first is better come first."""
     if not metric.startswith("miou") or sides[0].ndim != 3:
         return []
     values = zip(names, *(mean_iou(side).tolist() for side in sides), strict=True)
@@ -228,10 +196,7 @@ def _list_images(
 def compare_pairs(
     store: ResultStore, panels: Sequence[Panel], pairs: Sequence[Pair]
 ) -> dict[Pair, list[PanelComparison]]:
-    """Compare all pairs in all panels. Return the comparisons of each pair.
-
-    The per-image values of a checkpoint are loaded once per panel.
-    """
+    """Return the comparisons of each pair, loading each checkpoint once per panel."""
     members = {checkpoint for pair in pairs for checkpoint in pair}
     compared: dict[Pair, list[PanelComparison]] = defaultdict(list)
     for panel in show_progress(panels, "comparisons", len(panels)):

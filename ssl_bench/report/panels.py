@@ -34,13 +34,10 @@ from ssl_bench.tables.sheets import NO_VALUE
 
 NUM_COLOURS = 8
 """Number of colours for checkpoints in the style sheet."""
-
 MAX_LINES = 24
 """Largest number of checkpoints, or of runs, that are drawn for one panel."""
-
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """Record fields by which readers can filter panels on a page."""
-
 FIRST_TASKS = ("segmentation", "tokencut")
 """Tasks that come first on a page, in this order."""
 
@@ -58,18 +55,12 @@ class Checkpoint:
 
     Attributes:
         number: Index in the list of checkpoints, which is sorted by name.
-        encoder_id: Identity of the encoder, see `Record.encoder_id`.
-        sha256: SHA-256 digest of the weights.
         name: Name of the checkpoint, which is unique in the report.
         distinction: Facts that distinguish the checkpoint from others with the same model name,
             such as "image size 224".
         label: Short name at the right end of a curve. The middle of a long name is omitted.
         model: Model name as in records. Several checkpoints may have the same model name.
-        depth: Number of blocks.
-        facts: Names and values of facts about the architecture.
-        is_skipless: Whether skip connections are missing, according to the architecture or the
-            name.
-        page: File name of the page about this checkpoint.
+        is_skipless: Whether the architecture or the name says that skip connections are missing.
         picture_folders: Beginnings of the names of the folders with its pictures.
     """
 
@@ -125,12 +116,7 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
 
 
 def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
-    """Return the facts that distinguish an encoder from others with the same model name.
-
-    Args:
-        record: A record of the encoder.
-        namesakes: One record of each encoder with this model name.
-    """
+    """Return the facts in which an encoder differs from those with the same model name."""
 
     def list_facts(other: Record) -> dict[str, str]:
         inputs = {"mean": list(other.mean), "std": list(other.std)}
@@ -146,10 +132,9 @@ def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
 
 def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
     architecture = record.architecture
-    facts: dict[str, Any] = {}
     # It is unknown whether a user's own PyTorch module has skip connections.
-    if architecture.get("kind") != "module":
-        facts["skips"] = _describe_skips(architecture)
+    is_known = architecture.get("kind") != "module"
+    facts: dict[str, Any] = {"skips": _describe_skips(architecture)} if is_known else {}
     facts["depth"] = record.depth
     facts |= {name: value for name, value in sorted(architecture.items()) if name not in _SKIPS}
     epoch = record.details.get("epoch")
@@ -164,11 +149,7 @@ def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
 
 
 def _describe_skips(architecture: Mapping[str, Any]) -> str:
-    """Describe the skip connections of an encoder.
-
-    The text is "yes", "no", or the name of the only part of a block with a skip connection:
-    "attention" or "mlp".
-    """
+    """Return "yes", "no", or the only part of a block with a skip: "attention" or "mlp"."""
     missing = {name for name in _SKIPS if architecture.get(name) is False}
     if missing in ({"skip_attention"}, {"skip_mlp"}):
         return "mlp" if "skip_attention" in missing else "attention"
@@ -177,39 +158,31 @@ def _describe_skips(architecture: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Scores of one checkpoint at all scored blocks.
-
-    Attributes:
-        checkpoint: The checkpoint.
-        entries: The score of each block, averaged over seeds, in the order of the blocks.
-    """
+    """Scores of one checkpoint, averaged over seeds, in the order of the scored blocks."""
 
     checkpoint: Checkpoint
     entries: tuple[Entry, ...]
 
     @cached_property
-    def best(self) -> Entry | None:
+    def best_entry(self) -> Entry | None:
         """The entry with the highest score, or None if no entry is `Entry.is_rankable`."""
         candidates = [entry for entry in self.entries if entry.is_rankable]
         return max(candidates, key=lambda entry: entry.value, default=None)
 
     @cached_property
-    def all_best(self) -> tuple[Entry, ...]:
-        """All entries with the same score as the best entry.
-
-        The tuple is empty if there are several blocks and all of them have the same score.
-        """
-        if self.best is None:
+    def marked_entries(self) -> tuple[Entry, ...]:
+        """The entries with the best score, or () if several blocks all have the same score."""
+        if self.best_entry is None:
             return ()
-        equal = tuple(entry for entry in self._valid if entry.value == self.best.value)
+        equal = tuple(entry for entry in self._valid if entry.value == self.best_entry.value)
         return equal if len(equal) < len(self._valid) or len(equal) == 1 else ()
 
     @property
-    def best_text(self) -> str:
+    def best_blocks_text(self) -> str:
         """The blocks with the best score as text: "block 3", or "all 12 blocks equal"."""
-        if not self.all_best and self.best is not None:
+        if not self.marked_entries and self.best_entry is not None:
             return f"all {len(self._valid)} blocks equal"
-        return name_blocks([entry.layer for entry in self.all_best or self.entries[-1:]])
+        return name_blocks([entry.layer for entry in self.marked_entries or self.entries[-1:]])
 
     @property
     def _valid(self) -> tuple[Entry, ...]:
@@ -226,16 +199,9 @@ class Panel:
 
     Attributes:
         number: Index in the list of panels. Links to the panel contain this number.
-        task: Task of the probe.
-        dataset: Name of the dataset.
-        split: Split of the scored images.
-        metric: Name of the metric.
         unit: "%", or an empty string for plain numbers.
-        facet: Facet of the probed features.
-        protocol: Protocol of the probe.
-        difference: Settings that distinguish the panel from other panels with the same metric and
-            protocol. The text is empty if there are none.
-        lines: Lines of scores, one per checkpoint.
+        settings_text: Settings that distinguish the panel from others with the same metric and
+            protocol, such as ", lr=0.1", or "".
         footnote: Notes about the scores, such as the number of images, the seeds and the versions.
     """
 
@@ -247,7 +213,7 @@ class Panel:
     unit: str
     facet: str
     protocol: str
-    difference: str
+    settings_text: str
     lines: tuple[Line, ...]
     footnote: str
 
@@ -263,8 +229,8 @@ class Panel:
 
     @property
     def variant(self) -> str:
-        """Facet, protocol and `difference`, such as "token, protocol fast, lr=0.1"."""
-        return f"{self.facet}, protocol {self.protocol}{self.difference}"
+        """Facet, protocol and settings, such as "token, protocol fast, lr=0.1"."""
+        return f"{self.facet}, protocol {self.protocol}{self.settings_text}"
 
     @property
     def title(self) -> str:
@@ -284,47 +250,41 @@ class Panel:
 
     @property
     def has_labels(self) -> bool:
-        """Whether labels of the images are needed to compute the scores."""
+        """Whether computing the scores needs labels of the images."""
         return _UNLABELLED.isdisjoint((self.task, self.protocol, self.metric))
 
     @property
     def is_corrupted(self) -> bool:
-        """Whether the scored images were corrupted."""
         return self.record.corrupted is not None
 
     @property
     def drawn_lines(self) -> tuple[Line, ...]:
-        """The lines that are drawn: the `MAX_LINES` lines with the highest scores, sorted by name.
-
-        Checkpoints without a best block have the lowest priority.
-        """
-        ordered = sorted(self.lines, key=lambda line: -line.best.value if line.best else math.inf)
+        """The `MAX_LINES` lines with the highest scores, sorted by name."""
+        ordered = sorted(
+            self.lines, key=lambda line: -line.best_entry.value if line.best_entry else math.inf
+        )
         chosen = {line.checkpoint.encoder_id for line in ordered[:MAX_LINES]}
         return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """The entries of all lines."""
         return tuple(entry for line in self.lines for entry in line.entries)
 
     @property
     def records(self) -> list[Record]:
-        """The records of all entries."""
         return [record for entry in self.entries for record in entry.records]
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the scored blocks, in ascending order. The first block of an encoder is 0."""
+        """Indices of the scored blocks, in ascending order."""
         return tuple(sorted({entry.layer for entry in self.entries}))
 
     @cached_property
     def dagger_note(self) -> str:
-        """Explanation of the sign †, or an empty string if no score of the panel has a †."""
         return dagger_meaning(entry.degenerate_percent for entry in self.entries)
 
     @cached_property
     def baselines(self) -> tuple[tuple[str, float], ...]:
-        """The image-independent baselines as pairs of a text and a score, see `list_baselines`."""
         return list_baselines(self.records)
 
     @property
@@ -333,23 +293,16 @@ class Panel:
         return max(record.created for record in self.records)
 
     def describe_unbeaten(self, entry: Entry | None) -> str:
-        """Return which baselines an entry does not exceed, such as "not above centre box 43.0".
-
-        The text is empty if the entry exceeds all baselines.
-        """
+        """Return "not above centre box 43.0", for example, or "" if all baselines are exceeded."""
         names = [name for name, value in self.baselines if entry and entry.value <= value]
         return f"not above {' and '.join(names)}" if names else ""
 
     def find_headline_entry(self, checkpoint: Checkpoint) -> Entry | None:
-        """Return the score of a checkpoint for the leaderboard.
-
-        It is the entry of the best block, or of the last block if no block can be best.
-        """
+        """Return the entry of the best block, or of the last block if no block can be best."""
         line = self.find_line(checkpoint)
-        return (line.best or line.entries[-1]) if line else None
+        return (line.best_entry or line.entries[-1]) if line else None
 
     def find_line(self, checkpoint: Checkpoint) -> Line | None:
-        """Return the line of a checkpoint, or None if the panel does not contain it."""
         return self._line_by_encoder.get(checkpoint.encoder_id)
 
     @cached_property
@@ -381,7 +334,7 @@ def group_into_panels(
             Panel(
                 number=number,
                 **{name: getattr(first, name) for name in (*names, "unit")},
-                difference=changed + (f" [{', '.join(differing)}]" if differing else ""),
+                settings_text=changed + (f" [{', '.join(differing)}]" if differing else ""),
                 lines=tuple(
                     Line(checkpoint, tuple(entries[checkpoint.encoder_id]))
                     for checkpoint in checkpoints
@@ -400,12 +353,7 @@ def make_point(entry: Entry, x: int | float, name: str) -> Point:
 
 
 def list_baselines(records: Sequence[Record]) -> tuple[tuple[str, float], ...]:
-    """Return the image-independent baselines of some records.
-
-    Returns:
-        One pair for each baseline: a text with its name and score, such as "centre box 43.0", and
-        the score.
-    """
+    """Return the image-independent baselines as pairs such as ("centre box 43.0", 43.0)."""
     values = {answer: v[0] for answer, v in baselines(records).items()}
     return tuple((f"{answer} {value:.1f}", value) for answer, value in values.items())
 
@@ -425,20 +373,15 @@ def name_blocks(layers: Sequence[int]) -> str:
 
 
 def choose_headline_metric(panels: Sequence[Panel]) -> str:
-    """Return the metric that represents a task in the report. All panels must have this task."""
+    """Return the metric that represents a task, given its panels."""
     return choose_main_metric([(panel.metric, panel.is_ranked) for panel in panels])
 
 
 def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
-    """Choose the panels that represent each task on each split of a dataset.
+    """Return the panels that represent each task on each split of a dataset.
 
-    All chosen panels of a task and split have its headline metric. The panel with the most
-    checkpoints is chosen first. Ties are resolved by these criteria, in this order: more blocks,
-    fewer changed settings, a facet at the output of a block, the names of facet and protocol, newer
-    records.
-
-    If some checkpoints have no score in the first panel, further panels are added until each of
-    them has a score. Panels with the same facet and protocol as the first panel are added first.
+    Usually it is one panel: of the headline metric, the one with the most checkpoints. Further
+    panels are added only for checkpoints that it lacks, preferably with its facet and protocol.
     """
 
     def rank(panel: Panel) -> tuple[int, int, int, bool, str, str]:
@@ -447,16 +390,16 @@ def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
 
     chosen = []
     for of_task in group_by_task(panels).values():
-        for rivals in group_by_split(of_task).values():
-            metric = choose_headline_metric(rivals)
-            newest_first = sorted(rivals, key=lambda panel: panel.newest, reverse=True)
-            of_metric = [panel for panel in newest_first if panel.metric == metric]
-            first = min(of_metric, key=rank)
-            same_kind = [
-                p for p in of_metric if (p.facet, p.protocol) == (first.facet, first.protocol)
-            ]
+        for of_split in group_by_split(of_task).values():
+            metric = choose_headline_metric(of_split)
+            rivals = [panel for panel in of_split if panel.metric == metric]
+            # Sorting is stable, so newer panels win ties of the rank.
+            rivals.sort(key=lambda panel: panel.newest, reverse=True)
+            rivals.sort(key=rank)
+            kind = (rivals[0].facet, rivals[0].protocol)
+            rivals.sort(key=lambda panel, kind=kind: (panel.facet, panel.protocol) != kind)
             covered: set[int] = set()
-            for panel in (*sorted(same_kind, key=rank), *sorted(of_metric, key=rank)):
+            for panel in rivals:
                 numbers = {line.checkpoint.number for line in panel.lines}
                 if not numbers <= covered:
                     chosen.append(panel)
@@ -465,7 +408,6 @@ def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
 
 
 def group_by_split(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
-    """Return the panels of each dataset and split, by `Panel.split_name`."""
     groups: dict[str, list[Panel]] = defaultdict(list)
     for panel in panels:
         groups[panel.split_name].append(panel)
@@ -473,10 +415,10 @@ def group_by_split(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
 
 
 def group_by_task(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
-    """Return the panels of each task, with tasks in the order in which pages show them.
+    """Return the panels of each task, with tasks in the order of the pages.
 
-    `FIRST_TASKS` come first. Tasks with a metric for which higher is better come second. The
-    remaining tasks are sorted by their number of panels, smallest first.
+    `FIRST_TASKS` come first, then tasks with a metric for which higher is better. The remaining
+    tasks are sorted by their number of panels, smallest first.
     """
     groups: dict[str, list[Panel]] = defaultdict(list)
     for panel in panels:

@@ -16,7 +16,6 @@ from ssl_bench.system.paths import figure_title, file_name, short_fingerprint
 
 MAX_STRIP_PICTURES = 4
 """Largest number of pictures in a row of the overview page. A row shows one checkpoint."""
-
 _MAX_STRIP_TASKS = 2
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_BYTES = 64 * 2**20
@@ -52,11 +51,7 @@ class PictureFiles:
     """The picture files of a results folder, which may come from an untrusted source.
 
     Only PNG files are shown, because an SVG file can contain scripts. Symbolic links are not
-    followed.
-
-    Attributes:
-        root: The results folder.
-        refused: For each picture that is not shown, the reason by its path.
+    followed. `refused` has the reason for each path that is not shown.
     """
 
     def __init__(self, root: Path) -> None:
@@ -110,8 +105,6 @@ class Gallery:
     The path of a picture is `prefixes[layer] + files[image]`.
 
     Attributes:
-        task: Task of the probe.
-        dataset: Name of the dataset.
         images: First digits of the fingerprint of the dataset, see `short_fingerprint`.
         variant: Protocol and facet, as they are written in folder names.
         prefixes: First part of the path for each block. The key is None if a picture shows all
@@ -136,21 +129,16 @@ class Gallery:
 
     @property
     def protocol(self) -> str:
-        """The variant as a text for readers, such as "protocol image"."""
         return f"protocol {self.variant}" if self.variant else ""
 
     @property
     def kind(self) -> tuple[str, str, str, str, bool]:
-        """Key for finding the corresponding gallery of another checkpoint.
-
-        Two galleries have the same key if their task, dataset, images, protocol and facet are
-        equal, and if both show single blocks or both show all blocks at once.
-        """
+        """Key that corresponding galleries of two checkpoints share."""
         return self.task, self.dataset, self.images, self.variant, not self.layers
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the blocks, sorted. The tuple is empty if each picture shows all blocks."""
+        """Indices of the blocks, sorted, or () if each picture shows all blocks."""
         return tuple(sorted(layer for layer in self.prefixes if layer is not None))
 
     def path(self, layer: int | None, image: str) -> str:
@@ -158,11 +146,10 @@ class Gallery:
         return self.prefixes[layer] + self.files[image]
 
     def paths(self) -> list[str]:
-        """Return the paths of all pictures, relative to the results folder."""
         return [prefix + file for prefix in self.prefixes.values() for file in self.files.values()]
 
     def select(self, layers: Iterable[int | None], images: Iterable[str]) -> "Gallery":
-        """Return a copy of the gallery that contains only the given blocks and images."""
+        """Return a copy that contains only the given blocks and images."""
         return replace(
             self,
             prefixes={layer: self.prefixes[layer] for layer in layers},
@@ -173,10 +160,7 @@ class Gallery:
 def find_galleries(
     files: PictureFiles, records: Sequence[Record], checkpoint: Checkpoint
 ) -> list[Gallery]:
-    """Return the galleries of a checkpoint.
-
-    Only pictures that belong to the task and images of at least one record are included.
-    """
+    """Return the galleries of a checkpoint with the task and images of at least one record."""
     variants: dict[tuple[str, str, str, str], set[tuple[str, str]]] = defaultdict(set)
     datasets: dict[tuple[str, str, str, str], str] = {}
     for record in records:
@@ -200,7 +184,7 @@ def find_galleries(
 def _find_block_galleries(
     template: Gallery, start: str, names: Sequence[PurePosixPath]
 ) -> list[Gallery]:
-    """Return the galleries with one picture per image and block. Each block has a folder."""
+    """Return the galleries with one picture per image and block, in a folder per block."""
     images: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     prefixes: dict[tuple[str, int], str] = {}
     for name in names:
@@ -252,24 +236,16 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 
 
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the files by image title.
-
-    If two images have the same title, the files are returned by their names instead.
-    """
+    """Return the files by image title, or by their names if two images have the same title."""
     titles = {figure_title(name): file for name, file in files.items()}
     return titles if len(titles) == len(files) else dict(files)
 
 
 def keep_layers(galleries: Sequence[Gallery], layers: Set[int] | None, depth: int) -> list[Gallery]:
-    """Return the galleries with the pictures of the requested blocks only.
+    """Return the galleries of an encoder with the pictures of the requested blocks only.
 
-    Pictures that show all blocks at once are always kept.
-
-    Args:
-        galleries: Galleries of one checkpoint.
-        layers: Block indices to keep. A negative index counts from the last block. None keeps all
-            blocks.
-        depth: Number of blocks of the encoder.
+    Negative `layers` count from the last block, and None keeps all blocks. Pictures that show all
+    blocks at once are always kept.
     """
     if layers is None:
         return list(galleries)
@@ -284,10 +260,7 @@ def keep_layers(galleries: Sequence[Gallery], layers: Set[int] | None, depth: in
 def pair_galleries(
     first: Sequence[Gallery], second: Sequence[Gallery]
 ) -> list[tuple[Gallery, Gallery]]:
-    """Return pairs of corresponding galleries of two checkpoints.
-
-    Each gallery contains only the blocks and images that both galleries of its pair have.
-    """
+    """Return pairs of corresponding galleries, with the blocks and images that both have."""
     others = {gallery.kind: gallery for gallery in second}
     pairs = []
     for gallery in first:
@@ -303,9 +276,6 @@ def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, li
     """Set `Gallery.data` if a task and dataset have pictures of several image sets.
 
     For example, replacing one image of a dataset creates another image set.
-
-    Args:
-        galleries: Galleries by encoder id.
     """
     sets: dict[tuple[str, str], set[str]] = defaultdict(set)
     for of_encoder in galleries.values():
@@ -325,11 +295,8 @@ def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, li
 class Strip(NamedTuple):
     """A row of pictures that show one image at several blocks of one checkpoint.
 
-    Attributes:
-        checkpoint: The checkpoint.
-        title: Task, dataset, protocol and image.
-        pictures: Three texts for each picture: the block, such as "block 3" or "all blocks", the
-            link, and the alternative text.
+    Each picture has three texts: its block, such as "block 3" or "all blocks", its link, and its
+    alternative text.
     """
 
     checkpoint: Checkpoint
@@ -345,13 +312,8 @@ def select_strips(
     """Return rows of pictures for the overview page.
 
     There is one row per task and checkpoint. It shows one image, preferably an image that all
-    checkpoints have.
-
-    Args:
-        checkpoints: Checkpoints in the order of the page.
-        galleries: Galleries by encoder id.
-        scored: Records whose scores are on the overview page. If a task and dataset have several
-            image sets, only pictures of the image sets of these records are shown.
+    checkpoints have. If a task and dataset have several image sets, only those of the records
+    `scored` are shown.
     """
     scored_images: dict[tuple[str, str], set[str]] = defaultdict(set)
     for record in scored:
@@ -372,15 +334,7 @@ def select_strips(
 
     def rank_task(task: str) -> tuple[bool, int, str]:
         has_blocks = any(gallery.layers for gallery in every if gallery.task == task)
-        return not has_blocks, _rank_task(task), task
-
-    def rank_gallery(gallery: Gallery) -> tuple[bool, int, int]:
-        """Return a sort key of a gallery. The gallery with the smallest key is shown.
-
-        Galleries with one picture per block come first, then galleries that many checkpoints have,
-        then galleries with many blocks.
-        """
-        return not gallery.layers, -uses[gallery.kind], -len(gallery.layers)
+        return not has_blocks, _task_order(task), task
 
     strips = []
     tasks = sorted({gallery.task for gallery in every}, key=rank_task)
@@ -388,7 +342,7 @@ def select_strips(
         for checkpoint in checkpoints:
             own = [gallery for gallery in shown[checkpoint] if gallery.task == task]
             if own:
-                best = min(own, key=rank_gallery)
+                best = min(own, key=lambda g: (not g.layers, -uses[g.kind], -len(g.layers)))
                 image = max(best.files, key=lambda image, best=best: image_uses[best.kind, image])
                 strips.append(_make_strip(checkpoint, best, image))
     return strips
@@ -414,17 +368,14 @@ def build_picture_sections(
 ) -> list[dict[str, Any]]:
     """Return one section per task with viewers, in which readers choose an image and a block.
 
-    Args:
-        shown: For each viewer, the galleries that it shows side by side, each with the name of its
-            checkpoint. The galleries of a viewer must have the same `Gallery.kind`, blocks and
-            images.
+    `shown` has, for each viewer, the galleries that it shows side by side with the names of their
+    checkpoints. They must have the same `Gallery.kind`, blocks and images.
     """
     by_task: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
     def rank(sides: Sequence[tuple[str, Gallery]]) -> tuple[int, str, bool, tuple[object, ...]]:
-        """Return a sort key. Within a task, pictures of single blocks come before the others."""
         gallery = sides[0][1]
-        return _rank_task(gallery.task), gallery.task, not gallery.layers, gallery.kind
+        return _task_order(gallery.task), gallery.task, not gallery.layers, gallery.kind
 
     for sides in sorted(shown, key=rank):
         by_task[sides[0][1].task].append(_build_viewer(sides))
@@ -440,7 +391,6 @@ def build_picture_sections(
 
 
 def _build_viewer(sides: Sequence[tuple[str, Gallery]]) -> dict[str, Any]:
-    """Return the values for a viewer: the first picture, and all links under the key `data`."""
     first = sides[0][1]
     layers: list[int | None] = list(first.layers) or [None]
     images, start = list(first.files), len(layers) - 1
@@ -477,8 +427,7 @@ def _name_block(layer: int | None) -> str:
     return "all blocks" if layer is None else f"block {layer}"
 
 
-def _rank_task(task: str) -> int:
-    """Return a sort key of a task: the lower the number, the earlier its pictures are shown."""
+def _task_order(task: str) -> int:
     if task in _FIRST_TASKS:
         return _FIRST_TASKS.index(task)
     return len(_FIRST_TASKS) + (task in _LAST_TASKS)

@@ -12,10 +12,11 @@ from ssl_bench.results import Record
 from ssl_bench.tables.depth import (
     Pivot,
     epoch_table,
+    main_metrics,
     require_one_encoder_per_epoch,
     runs_with_several_epochs,
 )
-from ssl_bench.tables.entries import Entry, choose_main_metric, metric_with_unit
+from ssl_bench.tables.entries import Entry, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
 NUM_SHADES = 12
@@ -26,9 +27,7 @@ NUM_SHADES = 12
 class Trend:
     """Scores of all blocks over the epochs of a run, or over severities for one encoder.
 
-    Attributes:
-        name: Name of the run or encoder.
-        table: Table of epochs or severities (rows) by blocks (columns).
+    The rows of `table` are epochs or severities, and its columns are blocks.
     """
 
     name: str
@@ -42,12 +41,11 @@ class Trend:
 
     @property
     def highest(self) -> float:
-        """Highest score that may be marked as best, or minus infinity if there is none."""
+        """Highest score that can be best, or minus infinity if there is none."""
         entries = self.table.entries.values()
         return max((entry.value for entry in entries if entry.is_rankable), default=-math.inf)
 
     def find_entry(self, row: float, block: str) -> Entry | None:
-        """Return the score of a block at an epoch or severity, or None if there is no score."""
         return self.table.entries.get((row, block))
 
     def make_curves(self) -> list[Curve]:
@@ -63,13 +61,7 @@ class Trend:
 
 
 class PanelTrends(NamedTuple):
-    """Runs in one panel that were probed at two or more epochs.
-
-    Attributes:
-        panel: The panel.
-        trends: One trend for each run that can be drawn.
-        problems: For each run that cannot be drawn, the reason.
-    """
+    """Runs in one panel with two or more epochs. `problems` says why some cannot be drawn."""
 
     panel: Panel
     trends: Sequence[Trend]
@@ -83,7 +75,7 @@ class PanelTrends(NamedTuple):
         return [trend for trend in self.trends if trend.name in names]
 
     def draw_charts(self) -> list[tuple[Trend, Chart]]:
-        """Draw one chart per run. All charts have the same axes."""
+        """Draw one chart per run, all with the same axes."""
         panel, curves = self.panel, [trend.make_curves() for trend in self.drawn_trends]
         charts = [
             draw_chart(
@@ -118,7 +110,7 @@ def _find_runs(panel: Panel) -> PanelTrends:
 
 
 def style_block(layer: int, depth: int) -> str:
-    """Return the CSS classes that make the curve of a block distinguishable.
+    """Return the CSS classes of a block's curve.
 
     The colour shade shows the position of the block in the encoder. Blocks of the same shade have
     different dashes. Blocks with an odd index have hollow dots.
@@ -129,19 +121,13 @@ def style_block(layer: int, depth: int) -> str:
 
 
 def draw_severities(records: Sequence[Record]) -> list[tuple[SeverityTable, Chart]]:
-    """Draw scores over severities, with one chart per encoder and corruption.
+    """Return a table and a chart of each task's headline metric, per encoder and corruption.
 
-    Only the headline metric of each task is drawn.
-
-    Returns:
-        Each table of scores with its chart. The list is empty without corrupted images.
+    The list is empty without corrupted images.
     """
     corrupted = [record for record in records if record.corrupted is not None]
-    metrics = {
-        task: choose_main_metric([(r.metric, r.is_ranked) for r in corrupted if r.task == task])
-        for task in {record.task for record in corrupted}
-    }
-    shown = [record for record in records if metrics.get(record.task) == record.metric]
+    metrics = main_metrics(corrupted, ("task",))
+    shown = [record for record in records if metrics.get((record.task,)) == record.metric]
     drawn = []
     for table in severity_tables(shown) if corrupted else ():
         behind = [record for entry in table.entries.values() for record in entry.records]

@@ -67,14 +67,11 @@ _FIELDS = {
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write all pages and copy the pictures.
-
-    An older report in the folder is replaced after all new pages have been written.
-
+    """Write all pages and copy the pictures. An older report is replaced at the end.
 
     Raises:
         ConfigurationError: The folder contains files that do not belong to a report.
-        MachineError: The folder cannot be written.
+        MachineError: The folder cannot be written. An older report is kept.
     """
     environment = Environment(
         loader=PackageLoader("ssl_bench.report"),
@@ -122,15 +119,7 @@ def write_report(report: Report, folder: Path) -> None:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raise an error unless a report may be written to a folder.
-
-    The folder must be missing, be empty, or contain an older report.
-
-
-    Raises:
-        ConfigurationError: The path is a symbolic link or a file, or the folder contains other
-            files than a report.
-    """
+    """Raise a `ConfigurationError` unless a folder is missing, is empty, or contains a report."""
     hint = ("--into", "{folder}")
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ConfigurationError(
@@ -145,15 +134,7 @@ def require_replaceable(folder: Path) -> None:
 
 @contextmanager
 def replace_report(folder: Path) -> Generator[Path]:
-    """Yield a temporary folder for a report.
-
-    It replaces `folder` if the body of the `with` statement ends without an error.
-
-
-    Raises:
-        ConfigurationError: `folder` is not a folder, or contains other files than a report.
-        MachineError: The disk is full, or the folder cannot be written. An older report is kept.
-    """
+    """Yield a temporary folder that replaces `folder` if the `with` body raises no error."""
     require_replaceable(folder)
     # Resolve the path, because "." has no name.
     folder = resolve_links(folder)
@@ -186,8 +167,8 @@ def replace_report(folder: Path) -> Generator[Path]:
 def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
     """Return a script that defines the JavaScript constant `RECORDS`.
 
-    The constant contains the names of the fields and a list of all distinct values. For each
-    record, it contains the index of each value in this list.
+    It contains the names of the fields, all distinct values, and for each record the index of each
+    of its values.
     """
     # Indices of values by their JSON text. Mappings are also looked up by object identity, because
     # many records share them.
@@ -234,7 +215,7 @@ def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
 
 
 def _round(value: Any, digits: str) -> Any:
-    """Round a number, or all numbers of a list, to a precision such as ".4f"."""
+    """Round a number, or the numbers of a list, to a precision such as ".4f"."""
     if isinstance(value, (list, tuple)):
         return [_round(item, digits) for item in value]
     is_number = isinstance(value, float) and math.isfinite(value)

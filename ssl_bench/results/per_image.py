@@ -36,12 +36,10 @@ NUM_FOLDS = 5
 
 @dataclass(frozen=True)
 class Kind:
-    """How a metric is computed from per-image values. `PerImageKind` lists the kinds.
+    """How a metric in percent is computed from per-image values. `PerImageKind` lists the kinds.
 
-    Attributes:
-        shape: Shape of the values of one image. None stands for any length.
-        value: Returns the metric, in percent.
-        estimate: Returns the metric and the influence of each image, which intervals need.
+    `shape` is the shape of the values of one image, in which None stands for any length. `estimate`
+    also returns the influence of each image, which intervals need.
     """
 
     shape: tuple[int | None, ...]
@@ -52,12 +50,12 @@ class Kind:
 def _score_of_sums(
     score: Callable[[Any], Any], shape: tuple[int | None, ...], estimate: Callable[[Any], Estimate]
 ) -> Kind:
-    """Return a kind that sums counts over the images and computes the score of the sums."""
+    """Return a kind that computes the score of the sums over the images."""
     return Kind(shape, lambda per_image: float(score(per_image.sum(0, dtype=np.int64))), estimate)
 
 
 def _mean_of_scores(score: Callable[[Any], Any], shape: tuple[int | None, ...]) -> Kind:
-    """Return a kind that computes the score of each image and averages it over the images."""
+    """Return a kind that averages the score of each image."""
     return Kind(
         shape,
         lambda per_image: float(score(per_image).mean()),
@@ -124,10 +122,7 @@ def guess_kind(metric: str, per_image: PerImage) -> str:
 
 
 def matches_record(per_image: PerImage, record: Record) -> bool:
-    """Return whether the metric that is recomputed from per-image values equals the recorded value.
-
-    The result is False if this version does not know the kind of per-image values.
-    """
+    """Return whether the metric of per-image values of a known kind equals the recorded value."""
     kind = _KINDS.get(record.per_image_kind or guess_kind(record.metric, per_image))
     shape = per_image.shape[1:]
     if (
@@ -154,15 +149,12 @@ def matches_record(per_image: PerImage, record: Record) -> bool:
 class ImageCurve:
     """The per-image values of one metric and one encoder, for each block.
 
-    Several comparisons use the same estimate, so it is cached after its first computation.
-
     Attributes:
         metric: Name of the metric.
         per_image: Per-image values by block.
         is_ranked: Whether a higher value is better. See `Record.is_ranked`.
         kind: One of `PerImageKind`, or None if the records do not state a kind.
-        degenerate: Percentage of degenerate images by block. A block is left out if this percentage
-            is not recorded.
+        degenerate: Percentage of degenerate images by block, without blocks that lack it.
     """
 
     metric: str
@@ -173,39 +165,30 @@ class ImageCurve:
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        """The blocks that can be reported as best.
-
-        Degenerate blocks are left out. The tuple is empty if a higher value is not better.
-        """
+        """The blocks that can be reported as best: all but degenerate blocks of a ranked metric."""
         if not self.is_ranked:
             return ()
         return tuple(n for n in self.per_image if not is_degenerate(self.degenerate.get(n)))
 
     def value(self, per_image: PerImage) -> float:
-        """Compute the metric from per-image values."""
         return self._kind(per_image).value(per_image)
 
     def estimate(self, per_image: PerImage) -> Estimate:
-        """Compute the metric and the influence of each image from per-image values."""
         return self._kind(per_image).estimate(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
-        """Return the block of `candidates` with the highest metric on the given images.
-
-        At least one candidate must exist. NaN counts as lower than any percentage.
-        """
+        """Return the block of `candidates`, which is not empty, with the highest metric."""
         values = {layer: self.value(self.per_image[layer][images]) for layer in self.candidates}
         return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
 
     def choose_held_out(self) -> tuple[PerImage, list[int]]:
-        """Split the images into folds, and choose the block of each fold by the other folds.
+        """Split the images into folds, and choose the best block of each fold on the other folds.
 
-        The chosen block has the highest metric on the images of the other folds. At least one
-        block must be in `candidates`. The folds are drawn with seed 0.
+        The folds are drawn with seed 0. `candidates` may not be empty.
 
         Returns:
-            The per-image values, which for each image come from the block that was chosen for its
-            fold. Then the chosen block of each fold.
+            Per-image values from the block that was chosen for the fold of the image, and the
+            chosen block of each fold.
         """
         first = next(iter(self.per_image.values()))
         order = np.random.default_rng(0).permutation(len(first))
@@ -220,7 +203,6 @@ class ImageCurve:
 
     @property
     def has_best(self) -> bool:
-        """Whether any block can be the best."""
         return bool(self.candidates)
 
     @cached_property
@@ -235,7 +217,7 @@ class ImageCurve:
 
     @property
     def held_out(self) -> Estimate:
-        """The estimate at held-out blocks: each fold uses the best block of the other folds."""
+        """The estimate of `choose_held_out`, or of the last block if `candidates` is empty."""
         return self._held_out[0]
 
     @property
@@ -255,8 +237,7 @@ class ImageCurve:
         if not self.candidates:
             return self.blocks[self.best], (self.best,)
         per_image, layers = self.choose_held_out()
-        # If all folds choose the same block, return the object of that block, so that the
-        # difference to the block is exactly 0.
+        # If all folds choose one block, the difference to this block must be exactly 0.
         is_one_block = len(set(layers)) == 1
         return self.blocks[layers[0]] if is_one_block else self.estimate(per_image), tuple(layers)
 
@@ -280,10 +261,9 @@ def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 
 
 def check_values(store: ResultStore, records: Iterable[Record]) -> None:
-    """Check that the values of older records match their per-image values.
+    """Add the per-image values of older records to `store.damaged` if they do not match them.
 
-    Files of per-image values that do not match are added to `store.damaged`. Newer records contain
-    a digest of their file, so they have been checked already.
+    Newer records contain a digest of their file, so they have been checked already.
     """
     for record in records:
         if record.record_sha256 is None:
@@ -293,7 +273,7 @@ def check_values(store: ResultStore, records: Iterable[Record]) -> None:
 def load_matching_values(store: ResultStore, record: Record) -> PerImage | None:
     """Return the per-image values of a record, or None if they are missing or do not match it.
 
-    If the values do not match, their file is added to `store.damaged`.
+    Files of values that do not match are added to `store.damaged`.
     """
     per_image = store.per_image(record)
     if per_image is None or matches_record(per_image, record):

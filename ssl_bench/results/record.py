@@ -18,7 +18,6 @@ from jaxtyping import Shaped
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import interval_contains
 from ssl_bench.system.escaping import is_file_name, to_plain_json
-from ssl_bench.system.files import read_untrusted
 from ssl_bench.system.paths import file_name
 
 PerImage = Shaped[np.ndarray, "images *values"]
@@ -92,13 +91,9 @@ class TrainingImages:
 
 @dataclass(frozen=True)
 class RecordedCorruption:
-    """The corruption that was applied to the scored images.
+    """The corruption of the scored images, with its severity from 1 (mild) to 5 (strong).
 
-    Attributes:
-        name: Name of the corruption.
-        severity: From 1 (mild) to 5 (strong).
-        dataset: Name of the dataset without the corruption.
-        fingerprint: Fingerprint of the images without the corruption.
+    `dataset` and `fingerprint` describe the images without the corruption.
     """
 
     name: str
@@ -131,33 +126,22 @@ class Baseline:
 
     @classmethod
     def best(cls, values: Mapping[str, float]) -> "Baseline":
-        """Return the baseline with the highest score.
-
-        Args:
-            values: Score of each baseline by its description. If scores are equal, the first
-                baseline is returned. NaN counts as the lowest score.
-        """
+        """Return the first baseline with the highest score. NaN counts as the lowest score."""
         best = max(values, key=lambda name: -math.inf if math.isnan(values[name]) else values[name])
         return cls(best, values[best])
 
     @classmethod
     def most_frequent(cls, counts: Sequence[int], top: int) -> "Baseline":
-        """Return the top-k accuracy, in percent, of always predicting the most frequent classes.
+        """Return the top-k accuracy of always predicting the most frequent classes.
 
-        Args:
-            counts: Number of scored images of each class. At least one number must be positive.
-            top: Number of classes that are predicted for each image.
+        `counts` contains the number of scored images of each class.
         """
         share = 100.0 * sum(sorted(counts, reverse=True)[:top]) / sum(counts)
         return cls("most frequent class" if top == 1 else f"{top} most frequent classes", share)
 
 
 def is_degenerate(percent: float | None) -> bool:
-    """Return whether so many images are degenerate that a block cannot be reported as best.
-
-    Args:
-        percent: Percentage of degenerate images. None if the task has no degenerate images.
-    """
+    """Return whether so many images are degenerate that a block cannot be reported as best."""
     return percent is not None and percent > MAX_DEGENERATE_PERCENT
 
 
@@ -180,17 +164,14 @@ class ResultKey:
         layer: Block index, from 0.
         facet: Feature of the block, such as "token", "key" or "cls".
         protocol: Name of a predefined set of probe settings.
-        checkpoint_sha256: Digest of the weights.
         architecture: Description of the forward pass without the weights.
         mean: Mean of each RGB channel, for values in [0, 1]. It is subtracted from the images.
         std: Standard deviation of each RGB channel. The images are divided by it.
         dataset_fingerprint: Digest that identifies the scored images and their annotations.
         settings: Settings of the probe. The entries `TRAINED_ON` and `CORRUPTED` describe the
             training images and the corruption.
-        metric_version: `Probe.metric_version` of the code that computed the value. It is 1 if the
-            file of a record does not state it.
-        pipeline_version: `ssl_bench.results.versions.PIPELINE_VERSION` of the code that computed
-            the value. It is 1 if the file of a record does not state it.
+        metric_version: `Probe.metric_version` of the code that computed the value.
+        pipeline_version: `ssl_bench.results.versions.PIPELINE_VERSION` of this code.
     """
 
     task: str
@@ -223,15 +204,10 @@ class ResultKey:
         return Record(**{name: getattr(self, name) for name in _KEY_FIELDS}, **measured)
 
     def filename(self) -> str:
-        """Return the file name of the record."""
         return f"layer{self.layer:02d}-{self.facet}-{self.metric}-{self.digest}.json"
 
     def relative_path(self) -> tuple[str, str, str]:
-        """Return the path of the record's file below `records`: two folders and the file name.
-
-        Raises:
-            DataError: The task, facet or metric cannot be part of a file name.
-        """
+        """Return the path of the record's file below `records`: two folders and the file name."""
         for name in (self.task, self.facet, self.metric):
             if not is_file_name(name):
                 raise DataError(f"{name!r} cannot be part of a file name. Choose another name")
@@ -239,13 +215,7 @@ class ResultKey:
 
 
 class RecordedEncoder(NamedTuple):
-    """The identity and the name of an encoder, as its records state them.
-
-    Attributes:
-        encoder_id: Digest that the function `encoder_id` returns.
-        model: Name of the encoder in tables.
-        checkpoint_sha256: Digest of the weights.
-    """
+    """The identity of an encoder and its name in tables, as its records state them."""
 
     encoder_id: str
     model: str
@@ -261,23 +231,19 @@ class Record(ResultKey):
         value: Value of the metric in `unit`. It is NaN if the metric is undefined. It can be
             infinite, for example for a singular matrix.
         ci95: 95 % confidence interval over images, or None if the metric has no interval.
-        num_images: Number of scored images.
         model: Name of the encoder in tables.
-        version: Version of ssl-bench.
-        git_commit: Git commit of ssl-bench, or None if it is unknown.
-        torch: Version of PyTorch.
-        device: Description of the hardware.
+        version: Version of ssl-bench. `git_commit` is its commit, or None if it is unknown.
         seconds: Wall-clock time of the pass over the images, which may compute several results.
-        created: Time at which the record was created, in UTC and ISO 8601.
+        created: Time in UTC and ISO 8601.
         details: Further output of the probe, such as the IoU of each class.
         unit: "%", or "" for a plain number.
         changed: The settings that differ from the settings of the protocol.
-        per_image_kind: One of `PerImageKind`. It is None if no per-image values are stored or if
-            an older version wrote the record.
-        per_image_sha256: Digest of the file of per-image values. It is None if there is no such
-            file or if an older version wrote the record.
+        per_image_kind: One of `PerImageKind`, or None without per-image values.
+        per_image_sha256: Digest of the file of per-image values, or None if there is no such file.
         record_sha256: Digest that the record's file states for the rest of its content. The file
-            matched it when it was read. It is None if an older version wrote the record.
+            matched it when it was read.
+
+    The last three fields are None if an older version wrote the record.
     """
 
     depth: int
@@ -300,10 +266,7 @@ class Record(ResultKey):
 
     @property
     def is_ranked(self) -> bool:
-        """Whether a higher value is better.
-
-        It is False for `UNRANKED_METRICS` and for values that are not percentages.
-        """
+        """Whether a higher value is better: for percentages other than `UNRANKED_METRICS`."""
         return self.unit == "%" and self.metric not in UNRANKED_METRICS
 
     @property
@@ -324,11 +287,9 @@ class Record(ResultKey):
 
     @cached_property
     def encoder_id(self) -> str:
-        """The digest that the function `encoder_id` returns for the encoder of this record."""
         return encoder_id({name: getattr(self, name) for name in ENCODER_FIELDS})
 
     def encoder(self) -> RecordedEncoder:
-        """Return the id of the encoder, its name, and the digest of its weights."""
         return RecordedEncoder(self.encoder_id, self.model, self.checkpoint_sha256)
 
     @property
@@ -355,15 +316,6 @@ class Record(ResultKey):
         values = {name: value for name, value in asdict(self).items() if name not in _FILE_DIGESTS}
         return to_plain_json(values, infinity=INFINITY_AS_JSON)
 
-    def with_digest(self, digest: str) -> "Record":
-        """Set the digest, which is part of the file name, and return this record.
-
-        Use this method if the digest in the file name differs from the computed digest. They differ
-        if a setting is 1 in the file and 1.0 in the requested key.
-        """
-        vars(self)["digest"] = digest
-        return self
-
 
 _FILE_DIGESTS = ("per_image_sha256", "record_sha256")
 _KEY_FIELDS = sorted(item.name for item in fields(ResultKey))
@@ -375,9 +327,7 @@ _VERSIONS = ("metric_version", "pipeline_version")
 def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -> str:
     """Return the first 16 hexadecimal digits of the SHA-256 of the key as JSON.
 
-    Args:
-        key: The key, or a record.
-        json_texts: Canonical JSON of some fields by name. Passing it saves time.
+    `json_texts` is the canonical JSON of fields that need not be computed from the key.
     """
     texts = json_texts or {}
     items = (
@@ -386,32 +336,6 @@ def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -
         if name not in _VERSIONS or getattr(key, name) != 1
     )
     return hashlib.sha256(f"{{{', '.join(items)}}}".encode()).hexdigest()[:16]
-
-
-def numeric_digest(key: ResultKey) -> str:
-    """Return a digest that is the same whether the user wrote a setting as 1 or as 1.0."""
-    return result_digest(key, {"settings": canonical_json(_floats_as_integers(key.settings))})
-
-
-def _floats_as_integers(value: Any) -> Any:
-    """Return a JSON value in which whole-number floats, such as 1.0, are replaced by integers."""
-    if isinstance(value, Mapping):
-        return {name: _floats_as_integers(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_floats_as_integers(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _copy_floats(target: Any, source: Any) -> None:
-    """Replace an integer in `target` by a float if `source` has a float at the same position.
-
-    `target` is modified in place. The two JSON values must be numerically equal.
-    """
-    for place in target if isinstance(target, dict) else range(len(target)):
-        if isinstance(target[place], (dict, list)):
-            _copy_floats(target[place], source[place])
-        elif isinstance(source[place], float):
-            target[place] = source[place]
 
 
 def canonical_json(value: Any) -> str:
@@ -423,11 +347,7 @@ def canonical_json(value: Any) -> str:
 
 
 def encoder_id(identity: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of the fields that identify an encoder.
-
-    Args:
-        identity: Mapping with the fields of `ENCODER_FIELDS`.
-    """
+    """Return the SHA-256 of a mapping with the fields `ENCODER_FIELDS`."""
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
 
@@ -460,16 +380,11 @@ _FIELD_TYPES = {
 }
 # Fields that are equal in many records. Equal values are kept in memory only once.
 _SHARED_FIELDS = ("settings", "architecture", "changed", "mean", "std")
-# Fields in which older versions stored 1 or 1.0, depending on what the user wrote.
-_TYPED_BY_USERS = ("settings", "changed")
 _RECORD_DIGEST_LINE = re.compile(rb'\n "record_sha256": "[0-9a-f]{64}",')
 
 
 def text_with_digest(content: Mapping[str, Any]) -> str:
-    """Return the text of a record's file.
-
-    It includes `record_sha256`, which is the digest of the text without this field.
-    """
+    """Return the text of a record's file, where `record_sha256` is the digest of the other text."""
     digest = hashlib.sha256(_file_text(content)).hexdigest()
     return _file_text({**content, "record_sha256": digest}).decode()
 
@@ -489,41 +404,21 @@ def _require_digest(content: bytes, expected: str) -> None:
 
 
 class RecordReader:
-    """Reads and checks the records of one folder of results.
+    """Parses and checks records. Equal values, such as settings, become one shared object.
 
-    Values that are equal in many records, such as settings, become one shared object.
-
-    Attributes:
-        has_retyped: Whether the settings of two records differ only in the type of a number, such
-            as 1 and 1.0. Such records share one object, in which the number is a float.
+    `checked_folders` is the cache of `open_untrusted` for the files of these records.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root, self._checked_folders = root, set[Path]()
-        # The keys are the Python representations of shared fields, which distinguish 1, 1.0 and
-        # True. The values are the shared objects and their canonical JSON.
+    def __init__(self) -> None:
+        self.checked_folders = set[Path]()
+        # The shared objects and their canonical JSON. The keys are Python representations, which
+        # distinguish 1, 1.0 and True.
         self._shared: dict[str, tuple[Any, str]] = {}
-        self._shared_by_number: dict[str, Any] = {}
-        self.has_retyped = False
-
-    def read(self, path: Path) -> Record:
-        """Read and check a record's file in a folder `records/TASK/DATASET`.
-
-        Raises:
-            OSError: The file cannot be read.
-            ValueError, TypeError, KeyError, OverflowError, RecursionError: `parse` fails.
-        """
-        content = read_untrusted(
-            self._root, path, MAX_FILE_BYTES, checked_folders=self._checked_folders
-        )
-        return self.parse(content, path)
 
     def parse(self, content: bytes, path: Path) -> Record:
         """Parse and check the content of a record's file.
 
-        Args:
-            content: Bytes of the file, or of its row in a packed folder.
-            path: Path of the file. For a packed record, the path that the file had before packing.
+        `path` is the path of the file, or the path that it had before packing.
 
         Raises:
             ValueError, TypeError, KeyError, OverflowError, RecursionError: The content is not a
@@ -533,7 +428,9 @@ class RecordReader:
         keys = {name: f"{name} {values[name]!r}" for name in _SHARED_FIELDS if name in values}
         for name, key in keys.items():
             if key not in self._shared:
-                self._shared[key] = self._share(name, values[name]), canonical_json(values[name])
+                # Settings that are nested too deeply raise RecursionError here, not in a table.
+                to_plain_json(values[name])
+                self._shared[key] = values[name], canonical_json(values[name])
             values[name] = self._shared[key][0]
         record = Record(**values)
         if not 0 <= record.layer < record.depth:
@@ -545,24 +442,13 @@ class RecordReader:
             raise ValueError(f"value is {record.value}, outside of its ci95 {record.ci95}")
         # Computing the digest from cached JSON saves seconds for thousands of records.
         texts = {name: self._shared[key][1] for name, key in keys.items()}
-        record.with_digest(result_digest(record, texts))
+        vars(record)["digest"] = result_digest(record, texts)
         if path.parts[-3:] != record.relative_path():
             raise ValueError("the file name belongs to another result. The file may be a copy")
         # This check comes last, because the other checks give more specific reasons.
         if record.record_sha256 is not None:
             _require_digest(content, record.record_sha256)
         return record
-
-    def _share(self, name: str, value: Any) -> Any:
-        """Return an earlier value that is numerically equal, or this value if there is none."""
-        if name not in _TYPED_BY_USERS:
-            return value
-        by_number = f"{name} {canonical_json(_floats_as_integers(value))}"
-        shared = self._shared_by_number.setdefault(by_number, value)
-        if shared is not value:
-            self.has_retyped = True
-            _copy_floats(shared, value)
-        return shared
 
 
 # In the order of the file.
@@ -574,12 +460,9 @@ def find_encoder(
 ) -> RecordedEncoder | None:
     """Return the encoder of a record without parsing its whole file.
 
-    This only works for files that `text_with_digest` wrote. Each field is on a line that starts
-    with one space. The result is None for other files.
-
-    Args:
-        content: Bytes of the record's file.
-        by_fields: Cache of encoders by the text of their fields. A new encoder is added to it.
+    This only works for files that `text_with_digest` wrote, which have each field on a line that
+    starts with one space. The result is None for other files. `by_fields` is a cache of encoders by
+    the text of their fields, to which a new encoder is added.
     """
     texts, end = list[bytes](), 0
     for name in _SCANNED_FIELDS:
@@ -608,11 +491,7 @@ def find_encoder(
 
 
 def _require_possible_values(record: Record) -> None:
-    """Raise an error if a field has an impossible value.
-
-    Raises:
-        TypeError, ValueError, KeyError: A percentage is out of range, or a field has a wrong type.
-    """
+    """Raise TypeError or ValueError if a percentage is out of range or a field has a wrong type."""
     # Reading these properties raises an error if their settings have unexpected names.
     _ = record.trained_on, record.corrupted
     percentages = {"details.degenerate_percent": record.details.get("degenerate_percent")}

@@ -4,14 +4,12 @@ A folder of results contains:
 
 - `records/TASK/DATASET/*.json`: one record in each file. Its per-image values are in the `.npz`
   file with the same stem.
-- `images/*.json`: one file for each set of scored images. It lists the ids of the images in the
-  order of the per-image values.
+- `images/*.json`: the ids of a set of scored images, in the order of the per-image values.
 - `records.parquet`: a file that `ResultStore.pack` writes. Each row has the content of one JSON
   file and of its `.npz` file. If a JSON file exists, its row is ignored.
 
-Files are written atomically. Changes and losses are detected. Each record contains a digest of
-itself and a digest of its `.npz` file. Each row contains a digest of its content. The metadata of
-the Parquet file contain the number of rows.
+Files are written atomically. To detect changes and losses, each record contains a digest of itself
+and of its `.npz` file, each row a digest of its content, and the Parquet file the number of rows.
 """
 
 import hashlib
@@ -23,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -31,6 +29,7 @@ import yaml
 from ssl_bench.composition.choices import choices
 from ssl_bench.errors import DataError, escape_braces, format_command
 from ssl_bench.results import versions
+from ssl_bench.results.packed import MAX_PACKED_BYTES, PACKED, Row, read_rows, write_rows
 from ssl_bench.results.record import (
     INFINITY_AS_JSON,
     MAX_FILE_BYTES,
@@ -41,9 +40,9 @@ from ssl_bench.results.record import (
     ResultKey,
     describe_reading_error,
     find_encoder,
-    numeric_digest,
     text_with_digest,
 )
+from ssl_bench.results.settings import numeric_digest, replace_settings, unify_settings
 from ssl_bench.system.escaping import to_plain_json
 from ssl_bench.system.files import (
     NAMES,
@@ -63,66 +62,39 @@ from ssl_bench.system.progress import say
 if TYPE_CHECKING:
     import pandas
 
-PACKED = "records.parquet"
-"""Name of the file of packed records."""
-
 _MAX_NPZ_BYTES = 2**30
 # Three counts of eight bytes for each of 2,700 classes.
 _MAX_BYTES_PER_IMAGE = 2**16
-_MAX_PACKED_BYTES = 2**30
-_COLUMNS = ("file", "record", "images")
-# Parquet files of older versions lack this column and the number of rows.
-_ROW_DIGEST, _NUM_ROWS = "sha256", b"ssl_bench_rows"
 _DAMAGED_ROW = f"edited or damaged: its row in {PACKED} does not match the row's digest"
 _READING_ERRORS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _MAX_LISTED = 5
-
-
-class _Row(NamedTuple):
-    """A row of the Parquet file.
-
-    Attributes:
-        content: Content of the JSON file.
-        images: Content of the `.npz` file of per-image values, or None if there is no such file.
-        digest: Digest that the Parquet file states for the row. It is None in files of older
-            versions.
-    """
-
-    content: bytes
-    images: bytes | None
-    digest: bytes | None = None
 
 
 class ResultStore:
     """A folder of results, to which several processes may write at the same time.
 
     Attributes:
-        root: Path of the folder.
-        unreadable: Files that could not be read, each with the reason.
-        num_files: Number of records that the last call of `records` or `encoders` found.
-        outdated: Records that the last call of `records` left out, because older code computed
-            them.
-        damaged: Files of per-image values that do not match their records.
+        num_records: Number of records, with unreadable and outdated ones, that the last call of
+            `records` or `encoders` found.
+        unreadable: JSON files of invalid records, each with the reason.
+        outdated: Records of older code, which the last call of `records` left out.
+        damaged: `.npz` files of per-image values that do not match their records.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.unreadable: dict[Path, str] = {}
-        self.num_files = 0
+        self.num_records = 0
         self.outdated: list[Record] = []
         self.damaged: list[Path] = []
         self._num_replaced = 0
         self._newest: Mapping[str, tuple[int, int]] = {}
-        self._packed_rows: tuple[object, Mapping[Path, _Row], Mapping[Path, _Row]] | None = None
-        self._paths_by_number: dict[tuple[Path, str], Mapping[str, Path]] = {}
+        self._packed_rows: tuple[object, Mapping[Path, Row], Mapping[Path, Row]] | None = None
+        self._paths_by_digest: dict[tuple[Path, str], Mapping[str, Path]] = {}
 
     @classmethod
     def create(cls, root: Path) -> "ResultStore":
-        """Create the folder if it is missing, and delete temporary files of interrupted writers.
-
-        Raises:
-            MachineError: The folder cannot be written.
-        """
+        """Create the folder if it is missing, and delete temporary files of interrupted writers."""
         require_writable(root)
         root.mkdir(parents=True, exist_ok=True)
         for name in ("records", "images", "pictures"):
@@ -131,39 +103,26 @@ class ResultStore:
         return cls(root)
 
     def path(self, key: ResultKey) -> Path:
-        """Return the path of the file of a record.
-
-        Raises:
-            DataError: The task, facet or metric cannot be part of a file name.
-        """
+        """Return the path of the file of a record."""
         return self.root.joinpath("records", *key.relative_path())
 
     def per_image_path(self, key: ResultKey) -> Path:
-        """Return the path of the file of per-image values."""
         return self.path(key).with_suffix(".npz")
 
     def place(self, record: Record) -> str:
-        """Return where a record is stored, as text for messages.
-
-        This is the path of its file relative to `root`. If the record is packed, the name of the
-        Parquet file comes first.
-        """
+        """Return the path of a record below `root`, after "records.parquet: " if it is packed."""
         name = "/".join(("records", *record.relative_path()))
         return name if (self.root / name).exists() else f"{PACKED}: {name}"
 
     def load(self, key: ResultKey) -> Record | None:
-        """Return the stored record of a result, or None if no valid record is stored.
-
-        Numbers in the settings are compared by value. For example, a record with the setting 1
-        matches a key with the setting 1.0.
-        """
+        """Return the stored record of a result, or None if no valid record is stored."""
         path, usual_path = self._find_path(key), self.path(key)
-        if path is None and usual_path in self._damaged_rows():
+        if path is None and usual_path in self._unreadable_rows():
             self.unreadable[usual_path] = _DAMAGED_ROW
         record = None if path is None else self._read(path)
         if record is None or path == usual_path:
             return record
-        return replace(record, settings=key.settings).with_digest(record.digest)
+        return replace_settings(record, settings=key.settings)
 
     def has_per_image(self, key: ResultKey) -> bool:
         """Return whether the folder contains the per-image values of a result."""
@@ -173,25 +132,18 @@ class ResultStore:
         return path is not None and self._packed()[path].images is not None
 
     def _find_path(self, key: ResultKey) -> Path | None:
-        """Return the path of a result's record, or None if there is no record.
-
-        If the record is packed, this is the path that its file had before packing.
-        """
+        """Return the path of a result's record, as it was before packing, or None."""
         path = self.path(key)
         if path.is_file() or path in self._packed():
             return path
         place = path.parent, key.checkpoint_sha256
-        if place not in self._paths_by_number:
-            self._paths_by_number[place] = self._list_by_numeric_digest(*place)
-        return self._paths_by_number[place].get(numeric_digest(key))
+        if place not in self._paths_by_digest:
+            self._paths_by_digest[place] = self._list_by_digest(*place)
+        return self._paths_by_digest[place].get(numeric_digest(key))
 
-    def _list_by_numeric_digest(self, folder: Path, checkpoint_sha256: str) -> dict[str, Path]:
-        """Return a mapping from `numeric_digest` to path for the records of one checkpoint.
-
-        It is needed for records of older versions. Their file names depend on whether the user
-        wrote a setting as 1 or as 1.0.
-        """
-        reader, paths = RecordReader(self.root), {}
+    def _list_by_digest(self, folder: Path, checkpoint_sha256: str) -> dict[str, Path]:
+        """Return the paths of the records of one checkpoint by their `numeric_digest`."""
+        reader, paths = RecordReader(), {}
         packed = (path for path in self._packed() if path.parent == folder)
         for path in sorted({*folder.glob("*.json"), *packed}):
             try:
@@ -205,11 +157,7 @@ class ResultStore:
         return paths
 
     def find_older_versions(self, keys: Iterable[ResultKey]) -> list[ResultKey]:
-        """Return the keys of stored results that older code computed.
-
-        A returned key differs from one of the given keys only in its version numbers, which are
-        lower.
-        """
+        """Return the keys of stored results that differ from these keys only in older versions."""
         return [
             older
             for key in keys
@@ -237,8 +185,7 @@ class ResultStore:
     def per_image(self, record: Record) -> PerImage | None:
         """Return the per-image values of a record, or None if they are missing or invalid.
 
-        A file is invalid if it is damaged or has a wrong number of images. Its path is then added
-        to `damaged`.
+        The path of an invalid file is added to `damaged`.
         """
         path = self.per_image_path(record)
         most = min(_MAX_BYTES_PER_IMAGE * record.num_images, _MAX_NPZ_BYTES)
@@ -284,27 +231,27 @@ class ResultStore:
     def records(self, paths: Collection[str] | None = None) -> list[Record]:
         """Read the records that are valid and up to date.
 
-        Invalid files are listed in `unreadable`, and records of older code in `outdated`. If two
-        records differ only in writing a setting as 1 or as 1.0, the later record is returned.
+        Invalid files are listed in `unreadable`, and records of older code in `outdated`.
 
         Args:
-            paths: Paths that `encoders` returned. Only these files are read. If it is None, all
-                files are read.
+            paths: Paths that `encoders` returned, or None to read all files.
 
         Raises:
             DataError: There is no valid record. If the folder is a training run, the message
                 contains the last measurements of the run.
         """
         self.outdated = []
-        to_read = self._list_paths() if paths is None else set(map(Path, paths))
-        reader = RecordReader(self.root)
+        if paths is None:
+            to_read = {*self.root.glob(RECORDS), *filter(self._is_record, self._packed())}
+            self.unreadable = self._list_unreadable_rows()
+            self.num_records = len(to_read | self.unreadable.keys())
+        else:
+            to_read = set(map(Path, paths))
+        reader = RecordReader()
         with pause_garbage_collection():
             ordered = sorted(to_read, key=lambda path: path.parts)
             read = (self._read(path, reader) for path in ordered)
-            records = [record for record in read if record is not None]
-        if reader.has_retyped:
-            latest = {one.key(): one for one in sorted(records, key=lambda one: one.created)}
-            records = [record for record in records if latest[record.key()] is record]
+            records = unify_settings([record for record in read if record is not None])
         if not records:
             raise self._error_without_records()
         return self._leave_out_outdated(records)
@@ -312,20 +259,19 @@ class ResultStore:
     def encoders(self) -> dict[RecordedEncoder, list[str]]:
         """Return the encoders that have records, each with the paths of its records.
 
-        This is much faster than `records`, because it searches the text of each file for the
-        fields of the encoder and parses a file only if that search fails. Invalid files are added
-        to `unreadable`.
+        This is much faster than `records`, because a file is only parsed if `find_encoder` fails.
+        Invalid files are added to `unreadable`.
 
         Raises:
             DataError: There is no valid record.
         """
-        self.unreadable, self.num_files = self._list_damaged_rows(), 0
+        self.unreadable, self.num_records = self._list_unreadable_rows(), 0
         encoders: dict[RecordedEncoder, list[str]] = {}
         by_fields: dict[tuple[bytes, ...], RecordedEncoder] = {}
         to_parse = []
         with pause_garbage_collection():
             for path, content in self._scan():
-                self.num_files += 1
+                self.num_records += 1
                 encoder = find_encoder(content, by_fields)
                 if encoder is None:
                     to_parse.append(path)
@@ -334,11 +280,11 @@ class ResultStore:
         # An encoder with a single record may come from a damaged file, so that file is parsed.
         for encoder in [one for one, paths in encoders.items() if len(paths) == 1]:
             to_parse += encoders.pop(encoder)
-        reader = RecordReader(self.root)
+        reader = RecordReader()
         for path in to_parse:
             if record := self._read(Path(path), reader):
                 encoders.setdefault(record.encoder(), []).append(path)
-        self.num_files += len(self._list_damaged_rows())
+        self.num_records += len(self._list_unreadable_rows())
         if not encoders:
             raise self._error_without_records()
         return encoders
@@ -351,23 +297,15 @@ class ResultStore:
             if self._is_record(path) and not path.exists():
                 yield str(path), row.content
 
-    def _list_paths(self) -> set[Path]:
-        """Return the paths of all records. Reset `unreadable` to the damaged rows."""
-        paths = {*self.root.glob(RECORDS), *filter(self._is_record, self._packed())}
-        self.unreadable = self._list_damaged_rows()
-        self.num_files = len(paths | self.unreadable.keys())
-        return paths
-
-    def _list_damaged_rows(self) -> dict[Path, str]:
-        """Return the paths of damaged rows, each with a reason, unless the file itself exists."""
-        return {path: _DAMAGED_ROW for path in self._damaged_rows() if not path.exists()}
+    def _list_unreadable_rows(self) -> dict[Path, str]:
+        """Return the paths of unreadable rows with a reason, unless the file itself exists."""
+        return {path: _DAMAGED_ROW for path in self._unreadable_rows() if not path.exists()}
 
     def _error_without_records(self) -> DataError:
-        """Return the error for a folder that contains no valid record."""
         if self.unreadable:
             path = min(self.unreadable, key=lambda path: path.parts)
             return DataError(
-                f"none of the {self.num_files} records in {self.root / 'records'} can be read, "
+                f"none of the {self.num_records} records in {self.root / 'records'} can be read, "
                 f"such as {path} ({self.unreadable[path]}). Write new records to another folder",
                 hint=("--out", "{folder}"),
             )
@@ -378,10 +316,9 @@ class ResultStore:
         )
 
     def _leave_out_outdated(self, records: Sequence[Record]) -> list[Record]:
-        """Return the records with the newest versions of their task.
+        """Return the records with the newest versions of their task, and list others in `outdated`.
 
-        The other records are stored in `outdated`. A table therefore never mixes versions, even if
-        it contains records from several machines.
+        A table therefore never mixes versions, even if its records come from several machines.
 
         Raises:
             DataError: All records are outdated.
@@ -417,14 +354,11 @@ class ResultStore:
         return [*probe, "--checkpoint", "{checkpoint}", "--out", escape_braces(str(self.root))]
 
     def notes(self) -> list[str]:
-        """Return a message about unreadable records and a message about outdated records.
-
-        A message is left out if there are no such records.
-        """
+        """Return a message about unreadable and one about outdated records, if there are any."""
         lines = []
         if self.unreadable:
             lines.append(
-                f"{len(self.unreadable)} of {self.num_files} records cannot be shown: "
+                f"{len(self.unreadable)} of {self.num_records} records cannot be shown: "
                 f"{summarise_problems(self.unreadable)}. Probe again to replace them"
             )
         if count := len(self.outdated):
@@ -441,10 +375,8 @@ class ResultStore:
     def pack(self) -> int:
         """Move all valid records, per-image values and image ids to `records.parquet`.
 
-        If another process changes a file during this call, the file is not deleted.
-
-        Returns:
-            The number of records in the Parquet file.
+        If another process changes a file during this call, the file is not deleted. Return the
+        number of records in the Parquet file.
 
         Raises:
             DataError: The records are too large for one file.
@@ -453,9 +385,9 @@ class ResultStore:
         try:
             # Only one process can pack at a time. It keeps the rows that earlier processes wrote.
             wait_for_lock(folder)
-            rows = {**self._damaged_rows(), **self._packed()}
+            rows = {**self._unreadable_rows(), **self._packed()}
             moved = list[tuple[Path, os.stat_result]]()
-            reader = RecordReader(self.root)
+            reader = RecordReader()
             for path in sorted((*self.root.glob(NAMES), *self.root.glob(RECORDS))):
                 npz = path.with_suffix(".npz")
                 files = (path, npz) if self._is_record(path) else (path,)
@@ -471,15 +403,15 @@ class ResultStore:
                 # Invalid files are not moved, and `records` reports them.
                 except (OSError, *_READING_ERRORS):
                     continue
-                rows[path] = _Row(content, images)
+                rows[path] = Row(content, images)
                 moved += states
             size = sum(len(row.content) + len(row.images or b"") for row in rows.values())
-            if size > _MAX_PACKED_BYTES:
+            if size > MAX_PACKED_BYTES:
                 raise DataError(
                     f"the records in {self.root} have {size:,} bytes, but at most "
-                    f"{_MAX_PACKED_BYTES:,} can be packed. Leave them as separate files"
+                    f"{MAX_PACKED_BYTES:,} can be packed. Leave them as separate files"
                 )
-            self._write_rows(rows)
+            write_atomically(self.root / PACKED, lambda file: write_rows(file, self.root, rows))
             for path, state in moved:
                 with suppress(FileNotFoundError):
                     now = path.lstat()
@@ -489,164 +421,45 @@ class ResultStore:
             os.close(folder)
         return sum(map(self._is_record, rows))
 
-    def _write_rows(self, rows: Mapping[Path, _Row]) -> None:
-        """Write `records.parquet`."""
-        import pyarrow
-        import pyarrow.parquet
-
-        names = [os.fsencode(path.relative_to(self.root).as_posix()) for path in rows]
-        digests = [
-            # A damaged row keeps its stored digest, so that it is still recognised as damaged.
-            row.digest or _row_digest(name, row)
-            for name, row in zip(names, rows.values(), strict=True)
-        ]
-        table = pyarrow.table(
-            {
-                "file": names,
-                "record": [row.content for row in rows.values()],
-                "images": [row.images for row in rows.values()],
-                _ROW_DIGEST: digests,
-            },
-            schema=pyarrow.schema(
-                [(name, pyarrow.binary()) for name in (*_COLUMNS, _ROW_DIGEST)],
-                {_NUM_ROWS: str(len(rows))},
-            ),
-        )
-        write_atomically(
-            self.root / PACKED,
-            lambda file: pyarrow.parquet.write_table(table, file, compression="zstd"),
-        )
-
     def _is_record(self, path: Path) -> bool:
         return path.parent != self.root / "images"
 
-    def _read_content(self, path: Path) -> bytes:
-        """Return the content of a file in this folder. A packed file is read from its row.
-
-        Raises:
-            OSError: The file cannot be read, or neither the file nor the row exists.
-        """
+    def _read_content(self, path: Path, checked_folders: set[Path] | None = None) -> bytes:
+        """Return the content of a file of this folder, or of its row if it is packed."""
         row = self._packed().get(path)
         if row is None or path.exists():
-            return read_untrusted(self.root, path, MAX_FILE_BYTES)
+            return read_untrusted(self.root, path, MAX_FILE_BYTES, checked_folders=checked_folders)
         return row.content
 
-    def _packed(self) -> Mapping[Path, _Row]:
-        """Return the valid rows of `records.parquet`. The keys are the paths of JSON files."""
+    def _packed(self) -> Mapping[Path, Row]:
+        """Return the valid rows of `records.parquet` by the path of their JSON file."""
         return self._load_rows()[0]
 
-    def _damaged_rows(self) -> Mapping[Path, _Row]:
-        """Return the rows of `records.parquet` that do not match their stored digests."""
+    def _unreadable_rows(self) -> Mapping[Path, Row]:
+        """Return the rows of `records.parquet` that do not match their digests."""
         return self._load_rows()[1]
 
-    def _load_rows(self) -> tuple[Mapping[Path, _Row], Mapping[Path, _Row]]:
-        """Return the valid and the damaged rows of `records.parquet`.
-
-        The rows are cached. They are read again when the file has changed.
-
-        Raises:
-            DataError: The file cannot be read, or it has a wrong number of rows.
-        """
-        path = self.root / PACKED
+    def _load_rows(self) -> tuple[Mapping[Path, Row], Mapping[Path, Row]]:
+        """Return the result of `read_rows`, which is cached until the file changes."""
         try:
-            status = path.stat()
+            status = (self.root / PACKED).stat()
         except FileNotFoundError:
             return {}, {}
         state = (status.st_mtime_ns, status.st_size, status.st_ino)
         if self._packed_rows is None or self._packed_rows[0] != state:
-            self._packed_rows = state, *_read_rows(self.root, path)
+            self._packed_rows = state, *read_rows(self.root)
         return self._packed_rows[1:]
 
     def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:
-        """Return the record from a file, or from its row if it is packed.
-
-        If the record is invalid, the result is None and the path is added to `unreadable`.
-        """
-        reader = reader or RecordReader(self.root)
+        """Return a record. If it is invalid, return None and add its path to `unreadable`."""
+        reader = reader or RecordReader()
         try:
-            if (row := self._packed().get(path)) and not path.exists():
-                return reader.parse(row.content, path)
-            return reader.read(path)
+            return reader.parse(self._read_content(path, reader.checked_folders), path)
         except OSError as error:
             self.unreadable[path] = error.strerror or str(error)
         except _READING_ERRORS as error:
             self.unreadable[path] = describe_reading_error(error)
         return None
-
-
-def _row_digest(file: bytes, row: _Row) -> bytes:
-    """Return the SHA-256 of the content of a row."""
-    parts = (file, row.content, b"" if row.images is None else b"." + row.images)
-    # The parts are hashed separately, so that moving a byte to the next part changes the result.
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
-
-
-def _read_rows(root: Path, path: Path) -> tuple[dict[Path, _Row], dict[Path, _Row]]:
-    """Return the valid and the damaged rows of a Parquet file that `ResultStore.pack` wrote.
-
-    Raises:
-        DataError: The file cannot be read, or it has a wrong number of rows.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        content = pyarrow.BufferReader(read_untrusted(root, path, _MAX_PACKED_BYTES))
-        # `read_table` is not used, because it imports pandas.
-        table = pyarrow.parquet.ParquetFile(content).read()
-        columns = [table.column(name).to_pylist() for name in _COLUMNS]
-        number, has_digests = str(table.num_rows).encode(), _ROW_DIGEST in table.column_names
-        digests = table.column(_ROW_DIGEST).to_pylist() if has_digests else [None] * table.num_rows
-        if (table.schema.metadata or {}).get(_NUM_ROWS, number) != number:
-            raise ValueError(f"it has lost or gained rows: {table.num_rows} are left")
-        valid, damaged = {}, {}
-        for file, record, images, digest in zip(*columns, digests, strict=True):
-            row = _Row(record, images, digest)
-            row_path = root.joinpath(*os.fsdecode(file).split("/"))
-            is_valid = digest == _row_digest(file, row) if has_digests else True
-            (valid if is_valid else damaged)[row_path] = row
-    # The decoder may raise any class of exception. A damaged file can state a huge size, so
-    # `ArrowMemoryError` does not prove that the machine is out of memory.
-    except Exception as error:
-        if not isinstance(error, pyarrow.ArrowMemoryError):
-            reraise_out_of_memory(error)
-        raise DataError(f"cannot read {path} ({error}). Restore or remove it") from error
-    return valid, damaged
-
-
-def _versions(record: Record) -> tuple[int, int]:
-    return record.metric_version, record.pipeline_version
-
-
-def _without_versions(record: Record) -> ResultKey:
-    return replace(record.key(), metric_version=1, pipeline_version=1)
-
-
-def _newest_versions(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
-    """Return the newest metric version and pipeline version of each task.
-
-    The records and the installed code are compared. If a task is not installed, only its records
-    are compared.
-    """
-    newest: dict[str, tuple[int, int]] = {}
-    for record in records:
-        metric, pipeline = newest.get(record.task, (0, 0))
-        newest[record.task] = (
-            max(metric, record.metric_version),
-            max(pipeline, record.pipeline_version),
-        )
-    for task in newest.keys() & {*choices("probe")}:
-        metric, pipeline = newest[task]
-        installed = versions.METRIC_VERSIONS.get(task, 1)
-        newest[task] = max(metric, installed), max(pipeline, versions.PIPELINE_VERSION)
-    return newest
-
-
-def _parse_image_ids(content: bytes) -> tuple[str, ...]:
-    ids = json.loads(content)
-    if not isinstance(ids, list) or not all(isinstance(name, str) for name in ids):
-        raise ValueError("expected a list of ids")
-    return tuple(ids)
 
 
 def summarise_problems(reasons: Mapping[Path, str]) -> str:
@@ -660,8 +473,8 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
     """Return a table with one row for each record and one column for each field.
 
     `ci95` becomes the columns `low_95` and `high_95`, in the unit of `value`. `mean` and `std`
-    become three columns each, one for each RGB channel. Mappings, such as `settings`, become JSON
-    text. Each column therefore has a single type and can be written to Parquet.
+    become one column for each RGB channel. Mappings, such as `settings`, become JSON text. Each
+    column therefore has a single type and can be written to Parquet.
 
     Args:
         records: A list of records, or the path of a folder of results, such as "results".
@@ -695,11 +508,41 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
     return pandas.DataFrame(rows)
 
 
+def _versions(record: Record) -> tuple[int, int]:
+    return record.metric_version, record.pipeline_version
+
+
+def _without_versions(record: Record) -> ResultKey:
+    return replace(record.key(), metric_version=1, pipeline_version=1)
+
+
+def _newest_versions(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
+    """Return the newest metric and pipeline version of each task in records and installed code."""
+    newest: dict[str, tuple[int, int]] = {}
+    for record in records:
+        metric, pipeline = newest.get(record.task, (0, 0))
+        newest[record.task] = (
+            max(metric, record.metric_version),
+            max(pipeline, record.pipeline_version),
+        )
+    for task in newest.keys() & {*choices("probe")}:
+        metric, pipeline = newest[task]
+        installed = versions.metric_version(task)
+        newest[task] = max(metric, installed), max(pipeline, versions.PIPELINE_VERSION)
+    return newest
+
+
+def _parse_image_ids(content: bytes) -> tuple[str, ...]:
+    ids = json.loads(content)
+    if not isinstance(ids, list) or not all(isinstance(name, str) for name in ids):
+        raise ValueError("expected a list of ids")
+    return tuple(ids)
+
+
 def _error_of_run(folder: Path) -> DataError | None:
     """Return an error if the folder is a training run, or None for other folders.
 
-    The message contains the loss of the last logged step. It also contains the values that the last
-    step logged and the first step did not, such as the copying accuracy.
+    The message contains the last loss and the values that the first step did not log.
     """
     log = folder / "log.jsonl"
     try:

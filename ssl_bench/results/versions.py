@@ -3,15 +3,36 @@
 A result is outdated if code with a lower version number computed it.
 """
 
+import re
+from functools import cache
+
+import yaml
+
+from ssl_bench.composition.choices import config_folder
+from ssl_bench.system.paths import PACKAGE
+
 PIPELINE_VERSION = 1
 """Version of image decoding, transforms and feature extraction, which all probes share.
 
 Increase this number when a change of that code changes results. All results are then recomputed.
 """
 
-METRIC_VERSIONS = {"discovery": 2, "geometry": 2}
-"""`Probe.metric_version` of each task in this repository with a version above 1.
+_CLASS_LITERAL = r"^class {name}\b.*?(?:^class |^    metric_version\b[^=\n]*= *(\d+)$|\Z)"
 
-The versions are repeated here, because `ssl-bench table` does not import the probes, which would
-import PyTorch. A test compares these versions with the classes of the probes.
-"""
+
+@cache
+def metric_version(task: str) -> int:
+    """Return `Probe.metric_version` of a task in this repository, without importing the probe.
+
+    The number is read from the source file, because importing a probe would import PyTorch, and
+    `ssl-bench table` must start fast. The result is 1 for tasks of other packages.
+    """
+    config = config_folder() / "probe" / f"{task}.yaml"
+    if not config.is_file():
+        return 1
+    address = yaml.load(config.read_text(encoding="utf-8"), yaml.CSafeLoader)["_target_"]
+    module, _, name = address.rpartition(".")
+    source = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+    pattern = _CLASS_LITERAL.format(name=name)
+    match = re.search(pattern, source.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return int(match[1]) if match and match[1] else 1

@@ -18,18 +18,30 @@ from torch.utils._pytree import tree_map_only
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.system.process import get_process_info
 
+# Mask of the bits that hold the exponent of a float32.
+_EXPONENT_BITS = 0x7F800000
+# Functions that autocast computes in bfloat16.
+_PRODUCTS = frozenset(
+    (
+        *(functional.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.einsum),
+        *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, torch.bmm),
+        *(torch.addmm, torch.baddbmm, functional.scaled_dot_product_attention),
+    )
+)
+# CPU capabilities, as torch names them, for which oneDNN has no bfloat16 matrix product.
+_CPUS_WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
+
 
 def choose_device(name: str | None) -> torch.device:
     """Return the requested device. If it is a GPU, make it the current GPU and turn TF32 off.
 
-    Without TF32, float32 computations have the full precision. By default torch uses TF32 in
-    convolutions. Some containers also turn it on for matrix products, with the variable
-    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    By default torch uses TF32 in convolutions, which lowers the precision of float32. Some
+    containers also turn it on for matrix products, with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
 
     Args:
         name: Name as in torch, such as "cpu" or "cuda:1". The default is a GPU if the machine has
-            a GPU, and the CPU otherwise. If torchrun started several processes on GPUs, each
-            process uses the GPU with the number LOCAL_RANK.
+            one, and the CPU otherwise. If torchrun started several processes on GPUs, each process
+            uses the GPU with the number LOCAL_RANK.
 
     Raises:
         ConfigurationError: The name is unknown, or torchrun's variables have wrong values.
@@ -56,11 +68,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def parse_device(name: str) -> torch.device:
-    """Return the torch device with this name. Do not check that the machine has this device.
-
-    Raises:
-        ConfigurationError: torch does not know the name.
-    """
+    """Return the torch device with this name, which the machine may lack."""
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -82,21 +90,14 @@ def _require_usable(name: str) -> torch.device:
 
 
 def visible_devices() -> list[str]:
-    """Return the names of the GPUs that this process may use.
-
-    The names are the entries of CUDA_VISIBLE_DEVICES, which are numbers or UUIDs. They are the
-    numbers from 0 if this variable is not set.
-    """
+    """Return the GPUs that this process may use, as numbers or as in CUDA_VISIBLE_DEVICES."""
     count, variable = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     names = map(str, range(count)) if variable is None else variable.split(",")
     return [name.strip() for name in names][:count]
 
 
 def describe_device(device: torch.device) -> str:
-    """Return a description of the hardware of a device, such as "cuda: NVIDIA H200, TF32 off".
-
-    For a CPU it contains the architecture and the number of threads: "cpu: x86_64, 2 threads".
-    """
+    """Return a text such as "cuda: NVIDIA H200, TF32 off" or "cpu: x86_64, 2 threads"."""
     if device.type == "cuda":
         tf32 = "on" if torch.backends.cudnn.allow_tf32 else "off"
         return f"cuda: {torch.cuda.get_device_name(device)}, TF32 {tf32}"
@@ -104,19 +105,13 @@ def describe_device(device: torch.device) -> str:
 
 
 def free_gpu_memory(device: torch.device) -> int:
-    """Return the number of bytes that new tensors can use on a GPU.
-
-    This includes memory that torch has cached but does not use.
-    """
+    """Return the number of bytes for new tensors on a GPU, including torch's unused cache."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without waiting for earlier work on the device.
-
-    The tensor is first copied to pinned CPU memory. Copying from other memory would wait.
-    """
+    """Copy a tensor through pinned memory, without waiting for earlier work on the device."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -124,61 +119,40 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors to CPU memory. Wait once for all copies instead of once for each tensor."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    copies = []
-    for tensor in tensors:
-        if tensor.is_cuda:
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            copies.append(pinned.copy_(tensor, non_blocking=True))
-        else:
-            copies.append(tensor.cpu())
-    for device in devices:
+    copies = [
+        torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
+        if one.is_cuda
+        else one.cpu()
+        for one in tensors
+    ]
+    for device in {one.device for one in tensors if one.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return copies
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device for float64 computations. MPS has no float64, so the CPU replaces it."""
+    """Return the device, or the CPU instead of MPS, which has no float64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """Convert a tensor to float64, on the device that `float64_device` returns."""
     return tensor.to(float64_device(tensor.device)).double()
 
 
 def power_of_two(numbers: Float[Tensor, "*some"]) -> Float[Tensor, "*some"]:
-    """Round each number down to a power of two. The result is at least 2^-126.
-
-    Args:
-        numbers: Non-negative numbers in the range of float32.
-    """
+    """Round non-negative numbers in the range of float32 down to powers of two from 2^-126."""
     positive = numbers.float().clamp(min=torch.finfo(torch.float32).tiny)
     # Clearing the mantissa is exact on every device. Logarithms would not be exact.
     power = (positive.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     return power.to(numbers.dtype)
 
 
-# Mask of the bits that hold the exponent of a float32.
-_EXPONENT_BITS = 0x7F800000
-_PRODUCTS = frozenset(
-    (
-        *(functional.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.einsum),
-        *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, torch.bmm),
-        *(torch.addmm, torch.baddbmm, functional.scaled_dot_product_attention),
-    )
-)
-# CPU capabilities, as torch names them, for which oneDNN has no bfloat16 matrix product.
-_CPUS_WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
-
-
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
     """Compute matrix products and convolutions in `dtype`, as `torch.autocast` does.
 
-    If `dtype` is float32, autocast is turned off. On a CPU without bfloat16 instructions, torch's
-    bfloat16 products are slow. `RoundedProducts` replaces them on such a CPU. Its results only
-    differ from torch's results because sums are computed in another order.
+    If `dtype` is float32, autocast is turned off. On a CPU without bfloat16 instructions,
+    `RoundedProducts` replaces torch's slow products. Only the order of its sums differs.
     """
     is_emulated = autocast_dtype(device, dtype) != dtype
     with (
@@ -195,11 +169,7 @@ def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the precision in which `autocast` multiplies.
-
-    The result is `dtype`, with one exception: on a CPU without bfloat16 instructions, float32 is
-    returned instead of bfloat16.
-    """
+    """Return `dtype`, or float32 instead of bfloat16 on a CPU without bfloat16 instructions."""
     if dtype != torch.bfloat16 or device.type != "cpu":
         return dtype
     capability = torch.backends.cpu.get_cpu_capability()
@@ -240,8 +210,8 @@ def _round_factor(factor: Tensor) -> Tensor:
 def evaluation_mode(module: nn.Module) -> Generator[None]:
     """Switch a module to evaluation mode, then restore the mode of each submodule.
 
-    Only the attribute `training` is set. The method `train` is not called, because a module may
-    override it. The override may merge weights, for example, and this cannot be undone exactly.
+    The method `train` is not called, because a module may override it, for example to merge
+    weights, which cannot be undone exactly.
     """
     submodules = [submodule for submodule in module.modules() if submodule.training]
     try:
@@ -257,8 +227,7 @@ def evaluation_mode(module: nn.Module) -> Generator[None]:
 def restore_tensor_storage(module: nn.Module) -> Generator[None]:
     """Let a module move to another device, then restore the previous memory of its tensors.
 
-    The same tensors may be in use elsewhere, for example in an optimizer or in a module that shares
-    weights.
+    An optimizer or a module that shares weights may use the same tensors.
     """
     tensors = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
     previous_data = [(tensor, tensor.data) for tensor in tensors]
@@ -280,10 +249,10 @@ def restore_tensor_storage(module: nn.Module) -> Generator[None]:
 def preserve_process_state() -> Generator[None]:
     """Use torch's default settings in this context, then restore the settings of the caller.
 
-    In the context, gradients are recorded and autocast is off. The default dtype is float32, and
-    the default device is the CPU. Afterwards the default dtype and device, the current GPU, TF32
-    and the states of all random number generators are restored. A training loop that calls a probe
-    therefore continues with bitwise identical results.
+    In the context, gradients are recorded, autocast is off, the default dtype is float32 and the
+    default device is the CPU. Afterwards these settings, the current GPU, TF32 and the states of
+    all random number generators are restored. A training loop that calls a probe therefore
+    continues with bitwise identical results.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     torch_state = torch.get_rng_state()
@@ -296,8 +265,7 @@ def preserve_process_state() -> Generator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            # Disable autocast's cache, because torch only clears it when the outermost context
-            # ends.
+            # Without its cache, because torch only clears it when the outermost context ends.
             for device_type in ("cpu", "cuda"):
                 stack.enter_context(torch.autocast(device_type, enabled=False, cache_enabled=False))
             # Enter this context only if needed, because it makes each call of torch slower.
@@ -320,8 +288,7 @@ def preserve_process_state() -> Generator[None]:
 def _tf32_settings() -> list[tuple[Any, str, Any]]:
     """Return torch's TF32 settings as tuples of owner, attribute and value.
 
-    torch has an old and a new name for each setting. After the new name has been set, reading the
-    old name raises an error.
+    After a setting has been set by its new name, reading its old name raises an error.
     """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn

@@ -74,8 +74,7 @@ def _discard_lost_output() -> None:
 
     Otherwise a failed print could end the command before it has saved its results.
     """
-    # If the output is piped to another program, this program gets the same signal. Wait until it
-    # has ended.
+    # A program at the other end of a pipe gets the same signal. Wait until it has ended.
     time.sleep(0.1)
     for descriptor in (1, 2):
         poll = select.poll()
@@ -87,7 +86,7 @@ def _discard_lost_output() -> None:
 
 
 def raise_stop_signal(number: int, frame: FrameType | None) -> None:
-    """Raise `StopSignal`. This is the signal handler of commands that save nothing at the end."""
+    """Raise `StopSignal`, as the handler of commands that save nothing at the end."""
     del frame
     raise StopSignal(number)
 
@@ -96,8 +95,7 @@ def repair_standard_streams() -> None:
     """Open each standard stream that the caller has closed, and let stdout print any character.
 
     Otherwise the next opened file would get the descriptor of the closed stream, and messages would
-    be written into that file. A character is printed as an escape if the terminal's encoding does
-    not contain it.
+    be written into that file. Characters that the terminal's encoding lacks are printed as escapes.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -124,9 +122,7 @@ def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> 
 
 
 def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
-    """Print an error in one line and return its exit code.
-
-    The result is None if the error is a bug of this program.
+    """Print an error in one line and return its exit code, or None if it is a bug of this program.
 
     `main` must not do this itself. The error's traceback refers to the frame of `main`, so a
     variable of `main` that refers to the error would form a reference cycle. The cycle would keep
@@ -147,7 +143,7 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
 
 
 def _convert_error(error: Exception, command: str) -> SslBenchError | None:
-    """Return the error to report to the user, or None if the error is a bug of this program."""
+    """Return the error to report, or None if the error is a bug of this program."""
     if isinstance(error, SslBenchError):
         return error
     if is_out_of_memory(error):
@@ -167,10 +163,11 @@ class Outcome:
     """How one part of a command ended, such as a job of a sweep.
 
     Attributes:
-        seconds: Duration of the part in seconds.
+        seconds: Duration of the part.
         exit_code: Exit code that the part would have as a separate command. It is 0 on success.
         error: Error message in one line. It is empty on success.
-        ran_out_of_memory: Whether the part failed because memory ran out.
+        ran_out_of_memory: Whether a process of `sweep` ran out of memory, so that it can be run
+            again. It is False for parts that `run_and_catch` ran.
     """
 
     seconds: float
@@ -183,7 +180,7 @@ class Outcome:
         return "failed" if self.exit_code else "finished"
 
     def line(self, count: str, title: str) -> str:
-        """Return a progress message such as "finished 2 of 9 in 40 s, pca on toy val, skip"."""
+        """Return a message such as "finished 2 of 9 in 40 s, pca on toy val, skip"."""
         error = f": {self.error}" if self.error else ""
         return f"{self.state} {count} in {format_duration(self.seconds)}, {title}{error}"
 
@@ -191,16 +188,10 @@ class Outcome:
 def run_and_catch(work: Callable[[], int | None], command: str, *, debug: bool) -> Outcome:
     """Run one part of a command and return how it ended, so that other parts can continue.
 
-    Args:
-        work: Function that runs the part and returns its exit code. None means 0.
-        command: Name of the command. The hint of an out-of-memory error depends on it.
-        debug: Raise errors instead of returning them.
-
-    Raises:
-        Preempted, KeyboardInterrupt: The user or a scheduler stopped the command.
+    `work` runs the part and returns its exit code, or None for 0. Interruptions are raised again,
+    and so is any error if `debug` is true. The hint of an out-of-memory error depends on `command`.
     """
-    start = time.monotonic()
-    code, message = 0, ""
+    start, message = time.monotonic(), ""
     try:
         code = work() or 0
     except Preempted:
@@ -209,6 +200,6 @@ def run_and_catch(work: Callable[[], int | None], command: str, *, debug: bool) 
         if debug:
             raise
         reported = _convert_error(error, command)
-        code = 1 if reported is None else reported.exit_code
+        code = reported.exit_code if reported else 1
         message = to_one_line(reported or f"{type(error).__name__}: {error}")
     return Outcome(time.monotonic() - start, code, message)

@@ -27,9 +27,8 @@ _LATEX = {
     "‡": r"$\ddagger$",
     "§": r"\S{}",
 }
-# The pattern matches characters that start tables, tags, code, emphasis, attribute lists or
-# mathematics. It also matches underscores at the edge of a word, and the brackets of links. The
-# last alternatives match parts of addresses, which Markdown would turn into links.
+# Characters that start tables, tags, code, emphasis, attribute lists or mathematics, underscores at
+# the edge of a word, brackets of links, and parts of addresses, which Markdown would link.
 _MARKDOWN = re.compile(
     r"[|&<>\\`*{}~$]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[])|:(?=//)|(?<=\bwww)\.|(?<=\w)@(?=\w)",
     re.IGNORECASE,
@@ -97,14 +96,12 @@ def escape_csv(value: Any) -> Any:
 def dump_json(
     value: Any, *, indent: int | None = 1, text: Callable[[str], str] | None = None
 ) -> str:
-    """Return a value as ASCII JSON that every parser accepts.
-
-    NaN and infinity become null. Undecodable bytes of file names become escapes.
+    """Return a nested value as ASCII JSON that every parser accepts. NaN and infinity become null.
 
     Args:
-        value: Mappings, sequences, numbers and texts, which may be nested.
+        value: Mappings, sequences, numbers and texts.
         indent: Number of spaces for each level, or None to write a single line.
-        text: Function that converts each text. By default it only escapes undecodable bytes.
+        text: Function that converts each text. By default it escapes undecodable bytes.
     """
     separators = (",", ":") if indent is None else None
     decodable = text or (lambda string: string.encode(errors="backslashreplace").decode())
@@ -119,7 +116,7 @@ def to_plain_json(
 
     Args:
         value: Mappings, sequences, numbers and texts. Values of other types are not changed.
-        infinity: Text to write instead of null for positive infinity.
+        infinity: Text for positive infinity, instead of null.
         text: Function that converts each text and each key.
     """
     # The frequent types come first, because the check for a mapping is slow.
@@ -144,8 +141,7 @@ def to_plain_json(
 def escape_in_template(value: Any) -> Any:
     """Replace unprintable characters in a text that is inserted into an HTML template.
 
-    HTML is not escaped here, because the template engine does this. Its markup objects are returned
-    unchanged.
+    The template engine escapes HTML, and its markup objects are returned unchanged.
     """
     return escape_unprintable(value) if type(value) is str else value
 
@@ -163,7 +159,7 @@ def safe_file_name(name: str) -> str:
 def is_file_name(name: str) -> bool:
     """Return whether a text is a valid file name without folders on every operating system.
 
-    Surrogates that stand for undecodable bytes are allowed. Other lone surrogates are not allowed.
+    Surrogates are only allowed if they stand for undecodable bytes.
     """
     try:
         os.fsencode(name)
@@ -173,10 +169,7 @@ def is_file_name(name: str) -> bool:
 
 
 def quote_command(words: Sequence[str]) -> str:
-    """Return a printable command line that bash and zsh split into the given words.
-
-    A word with unprintable characters is written as `$'...'`.
-    """
+    """Return a printable command line that bash and zsh split into the given words."""
     plain = {*range(32, 127)} - {*b"\\'"}
     quoted = []
     for word in words:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,9 +26,9 @@ except ImportError:
     # Windows does not support these locks.
     fcntl = None
 
-# Flags for opening a file in binary mode. With them, opening a pipe does not wait for its writer,
-# and opening a terminal does not make it the controlling terminal. Some systems lack these flags.
-_READ = os.O_RDONLY | sum(getattr(os, f"O_{name}", 0) for name in ("BINARY", "NOCTTY", "NONBLOCK"))
+# Flags to open a file in binary mode, without waiting for the writer of a pipe, and without letting
+# a terminal control this process. Windows lacks the last two, and other systems lack the first.
+_READ = os.O_RDONLY | sum(getattr(os, f"O_{name}", 0) for name in ("BINARY", "NONBLOCK", "NOCTTY"))
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -42,9 +42,7 @@ _ORPHAN_SECONDS_WITHOUT_LOCKS = 86_400.0
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that a crash or a full disk never leaves a partial file.
 
-    Args:
-        path: File to write. Missing parent folders are created.
-        write: Function that writes the content to an open binary file.
+    Missing parent folders are created.
 
     Raises:
         MachineError: The folder cannot be written or the disk is full. The old file is kept.
@@ -69,15 +67,14 @@ def atomic_file(path: Path) -> Generator[BinaryIO]:
     """Open a temporary file in the same folder, and rename it to `path` if no error occurs.
 
     After this context has ended, a power failure cannot lose the file, because its content and its
-    name are flushed to the disk. The name of the temporary file is unique among processes and
-    hosts. The temporary file is locked while it is written, so that `remove_orphans` keeps it.
+    name are flushed to the disk. The temporary file is locked while it is written, so that
+    `remove_orphans` keeps it.
 
     Raises:
         OSError: The file cannot be written. The old file is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The temporary name does not contain the name of `path`, which may already have the maximum
-    # length.
+    # This name does not contain the name of `path`, which may already have the maximum length.
     temporary = path.with_name(f".ssl-bench-{uuid.uuid4().hex}.tmp")
     # Other users may read the file if the umask allows it, unlike a file of tempfile.mkstemp. The
     # file is never world-writable, because `open_trusted` would refuse it.
@@ -102,21 +99,14 @@ def atomic_file(path: Path) -> Generator[BinaryIO]:
 
 
 def require_writable(folder: Path) -> None:
-    """Check that files can be written to a folder. Call it before a long computation.
-
-    The folder is not created.
-
-    Raises:
-        MachineError: The folder is not writable.
-    """
+    """Raise MachineError if files cannot be written to a folder. The folder is not created."""
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise MachineError(
-            f"cannot write to {folder}: {error.strerror}",
-            hint=("--out", "{folder}"),
+            f"cannot write to {folder}: {error.strerror}", hint=("--out", "{folder}")
         ) from error
 
 
@@ -155,12 +145,9 @@ def _remove_orphan(path: Path, idle_seconds: float) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file until it is closed. Return False if the system does not support locks.
+    """Lock a file until it is closed, or raise BlockingIOError if another process holds the lock.
 
-    Windows and some network file systems do not support them.
-
-    Raises:
-        BlockingIOError: Another process holds the lock.
+    Return False on Windows and on network file systems without locks.
     """
     if fcntl is None:
         return False
@@ -176,24 +163,24 @@ def try_lock(descriptor: int) -> bool:
 def wait_for_lock(descriptor: int) -> None:
     """Wait until no other process holds the lock of a file, then lock it until it is closed.
 
-    On Windows this function has no effect. Damaged downloads are still recognised by their digest.
-
-    Raises:
-        OSError: The file system does not support locks.
+    On Windows this has no effect. Some network file systems raise OSError.
     """
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-# Read files of the user and of caches.
+# Read files. Three functions open them: `open_regular` opens a file that the user has named,
+# `open_trusted` opens a cache file, and `open_untrusted` opens a file in a folder that somebody
+# else may have created, such as downloaded results. They check a file after they have opened it,
+# because it could be replaced between an earlier check and the opening.
 
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Links are followed.
 
     Raises:
-        OSError: The file is missing, or it is a folder, pipe, socket or device. Reading a pipe or
-            device could block or never end.
+        OSError: The file is missing, or it is a folder, pipe or device. Reading a pipe or device
+            could block or never end.
     """
     descriptor = os.open(path, _READ)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -203,7 +190,6 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file."""
     with open_regular(path) as file:
         return file.read()
 
@@ -217,9 +203,8 @@ def file_sha256(path: Path) -> str:
 def open_trusted(path: Path) -> BufferedReader:
     """Open a cache file for reading, and refuse a file that another user could have written.
 
-    Results are computed from cache files, so their content must be trusted. A file is refused if it
-    is world-writable. It is also refused if its owner is neither the current user nor root. Links,
-    pipes and devices are refused too.
+    Only the current user or root may own the file, and it may not be world-writable, because
+    results are computed from it. Links, pipes and devices are refused too.
 
     Raises:
         OSError: The file is missing or refused. `strerror` gives the reason.
@@ -239,16 +224,13 @@ def open_trusted(path: Path) -> BufferedReader:
     raise OSError(errno.EPERM, refusal, str(path))
 
 
-# Read files of a folder that somebody else may have created, such as downloaded results.
-
-
 def open_untrusted(
     root: Path, path: Path, max_bytes: int, *, checked_folders: set[Path] | None = None
 ) -> BufferedReader:
-    """Open a regular file below a folder. Links below this folder are not followed.
+    """Open a regular file below the folder `root`. Links below this folder are not followed.
 
     Args:
-        root: The folder, which somebody else may have created. It may be a link itself.
+        root: The folder, which may be a link itself.
         path: File below `root`.
         max_bytes: Maximum size of the file.
         checked_folders: Cache of folders that are not below a link. Pass the same set when you read
@@ -258,21 +240,14 @@ def open_untrusted(
         OSError: The file is missing, too large, a link, a pipe or a device, or one of its parent
             folders is a link. `strerror` gives the reason.
     """
-    folder = path.parent
-    if checked_folders is None or folder not in checked_folders:
-        if link := _find_link(root, folder):
-            raise _link_error(link, path)
-        if checked_folders is not None:
-            checked_folders.add(folder)
-    # On systems with O_NOFOLLOW, opening a link fails.
-    if not hasattr(os, "O_NOFOLLOW") and path.is_symlink():
-        raise _link_error(path, path)
-    try:
-        descriptor = os.open(path, _READ | _NO_LINK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _link_error(path, path) from error
-        raise
+    is_checked = checked_folders is not None and path.parent in checked_folders
+    if link := _find_link(path.parent if is_checked else root, path):
+        reason = "a link" if link == path else f"below the link {link}"
+        raise OSError(errno.ELOOP, f"{reason}, and links are not followed", str(path))
+    if checked_folders is not None:
+        checked_folders.add(path.parent)
+    # `_NO_LINK` also refuses a link that has just replaced the file.
+    descriptor = os.open(path, _READ | _NO_LINK)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
@@ -295,10 +270,9 @@ def read_untrusted(
 def read_untrusted_folder(
     root: Path, folder: Path, suffix: str, max_bytes: int
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield the path and content of each file of a folder.
+    """Yield the path and content of each file of a folder, faster than `read_untrusted`.
 
-    This is faster than `read_untrusted`. The content is b"" if `read_untrusted` would raise an
-    error. Hidden files are included.
+    The content is b"" if `read_untrusted` would raise an error.
     """
     is_below_link = _find_link(root, folder) is not None
     try:
@@ -307,31 +281,22 @@ def read_untrusted_folder(
     except OSError:
         return
     for path in paths:
-        try:
+        content = b""
+        with suppress(OSError):
             descriptor = os.open(path, _READ | _NO_LINK)
-        except OSError:
-            yield path, b""
-            continue
-        try:
-            status = os.fstat(descriptor)
-            is_allowed = not is_below_link and stat.S_ISREG(status.st_mode)
-            if is_allowed and status.st_size <= max_bytes:
-                yield path, os.read(descriptor, status.st_size)
-            else:
-                yield path, b""
-        finally:
-            os.close(descriptor)
+            try:
+                status = os.fstat(descriptor)
+                is_allowed = not is_below_link and stat.S_ISREG(status.st_mode)
+                if is_allowed and status.st_size <= max_bytes:
+                    content = os.read(descriptor, status.st_size)
+            finally:
+                os.close(descriptor)
+        yield path, content
 
 
-def _find_link(root: Path, folder: Path) -> Path | None:
-    """Return the first link among a folder and its parents below `root`, or None."""
-    places = takewhile(lambda place: place != root, (folder, *folder.parents))
+def _find_link(root: Path, path: Path) -> Path | None:
+    places = takewhile(lambda place: place != root, chain((path,), path.parents))
     return next((place for place in places if place.is_symlink()), None)
-
-
-def _link_error(link: Path, path: Path) -> OSError:
-    reason = "a link" if link == path else f"below the link {link}"
-    return OSError(errno.ELOOP, f"{reason}, and links are not followed", str(path))
 
 
 # Files with checksums.
@@ -341,10 +306,9 @@ _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
 
 
 def read_digests(sidecar: Path) -> list[tuple[str, str]]:
-    """Return the (digest, file name) pairs in a file that `sha256sum` wrote.
+    """Return the pairs of lower-case digest and file name in a file that `sha256sum` wrote.
 
-    Digests are in lower case. If a line only contains a digest, the file name is empty. Lines
-    without a digest are ignored. The list is empty if the file cannot be read.
+    A file name may be empty. The list is empty if the file cannot be read.
     """
     try:
         lines = read_regular(sidecar).decode(errors="replace").splitlines()
@@ -365,13 +329,9 @@ def format_checked_line(content: Mapping[str, Any]) -> str:
 def parse_checked_lines(content: bytes, path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the header of a log, and the entries whose checksum is correct.
 
-    If lines are damaged, a message gives their number. The last line is ignored if it has no line
-    end, because the process that writes it has not finished or was killed.
-
-    Args:
-        content: Bytes of the log. The first line is JSON, and `format_checked_line` wrote the
-            other lines.
-        path: Path of the log for the message.
+    The header is JSON in the first line, and `format_checked_line` wrote the other lines. If lines
+    are damaged, a message gives their number. The last line is ignored if it has no line end,
+    because the process that writes it has not finished or was killed.
     """
     header, *lines = content.decode(errors="replace").split("\n")[:-1] or ["{}"]
     entries = [entry for line in lines if (entry := _parse_checked_line(line)) is not None]
@@ -410,16 +370,11 @@ _RESULT_FILES = ("records.parquet", RECORDS, NAMES)
 
 
 def mark_as_output(folder: Path) -> None:
-    """Mark a folder as output of ssl-bench, so that no dataset reads its images.
-
-    The folder is created if it is missing.
-
-    Raises:
-        MachineError: The folder cannot be written.
-    """
+    """Create a folder if it is missing, and mark it, so that no dataset reads its images."""
     if not (folder / _OUTPUT_MARK).exists():
-        text = "ssl-bench wrote this and reads no data from it\n"
-        write_text_atomically(folder / _OUTPUT_MARK, text)
+        write_text_atomically(
+            folder / _OUTPUT_MARK, "ssl-bench wrote this and reads no data from it\n"
+        )
 
 
 def is_output(folder: Path) -> bool:
@@ -436,10 +391,8 @@ def list_files(root: Path) -> Iterator[str]:
     """Yield the relative paths of all files below a folder.
 
     The files in a folder come before the files in its subfolders. Links to folders are followed.
-    Hidden files and folders are left out.
-
-    Folders that ssl-bench wrote, such as figures, reports and toy scenes, are left out too. A
-    message gives the first of these folders. `root` itself is never left out.
+    Hidden files and folders are left out. Folders that ssl-bench wrote, such as figures, are left
+    out too, and a message gives the first of them. `root` itself is never left out.
     """
     visited: set[str] = set()
     outputs: list[Path] = []

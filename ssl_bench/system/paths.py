@@ -34,7 +34,7 @@ def expand_path(text: str | Path) -> Path:
 def is_valid_path(text: str | Path) -> bool:
     """Return whether a text can be the path of a file.
 
-    The result is False for an empty text, because scripts often pass an unset variable by mistake.
+    An empty text is no path, because scripts often pass an unset variable by mistake.
     """
     try:
         path = os.fsencode(Path(text).expanduser())
@@ -42,22 +42,17 @@ def is_valid_path(text: str | Path) -> bool:
     except (RuntimeError, ValueError):
         return False
     is_short = len(path) <= _MAX_PATH_BYTES
-    is_short = is_short and all(len(name) <= _MAX_NAME_BYTES for name in path.split(b"/"))
-    return bool(str(text)) and b"\0" not in path and is_short
+    has_short_names = all(len(name) <= _MAX_NAME_BYTES for name in path.split(b"/"))
+    return bool(str(text)) and b"\0" not in path and is_short and has_short_names
 
 
 def resolve_links(path: Path) -> Path:
-    """Return the absolute path with all links resolved.
-
-    Unlike `Path.resolve`, this function also accepts a link that points to itself.
-    """
+    """Resolve a path as `Path.resolve` does, but also accept a link that points to itself."""
     return Path(os.path.realpath(path))
 
 
 def cache_folder(configured: str | Path | None) -> Path:
-    """Return the configured cache folder, or the default folder if none is configured.
-
-    The default is `ssl-bench` in XDG_CACHE_HOME, or in `~/.cache` if this variable is not set.
+    """Return the configured cache folder, or else `ssl-bench` in XDG_CACHE_HOME or `~/.cache`.
 
     Raises:
         MachineError: XDG_CACHE_HOME is not set and the user has no home folder.
@@ -81,7 +76,7 @@ def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
     way. A changed name therefore never equals the name of another text.
 
     Args:
-        text: Text of any length, such as the name of a model.
+        text: Text of any length.
         added: Number of bytes that the caller adds before and after the name.
         distinct: Also add the digits if the text contains "/". Any two different texts then have
             different names.
@@ -114,36 +109,20 @@ def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def figure_file_name(image_id: str, *, before: str = "") -> str:
-    """Return the name of the PNG file for an image. Different ids have different names.
-
-    Args:
-        image_id: Id of the image, which may contain the names of folders.
-        before: Text to put at the start of the file name.
-    """
+    """Return the name of the PNG file for an image. Different ids have different names."""
     added = len(before) + len(".png")
     return f"{before}{file_name(image_id, added=added, distinct=True)}.png"
 
 
 def figure_title(name: str) -> str:
-    """Return the title of a figure: its file name without suffix and digest.
-
-    Two images may have the same title.
-
-    Args:
-        name: Result of `figure_file_name` without its suffix.
-    """
+    """Remove the digest from the file name of a figure without suffix. Titles may be equal."""
     return name[: -1 - _DIGEST_DIGITS] if _ENDS_IN_DIGEST.fullmatch(name) else name
 
 
 def figures_folder(encoder_folder: str, fingerprint: str) -> str:
     """Return the name of the folder for the figures of an encoder and a set of images.
 
-    If an image changes, the fingerprint changes too. Figures of the old and the new image are
-    therefore in different folders.
-
-    Args:
-        encoder_folder: Result of the function `encoder_folder`.
-        fingerprint: Fingerprint of the images, with or without a prefix such as "stat-".
+    If an image changes, the fingerprint changes too, so old and new figures are never mixed.
     """
     return f"{encoder_folder}-{short_fingerprint(fingerprint)}"
 
@@ -159,5 +138,5 @@ def encoder_folder_prefix(model: str) -> str:
 
 
 def short_fingerprint(fingerprint: str) -> str:
-    """Return the first eight digits of a fingerprint, which are part of folder names."""
+    """Return the first eight digits of a fingerprint, without a prefix such as "stat-"."""
     return fingerprint.rpartition("-")[2][:_SHORT_DIGITS]

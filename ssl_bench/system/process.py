@@ -16,11 +16,7 @@ _MAX_PROCESSES = 1_000_000
 class ProcessInfo:
     """The rank of this process and the number of all processes, as torchrun defines them.
 
-    Attributes:
-        rank: Number of this process, from 0 to `world_size` - 1.
-        world_size: Number of processes on all machines.
-        local_rank: Number of this process on its machine, or None if LOCAL_RANK is not set.
-        local_world_size: Number of processes on this machine.
+    `local_rank` is None if LOCAL_RANK is not set.
     """
 
     rank: int = 0
@@ -30,9 +26,7 @@ class ProcessInfo:
 
 
 def get_process_info() -> ProcessInfo:
-    """Read the rank and the number of processes from torchrun's environment variables.
-
-    If WORLD_SIZE is not set, there is a single process.
+    """Read torchrun's environment variables. If WORLD_SIZE is not set, there is a single process.
 
     Raises:
         ConfigurationError: A variable is missing or has an invalid value.
@@ -86,12 +80,9 @@ def local_world_size() -> int:
 
 
 def require_single_process(command: str) -> None:
-    """Raise an error if torchrun started several processes.
+    """Raise ConfigurationError if torchrun started several processes.
 
     Call it in commands that would repeat the same work in each process.
-
-    Raises:
-        ConfigurationError: There are several processes, or torchrun's variables are invalid.
     """
     world_size = get_process_info().world_size
     if world_size > 1:
@@ -119,8 +110,7 @@ def use_passive_openmp_waiting() -> None:
     """Let waiting OpenMP threads sleep, unless the user has set an environment variable for this.
 
     By default a waiting thread keeps its core busy, which slows down all other programs on the
-    machine (results/tables/waiting_threads.md). Call this function before torch is imported,
-    because OpenMP reads its environment variables during this import.
+    machine (results/tables/waiting_threads.md). Call this function before torch is imported.
     """
     if not any(name in os.environ for name in _OPENMP_WAIT_VARIABLES):
         os.environ[_OPENMP_WAIT_VARIABLES[0]] = "PASSIVE"
@@ -144,11 +134,16 @@ _OUT_OF_MEMORY_PHRASES = (
 )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error was raised because CPU or GPU memory ran out.
+_SMALLER_SETTINGS = {
+    "probe": "probe.batch_size={smaller} or probe.image_size={smaller} or "
+    "probe.training.batch_size={smaller} or --layer {blocks}",
+    "sweep": "--jobs 1 or probe.batch_size={smaller} or --layer {blocks}",
+    "pretrain": "train.batch_size={smaller} or train.accumulation={larger} or train.num_workers=0",
+}
 
-    The errors in its chain of `__cause__` are checked too.
-    """
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error or one of its causes was raised because CPU or GPU memory ran out."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, MemoryError):
@@ -162,40 +157,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reraise_out_of_memory(error: Exception) -> None:
-    """Raise an error again if it was raised because memory ran out.
-
-    Call this function before code that assumes that an error is due to a damaged file.
-    """
+    """Raise an error again if memory ran out, before code that blames it on a damaged file."""
     if is_out_of_memory(error):
         raise error
 
 
 def out_of_memory_error(error: BaseException, command: str) -> MachineError:
-    """Return the error that a command reports if memory ran out.
-
-    The hint lists settings that need less memory.
-    """
+    """Return the error for a command that ran out of memory. Its hint lists smaller settings."""
     detail = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    hint: tuple[str, ...] = ()
-    if command == "probe":
-        hint = (
-            "probe.batch_size={smaller}", "or", "probe.image_size={smaller}",
-            "or", "probe.training.batch_size={smaller}", "or", "--layer", "{blocks}",
-        )  # fmt: skip
-    elif command == "sweep":
-        hint = ("--jobs", "1", "or", "probe.batch_size={smaller}", "or", "--layer", "{blocks}")
-    elif command == "pretrain":
-        hint = (
-            "train.batch_size={smaller}", "or", "train.accumulation={larger}",
-            "or", "train.num_workers=0",
-        )  # fmt: skip
+    hint = _SMALLER_SETTINGS.get(command, "").split()
     return MachineError(f"out of memory ({detail[:200]})", hint=hint)
 
 
 _SHARED_MEMORY = "/dev/shm"
 _CGROUPS = Path("/sys/fs/cgroup")
-# Names of the files with the memory limit and the memory use of a control group. The first pair is
-# for cgroups version 2, and the second pair is for version 1.
+# Files with the memory limit and the memory use of a control group, for versions 2 and 1.
 _LIMIT_FILES = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -214,11 +190,7 @@ def free_shared_memory() -> int | None:
 
 
 def free_host_memory() -> int:
-    """Return the number of bytes of CPU memory that this process can still allocate.
-
-    This is the free memory of the machine, or less if a scheduler or container limits the memory of
-    the process.
-    """
+    """Return the number of bytes that this process can still allocate in its control groups."""
     return min([_free_machine_memory(), *_free_cgroup_memory()])
 
 
@@ -232,10 +204,7 @@ def _free_machine_memory() -> int:
 
 
 def _free_cgroup_memory() -> Iterator[int]:
-    """Yield the number of free bytes in each control group of the process.
-
-    The innermost group comes first.
-    """
+    """Yield the number of free bytes in each control group of the process, innermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -269,7 +238,6 @@ def pause_garbage_collection() -> Generator[None]:
     """Turn off Python's cyclic garbage collector in this context.
 
     It would only cost time while many records are read, because records form no reference cycles.
-    Objects that are not part of a cycle are still freed at once.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -16,11 +16,7 @@ _FIRST_LINE_SECONDS, _MAX_SECONDS_BETWEEN_LINES = 20.0, 600.0
 
 
 def say(line: str) -> None:
-    """Print a message on stderr without breaking a progress bar.
-
-    stdout is reserved for tables. If torchrun started several processes, only the process of rank 0
-    prints the message.
-    """
+    """Print a message on stderr without breaking a progress bar, if this process has rank 0."""
     if not is_main_process():
         return
     with bar_class().external_write_mode(file=sys.stderr):
@@ -37,20 +33,15 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
     """Yield the items, and show on stderr how many are finished and how much time is left.
 
     A terminal shows a bar. A log gets a line after 20 seconds, then each time the elapsed time has
-    doubled, and at least every ten minutes. If there are several processes, only the process of
-    rank 0 shows its progress.
+    doubled, and at least every ten minutes. Only the process of rank 0 shows its progress.
 
-    Args:
-        items: Items to yield.
-        description: Text before the numbers.
-        total: Number of items. The default is `len(items)`, or unknown if `items` has no length.
+    `total` is the number of items. The default is `len(items)`, or unknown without a length.
     """
     if not is_main_process():
         return items
     if total is None and isinstance(items, Sized):
         total = len(items)
-    show = _show_bar if sys.stderr.isatty() else _log_progress
-    return show(items, description, total)
+    return (_show_bar if sys.stderr.isatty() else _log_progress)(items, description, total)
 
 
 def _show_bar(items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
@@ -66,10 +57,8 @@ def bar_class() -> Any:
     """Return a subclass of tqdm's progress bar with two changes.
 
     The remaining time is computed without the first item, which takes longer because data and
-    models must be loaded.
-
-    Each process has its own lock. In tqdm, forked processes share a lock with their parent. If one
-    process were killed while it prints, all other processes would wait forever.
+    models must be loaded. Each process has its own lock. Forked processes of tqdm share a lock, so
+    all of them would wait forever if one of them were killed while it prints.
     """
     # Imported here because the import takes as long as everything else that `--help` does.
     from tqdm import tqdm
@@ -92,8 +81,7 @@ def bar_class() -> Any:
                     values["rate"] = later_items / seconds
             return values
 
-    # If a thread holds the lock during a fork, the child gets a locked lock but not the thread that
-    # would release it. The child therefore needs a new lock.
+    # The thread that holds the lock during a fork does not exist in the child.
     os.register_at_fork(after_in_child=lambda: Bar.set_lock(threading.RLock()))
     return Bar
 

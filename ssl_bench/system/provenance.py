@@ -17,12 +17,7 @@ COMMIT_FILE = "COMMIT"
 
 
 def provenance_fields(hardware: str, seconds: float) -> dict[str, Any]:
-    """Return the fields of a `Record` that describe the code, the hardware and the time.
-
-    Args:
-        hardware: Result of `ssl_bench.system.device.describe_device`.
-        seconds: Duration of the computation in seconds.
-    """
+    """Return the fields of a `Record` that describe the code, the hardware and the time."""
     import torch
 
     from ssl_bench import __version__
@@ -39,11 +34,7 @@ def provenance_fields(hardware: str, seconds: float) -> dict[str, Any]:
 
 @cache
 def source_commit() -> str | None:
-    """Return the git commit of the running code, or None if it is unknown.
-
-    In a git checkout, git returns the commit, and "-dirty" is appended if a tracked file has
-    uncommitted changes. In an installed wheel, the commit is read from `COMMIT_FILE`.
-    """
+    """Return the commit of the running code from git or `COMMIT_FILE`, or None if it is unknown."""
     checkout = _PACKAGE.parent
     if (checkout / ".git").exists():
         return read_git_commit(checkout)

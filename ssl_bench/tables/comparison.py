@@ -1,7 +1,4 @@
-"""Compute the paired differences between two encoders, two runs, or the blocks of one encoder.
-
-Both scores of a difference come from the same images.
-"""
+"""Compute paired differences, over the same images, of two encoders, two runs or two blocks."""
 
 import itertools
 import math
@@ -47,9 +44,8 @@ class Difference:
         second: Second score in percent, or NaN if it is undefined.
         low: Lower end of the 95 % interval of the difference, or NaN if there is no interval.
         high: Upper end of the 95 % interval, or NaN if there is no interval.
-        layers: Two tuples of block indices: the blocks of the first score and of the second score.
-        degenerate: Percentage of degenerate images for the first and for the second score. A
-            percentage is None if it is unknown.
+        layers: Block indices of the first score, and block indices of the second score.
+        degenerate: Percentages of degenerate images of both scores, None where unknown.
         p: Two-sided p-value that belongs to the interval, or NaN if there is no interval.
         p_holm: The p-value after Holm's correction over the block-by-block rows of the table. It
             is NaN for all other rows and for rows without a test.
@@ -90,12 +86,10 @@ class Difference:
 
     @property
     def first_text(self) -> str:
-        """The first score as text, with a dagger if images are degenerate."""
         return _format_number(self.first, ".1f") + dagger(self.degenerate[0])
 
     @property
     def second_text(self) -> str:
-        """The second score as text, with a dagger if images are degenerate."""
         return _format_number(self.second, ".1f") + dagger(self.degenerate[1])
 
     @property
@@ -125,7 +119,7 @@ def _format_number(value: float, style: str) -> str:
     return NO_VALUE if math.isnan(value) else f"{value:{style}}"
 
 
-class Side(NamedTuple):
+class PairedScore(NamedTuple):
     """One of the two scores of a difference, its blocks and its percentage of degenerate images."""
 
     estimate: Estimate
@@ -133,24 +127,17 @@ class Side(NamedTuple):
     degenerate: float | None = None
 
 
-def block_side(curve: ImageCurve, layer: int) -> Side:
-    """Return the score of one block as a side of a difference."""
-    return Side(curve.blocks[layer], (layer,), curve.degenerate.get(layer))
+def score_block(curve: ImageCurve, layer: int) -> PairedScore:
+    return PairedScore(curve.blocks[layer], (layer,), curve.degenerate.get(layer))
 
 
-def _held_out_side(curve: ImageCurve) -> Side:
-    """Return the score with the held-out choice of a block.
-
-    The layers of this side are all blocks of the curve, because each could have been chosen.
-    """
-    return Side(curve.held_out, tuple(curve.blocks), curve.held_out_degenerate_percent)
+def _score_held_out(curve: ImageCurve) -> PairedScore:
+    """Return the score with a held-out choice among all blocks of the curve."""
+    return PairedScore(curve.held_out, tuple(curve.blocks), curve.held_out_degenerate_percent)
 
 
-def difference(name: str, first: Side, second: Side) -> Difference:
-    """Return the first score minus the second score.
-
-    The difference has no interval if both sides share one `Estimate` object.
-    """
+def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
+    """Return the first score minus the second. A score minus itself has no interval."""
     is_same = first.estimate is second.estimate
     interval = None if is_same else first.estimate.difference_ci95(second.estimate)
     low, high = interval or (math.nan, math.nan)
@@ -182,7 +169,7 @@ def compare_block_by_block(first: ImageCurve, second: ImageCurve) -> list[Differ
     if last[0] != last[1]:
         pairs.append((f"last ({last[0]}, {last[1]})", *last))
     return _correct_over_blocks(
-        [difference(name, block_side(first, a), block_side(second, b)) for name, a, b in pairs]
+        [subtract(name, score_block(first, a), score_block(second, b)) for name, a, b in pairs]
     )
 
 
@@ -191,9 +178,7 @@ def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Differenc
 
     The best block is chosen on the scored images, so both of its scores are optimistic. The
     held-out choice estimates the score of a user who must choose a block before seeing the images.
-
-    Returns:
-        Two differences. The list is empty if either encoder has no block that can be best.
+    The result is empty if either encoder has no block that can be best.
     """
     if not (first.has_best and second.has_best):
         return []
@@ -201,39 +186,28 @@ def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Differenc
     chosen = (_layer_list(first.held_out_layers), _layer_list(second.held_out_layers))
     name = f"held-out choice ({chosen[0]}; {chosen[1]})"
     return [
-        difference(f"best ({one}, {other})", block_side(first, one), block_side(second, other)),
-        difference(name, _held_out_side(first), _held_out_side(second)),
+        subtract(f"best ({one}, {other})", score_block(first, one), score_block(second, other)),
+        subtract(name, _score_held_out(first), _score_held_out(second)),
     ]
 
 
 def compare_checkpoints(first: ImageCurve, second: ImageCurve) -> list[Difference]:
-    """Compare two encoders block by block.
-
-    If both encoders have several scored blocks, `compare_best_blocks` is added.
-    """
+    """Compare two encoders block by block, and at their best blocks if both have several blocks."""
     rows = compare_block_by_block(first, second)
     have_several = len(first.blocks) > 1 and len(second.blocks) > 1
     return rows + compare_best_blocks(first, second) if have_several else rows
 
 
 def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
-    """Compare every block and the held-out choice of one encoder with its best block.
-
-    The best block is chosen on the scored images. If no block can be best, every block is compared
-    with the last block instead.
-    """
-    best = block_side(curve, curve.best)
+    """Compare every block and the held-out choice with the best block, or else the last block."""
+    best = score_block(curve, curve.best)
     rows = _correct_over_blocks(
-        [difference(str(n), block_side(curve, n), best) for n in sorted(curve.blocks)]
+        [subtract(str(n), score_block(curve, n), best) for n in sorted(curve.blocks)]
     )
     if not curve.has_best:
         return rows
     name = f"held-out choice ({_layer_list(curve.held_out_layers)})"
-    return [*rows, difference(name, _held_out_side(curve), best)]
-
-
-def _compare(sides: Sequence[ImageCurve]) -> list[Difference]:
-    return _compare_blocks_of_one(sides[0]) if len(sides) == 1 else compare_checkpoints(*sides)
+    return [*rows, subtract(name, _score_held_out(curve), best)]
 
 
 def _layer_list(layers: Iterable[int]) -> str:
@@ -245,12 +219,10 @@ class Comparison(Table):
     """A table of differences of one metric, with one row per compared block.
 
     Attributes:
-        record: Any of the compared records.
         names: Column headings of the first and of the second score.
         encoders: One record of each compared encoder, so one or two records.
-        title: Title of the table, which states what was measured.
         without_best: Names of the encoders for which every block is degenerate.
-        code: Code versions that computed the scores, by encoder name. See `code_versions`.
+        code: The `code_versions` that computed the scores, by encoder name.
     """
 
     record: Record
@@ -262,10 +234,7 @@ class Comparison(Table):
     code: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def sheet(self) -> Sheet:
-        """Return the printed table.
-
-        Differences that are significant before Holm's correction are marked.
-        """
+        """Return the printed table. Differences that are significant before Holm are marked."""
         return Sheet(
             title=self.title,
             head=("block", *self.names, "first - second [95 %]"),
@@ -391,16 +360,11 @@ def compare_encoders(
 ) -> tuple[list[Comparison], dict[str, str]]:
     """Compare two encoders, or the blocks of one encoder, in every task with per-image values.
 
-    Args:
-        store: Results folder with the per-image values.
-        records: Records to compare.
-        encoders: One or two checkpoint names from the command line, by `Record.encoder_id`.
-        select: Function that receives one record of each possible table. It returns the records of
-            the tables to compute.
+    `encoders` has one or two checkpoint names from the command line, by `Record.encoder_id`.
+    `select` chooses the tables to compute from one record of each possible table.
 
     Returns:
-        One table for each group of comparable records, and a dictionary. For each task without a
-        table, the dictionary gives the reason.
+        One table for each group of comparable records, and the reason for each task without one.
 
     Raises:
         DataError: There is no table.
@@ -443,7 +407,9 @@ def compare_encoders(
             Comparison(
                 title=f"{title}, seed {group[0].seed}",
                 record=group[0],
-                rows=tuple(_compare(sides)),
+                rows=tuple(
+                    compare_checkpoints(*sides) if len(ids) > 1 else _compare_blocks_of_one(*sides)
+                ),
                 names=(names[0], second),
                 encoders=tuple(own[-1] for own in by_encoder),
                 without_best=tuple(without_best),
@@ -465,7 +431,7 @@ def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequence[str]) -> bool:
-    """Return whether each encoder has at least one record with stored per-image values."""
+    """Return whether each encoder has any record with stored per-image values."""
     return all(
         any(store.has_per_image(record) for record in group if record.encoder_id == key)
         for key in encoders
@@ -484,13 +450,7 @@ def _load_sides(
 def _explain_failure(
     store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]
 ) -> str:
-    """Return why a task cannot be compared, with the command that solves it if one exists.
-
-    Args:
-        store: Results folder with the per-image values.
-        records: All records of the task.
-        encoders: Checkpoint names by `Record.encoder_id`, as in `compare_encoders`.
-    """
+    """Return why a task with these records cannot be compared, and the command that helps."""
     task = records[0].task
     sides = {name: [r for r in records if r.encoder_id == key] for key, name in encoders.items()}
     for name, side in sides.items():
@@ -530,7 +490,6 @@ def _explain_failure(
 
 
 def _list_differences(first: Record, second: Record) -> list[str]:
-    """Return the settings and datasets that differ between two records with equal `_QUESTION`."""
     fields: list[tuple[str, Any, Any]] = [("trained on", first.trained_on, second.trained_on)]
     for name in ("split", "dataset_fingerprint", "seed"):
         fields.append((name, getattr(first, name), getattr(second, name)))
@@ -541,17 +500,12 @@ def _list_differences(first: Record, second: Record) -> list[str]:
 
 @dataclass(frozen=True)
 class EpochComparison(Table):
-    """A table of differences between two runs: one metric, at every common block and epoch.
-
-    Attributes:
-        by_epoch: Block-by-block differences at each epoch, in ascending order of epochs.
-    """
+    """Differences between two runs in one metric, at every common block and epoch (ascending)."""
 
     by_epoch: Mapping[float, Comparison]
 
     @property
     def record(self) -> Record:
-        """Any of the compared records."""
         return next(iter(self.by_epoch.values())).record
 
     def sheet(self) -> Sheet:
@@ -588,10 +542,7 @@ def compare_runs(
 ) -> list[EpochComparison]:
     """Compare two runs block by block at every epoch that was probed in both.
 
-    Args:
-        store: Results folder with the per-image values.
-        records: Records to compare.
-        runs: Names of the two runs. The encoder `RUN@100` belongs to the run `RUN`.
+    The encoder `RUN@100` belongs to the run `RUN`.
 
     Raises:
         DataError: A run has two encoders for the same epoch, or there is no table.
@@ -605,17 +556,17 @@ def compare_runs(
             encoders.append({epoch_number(record): record for record in run_records})
         by_epoch = {}
         for epoch in sorted(encoders[0].keys() & encoders[1].keys()):
-            pair = tuple(by_epoch_of_run[epoch] for by_epoch_of_run in encoders)
+            pair = (encoders[0][epoch], encoders[1][epoch])
             sides = _load_sides(store, group, [record.encoder_id for record in pair])
-            rows = _compare(sides) if sides else []
-            # Best blocks are not compared, because the best block may change from epoch to epoch.
-            if blocks := tuple(row for row in rows if row.name.isdigit()):
+            # Best and last blocks are not compared, because they need not be the same block.
+            rows = compare_block_by_block(*sides) if sides else []
+            if blocks := _correct_over_blocks([row for row in rows if row.name.isdigit()]):
                 code = {
                     run: code_versions(r for r in group if r.encoder_id == record.encoder_id)
                     for run, record in zip(runs, pair, strict=True)
                 }
                 title = f"{table_title(pair[0])}, seed {pair[0].seed}"
-                by_epoch[epoch] = Comparison(pair[0], blocks, runs, pair, title, code=code)
+                by_epoch[epoch] = Comparison(pair[0], tuple(blocks), runs, pair, title, code=code)
         if by_epoch:
             tables.append(EpochComparison(by_epoch))
     if not tables:

@@ -24,10 +24,7 @@ from ssl_bench.tables.entries import (
 from ssl_bench.tables.sheets import Cell, Sheet, Table, default_format, render_tables
 
 MAX_TABLES = 4
-"""If a single task has tables, and not more than this number, all its tables are printed.
-
-Otherwise only the tables of the main metric of each task are printed.
-"""
+"""Largest number of tables of a single task that are all printed."""
 
 PROBE_EPOCHS = (
     *("ssl-bench", "pretrain", "train.keep_epochs=[100,200]", "or"),
@@ -41,7 +38,6 @@ class Pivot(Table):
     """A table of scores, such as blocks (rows) by encoders (columns).
 
     Attributes:
-        title: Title of the table.
         row_name: Kind of the rows: "block", "epoch", "severity" or "encoder".
         rows: Block indices, epochs, severities or encoder names, in printed order.
         columns: Names or severities, in printed order.
@@ -65,15 +61,11 @@ class Pivot(Table):
 
     @property
     def has_values(self) -> bool:
-        """Whether at least one score is not NaN.
-
-        For example, the top-5 accuracy of a dataset with two classes is always NaN.
-        """
+        """Whether any score is not NaN. The top-5 accuracy of two classes is always NaN."""
         return any(not math.isnan(entry.value) for _, _, entry in self.scores())
 
     @property
     def footnote(self) -> str:
-        """The notes joined into one line."""
         return "; ".join(self.notes)
 
     @property
@@ -89,10 +81,7 @@ class Pivot(Table):
                     yield row, column, self.entries[row, column]
 
     def curves(self) -> "Pivot | None":
-        """Return the table to draw: a figure has one curve per column, and x runs over the rows.
-
-        It is None for a table that cannot be drawn.
-        """
+        """Return the table to draw, with one curve per column over the rows, or None."""
         return self
 
     def best_row(self, column: Any) -> Any:
@@ -106,11 +95,10 @@ class Pivot(Table):
         )
 
     def _ranking(self, column: Any) -> list[str]:
-        """Return the distinct scores of a column as printed text, highest first.
+        """Return the distinct scores that can be best (`Entry.is_rankable`) as text, highest first.
 
-        Scores that cannot be best (`Entry.is_rankable`) are left out. An empty list means that no
-        score of the column is marked. It is returned in two cases: the column has fewer than two
-        scores, or several scores remain and all are printed as the same number.
+        The list is empty, so that nothing is marked, if the column has fewer than two scores or if
+        several scores can be best and all of them are printed alike.
         """
         known = [e for _, at, e in self.scores() if at == column and not math.isnan(e.value)]
         values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)
@@ -141,7 +129,6 @@ class Pivot(Table):
         )
 
     def column_label(self, column: Any) -> str:
-        """Return the heading of a column."""
         return str(column)
 
     def marks(self) -> tuple[str, ...]:
@@ -149,11 +136,10 @@ class Pivot(Table):
         return (self.dagger_meaning,) if self.dagger_meaning else ()
 
     def entry_text(self, entry: Entry) -> str:
-        """Return the text that is printed for a score."""
         return entry.text()
 
     def missing_text(self, row: Any, column: Any) -> str:
-        """Return the text that is printed in a cell without a score."""
+        """Return the text of a cell without a score."""
         return "‡" if (row, column) in self.undecided else ""
 
     def _cell(self, row: Any, column: Any, ranking: Sequence[str]) -> Cell:
@@ -168,11 +154,7 @@ class Pivot(Table):
         )
 
     def _strides(self) -> dict[Any, str]:
-        """Return the token strides of each block in pixels: "16", or "8/16" if encoders differ.
-
-        The dictionary is empty if the token grid of every encoder has the same size at all blocks,
-        or if the rows are not blocks.
-        """
+        """Return the recorded token strides of each block in pixels, such as "16" or "8/16"."""
         if self.row_name != "block":
             return {}
         strides: dict[Any, set[int]] = defaultdict(set)
@@ -220,15 +202,12 @@ def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
     Raises:
         DataError: No run has records of at least two epochs, or two runs share a name.
     """
-    groups = comparable_groups(records)
-    for group in groups:
+    groups, tables = comparable_groups(records), []
+    for group, title in zip(groups, table_titles(groups), strict=True):
         for run, run_records in group_by_run(group).items():
             require_one_encoder_per_epoch(run, run_records)
-    tables = [
-        epoch_table(run_records, f"{title}, {run}")
-        for group, title in zip(groups, table_titles(groups), strict=True)
-        for run, run_records in runs_with_several_epochs(group).items()
-    ]
+        for run, run_records in runs_with_several_epochs(group).items():
+            tables.append(epoch_table(run_records, f"{title}, {run}"))
     if not tables:
         raise DataError(
             "no run has records of at least two epochs. Save several epochs of a run while "
@@ -251,7 +230,7 @@ def _pivot(
     row_name: str,
     key: Callable[[Record], tuple[float, str]],
 ) -> Pivot:
-    """Average records over seeds. The function `key` returns the row and column of a record."""
+    """Average records over seeds. `key` returns the row and column of a record."""
     entries = mean_entries(records, key)
     return Pivot(
         title=title,
@@ -273,10 +252,7 @@ def runs_with_several_epochs(records: Sequence[Record]) -> dict[str, list[Record
 
 
 def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return records by the name of their run.
-
-    Records that do not state the epoch of their encoder are left out.
-    """
+    """Return records by the name of their run, without records that state no epoch."""
     runs: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         epoch = record.details.get("epoch")
@@ -286,14 +262,9 @@ def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
-    """Raise an error if two different runs share a name.
+    """Raise a `DataError` if two runs share a name.
 
-    Args:
-        run: Name of the run.
-        records: Comparable records with this run name.
-
-    Raises:
-        DataError: Two different encoders have the same epoch, so they belong to two runs.
+    Then comparable records with this run name have two encoders at one epoch.
     """
     encoders: dict[float, str] = {}
     for record in records:
@@ -308,16 +279,14 @@ def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
 
 
 def epoch_number(record: Record) -> float:
-    """Return the pretraining epoch of a record's encoder. The record must state it."""
+    """Return the pretraining epoch of the encoder, which the record must state."""
     return float(record.details["epoch"])
 
 
 def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
-    """Print the most important tables of each task.
+    """Print the tables of each task's main metric, or of all metrics up to `MAX_TABLES`.
 
-    If there is one task with at most `MAX_TABLES` tables, all its tables are printed. Otherwise
-    only the tables of each task's main metric are printed, and a message tells how to print the
-    others.
+    A message states the command that prints the others.
     """
     by_task: dict[str, list[Pivot]] = defaultdict(list)
     for table in tables:
@@ -341,7 +310,7 @@ def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
 def main_metrics(
     records: Iterable[Record], names: Sequence[str] = ("task", "dataset")
 ) -> dict[tuple[Any, ...], str]:
-    """Group records by the fields in `names`, and return the main metric of each group."""
+    """Return the main metric of each group of records with the same fields `names`."""
     metrics: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
     for record in records:
         group = tuple(getattr(record, name) for name in names)

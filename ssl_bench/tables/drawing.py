@@ -22,15 +22,12 @@ _PANEL_INCHES = (4.2, 3.4)
 _LINE_INCHES = 0.18
 # Width of a panel, and width of the coloured line in a legend entry, both in letters.
 _PANEL_LETTERS, _KEY_LETTERS = 56, 9
+# A degenerate score is a hollow dot.
 _HOLLOW: Mapping[str, Any] = {"marker": "o", "markersize": 5, "markerfacecolor": "white"}
-"""Marker for a degenerate score: a hollow dot."""
 
 
 def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
-    """Draw tables with `curves_figure` and write the figure to a file.
-
-    The suffix of the path, such as .png or .svg, selects the file format.
-
+    """Write the `curves_figure` of some tables to a file. Its suffix selects the format.
 
     Raises:
         ConfigurationError: The suffix is not a known format.
@@ -97,7 +94,7 @@ def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
 
 
 def _count_legend_columns(labels: Sequence[str], num_columns: int) -> int:
-    """Return how many legend entries have room side by side below a row of panels."""
+    """Return how many legend entries have room side by side below the panels."""
     longest = max(len(line) for label in labels for line in label.splitlines())
     return max(1, min(len(labels), num_columns * _PANEL_LETTERS // (longest + _KEY_LETTERS)))
 
@@ -105,10 +102,7 @@ def _count_legend_columns(labels: Sequence[str], num_columns: int) -> int:
 def _figure_inches(
     titles: Sequence[str], num_columns: int, legend_lines: int
 ) -> tuple[float, float]:
-    """Return the width and height of the figure in inches.
-
-    The height includes the longest title of each row of panels and the legend.
-    """
+    """Return width and height, including the longest title of each row and the legend."""
     starts = range(0, len(titles), num_columns)
     title_lines = [max(t.count("\n") for t in titles[n : n + num_columns]) for n in starts]
     width, height = _PANEL_INCHES

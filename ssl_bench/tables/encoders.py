@@ -42,7 +42,7 @@ class EncoderTable(Pivot):
     series: Mapping[str, Record]
 
     def curves(self) -> None:
-        """Return None, because this table has no curves to draw."""
+        """Return None, because this table has no curves."""
 
     def entry_text(self, entry: Entry) -> str:
         return entry.text() if self.choice == "block" else f"{entry.text()} {blocks_text(entry)}"
@@ -70,7 +70,6 @@ class EncoderTable(Pivot):
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return every score with its records. The value is null if no block could be chosen."""
         values = {key: choice_as_json(e) | e.as_json() for key, e in self.entries.items()}
         values |= {key: {"value": None} for key in self.undecided}
         return {
@@ -91,13 +90,7 @@ class EncoderTable(Pivot):
 
 
 def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) -> EncoderTable:
-    """Score every encoder in every group of comparable records.
-
-    Args:
-        records: Records of any encoders, datasets and tasks.
-        store: Results folder with the per-image values.
-        choice: How to choose among several blocks: "holdout" or "oracle", see `choose_block`.
-    """
+    """Score every encoder in every group of comparable records, with a `choice` of `CHOICES`."""
     groups = comparable_groups(records)
     columns = column_names([group[0] for group in groups])
     models = model_names(records)
@@ -166,11 +159,7 @@ def _notes(
 
 
 def column_names(records: Sequence[Record]) -> list[str]:
-    """Return a short unique name for each column of a table, such as "voc2012, miou".
-
-    Args:
-        records: One record of each column.
-    """
+    """Return a short unique name for each column, given by one record, such as "voc2012, miou"."""
     metrics = len({record.metric for record in records}) > 1
     names = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
     for field in ("split", "task", "facet", "protocol_label"):
@@ -185,10 +174,7 @@ def column_names(records: Sequence[Record]) -> list[str]:
 
 
 def _extend_equal(names: Sequence[list[str]], words: Sequence[list[str]]) -> list[list[str]]:
-    """Append words to names that are not unique.
-
-    Each name has its own words. They are appended to equal names only if their words differ.
-    """
+    """Append to each name its words, if they differ from the words of an equal name."""
     words_by_name: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
     for name, more in zip(names, words, strict=True):
         words_by_name[tuple(name)].add(tuple(more))

@@ -50,13 +50,10 @@ _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "second
 
 
 def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
-    """Group records that are comparable, so that a table can show them together.
+    """Group records that a table can show together, sorted by the fields that they share.
 
     All records of a group have the same task, dataset, split, metric, protocol, facet, images and
     settings. Their blocks, encoders and seeds may differ.
-
-    Returns:
-        The groups, sorted by these fields.
     """
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     # Cache by object identity, because records that were read together share a settings object.
@@ -80,28 +77,19 @@ def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
     namesakes: dict[str, list[Record]] = defaultdict(list)
     for title, group in zip(titles, groups, strict=True):
         namesakes[title].append(group[0])
-    differing = [
-        differing_settings(group[0], namesakes[title])
-        for title, group in zip(titles, groups, strict=True)
-    ]
     return [
-        f"{title} [{', '.join(words)}]" if words else title
-        for title, words in zip(titles, differing, strict=True)
+        f"{title} [{', '.join(words)}]"
+        if (words := differing_settings(group[0], namesakes[title]))
+        else title
+        for title, group in zip(titles, groups, strict=True)
     ]
 
 
 def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
-    """Return the settings of a record that differ in at least one of the other records.
+    """Return the settings of a record that differ in any of its rivals, such as ["lr=0.1"].
 
     Settings that are part of the table title anyway are left out. If the images differ, the result
     also contains the digits of their fingerprint.
-
-    Args:
-        record: The record to describe.
-        rivals: The other records. They may include `record`.
-
-    Returns:
-        Texts such as "lr=0.1".
     """
     in_title = {*record.changed, TRAINED_ON, CORRUPTED}
     differing = [
@@ -126,10 +114,7 @@ def table_title(record: Record) -> str:
 
 
 def training_suffix(record: Record) -> str:
-    """Return the training images as a suffix, or an empty text if the probe has no training.
-
-    An example is ", trained on train (1464 images, 3f9a01)".
-    """
+    """Return ", trained on train (1464 images, 3f9a01)", for example, or "" without training."""
     return "" if record.trained_on is None else f", trained on {record.trained_on}"
 
 
@@ -160,17 +145,15 @@ def choose_main_metric(metrics: Sequence[tuple[str, bool]]) -> str:
     """Return the metric that represents a task in overviews.
 
     It is the first metric of `_MAIN_METRICS` that was measured. If none of these was measured, it
-    is the first metric for which higher is better.
-
-    Args:
-        metrics: The measured metrics as pairs: the name, and whether a higher value is better.
+    is the first metric for which higher is better. Each measured metric is given as a pair of its
+    name and whether higher is better.
     """
     names = [name for name, _ in sorted(metrics, key=lambda metric: not metric[1])]
     return next((name for name in _MAIN_METRICS if name in names), names[0])
 
 
 def series_as_json(record: Record) -> dict[str, Any]:
-    """Return, as JSON types, the fields and settings that are equal within a comparable group."""
+    """Return, as JSON types, what is equal within a comparable group."""
     return {
         **{name: getattr(record, name) for name in SERIES},
         "dataset_fingerprint": record.dataset_fingerprint,
@@ -180,7 +163,7 @@ def series_as_json(record: Record) -> dict[str, Any]:
 
 
 def settings_digest(record: Record) -> str:
-    """Return a hash of the settings of a record: twelve hexadecimal digits."""
+    """Return twelve hexadecimal digits that identify the settings of a record."""
     return hashlib.sha256(_settings_text(record).encode()).hexdigest()[:12]
 
 
@@ -196,12 +179,11 @@ class Entry:
         value: The mean over seeds, in the unit of the records. It may be NaN.
         low: Lower end of the 95 % interval, or None if there is no interval.
         high: Upper end of the 95 % interval, or None if there is no interval.
-        degenerate_percent: Percentage of degenerate images. Rounding errors decide their result.
-            It is None if the task has no degenerate images.
+        degenerate_percent: Percentage of images whose result is decided by rounding errors. It is
+            None if the task has no degenerate images.
         records: The records from which the value was computed. An entry has several records if
             there are several seeds, or if the held-out choice selected several blocks.
-        offered_layers: The blocks from which one was chosen. The tuple is empty if no choice was
-            made.
+        offered_layers: The blocks from which one was chosen. Empty if no choice was made.
         omitted_seeds: Seeds that are left out because they were probed at different blocks.
         shows_seed_count: Whether the printed text states the number of seeds.
     """
@@ -221,12 +203,11 @@ class Entry:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The blocks of the records, in ascending order."""
         return tuple(sorted({record.layer for record in self.records}))
 
     @property
     def layer(self) -> int:
-        """The block of the entry, which must have a single block."""
+        """The block of an entry with a single block."""
         return self.records[0].layer
 
     @property
@@ -236,10 +217,7 @@ class Entry:
 
     @property
     def is_rankable(self) -> bool:
-        """Whether the value may be marked as the best.
-
-        This requires that higher is better, and that the value is neither NaN nor degenerate.
-        """
+        """Whether higher is better, and the value is neither NaN nor degenerate."""
         is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
         return is_ranked and not self.is_degenerate
 
@@ -283,7 +261,6 @@ class Entry:
         return "" if low == high else f" [{low}, {high}]"
 
     def csv_fields(self) -> dict[str, Any]:
-        """Return the columns of a CSV row: the value, its interval and the experiment."""
         first = self.records[0]
         baseline = Baseline.from_details(first.details)
         return {
@@ -305,7 +282,6 @@ class Entry:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return the value, its interval and all of its records as JSON types."""
         first = self.records[0]
         return {
             "model": first.model,
@@ -362,13 +338,12 @@ def average_entries(entries: Sequence[Entry]) -> Entry:
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None, or None if all values are None."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, Entry]:
-    """Group records by the value of the function `key`, and average each group over seeds."""
+    """Average the records of each value of `key` over seeds."""
     groups: dict[K, list[Record]] = defaultdict(list)
     for record in records:
         groups[key(record)].append(record)
@@ -376,10 +351,7 @@ def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[
 
 
 def with_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
-    """Return copies of entries that print their number of seeds.
-
-    If all entries have the same number of seeds, the copies do not print it.
-    """
+    """Return copies of entries that print their numbers of seeds if these differ."""
     differ = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 
@@ -430,8 +402,7 @@ def metric_notes(records: Iterable[Record]) -> list[str]:
 def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
     """Return the scores of each image-independent baseline by its name, such as "centre box".
 
-    The scores of a baseline are distinct and in ascending order. A baseline has several scores if
-    encoders received the images in different sizes.
+    A baseline has several scores, in ascending order, if encoders received images of several sizes.
     """
     scores: dict[str, set[float]] = defaultdict(set)
     for record in records:
@@ -442,10 +413,7 @@ def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
 
 
 def baseline_note(records: Sequence[Record]) -> str:
-    """Return a note on the baselines, or an empty text if the records have no baseline.
-
-    An example is "image-independent baseline (centre box): 31.2".
-    """
+    """Return "image-independent baseline (centre box): 31.2", for example, or "" without one."""
     notes = []
     for answer, values in baselines(records).items():
         ends = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
@@ -454,10 +422,7 @@ def baseline_note(records: Sequence[Record]) -> str:
 
 
 def table_notes(records: Sequence[Record]) -> list[str]:
-    """Return the notes below a table of one metric: baselines, warnings and provenance.
-
-    The notes do not repeat the protocol and its changed settings, which the table title states.
-    """
+    """Return the notes below a table of one metric: baselines, warnings and provenance."""
     notes = metric_notes(records)
     if baseline := baseline_note(records):
         notes.append(baseline)
@@ -492,7 +457,6 @@ def table_notes(records: Sequence[Record]) -> list[str]:
 
 
 def footnote(records: Sequence[Record]) -> str:
-    """Return all notes of `table_notes` joined into one line."""
     return "; ".join(table_notes(records))
 
 
@@ -504,9 +468,7 @@ def _block_list(layers: Iterable[int]) -> str:
 def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
     """Return one line with the images, seeds, versions and devices of some records.
 
-    Args:
-        records: The records of a table, at least one.
-        stated: Names of settings that the table title already states. They are not repeated.
+    `stated` are names of settings that the table title states. They are not repeated.
     """
 
     def distinct(values: Sequence[object]) -> str:
@@ -528,11 +490,7 @@ def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> s
     """Return the recorded image size as a suffix, such as ", image_size=224".
 
     If encoders received images of different sizes, each size is followed by the names of its
-    encoders in parentheses.
-
-    Args:
-        records: The records of a table.
-        stated: Names of settings that the table title already states. They are not repeated.
+    encoders in parentheses. See `provenance` for `stated`.
     """
     users: dict[str, set[str]] = defaultdict(set)
     for record in records:
@@ -553,7 +511,6 @@ def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> s
 
 
 def _unreadable_note(records: Sequence[Record]) -> str:
-    """Return the number of images that could not be read, and the names of the first few."""
     # The recorded text is, for example, "2 of train (3f9a01)" or "2 of all (3f9a01)".
     counts = {
         re.sub(r" \(\w+\)$| of all\b", "", str(record.settings["left_out"]))
@@ -568,13 +525,11 @@ def _unreadable_note(records: Sequence[Record]) -> str:
 
 
 def trusted_note(records: Iterable[Record]) -> str:
-    """Return a note if image files were identified by size and time only, else an empty text."""
     is_trusted = any(kind_of(record.dataset_fingerprint) == "stat" for record in records)
     return ", files identified by size and time only" if is_trusted else ""
 
 
 def _corruption_note(records: Iterable[Record]) -> str:
-    """Return the corruptions and severities of the scored images, or "" for clean images."""
     severities: dict[str, set[int]] = defaultdict(set)
     is_trained = False
     for record in records:

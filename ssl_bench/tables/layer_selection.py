@@ -39,14 +39,9 @@ NO_CHOICE_MARK = (
 def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> Entry | None:
     """Choose one block of an encoder, and return the score of this block.
 
-    Different seeds may have been probed at different sets of blocks. Then only the seeds with the
-    largest set are used. If several sets are equally large, the most frequent set is used. In a
-    held-out choice, each seed chooses its own block.
-
-    Args:
-        records: Comparable records of one encoder, which differ only in block and seed.
-        store: Results folder with the per-image values.
-        choice: "holdout" or "oracle". It has no effect if there is only one block.
+    The comparable records differ only in block and seed. If seeds were probed at different sets of
+    blocks, only the seeds with the largest set are used, or with the most frequent of the largest
+    sets. In a held-out choice, each seed chooses its own block.
 
     Returns:
         The score, with `Entry.offered_layers` and `Entry.omitted_seeds`. It is None if no block can
@@ -75,8 +70,7 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
 def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Entry | None:
     """Return the score of the block with the highest mean over seeds.
 
-    If there are several blocks, degenerate blocks are left out. The result is None if no block
-    remains.
+    If there are several blocks, degenerate ones are left out, which may leave None.
     """
     entries = [
         mean_entry([record for seed in seeds for record in seed if record.layer == layer])
@@ -91,10 +85,7 @@ def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Ent
 
 
 def _held_out_entry(seeds: Sequence[Sequence[Record]], store: ResultStore) -> Entry | None:
-    """Return the mean score over seeds, where each seed makes a held-out choice of its block.
-
-    It is None if the choice is impossible for at least one seed.
-    """
+    """Return the mean over seeds, each with its own choice, or None if a seed has no choice."""
     choices = [_held_out_choice(seed, store) for seed in seeds]
     entries = [entry for entry in choices if entry is not None]
     return average_entries(entries) if len(entries) == len(choices) else None
@@ -120,7 +111,7 @@ def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | N
 
 
 def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
-    """Return notes for a table that explain how the blocks of its entries were chosen."""
+    """Return notes on how the blocks of a table's entries were chosen."""
     notes = [CHOICE_NOTES[choice]] if any(len(e.offered_layers) > 1 for e in entries) else []
     if choice == "holdout":
         notes += mixed_notes(e.records[0].metric for e in entries if len(e.layers) > 1)
@@ -138,7 +129,6 @@ def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
 
 
 def _seeds_differ(entry: Entry) -> bool:
-    """Return whether different blocks were chosen for different seeds of an entry."""
     blocks: dict[int, set[int]] = defaultdict(set)
     for record in entry.records:
         blocks[record.seed].add(record.layer)
@@ -156,7 +146,6 @@ def mixed_notes(metrics: Iterable[str]) -> list[str]:
 
 
 def choice_as_json(entry: Entry) -> dict[str, list[int]]:
-    """Return the chosen blocks, and all blocks from which they were chosen, as JSON types."""
     return {"blocks": list(entry.layers), "blocks_offered": list(entry.offered_layers)}
 
 
@@ -168,7 +157,7 @@ def blocks_text(entry: Entry) -> str:
 def with_seed_counts_by_column(
     entries: Mapping[tuple[str, str], Entry],
 ) -> dict[tuple[str, str], Entry]:
-    """Apply `with_seed_counts` to each column separately. Entries are given by (row, column)."""
+    """Apply `with_seed_counts` to each column of entries by (row, column)."""
     counted: dict[tuple[str, str], Entry] = {}
     for column in dict.fromkeys(column for _, column in entries):
         counted |= with_seed_counts({at: e for at, e in entries.items() if at[1] == column})

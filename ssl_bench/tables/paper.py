@@ -4,7 +4,7 @@ The notes below a table list every known difference between the published experi
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,6 @@ class PaperTable(Pivot):
     """A published table in which each cell also shows our score, if there is one.
 
     Attributes:
-        entries: Our scores from records, by (row, column).
-        published: The published table.
         derived: Our numbers that are not stored in records, by (row, column). They are measures of
             runs and differences between rows.
         choice: How blocks are chosen in all columns: "holdout" or "oracle". None means that each
@@ -50,10 +48,10 @@ class PaperTable(Pivot):
     choice: str | None
 
     def curves(self) -> None:
-        """Return None, because this table has no curves to draw."""
+        """Return None, because this table has no curves."""
 
     def sheet(self) -> Sheet:
-        """Return the printed table. A cell reads "published | ours". No cell is marked as best."""
+        """Return the printed table. A cell reads "published | ours", and none is marked as best."""
         rows = [
             (Cell(row), *(Cell(self._text(row, column)) for column in self.published.columns))
             for row in self.rows
@@ -79,7 +77,6 @@ class PaperTable(Pivot):
         return (*no_choice, *super().marks())
 
     def csv_rows(self) -> list[dict[str, Any]]:
-        """Return one CSV row per cell. The fields of our score are missing if we have no score."""
         rows = []
         for cell, ours in self._cells():
             row = {**cell, "source": self.published.source}
@@ -91,7 +88,6 @@ class PaperTable(Pivot):
         return rows
 
     def as_json(self) -> dict[str, Any]:
-        """Return the published values, our scores with their records, and the notes."""
         cells = []
         for cell, ours in self._cells():
             value: dict[str, Any] | None = None
@@ -112,7 +108,7 @@ class PaperTable(Pivot):
         }
 
     def _cells(self) -> Iterator[tuple[dict[str, Any], Entry | float | None]]:
-        """Yield every published cell with our score. The score is None if we have none."""
+        """Yield every published cell with our score, or None if we have none."""
         for row in self.rows:
             for column in self.columns:
                 key = (row, column)
@@ -136,14 +132,8 @@ def paper_table(
 ) -> PaperTable:
     """Build a table that shows our scores next to published values.
 
-    Args:
-        published: The published table. It defines the rows and columns.
-        records: Records that may fill the cells.
-        store: Results folder with the per-image values.
-        encoders: `Record.encoder_id` of our encoder for each row, by row name.
-        choice: How to choose among several blocks: "holdout" or "oracle", see `choose_block`. None
-            means that each column uses its own `PublishedColumn.choice`.
-        runs: Folders of our pretraining runs, by row name.
+    By row name, `encoders` has the `Record.encoder_id` of our encoder, and `runs` has the folder of
+    our pretraining run. See `PaperTable.choice` for `choice`.
     """
     encoders = {row: encoders[row] for row in published.rows if row in encoders}
     candidates = [record for record in records if record.encoder_id in encoders.values()]
@@ -168,16 +158,8 @@ def paper_table(
                     undecided.add((row, column.name))
                 else:
                     entries[row, column.name] = entry
-    by_id = {record.encoder_id: record for record in records}
-    known = {row: by_id[encoder] for row, encoder in encoders.items() if encoder in by_id}
     entries = with_seed_counts_by_column(entries)
-    derived = _derive_numbers(published, entries, runs or {})
-    notes = [
-        *_difference_notes(published, known, entries, derived, unused),
-        *_block_notes(published, entries, choice),
-        *_missing_notes(published, known, entries, derived, records),
-    ]
-    return PaperTable(
+    table = PaperTable(
         title=(
             f"published | ours with 95 % interval (images): {published.title}, {published.source}"
         ),
@@ -186,20 +168,26 @@ def paper_table(
         columns=tuple(column.name for column in published.columns),
         entries=entries,
         undecided=frozenset(undecided),
-        notes=tuple(notes),
+        notes=(),
         published=published,
-        derived=derived,
+        derived=_derive_numbers(published, entries, runs or {}),
         choice=choice,
     )
+    by_id = {record.encoder_id: record for record in records}
+    known = {row: by_id[encoder] for row, encoder in encoders.items() if encoder in by_id}
+    notes = [
+        *_experiment_notes(table, unused),
+        *_encoder_notes(known),
+        *_block_notes(table),
+        *_missing_notes(table, known, records),
+    ]
+    return replace(table, notes=tuple(notes))
 
 
 def _fitting_series(
     column: PublishedColumn, records: Sequence[Record], paper: str
 ) -> list[list[Record]]:
-    """Return the groups of comparable records that measure a column.
-
-    The group with the settings that are closest to the paper comes first.
-    """
+    """Return the comparable groups that measure a column, the closest to the paper first."""
 
     def distance(group: Sequence[Record]) -> tuple[bool, bool, bool, int, int, int]:
         first = group[0]
@@ -217,7 +205,6 @@ def _fitting_series(
 
 
 def _has_block(column: PublishedColumn, record: Record) -> bool:
-    """Return whether the block of a record is one that the column allows."""
     block = record.depth - 1 if column.choice == LAST else column.block(record.depth)
     return block in (None, record.layer)
 
@@ -227,7 +214,7 @@ def _choice_of_column(column: PublishedColumn, choice: str | None) -> str:
 
 
 def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[str, list[str]]:
-    """Return the names of the columns by the way in which their block is chosen."""
+    """Return the names of the columns by the choice of their block."""
     columns: dict[str, list[str]] = {}
     for column in published.columns:
         columns.setdefault(_choice_of_column(column, choice), []).append(column.name)
@@ -239,10 +226,7 @@ def _derive_numbers(
     entries: Mapping[tuple[str, str], Entry],
     runs: Mapping[str, Path],
 ) -> dict[tuple[str, str], float]:
-    """Return `PaperTable.derived`: measures of runs and differences between rows.
-
-    Numbers that cannot be computed are left out.
-    """
+    """Return `PaperTable.derived`, without numbers that cannot be computed."""
     derived: dict[tuple[str, str], float] = {}
     for column in published.columns:
         known = {row: e.value for (row, name), e in entries.items() if name == column.of}
@@ -258,15 +242,13 @@ def _derive_numbers(
     return derived
 
 
-def _difference_notes(
-    published: PublishedTable,
-    encoders: Mapping[str, Record],
-    entries: Mapping[tuple[str, str], Entry],
-    derived: Mapping[tuple[str, str], float],
-    unused: Mapping[str, Sequence[str]],
-) -> list[str]:
-    """Return notes on the published experiment, on our experiments, and on our encoders."""
-    records = [record for entry in entries.values() for record in entry.records]
+def _experiment_notes(table: PaperTable, unused: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return notes on the published experiment and on ours.
+
+    `unused` names the other groups of records that measure a column.
+    """
+    published = table.published
+    records = [record for entry in table.entries.values() for record in entry.records]
     comes_from_runs = records and all(record.task == SUPERVISED for record in records)
     pretraining = "" if comes_from_runs else " Records do not state how an encoder was pretrained."
     notes = [
@@ -276,10 +258,10 @@ def _difference_notes(
     if published.doubts:
         notes.append(f"doubtful: {published.doubts}")
     for column in published.columns:
-        if any(name == column.name for _, name in derived):
+        if any(name == column.name for _, name in table.derived):
             notes.append(f"{column.name}: ours: {_describe_derived(column)}")
             continue
-        own = [r for (_, at), e in entries.items() if at == column.name for r in e.records]
+        own = [r for (_, at), e in table.entries.items() if at == column.name for r in e.records]
         if not own:
             continue
         parts = [f"ours: {describe_settings(own[0])}"]
@@ -290,22 +272,22 @@ def _difference_notes(
         if others := unused[column.name]:
             parts.append(f"also recorded: {' | '.join(others)}")
         notes.append(f"{column.name}: {'. '.join(parts)}")
-    for row, record in encoders.items():
-        digits = record.checkpoint_sha256[:8]
-        notes.append(f"{row!r}: {record.model}, {record.depth} blocks, sha256 {digits}")
     return notes
 
 
-def _block_notes(
-    published: PublishedTable,
-    entries: Mapping[tuple[str, str], Entry],
-    choice: str | None,
-) -> list[str]:
+def _encoder_notes(encoders: Mapping[str, Record]) -> list[str]:
+    return [
+        f"{row!r}: {record.model}, {record.depth} blocks, sha256 {record.checkpoint_sha256[:8]}"
+        for row, record in encoders.items()
+    ]
+
+
+def _block_notes(table: PaperTable) -> list[str]:
     """Return notes on how blocks were chosen in each group of columns with the same choice."""
     notes = []
-    by_choice = _columns_by_choice(published, choice)
+    by_choice = _columns_by_choice(table.published, table.choice)
     for way, columns in by_choice.items():
-        own = [entry for (_, column), entry in entries.items() if column in columns]
+        own = [entry for (_, column), entry in table.entries.items() if column in columns]
         if way != LAST:
             own_notes = choice_notes(own, way)
         else:
@@ -317,26 +299,22 @@ def _block_notes(
 
 
 def _missing_notes(
-    published: PublishedTable,
-    encoders: Mapping[str, Record],
-    entries: Mapping[tuple[str, str], Entry],
-    derived: Mapping[tuple[str, str], float],
-    records: Sequence[Record],
+    table: PaperTable, encoders: Mapping[str, Record], records: Sequence[Record]
 ) -> list[str]:
     """Return the provenance note, and notes on how to fill rows and columns without a score."""
-    notes = []
-    if scores := entries.values():
+    notes, columns = [], table.published.columns
+    if scores := table.entries.values():
         notes.append(provenance([record for entry in scores for record in entry.records]))
-    filled_rows = {*encoders, *(row for row, _ in derived)}
-    empty_rows = [row for row in published.rows if row not in filled_rows]
-    if empty_rows and any(column.task not in ("", RUN) for column in published.columns):
+    filled_rows = {*encoders, *(row for row, _ in table.derived)}
+    empty_rows = [row for row in table.rows if row not in filled_rows]
+    if empty_rows and any(column.task not in ("", RUN) for column in columns):
         models = sorted({record.model for record in records}, key=natural_sort_key)
         notes.append(
             f"no encoder for {', '.join(map(repr, empty_rows))}. Add one with "
             f"`--as 'ROW'=CHECKPOINT`. Recorded encoders: {', '.join(models) or 'none'}"
         )
-    filled_columns = {name for _, name in (*entries, *derived)}
-    empty = [column for column in published.columns if column.name not in filled_columns]
+    filled_columns = {name for _, name in (*table.entries, *table.derived)}
+    empty = [column for column in columns if column.name not in filled_columns]
     if unknown := [column.name for column in empty if not column.task]:
         notes.append(f"this suite has no probe for: {', '.join(unknown)}")
     commands = [
@@ -357,7 +335,7 @@ def _describe_derived(column: PublishedColumn) -> str:
 
 
 def _how_to_measure(column: PublishedColumn) -> str:
-    """Return the name of a column, followed by the command that measures it in parentheses."""
+    """Return the name of a column and, in parentheses, the command that measures it."""
     if column.task in (RUN, DIFFERENCE):
         how = f"{_describe_derived(column)}, filled by `ssl-bench reproduce`"
     elif column.task == SUPERVISED:

@@ -17,10 +17,7 @@ RUN = "run"
 DIFFERENCE = "difference"
 """Task of a column that contains the differences between rows of another column."""
 LAST = "last"
-"""Choice of the last block.
-
-It is for metrics that average over all blocks from the first block to the block of the record.
-"""
+"""Choice of the last block, for metrics that average over all blocks up to that of the record."""
 SINGLE = "single"
 """Value of `probe.layers_mode` for heads that use the features of a single block."""
 _COPIED_KEYS = ("name", "title", "setup", "unknown", "where", "doubts", "in_reports")
@@ -35,11 +32,10 @@ class PublishedColumn:
     """A column of a published table.
 
     Attributes:
-        name: Heading of the column.
         task: Name of a probe, or "supervised", "run" or "difference". It is empty if ssl-bench
             cannot measure the column.
-        dataset: Name of the dataset as in records. It is empty if the column has no dataset.
-        metric: Name of the metric as in records. It is empty if the column has no metric.
+        dataset: Name of the dataset as in records, or "".
+        metric: Name of the metric as in records, or "".
         facets: Facets that match the features of the paper. An empty tuple allows every facet.
         num_images: Number of images in the usual full split, or None for durations. It is an
             assumption, because papers do not always state the number of images.
@@ -48,12 +44,11 @@ class PublishedColumn:
         layout: Name of the dataset component that reads the images, if it is not `dataset`.
         layer: Index of the paper's block. A negative index counts from the last block. It is None
             if a block must be chosen.
-        choice: How the paper chose the block. "oracle" means on the scored images, and "last" means
-            that it is the last block. "holdout" is used if the paper does not state it.
-        of: Name of another column. A column of differences subtracts rows of that column.
+        choice: How the paper chose the block: "oracle" (on the scored images), "last", or "holdout"
+            if the paper does not state it.
+        of: Name of the column whose rows a column of differences subtracts.
         reference: Name of the row with which a column of differences compares each row.
-        is_loss: Whether a difference is the reference minus the row. By default it is the row minus
-            the reference.
+        is_loss: Whether a difference is the reference minus the row, instead of the opposite.
     """
 
     name: str
@@ -83,10 +78,9 @@ class PublishedColumn:
         return self.task not in ("", SUPERVISED, RUN, DIFFERENCE)
 
     def block(self, depth: int | None) -> int | None:
-        """Return the block index of the column in an encoder with `depth` blocks.
+        """Return the block index of the column in an encoder, or None if one must be chosen.
 
         The index is clipped to the existing blocks if the encoder is shallower than in the paper.
-        It is None if a block must be chosen.
         """
         if self.layer is None or depth is None:
             return self.layer
@@ -110,19 +104,15 @@ class PublishedTable:
 
     Attributes:
         paper: Name of the paper in `configs/papers`.
-        name: Name of the table, such as "table2". No other table of any paper has this name.
-        title: Topic of the table.
+        name: Name of the table, such as "table2", which is unique among all papers.
         setup: Description of the experiment, according to the paper.
         unknown: Facts about the experiment that the paper does not state.
         source: Title of the paper, venue, and number of the table.
-        rows: Names of the encoders.
-        columns: The measurements.
         values: Published values by (row, column), in percent unless the metric has another unit.
             Empty cells are not in the dictionary.
         spreads: Published numbers that follow the sign ±, by (row, column), in the same unit.
         where: Number of the table in the paper, such as "table B.9".
-        doubts: Reason why a value may be wrong, for example because the text of the paper
-            contradicts it. It is empty if there is no doubt.
+        doubts: Reason why a value may be wrong, such as a contradiction in the paper, or "".
         runs: Our pretraining experiment for each row, written NAME or NAME@EPOCH, by row name.
         in_reports: Whether reports show the values next to our scores. It is False for tables with
             hundreds of variants.
@@ -156,9 +146,6 @@ class PublishedValue:
     """A published value that a report shows next to one of our records.
 
     Attributes:
-        table: Name of the published table.
-        row: Name of the row.
-        column: Name of the column.
         dataset: Name of the dataset of the column.
         value: The published value, in the unit of the record.
         source: Title of the paper, venue, and number of the table.
@@ -224,7 +211,6 @@ def find_published_values(record: Record) -> tuple[PublishedValue, ...]:
 
 
 def describe_experiments(table: PublishedTable, column: PublishedColumn, record: Record) -> str:
-    """Return a description of a published experiment, followed by a description of ours."""
     images = "" if column.num_images is None else f", {column.num_images:,} images if all were used"
     doubts = f". Doubtful: {table.doubts}" if table.doubts else ""
     return (
@@ -234,7 +220,7 @@ def describe_experiments(table: PublishedTable, column: PublishedColumn, record:
 
 
 def describe_settings(record: Record) -> str:
-    """Return a description of a record: the settings that papers usually state."""
+    """Return the settings of a record that papers usually state."""
     settings = record.settings
     words = [
         f"{record.num_images:,} images of {record.dataset} {record.split}",

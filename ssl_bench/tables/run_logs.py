@@ -1,7 +1,4 @@
-"""Read run folders: the state of a run, and the measures in its log.
-
-The measures fill the columns of published tables that no probe measures.
-"""
+"""Read the state of a pretraining run, and the measures in its log, from its folder."""
 
 import json
 import math
@@ -18,7 +15,7 @@ _SECONDS_PER_DAY = 86_400.0
 
 
 class RunState(NamedTuple):
-    """Number of completed optimizer steps of a run, and whether the run is finished."""
+    """State of a run, where `step` is the number of completed optimizer steps."""
 
     step: int
     is_finished: bool
@@ -28,10 +25,7 @@ class RunState(NamedTuple):
 
 
 def read_run_state(folder: Path) -> RunState | None:
-    """Read the state of a run from its weights and its configuration.
-
-    It is None if the folder contains no readable run.
-    """
+    """Return the state of a run, or None if the folder contains no readable run."""
     try:
         with safetensors.safe_open(folder / "last.safetensors", "numpy") as file:
             metadata = file.metadata()
@@ -49,9 +43,9 @@ class RunMeasure(NamedTuple):
     """A number that is computed from the log of a pretraining run.
 
     Attributes:
-        description: Text for the notes of a table that says what the number is.
-        compute: Function that returns the number. Its arguments are the configuration of the run
-            and the rows of the log, in the order of the steps.
+        description: Text for the notes of a table.
+        compute: Function of the configuration of the run and of the rows of the log, in the order
+            of the steps.
         digits: Format specification of the number in a table.
     """
 
@@ -61,13 +55,12 @@ class RunMeasure(NamedTuple):
 
 
 def _copied_letters(config: Mapping[str, Any], rows: Iterator[Mapping[str, Any]]) -> float:
-    """Return the last `letters_N` value in the log, where N is the length of trained strings."""
     name = f"letters_{config['objective']['length']}"
     return [row[name] for row in rows if name in row][-1]
 
 
 def _training_days(config: Mapping[str, Any], rows: Iterator[Mapping[str, Any]]) -> float:
-    """Return the total duration of the optimizer steps in days, without the monitor."""
+    """Return the duration of all optimizer steps in days, without the monitor."""
     batch = config["train"]["batch_size"]
     return sum(batch / row["images_per_second"] for row in rows) / _SECONDS_PER_DAY
 
@@ -88,12 +81,7 @@ RUN_MEASURES = {
 
 
 def read_run_measure(metric: str, folder: Path) -> float | None:
-    """Compute one of the `RUN_MEASURES` from a run folder.
-
-    Returns:
-        The number. It is None if the folder contains no finished run, or if the number cannot be
-        computed from the log.
-    """
+    """Return a measure of `RUN_MEASURES`, or None if the run is not finished or logs no value."""
     folder = expand_path(folder)
     state = read_run_state(folder)
     if state is None or not state.is_finished:

@@ -1,5 +1,6 @@
 """Tables that show how scores depend on the severity of image corruptions."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,9 +29,6 @@ class SeverityTable(Pivot):
     """A table of blocks (rows) by severities of one corruption (columns), for one encoder.
 
     If images without corruption were probed, `CLEAN` is one of the columns.
-
-    Attributes:
-        model: Name of the encoder.
     """
 
     model: str
@@ -39,9 +37,8 @@ class SeverityTable(Pivot):
     def common_severities(self) -> tuple[int, ...]:
         """The severities over which `drop` is averaged, without `CLEAN`.
 
-        A block counts if it has a clean score and at least one score on corrupted images. The
-        severities are those at which all of these blocks were probed. This makes the drops of
-        different blocks comparable.
+        To make drops comparable, they are those of all blocks that have a clean score and at least
+        one score on corrupted images.
         """
         probed = [{at for row, at in self.entries if row == layer} for layer in self.rows]
         corrupted = [some - {CLEAN} for some in probed if CLEAN in some and len(some) > 1]
@@ -49,7 +46,7 @@ class SeverityTable(Pivot):
 
     @property
     def incomplete_layers(self) -> tuple[int, ...]:
-        """The blocks without a score in at least one column of the table."""
+        """The blocks that lack a score in at least one column."""
         return tuple(
             layer
             for layer in self.rows
@@ -58,7 +55,7 @@ class SeverityTable(Pivot):
 
     @property
     def incomplete_note(self) -> str:
-        """A note on `incomplete_layers`, or an empty text if every block has all scores."""
+        """A note on `incomplete_layers`, or "" if there are none."""
         if not self.incomplete_layers:
             return ""
         blocks = ", ".join(map(str, self.incomplete_layers))
@@ -84,14 +81,13 @@ class SeverityTable(Pivot):
         if not clean.value > (0.0 if baseline is None else baseline.value):
             return None
         drop = 100.0 * (1 - sum(values) / len(values) / clean.value)
-        return drop if drop == drop else None
+        return None if math.isnan(drop) else drop
 
     @property
     def most_robust_layers(self) -> frozenset[int]:
-        """The blocks with the smallest drop.
+        """The blocks with the smallest drop, without those degenerate at a compared severity.
 
-        Blocks that are degenerate at a compared severity are left out. The set is empty if there
-        are several blocks and all of them have the same drop.
+        The set is empty if several blocks remain and all of them have the same drop.
         """
         compared = (CLEAN, *self.common_severities)
         drops = {
@@ -119,7 +115,7 @@ class SeverityTable(Pivot):
         return (*note, *super().marks())
 
     def sheet(self) -> Sheet:
-        """Return the printed table. Its last column is the drop. The smallest drop is marked."""
+        """Return the printed table, with the drop as its last column."""
         sheet, most_robust = super().sheet(), self.most_robust_layers
         drops = []
         for layer in self.rows:
@@ -217,7 +213,7 @@ def _severity(record: Record) -> int:
 
 
 def _as_clean(record: Record) -> Record:
-    """Return a copy of a record with the dataset and settings that it has without corruption."""
+    """Return a copy with the dataset and settings of the record without corruption."""
     if record.corrupted is None:
         return replace(record)
     settings = {name: value for name, value in record.settings.items() if name != CORRUPTED}

@@ -43,10 +43,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A printed table: its title, headings, cells and notes as text.
+    """A printed table.
 
     Attributes:
-        title: Title above the table.
         head: Headings of the columns.
         rows: Cells of each row. The first cell is the name of the row.
         notes: Lines of text below the table about settings, baselines and provenance. In LaTeX,
@@ -85,14 +84,9 @@ def default_format() -> str:
 
 
 def render_tables(tables: Sequence[Table], style: str) -> str:
-    """Return all tables as one text.
+    """Return all tables as one text in one of `FORMATS`, except "parquet", which is binary.
 
-    CSV text has a single header row for all tables. JSON text is one array with an object for each
-    table.
-
-    Args:
-        tables: The tables.
-        style: One of `FORMATS`, except "parquet", which is binary.
+    CSV text has a single header row. JSON text is an array with an object for each table.
 
     Raises:
         ConfigurationError: The style is unknown or "parquet".
@@ -124,10 +118,7 @@ def as_parquet(tables: Sequence[Table]) -> bytes:
 
 
 def _parquet_column(values: Sequence[Any]) -> list[Any]:
-    """Convert the values of a column to a single type.
-
-    Empty texts become null. If the column contains texts and numbers, the numbers become texts.
-    """
+    """Replace empty texts by None, and numbers by texts if the column has other texts."""
     known = [None if value == "" else value for value in values]
     types = {type(value) for value in known if value is not None}
     if str in types and len(types) > 1:
@@ -145,7 +136,7 @@ def _format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def format_sheet(sheet: Sheet, style: str) -> str:
-    """Return a sheet as text in one of `STYLES`, with a newline at the end."""
+    """Return a sheet as text in one of `STYLES`."""
     if style == "markdown":
         return _format_markdown(sheet)
     if style == "latex":
@@ -158,10 +149,8 @@ def _format_markdown(sheet: Sheet) -> str:
         f"**{escape_markdown(sheet.title)}**",
         "",
         _markdown_row(map(escape_markdown, sheet.head)),
-    ]
-    lines.append("|---|" + "---:|" * (len(sheet.head) - 1))
-    lines += [
-        _markdown_row(_emphasise(cell, "**{}**", escape_markdown) for cell in r) for r in sheet.rows
+        "|---|" + "---:|" * (len(sheet.head) - 1),
+        *(_markdown_row(_emphasise(c, "**{}**", escape_markdown) for c in r) for r in sheet.rows),
     ]
     notes = "<br>".join(map(escape_markdown, (*sheet.notes, *sheet.marks)))
     return "\n".join([*lines, "", f"<sub>{notes}</sub>"]) + "\n"
@@ -193,10 +182,7 @@ def _format_text(sheet: Sheet, bold: str) -> str:
 
 
 def _split_columns(widths: Sequence[int]) -> list[list[int]]:
-    """Split the column indices from 1 on into groups that are narrow enough for one line.
-
-    The groups are printed below each other. Each repeats the first column.
-    """
+    """Group the columns from 1 on so that each group fits into one line behind column 0."""
     blocks: list[list[int]] = [[]]
     for column, width in enumerate(widths[1:], start=1):
         used = widths[0] + sum(2 + widths[other] for other in blocks[-1])
@@ -232,14 +218,7 @@ def _format_latex(sheet: Sheet) -> str:
 
 
 def _emphasise(cell: Cell, bold: str, escape: Callable[[str], str], underline: str = "{}") -> str:
-    """Return the escaped text of a cell with its emphasis.
-
-    Args:
-        cell: The cell.
-        bold: Format string for the best value, such as "**{}**".
-        escape: Function that escapes text for the style.
-        underline: Format string for the second best value.
-    """
+    """Return the escaped text of a cell. `bold` is a format string such as "**{}**"."""
     value, space, dagger = cell.text.partition(" †")
     emphasis = bold if cell.is_best else underline if cell.is_second else "{}"
     return (emphasis.format(escape(value)) if value else "") + escape(space + dagger)

@@ -247,9 +247,10 @@ def heads() -> None:
             with entry(f"{classes} classes, {name}"):
                 training: Any = Segmentation().training
                 ones = torch.ones(12, 384, device=DEVICE)
+                optimizer, _ = training.optimizer_and_schedule()
                 bank = ParallelHeads(
                     Standardization(torch.zeros_like(ones), ones),
-                    classes=classes, rates=training.values, optimizer=training.steps()[0], seed=0,
+                    classes=classes, rates=training.values, optimizer=optimizer, seed=0,
                 )  # fmt: skip
                 targets = loss.targets(labels, classes, (side, side))
 

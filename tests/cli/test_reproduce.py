@@ -121,7 +121,7 @@ def test_whatever_recipes_count_in_epochs_fits_a_short_run(asked):
         (step,) = [
             step
             for step in plan_table(table, PlanOptions(**places, overrides=(asked,))).steps
-            if step.run == run.name
+            if step.trained_run == run.name
         ]
         own = [word for word in step.words if word.endswith("_epochs=null")]
 
@@ -209,7 +209,7 @@ def test_a_block_is_asked_for_where_the_paper_shows_one():
 def test_a_difference_brings_the_row_that_it_is_taken_from():
     plan = plan_of("one_skip", rows=("no skip around attention",))
 
-    assert [step.run for step in plan.steps] == [
+    assert [step.trained_run for step in plan.steps] == [
         "one_skip_cifar10_both",
         "one_skip_cifar10_no_attention",
     ]
@@ -220,7 +220,7 @@ def test_a_difference_brings_the_row_that_it_is_taken_from():
 def test_a_run_that_begins_with_weights_of_another_comes_behind_it():
     plan = plan_of("always_skip_attention/mae", out=Path("my results"))
 
-    assert [(step.run, step.needs) for step in plan.steps] == [
+    assert [(step.trained_run, step.needed_run) for step in plan.steps] == [
         ("mae_imagenet", None),
         ("mae_imagenet_finetune", "mae_imagenet"),
         ("mae_imagenet_dct", None),

@@ -51,7 +51,7 @@ def done(folder: Path, *command: str) -> str:
 def test_the_page_has_a_whole_one_of_each():
     folders = ("probes", "ssl_bench/data/layouts", "pretrain/objectives", "configs/model")
     assert {str(Path(path).parent) for path in FILES} >= set(folders)
-    assert [words[0] for words in commands()] == ["pretrain", "probe", "data", "probe"]
+    assert [words[0] for words in commands()] == ["pretrain", "probe", "probe", "data", "probe"]
 
 
 @pytest.mark.slow
@@ -72,7 +72,8 @@ def test_what_the_page_shows_passes_the_linter_and_runs(tmp_path):
     run = f"import sys; sys.path.insert(0, {str(suite)!r}){RUN}"
     printed = done(place, "-c", run, json.dumps(commands()))
 
-    assert "norms: length on toy" in printed
+    assert "class_means: accuracy (%) on toy_objects val" in printed
+    assert "reconstruction: explained (%) on toy-odd train" in printed
     assert "knn: top1_k1 (%) on listed val" in printed
     records = list((place / "out/records").rglob("*.json"))
-    assert {path.parent.parent.name for path in records} == {"norms", "knn"}
+    assert {path.parent.parent.name for path in records} == {"class_means", "reconstruction", "knn"}

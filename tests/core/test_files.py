@@ -28,6 +28,7 @@ from ssl_bench.system.files import (
     open_regular,
     open_trusted,
     read_regular,
+    read_untrusted_folder,
     remove_orphans,
     remove_orphans_below,
     write_atomically,
@@ -156,6 +157,19 @@ def test_a_cache_file_is_trusted_under_a_umask_of_zero(tmp_path):
 
     with open_trusted(tmp_path / "file") as file:
         assert file.read() == b"own"
+
+
+def test_a_file_of_a_folder_that_fails_while_it_is_read_is_empty(tmp_path, monkeypatch):
+    (tmp_path / "a.json").write_bytes(b"{}")
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "read", fail)
+
+    (read,) = read_untrusted_folder(tmp_path, tmp_path, ".json", 100)
+
+    assert read == (str(tmp_path / "a.json"), b"")
 
 
 def test_sha256_equals_the_published_value(tmp_path):

@@ -37,7 +37,6 @@ def composed(task: str, protocol: str, *overrides: str) -> Any:
 
 
 def test_every_protocol_of_the_suite_is_seen():
-    assert len(PRESETS) == 29
     assert {task for task, _ in PRESETS} == set(choices("probe"))
 
 

@@ -372,4 +372,4 @@ def test_encoders_reports_invalid_files_and_reads_reformatted_ones(tmp_path):
         "encoder 3": 1,
     }
     assert store.unreadable.keys() == {paths[2], paths[4], paths[6]}
-    assert store.num_files == 8
+    assert store.num_records == 8

@@ -20,9 +20,11 @@ from tests.support.faults import Mark, class_folders, fails, probing, records, v
 from tests.support.report_cells import cell, files_of, printed_by, save, skipless
 
 DEEP = '{"settings": ' + '{"x":' * 5000 + "1" + "}" * 5001
+NESTED = json.loads('{"x":' * 600 + "1" + "}" * 600)
 # What a later hand made of a record of 40 within 35 to 45.5 %, and why it is not shown.
 WRONG = [
     ("{", "JSON"), ("[1]", "JSON"), ("{}", "'value'"), (DEEP, "recursion"),
+    ({"settings": NESTED}, "recursion"), ({"changed": NESTED}, "recursion"),
     ({"layer": 12}, "layer is 12"), ({"layer": -1}, "layer is -1"),
     ({"layer": True}, "layer is True"), ({"layer": 3.0}, "layer is 3.0"),
     ({"seed": False}, "seed is False"), ({"num_images": "9"}, "num_images is '9'"),

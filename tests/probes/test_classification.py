@@ -16,7 +16,7 @@ from probes.features.image import ImagePass
 from probes.features.split import TrainingSplit
 from probes.features.tiers import StoredFeatures
 from probes.heads.losses import LabelLoss
-from probes.heads.sgd import Heads
+from probes.heads.sgd import HeadSpec
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, DataError
@@ -108,7 +108,7 @@ def test_heads_trained_side_by_side_are_those_trained_alone_in_float64():
     blocks = torch.randn(2, 20, 5, generator=generator)
     labels = torch.randint(classes, (20,), generator=generator)
     labels[0] = classes - 1
-    asked = Heads(LabelLoss(), False, classes, 4, torch.device("cpu"))
+    asked = HeadSpec(LabelLoss(), False, classes, 4, torch.device("cpu"))
     cache = StoredFeatures((3, 7), blocks[:, :, None, None], labels[:, None, None])
     heads = Momentum(rates, epochs, size).train(
         asked, cache, [(3,), (7,)], torch.arange(20), silent

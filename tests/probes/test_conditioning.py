@@ -16,8 +16,7 @@ from torch import nn
 
 from probes.conditioning.decomposition import decompose_block
 from probes.conditioning.probe import Conditioning
-from probes.conditioning.scores import CELLS, MEAN_LOG, linear_cka
-from probes.spectra import mean_cosine
+from probes.conditioning.scores import CELLS, MEAN_LOG, linear_cka, mean_cosine
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import (
@@ -313,6 +312,33 @@ def test_a_block_that_its_encoder_calls_otherwise_has_no_jacobian(
     assert "no number for block: called alone, the block does not give" in line
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_blocks_with_further_arguments_have_no_jacobian_but_a_figure(
+    photographs, tmp_path, monkeypatch
+):
+    usual = Layer.forward
+
+    def forward(self, images):
+        tokens = self.embed(images).flatten(2).transpose(1, 2)
+        for layer in self.trunk:
+            tokens, _ = layer(tokens, 2.0)
+        return tokens
+
+    monkeypatch.setattr(Own, "forward", forward)
+    monkeypatch.setattr(Layer, "forward", lambda self, x, scale: usual(self, x * scale))
+    said, module = [], own()
+    encoder = replace(Encoder.from_module(module, name="own", image_size=32), num_heads=2)
+
+    records = probe(
+        photographs, tmp_path, encoder, said,
+        image_size=32, num_images=1, protocol="jacobian_exact",
+    )  # fmt: skip
+
+    assert all(math.isnan(record.value) for record in records)
+    assert len([line for line in said if "no number for" in line]) == 2
+    assert len(list((tmp_path / "pictures").rglob("*.png"))) == 1
+
+
 class _Alone(nn.TransformerEncoderLayer):
     """Torch's layer, which gives a pair as those of the module do."""
 
@@ -390,8 +416,9 @@ def test_the_weights_before_training_are_those_of_the_seed(photographs, tmp_path
     assert changed[0].value != fresh[0].value
     assert again[0].settings["at_initialisation"]
     foreign = replace(trained, module=torch.nn.Identity())
-    with pytest.raises(ConfigurationError, match="at_initialisation needs a run"):
+    with pytest.raises(ConfigurationError) as caught:
         probe(photographs, tmp_path, foreign, at_initialisation=True)
+    assert caught.value.hint == ("probe.at_initialisation=false",)
 
 
 @pytest.mark.parametrize(
@@ -416,15 +443,16 @@ def test_encoders_of_timm_are_measured_or_it_is_said(photographs, tmp_path, name
 
 
 def test_a_comparison_needs_the_address_of_the_other_encoder(photographs):
-    with pytest.raises(ConfigurationError, match=r"probe\.compare_to=CHECKPOINT"):
+    with pytest.raises(ConfigurationError) as caught:
         Conditioning(protocol="checkpoints").split(photographs)
+    assert caught.value.hint == ("probe.compare_to={checkpoint}",)
 
 
 def test_encoders_of_other_tokens_are_not_compared(photographs, tmp_path):
     path = Path(tmp_path / "coarse" / "last.safetensors")
     path.parent.mkdir()
     save_encoder(path, build_vit(replace(TINY, patch_size=16), seed=0), {})
-    with pytest.raises(ConfigurationError, match="same tokens: tiny has 5, coarse 2"):
+    with pytest.raises(ConfigurationError, match="tiny has 5 tokens and coarse 2"):
         probe(photographs, tmp_path, tiny(), protocol="checkpoints", compare_to=str(path))
 
 

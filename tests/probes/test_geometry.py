@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from probes.features.moments import Moments
-from probes.geometry import IMAGE_METRICS, TOKEN_METRICS, Geometry, rankme
+from probes.geometry import IMAGE_METRICS, TOKEN_METRICS, Geometry
+from probes.spectra import rankme
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import UnfitEncoder
 from ssl_bench.features import FeatureExtractor, central_square
@@ -159,7 +160,7 @@ def test_views_of_an_interrupted_run_are_not_computed_again(photographs, tmp_pat
     # The views of the third image, and all images as they are.
     assert seen[3] == 2
     assert sum(seen[4:]) == 7
-    assert not list((tmp_path / "cache").rglob("*.views"))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
 def test_views_and_what_is_held_out_hang_on_the_seed(photographs):

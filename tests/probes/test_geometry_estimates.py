@@ -10,19 +10,14 @@ import torch
 from probes.features.moments import Moments
 from probes.geometry import (
     PENALTIES,
-    SHARE_EPS,
-    PositionFit,
-    PositionSums,
+    PositionRegression,
     alignment,
-    alpha_req,
-    centred_places,
-    lidar,
+    centred_positions,
     outlier_share,
     patch_cosine,
-    rankme,
-    spread_rank,
     uniformity,
 )
+from probes.spectra import SHARE_EPS, alpha_req, centred_effective_rank, lidar, rankme
 from tests.support.matrices import normal, rotation
 
 CROSS = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]).double()
@@ -46,8 +41,8 @@ def test_ranks_of_two_singular_values_counted_by_hand():
     # Shares 3/4 and 1/4; around their mean, which is not zero, the vectors lie on a line.
     vectors = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
     assert rankme(moments(vectors)) == pytest.approx(4 / 3**0.75, abs=1e-5)
-    assert spread_rank(moments(vectors)) == pytest.approx(1)
-    assert spread_rank(moments(spectrum([9.0, 1.0]))) == pytest.approx(4 / 3**0.75)
+    assert centred_effective_rank(moments(vectors)) == pytest.approx(1)
+    assert centred_effective_rank(moments(spectrum([9.0, 1.0]))) == pytest.approx(4 / 3**0.75)
 
 
 def entropy_rank(values, raised=0.0):
@@ -66,7 +61,7 @@ def test_spectra_of_a_stream_are_those_of_all_at_once(batch):
     raised = entropy_rank(torch.linalg.svdvals(exact), SHARE_EPS)
     assert rankme(stream) == pytest.approx(raised, rel=1e-6)
     centred = entropy_rank(torch.linalg.svdvals(exact - exact.mean(0)))
-    assert spread_rank(stream) == pytest.approx(centred, rel=1e-6)
+    assert centred_effective_rank(stream) == pytest.approx(centred, rel=1e-6)
     slopes = [alpha_req(some, (2, 9))[0] for some in (stream, moments(vectors))]
     assert slopes[0] == pytest.approx(slopes[1], rel=1e-6)
 
@@ -77,7 +72,7 @@ def test_fewer_images_than_dimensions_leave_no_rank_to_rounding():
 
     expected = entropy_rank(torch.linalg.svdvals(few.double()), SHARE_EPS)
     assert rankme(moments(few)) == pytest.approx(expected)
-    assert 6 < spread_rank(moments(few)) <= 7
+    assert 6 < centred_effective_rank(moments(few)) <= 7
     low = (normal(300, 3) @ normal(3, 100, seed=1)).float()
     assert rankme(moments(low)) < 3.001
 
@@ -159,7 +154,7 @@ def test_rotations_and_scales_leave_the_ranks_alone():
     views = normal(30, 1, 6) + 0.5 * normal(30, 4, 6, seed=1)
     turned = 7 * views @ rotation(6)
 
-    for estimate in (rankme, spread_rank, lambda found: alpha_req(found, (1, 6))[0]):
+    for estimate in (rankme, centred_effective_rank, lambda found: alpha_req(found, (1, 6))[0]):
         assert estimate(moments(turned[:, 0])) == pytest.approx(estimate(moments(views[:, 0])))
     skewed = views @ normal(6, 6, seed=2)
     assert lidar(skewed, delta=1e-12) == pytest.approx(lidar(views, delta=1e-12))
@@ -192,7 +187,7 @@ def test_what_has_no_direction_or_no_spread_is_no_number():
     assert [rankme(moments(some)) for some in (one, same)] == pytest.approx([1, 1], abs=1e-4)
     assert math.isnan(rankme(moments(zero)))
     for some in (one, same, zero):
-        assert math.isnan(spread_rank(moments(some)))
+        assert math.isnan(centred_effective_rank(moments(some)))
         assert math.isnan(alpha_req(moments(some), (1, 3))[0])
         assert math.isnan(lidar(some[:, None].expand(-1, 4, -1).double(), delta=1e-4))
     assert math.isnan(uniformity(one.double()).value)
@@ -220,12 +215,13 @@ def test_the_cosine_of_tokens_with_patches_counted_by_hand():
 
 
 def position_r2(fitted, choosing, held_out):
-    sums = [PositionSums() for _ in range(2)]
-    for one, images in zip(sums, (fitted, choosing), strict=True):
-        for some in images.split(2):
-            one.add(some)
-    fit = PositionFit.of(*sums)
-    return fit, fit.r2(held_out)
+    regression = PositionRegression()
+    for part, images in (("train", fitted), ("selection", choosing)):
+        for batch in images.split(2):
+            regression.add(batch, part)
+    regression.add(held_out, "test")
+    assert regression.fit is not None
+    return regression.fit, torch.cat(regression.r2)
 
 
 def test_tokens_that_name_their_position_tell_it_and_constant_ones_nothing():
@@ -243,12 +239,12 @@ def test_rows_and_columns_count_as_one_each():
     # Of a token that tells the row alone half of the spread is read, whatever the shape.
     down = torch.arange(3.0).view(1, 3, 1, 1).expand(4, 3, 5, 1)
     assert position_r2(down, down, down)[1].tolist() == pytest.approx([0.5] * 4, abs=1e-4)
-    places = centred_places(3, 2, torch.device("cpu"))
+    places = centred_positions(3, 2, torch.device("cpu"))
     np.testing.assert_allclose(places[:3] + 0.5, [[1 / 6, 0.25], [1 / 6, 0.75], [0.5, 0.25]])
 
 
 def test_positions_are_those_of_a_plain_ridge_regression():
-    places = centred_places(3, 4, torch.device("cpu"))
+    places = centred_positions(3, 4, torch.device("cpu"))
     tokens = places @ normal(2, 7) + 0.4 * normal(20, 12, 7, seed=1) * torch.linspace(0.1, 9, 7)
     tokens = tokens + 5
     # Images that choose lie elsewhere, which a large penalty bears better.

@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.conditioning.decomposition import BlockPass, decompose_block
+from probes.conditioning.decomposition import BlockRecord, decompose_block
 from probes.conditioning.jacobians import (
     LinearMap,
     bidiagonalise,
     block_functions,
+    bound_singular_values,
     exact_jacobian,
     exact_spectra,
-    extremes,
-    lanczos_extremes,
+    lanczos_bounds,
     rank_details,
 )
 from probes.spectra import condition_number, effective_rank
@@ -35,7 +35,7 @@ def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
     x = normal(tokens, config.dim, seed=1) if x is None else x
     left = block(x[None])[0]
-    return BlockPass(block, x, left, *decompose_block(block, x, left, config.num_heads))
+    return BlockRecord(block, x, left, *decompose_block(block, x, left, config.num_heads))
 
 
 def condition(values):
@@ -67,7 +67,7 @@ def test_jacobians_agree_with_finite_differences(config, facet):
 
 def kronecker_terms(one):
     """B and E entry by entry, vec by columns as in the paper, from the weights alone."""
-    block, x = one.block, one.block.norm1(one.entered)
+    block, x = one.block, one.block.norm1(one.input)
     tokens, dim = x.shape
     heads, width = 2, dim // 2
     query, key, value = (w.T for w in block.attn.qkv.weight.split(dim))
@@ -104,7 +104,7 @@ def by_columns(matrix, tokens, dim):
 def test_b_and_e_are_those_of_equation_10_and_add_up():
     one = block_pass()
     functions = block_functions(one)
-    tokens, dim = one.entered.shape
+    tokens, dim = one.input.shape
     found = {
         name: by_columns(exact_jacobian(*functions[name]), tokens, dim)
         for name in ("attention", "attention_skip", "dominant", "perturbation")
@@ -138,7 +138,7 @@ def test_lanczos_and_the_exact_singular_values_agree(config, padded):
         x = model.embed(pad_to_patch(normal(3, 10, 12)[None], 8))[0]
     one = block_pass(config, x=x)
     exact = exact_spectra(one)
-    bounds = lanczos_extremes(one, steps=one.entered.numel(), seed=0)
+    bounds = lanczos_bounds(one, steps=one.input.numel(), seed=0)
     assert bounds.keys() == exact.keys() == set(FACETS)
     for facet, found in bounds.items():
         assert found.largest == pytest.approx(exact[facet][0].item(), rel=1e-10)
@@ -151,7 +151,9 @@ def test_lanczos_never_overstates_and_its_bounds_hold(steps):
     values = torch.linspace(1, 40, 60).double()
     for seed in range(5):
         matrix = with_spectrum(values, seed)
-        found = extremes(dense(matrix), steps=steps, seed=seed, witness=normal(60, seed=7))
+        found = bound_singular_values(
+            dense(matrix), steps=steps, seed=seed, test_vector=normal(60, seed=7)
+        )
         assert found.steps == steps
         assert found.condition_number_at_least <= 40 * (1 + 1e-12)
         assert found.condition_number_at_most >= 40 * (1 - 1e-12)
@@ -163,10 +165,10 @@ def test_lanczos_never_overstates_and_its_bounds_hold(steps):
 
 def test_a_narrow_spectrum_is_bounded_from_both_sides():
     matrix = with_spectrum(torch.linspace(1, 2, 200).double())
-    found = extremes(dense(matrix), steps=40, seed=0, witness=normal(200, seed=7))
+    found = bound_singular_values(dense(matrix), steps=40, seed=0, test_vector=normal(200, seed=7))
     assert 1.99 < found.condition_number_at_least <= 2
     assert 2 <= found.condition_number_at_most < 2.3
-    few = extremes(dense(matrix), steps=2, seed=0, witness=normal(200, seed=7))
+    few = bound_singular_values(dense(matrix), steps=2, seed=0, test_vector=normal(200, seed=7))
     assert few.condition_number_at_most == math.inf
 
 
@@ -184,7 +186,9 @@ def test_the_effective_rank_is_estimated_from_one_start():
     expected = float(torch.special.entr(shares).sum().exp())
     linear = LinearMap(500, lambda v: values * v, lambda u: values * u)
     estimates = [
-        extremes(linear, steps=40, seed=s, witness=torch.ones(500).double()).effective_rank
+        bound_singular_values(
+            linear, steps=40, seed=s, test_vector=torch.ones(500).double()
+        ).effective_rank
         for s in range(8)
     ]
     assert np.mean(estimates) == pytest.approx(expected, rel=0.1)
@@ -198,7 +202,7 @@ def test_degenerate_maps_are_finite_or_infinite_and_never_nan(kind):
         "rank one": torch.outer(normal(6), normal(6, seed=1)),
         "identity": 3 * torch.eye(6).double(),
     }[kind]
-    found = extremes(dense(matrix), steps=6, seed=0, witness=normal(6, seed=2))
+    found = bound_singular_values(dense(matrix), steps=6, seed=0, test_vector=normal(6, seed=2))
     both = (found.condition_number_at_least, found.condition_number_at_most)
     assert both == (pytest.approx((1, 1)) if kind == "identity" else (math.inf, math.inf))
     # Of a rank-one matrix one start gives an estimate only.
@@ -215,13 +219,11 @@ def test_a_norm_without_a_skip_makes_the_block_singular_and_a_skip_does_not():
     assert rank_details(exact)["rank"] == 4 * 7
     assert 1 < effective_rank(exact) < 28
     assert math.isfinite(rank_details(exact)["condition_number_of_rank"])
-    found = lanczos_extremes(bare, steps=3, seed=0)
+    found = lanczos_bounds(bare, steps=3, seed=0)
     assert found["block"].condition_number_at_least == math.inf
     assert found["block"].smallest_residual == math.inf
     assert math.isfinite(condition(exact_spectra(whole)["block"]))
-    assert math.isfinite(
-        lanczos_extremes(whole, steps=3, seed=0)["block"].condition_number_at_least
-    )
+    assert math.isfinite(lanczos_bounds(whole, steps=3, seed=0)["block"].condition_number_at_least)
 
 
 def test_equal_tokens_make_the_dominant_term_singular():
@@ -233,5 +235,6 @@ def test_equal_tokens_make_the_dominant_term_singular():
 
 
 def test_too_many_tokens_for_the_exact_jacobian_name_the_other_protocol():
-    with pytest.raises(ConfigurationError, match=r"got 1025 \* 8; .*jacobian_lanczos"):
+    with pytest.raises(ConfigurationError, match=r"8192, got 1025 \* 8") as caught:
         exact_spectra(block_pass(tokens=1025))
+    assert caught.value.hint == ("probe.protocol=jacobian_lanczos",)

@@ -13,7 +13,7 @@ from probes.features.tiers import StoredFeatures
 from probes.heads.logistic import LogisticRegression as Regression
 from probes.heads.logistic import minimise
 from probes.heads.losses import HistogramLoss
-from probes.heads.sgd import Heads
+from probes.heads.sgd import HeadSpec
 from tests.support.photographs import silent
 
 C_VALUES = (1e-4, 1e-2, 1.0)
@@ -35,7 +35,7 @@ def _digits():
 
 def _train(entries, sources=((0,), (1,)), features=None, classes=CLASSES, **changes):
     regression = Regression(**{"c_values": C_VALUES, "batch_size": 7, **changes})
-    asked = Heads(HistogramLoss(), True, classes, 0, torch.device("cpu"))
+    asked = HeadSpec(HistogramLoss(), True, classes, 0, torch.device("cpu"))
     return regression.train(asked, features or _digits(), sources, entries, silent)
 
 

@@ -8,8 +8,13 @@ import scipy.special
 import scipy.stats
 import torch
 
-from probes.conditioning.scores import linear_cka, linear_cka_ci95
-from probes.spectra import condition_number, mean_cosine, median_with_ci95
+from probes.conditioning.scores import (
+    linear_cka,
+    linear_cka_ci95,
+    mean_cosine,
+    median_with_ci95,
+)
+from probes.spectra import condition_number
 from ssl_bench.intervals import interval_contains
 from tests.support.matrices import condition, normal, rank, rotation
 

@@ -34,7 +34,7 @@ def test_a_point_is_the_mean_of_its_seeds_with_the_interval_of_one():
     assert (line.entries[0].low, line.entries[0].high) == (40.5, 50.5)
     # In the order of the seeds.
     assert line.entries[0].records == (records[1], records[0])
-    assert line.best == line.entries[0]
+    assert line.best_entry == line.entries[0]
 
 
 def test_plain_numbers_have_no_best_block_and_show_interval_ends():
@@ -54,7 +54,7 @@ def test_plain_numbers_have_no_best_block_and_show_interval_ends():
         "12345.0",
         "Infinity",
     ]
-    best = {metric: line.best is not None for metric, line in lines.items()}
+    best = {metric: line.best_entry is not None for metric, line in lines.items()}
     assert best == {"condition_number": False, "explained_variance": False, "corloc": True}
 
 
@@ -67,7 +67,7 @@ def test_other_settings_or_data_give_another_panel():
 
     panels = group_into_panels(records, list_checkpoints(records))
 
-    assert [panel.difference for panel in panels] == [
+    assert [panel.settings_text for panel in panels] == [
         ", eps=1 [tau=0.2, data bbbbbb]",
         ", eps=1, tau=0.3 [data bbbbbb]",
         ", eps=1 [tau=0.2, data dddddd]",

@@ -47,7 +47,7 @@ def ids(page: str) -> list[str]:
 
 def headlines(*records: Record) -> list[tuple[str, ...]]:
     chosen = select_headline_panels(panels(*records))
-    return [(p.task, p.dataset, p.metric, p.protocol + p.difference) for p in chosen]
+    return [(p.task, p.dataset, p.metric, p.protocol + p.settings_text) for p in chosen]
 
 
 def test_a_task_has_one_headline_a_dataset():
@@ -354,8 +354,8 @@ def test_every_task_is_described_above_its_curves(tmp_path):
 def test_equal_blocks_share_the_best_place(values, said, marked):
     records = [cell(layer=layer, value=float(value)) for layer, value in enumerate(values)]
     (line,) = panels(*records)[0].lines
-    assert line.best_text == said
-    assert [point.layer for point in line.all_best] == marked
+    assert line.best_blocks_text == said
+    assert [point.layer for point in line.marked_entries] == marked
 
 
 def test_pictures_of_other_blocks_are_left_out():

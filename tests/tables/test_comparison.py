@@ -17,10 +17,10 @@ from ssl_bench.scores import iou_per_class
 from ssl_bench.tables.comparison import (
     Comparison,
     Difference,
-    Side,
+    PairedScore,
     compare_checkpoints,
     compare_encoders,
-    difference,
+    subtract,
 )
 from ssl_bench.tables.sheets import NO_VALUE
 from tests.core.test_results import RECORD
@@ -40,7 +40,8 @@ def curve(**layers):
 def between(first, second, metric="corloc"):
     """The row of the first minus the second of two arrays of contributions."""
     curve = ImageCurve(metric, {})
-    return difference("0", Side(curve.estimate(first), (0,)), Side(curve.estimate(second), (0,)))
+    scores = [PairedScore(curve.estimate(values), (0,)) for values in (first, second)]
+    return subtract("0", *scores)
 
 
 @pytest.mark.filterwarnings("error")

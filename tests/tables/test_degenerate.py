@@ -184,7 +184,7 @@ def test_lines_of_a_panel_with_one_sound_block_have_it_as_best():
 
     (panel,) = group_into_panels(records, list_checkpoints(records))
 
-    assert [point.layer for point in panel.lines[0].all_best] == [1]
+    assert [point.layer for point in panel.lines[0].marked_entries] == [1]
     (table,) = depth_tables(records)
     assert table.best_row("skip") == 1
     assert [row[1].is_best for row in table.sheet().rows] == [False, True]

@@ -63,6 +63,21 @@ def test_an_epoch_is_compared_as_its_two_encoders_are(store, epoch):
     assert [record.encoder_id for record in found.by_epoch[epoch].encoders] == pair
 
 
+def test_holm_counts_only_the_printed_blocks(tmp_path):
+    """Last blocks with different indices are a row of `compare`, but not of epochs."""
+    store = ResultStore(tmp_path)
+    for run, hits in {"skip": {0: 3, 5: 4}, "skipless": {0: 8, 11: 9}}.items():
+        for layer, number in hits.items():
+            save(store, encoder(run, 100, layer=layer), np.arange(10) < number)
+
+    (table,) = compare_runs(store, store.records(), RUNS)
+
+    (row,) = table.by_epoch[100.0].rows
+    assert row.name == "0"
+    assert 0 < row.p < 0.5
+    assert row.p_holm == row.p
+
+
 def test_other_settings_images_and_seeds_are_never_paired(store):
     for changes in ({"settings": {"tau": 0.3}}, {"seed": 1}, {"dataset_fingerprint": "e" * 64}):
         save(store, encoder("skip", 100, layer=5, **changes), np.arange(10) < 5)

@@ -1,0 +1,95 @@
+"""Read and write `records.parquet`, a single file that contains many records."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from ssl_bench.errors import DataError
+from ssl_bench.system.files import read_untrusted
+from ssl_bench.system.process import reraise_out_of_memory
+
+PACKED = "records.parquet"
+"""Name of the file of packed records."""
+
+MAX_PACKED_BYTES = 2**30
+_COLUMNS = ("file", "record", "images")
+# Parquet files of older versions lack this column and the number of rows.
+_ROW_DIGEST, _NUM_ROWS = "sha256", b"ssl_bench_rows"
+
+
+class Row(NamedTuple):
+    """The contents of a JSON file and of its `.npz` file, and the digest of both.
+
+    Older versions wrote no digest.
+    """
+
+    content: bytes
+    images: bytes | None
+    digest: bytes | None = None
+
+
+def read_rows(root: Path) -> tuple[dict[Path, Row], dict[Path, Row]]:
+    """Return the valid rows, and the rows that do not match their digests, by the path of the file.
+
+    Raises:
+        DataError: The Parquet file cannot be read, or it has a wrong number of rows.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    path = root / PACKED
+    try:
+        content = pyarrow.BufferReader(read_untrusted(root, path, MAX_PACKED_BYTES))
+        # `read_table` is not used, because it imports pandas.
+        table = pyarrow.parquet.ParquetFile(content).read()
+        columns = [table.column(name).to_pylist() for name in _COLUMNS]
+        number, has_digests = str(table.num_rows).encode(), _ROW_DIGEST in table.column_names
+        digests = table.column(_ROW_DIGEST).to_pylist() if has_digests else [None] * table.num_rows
+        if (table.schema.metadata or {}).get(_NUM_ROWS, number) != number:
+            raise ValueError(f"it has lost or gained rows: {table.num_rows} are left")
+        valid, damaged = {}, {}
+        for file, record, images, digest in zip(*columns, digests, strict=True):
+            row = Row(record, images, digest)
+            is_valid = not has_digests or digest == _row_digest(file, row)
+            (valid if is_valid else damaged)[root.joinpath(*os.fsdecode(file).split("/"))] = row
+    # The decoder may raise any class of exception. A damaged file can state a huge size, so
+    # `ArrowMemoryError` does not prove that the machine is out of memory.
+    except Exception as error:
+        if not isinstance(error, pyarrow.ArrowMemoryError):
+            reraise_out_of_memory(error)
+        raise DataError(f"cannot read {path} ({error}). Restore or remove it") from error
+    return valid, damaged
+
+
+def write_rows(file: BinaryIO, root: Path, rows: Mapping[Path, Row]) -> None:
+    """Write rows to an open Parquet file. The keys are paths below `root`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    names = [os.fsencode(path.relative_to(root).as_posix()) for path in rows]
+    digests = [
+        # A damaged row keeps its stored digest, so that it is still recognised as damaged.
+        row.digest or _row_digest(name, row)
+        for name, row in zip(names, rows.values(), strict=True)
+    ]
+    table = pyarrow.table(
+        {
+            "file": names,
+            "record": [row.content for row in rows.values()],
+            "images": [row.images for row in rows.values()],
+            _ROW_DIGEST: digests,
+        },
+        schema=pyarrow.schema(
+            [(name, pyarrow.binary()) for name in (*_COLUMNS, _ROW_DIGEST)],
+            {_NUM_ROWS: str(len(rows))},
+        ),
+    )
+    pyarrow.parquet.write_table(table, file, compression="zstd")
+
+
+def _row_digest(file: bytes, row: Row) -> bytes:
+    parts = (file, row.content, b"" if row.images is None else b"." + row.images)
+    # The parts are hashed separately, so that moving a byte to the next part changes the result.
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
