@@ -1,14 +1,10 @@
 """Decode images in threads, and extract the features of batches."""
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Float16
@@ -17,8 +13,6 @@ from torch import Tensor
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.system.device import power_of_two, to_device, to_host
-from ssl_bench.system.files import open_trusted, write_atomically
-from ssl_bench.system.process import reraise_out_of_memory
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -189,50 +183,3 @@ def undo_scaling(
     if bool((scales == 1).all()):
         return halves
     return halves.float() * to_device(scales, halves.device)[:, :, None, None, None]
-
-
-@dataclass
-class KeptState:
-    """State of work that may be killed, written now and then.
-
-    Attributes:
-        path: Named after everything that the work depends on; safe to delete at any time.
-        minutes: Between two writings.
-        say: Gets a line where work goes on or its file is damaged.
-    """
-
-    path: Path
-    minutes: float
-    say: Callable[[str], None]
-    _written: float = field(default_factory=time.monotonic, init=False, repr=False)
-
-    @cached_property
-    def found(self) -> Mapping[str, Any]:
-        """What an earlier process wrote last, on the CPU; nothing if there is no such file."""
-        try:
-            with open_trusted(self.path) as file:
-                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except OSError as error:
-            self.say(f"{self.path} is not used ({error.strerror}); starting from the beginning")
-            return {}
-        # Whatever the bytes are, torch or zipfile says so with an error of its own.
-        except Exception as error:
-            reraise_out_of_memory(error)
-            self.say(f"{self.path} is damaged; starting from the beginning")
-            return {}
-        self.say(f"going on from {self.path}")
-        return state
-
-    def is_due(self) -> bool:
-        return time.monotonic() - self._written >= 60 * self.minutes
-
-    def write(self, state: Mapping[str, Any]) -> None:
-        """Keep a state of tensors and plain values.
-
-        Raises:
-            MachineError: the folder cannot be written or the disk is full.
-        """
-        write_atomically(self.path, lambda file: torch.save(dict(state), file))
-        self._written = time.monotonic()

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from io import BufferedReader, BytesIO
 from itertools import islice
 from math import prod
@@ -39,12 +39,13 @@ from probes.features.stream import (
 from probes.features.views import TrainingViews, resize_mask
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import MachineError
-from ssl_bench.evaluation import ProbeContext
+from ssl_bench.evaluation import ProbeContext, Progress
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.system.device import free_gpu_memory, to_device
 from ssl_bench.system.files import atomic_file, open_trusted, remove_orphans
 from ssl_bench.system.process import free_host_memory
+from ssl_bench.system.progress import show_progress
 
 Tier = Literal["memory", "disk", "stream"]
 RequestedTier = Literal["auto", "memory", "disk", "stream"]
@@ -237,7 +238,7 @@ class TrainingPass:
         shape = (len(layers), entries, side, side, self.extractor.width(self.facet))
         label_shape = (entries, size, size)
         file = FeatureFile(folder, self.header(), shape)
-        load = cache(lambda: file.load(self.context.say))
+        load = cache(lambda: file.load(self.context.say, self.context.progress))
         memory = free_host_memory() / 2 if memory_gib is None else memory_gib * GIB
         disk = _free_disk_space(folder) / 2 if disk_gib is None else disk_gib * GIB
         if tier == "auto":
@@ -388,7 +389,6 @@ def _stack(
     return list(ids), torch.stack(images), torch.stack(labels)
 
 
-@dataclass(frozen=True)
 class FeatureFile:
     """A `.npy` file with the features of all layers and entries, and a `.json` file beside it.
 
@@ -408,23 +408,30 @@ class FeatureFile:
     different bits, the two files may not belong together. The checksum is then wrong, and the next
     run computes the features again.
 
-    Attributes:
+    Args:
         folder: Folder of the files.
         header: Everything that the values depend on, as JSON types.
         shape: Shape of the array.
     """
 
-    folder: Path
-    header: Mapping[str, Any]
-    shape: tuple[int, ...]
+    def __init__(self, folder: Path, header: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+        self.folder, self.shape = folder, shape
+        self._header = json.dumps({**header, "shape": shape}, sort_keys=True)
+        digest = hashlib.sha256(self._header.encode()).hexdigest()[:16]
+        self.path, self.sidecar = folder / f"{digest}.npy", folder / f"{digest}.json"
+        array_header, fields = BytesIO(), {"descr": "<f2", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(array_header, fields)
+        self._array_header = array_header.getvalue()
+        self._num_bytes = len(self._array_header) + 2 * prod(shape)
 
     def load(
-        self, say: Callable[[str], None]
+        self, say: Callable[[str], None], progress: Progress = show_progress
     ) -> tuple[Blocks, Float[Tensor, "layers entries"]] | None:
         """Compare the checksum of the files, and map the array.
 
         Args:
             say: Function that prints a message if the files exist but are not used.
+            progress: Function that shows the progress of reading the array.
 
         Returns:
             Features and scales. None if the files do not exist, are damaged, or if another user
@@ -435,7 +442,7 @@ class FeatureFile:
                 text = file.read()
             with open_trusted(self.path) as file:
                 scales = np.array(json.loads(text)["scales"], np.float32).reshape(self.shape[:2])
-                checksums = self._read_checksums(file)
+                checksums = self._read_checksums(file, progress)
                 if text == self._describe(scales, checksums):
                     return self._map(file), torch.from_numpy(scales)
                 reason = "damaged"
@@ -443,7 +450,7 @@ class FeatureFile:
             return None
         except OSError as error:
             reason = error.strerror or str(error)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             reason = "damaged"
         say(f"{self.path} is not used ({reason}). Computing the features again")
         return None
@@ -464,8 +471,8 @@ class FeatureFile:
             # The array gets its name before the JSON file does.
             with atomic_file(self.sidecar) as sidecar, atomic_file(self.path) as file:
                 _allocate(file, self._num_bytes)
-                _allocate(sidecar, len(self._header_text) + 100 + _SCALE_CHARACTERS * scales.size)
-                file.write(self._npy_header)
+                _allocate(sidecar, len(self._header) + 100 + _SCALE_CHARACTERS * scales.size)
+                file.write(self._array_header)
 
                 def put(
                     index: int, entries: Sequence[int], halves: Half, own: Float[Tensor, " batch"]
@@ -473,7 +480,7 @@ class FeatureFile:
                     for entry, values in zip(entries, halves.contiguous().numpy(), strict=True):
                         checksums[index, entry] = crc32(values)
                         row = index * self.shape[1] + entry
-                        file.seek(len(self._npy_header) + row * values.nbytes)
+                        file.seek(len(self._array_header) + row * values.nbytes)
                         file.write(values)
                     scales[index, list(entries)] = own.numpy()
 
@@ -490,53 +497,30 @@ class FeatureFile:
             ) from error
         return blocks, torch.from_numpy(scales)
 
-    @property
-    def path(self) -> Path:
-        digest = hashlib.sha256(self._header_text.encode()).hexdigest()
-        return self.folder / f"{digest[:16]}.npy"
-
-    @property
-    def sidecar(self) -> Path:
-        return self.path.with_suffix(".json")
-
-    @property
-    def _header_text(self) -> str:
-        return json.dumps({**self.header, "shape": self.shape}, sort_keys=True)
-
-    @cached_property
-    def _npy_header(self) -> bytes:
-        file = BytesIO()
-        array = {"descr": "<f2", "fortran_order": False, "shape": self.shape}
-        np.lib.format.write_array_header_1_0(file, array)
-        return file.getvalue()
-
-    @property
-    def _num_bytes(self) -> int:
-        return len(self._npy_header) + 2 * prod(self.shape)
-
     def _describe(self, scales: np.ndarray, checksums: np.ndarray) -> bytes:
         """Return the content of the JSON file."""
         checksum = crc32(scales.tobytes(), crc32(checksums.tobytes()))
         values = f'"checksum": {checksum}, "scales": {json.dumps(scales.tolist())}'
-        return f'{{"header": {self._header_text}, {values}}}\n'.encode()
+        return f'{{"header": {self._header}, {values}}}\n'.encode()
 
-    def _read_checksums(self, file: BufferedReader) -> np.ndarray:
+    def _read_checksums(self, file: BufferedReader, progress: Progress) -> np.ndarray:
         """Return the CRC-32 of each entry of each layer, from one pass over the file.
 
         Raises:
             ValueError: The file has another size or array header.
         """
         has_size = os.fstat(file.fileno()).st_size == self._num_bytes
-        if not has_size or file.read(len(self._npy_header)) != self._npy_header:
+        if not has_size or file.read(len(self._array_header)) != self._array_header:
             raise ValueError
         checksums, values = np.zeros(self.shape[:2], "<u4"), np.empty(self.shape[2:], np.float16)
-        for place in np.ndindex(self.shape[:2]):
-            file.readinto(values.data)
-            checksums[place] = crc32(values.data)
+        for index in progress(range(self.shape[0]), "checksums of stored features", self.shape[0]):
+            for entry in range(self.shape[1]):
+                file.readinto(values.data)
+                checksums[index, entry] = crc32(values.data)
         return checksums
 
     def _map(self, file: IO[bytes]) -> Blocks:
-        array = np.memmap(file, np.float16, "r", len(self._npy_header), self.shape)
+        array = np.memmap(file, np.float16, "r", len(self._array_header), self.shape)
         with warnings.catch_warnings():
             # torch warns that the array is read-only. Nothing writes to it.
             warnings.simplefilter("ignore", UserWarning)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from probes.features.stream import KeptState
 from probes.features.tiers import GIB
 from probes.features.views import WholeImage, resize_mask
 from probes.segmentation import SegmentationRun
@@ -191,19 +190,6 @@ def test_heads_and_counts_that_were_finished_are_not_made_again(tmp_path):
     assert counter.images == 2
     assert again[0].value == first.value
     assert again[0].details["train_seconds"] == first.details["train_seconds"]
-
-
-def test_damaged_heads_are_said_and_trained_again(tmp_path):
-    said = []
-    kept = KeptState(tmp_path / "some.heads", 0.0, said.append)
-    assert kept.found == {}
-    kept.write({"step": 3, "weight": torch.ones(2)})
-    assert KeptState(kept.path, 0.0, said.append).found["step"] == 3
-    whole = kept.path.read_bytes()
-    for damaged in (whole[:-7], whole[:50], b""):
-        kept.path.write_bytes(damaged)
-        assert KeptState(kept.path, 0.0, said.append).found == {}
-        assert said.pop().endswith("is damaged; starting from the beginning")
 
 
 @pytest.mark.slow
