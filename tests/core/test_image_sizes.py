@@ -173,5 +173,5 @@ def test_boxes_on_the_padding_of_a_thumbnail_are_no_objects(place, capsys):
 
     assert main([*asked, "--out", "results", "probe.protocol=adaptive"]) == 0
 
-    assert "small.png lies in what fills the image up" in capsys.readouterr().err
+    assert "small.png lies in the padding" in capsys.readouterr().err
     assert [record.value for record in records()] == [100.0]

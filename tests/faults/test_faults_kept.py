@@ -183,7 +183,7 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
             "probe.method": "lost",
             "probe.longer_side": 24,
             "probes.tokencut.probe.__version__": "0.0.0",
-            "probes.tokencut.log._FORMAT": 99,
+            "probes.tokencut.probe._LOG_FORMAT": 99,
         },
     ),
     "features": (

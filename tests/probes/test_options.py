@@ -43,6 +43,7 @@ BY_SHOTS = [
         (clustering, {"clusters_per_class": []}, "clusters_per_class expects at least one value"),
         (retrieval, {"norm": "l2"}, "probe.norm"),
         (retrieval, {"crops": "scaled"}, "probe.crops"),
+        (retrieval, {"views": 3}, "probe.views=1"),
         (classification, {"c_values": []}, "probe.training.c_values expects at least one value"),
         (classification, SGD | {"learning_rates": []}, "learning_rates expects at least one"),
         (classification, {"layers_mode": "multi"}, "probe.layers_mode expects single or last4"),
