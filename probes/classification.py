@@ -27,14 +27,8 @@ from probes.features.split import (
     require_labels,
     shot_counts,
 )
-from probes.features.stream import batches, read_ahead
-from probes.features.tiers import (
-    StorageLimits,
-    StoredFeatures,
-    TrainingPass,
-    extract_float16,
-    undo_scaling,
-)
+from probes.features.stream import batches, extract_float16, read_ahead, undo_scaling
+from probes.features.tiers import StoredFeatures, TrainingPass
 from probes.features.views import CentralSquare
 from probes.heads.attentive import AttentivePooling, TrainedAttentiveHeads
 from probes.heads.logistic import LogisticRegression
@@ -326,7 +320,7 @@ class LinearClassification(Probe):
         labels = torch.tensor(require_labels(train_images))[list(portions.indices)]
         portions.require_two_classes(labels)
         folder = cache_folder(None) / "features"
-        features = training_pass.run(StorageLimits("auto", self.memory_gib, None, folder))
+        features = training_pass.run(folder, memory_gib=self.memory_gib)
 
         def of_portion(portion: Portion) -> Iterator[list[Score]]:
             heads = pool.train(

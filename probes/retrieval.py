@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float16, Int64, UInt8
+from jaxtyping import Float, Float16, Int64
 from torch import Tensor
 
 from probes.features.image import is_constant
@@ -260,11 +260,9 @@ def find_labelled_patches(training_pass: TrainingPass) -> Int64[Tensor, " labell
     entries = len(training_pass.indices) * training_pass.views.count
     is_labelled = torch.empty(entries, side, side, dtype=torch.bool)
 
-    def put_labels(entries: Sequence[int], labels: UInt8[Tensor, "entries height width"]) -> None:
+    for batch_entries, labels, *_ in training_pass.read_views():
         pixels = (labels != IGNORED).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
-        is_labelled[list(entries)] = pixels.any(4).any(2)
-
-    training_pass.fill(put_labels)
+        is_labelled[batch_entries] = pixels.any(4).any(2)
     return is_labelled.flatten().nonzero()[:, 0]
 
 

@@ -28,7 +28,7 @@ from probes.features.split import (
     reject_single_block,
 )
 from probes.features.stream import batches, extract, fetch_finite, read_ahead
-from probes.features.tiers import RequestedTier, StorageLimits, TrainingFeatures, TrainingPass
+from probes.features.tiers import RequestedTier, TrainingFeatures, TrainingPass
 from probes.features.views import make_views, reject_identical_views, resize_mask
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
@@ -357,10 +357,9 @@ class SegmentationRun:
         With the tier "stream", they are computed later, each time that they are read.
         """
         probe = self.probe
-        limits = StorageLimits(
-            probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features"
+        return self.training_pass.run(
+            self.cache / "features", probe.tier, probe.memory_gib, probe.disk_gib
         )
-        return self.training_pass.run(limits)
 
     def train(self, features: TrainingFeatures) -> TrainedHeads:
         """Train the heads of all sources on the images that are not held out.

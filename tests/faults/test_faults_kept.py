@@ -123,7 +123,7 @@ def features(folder: Path, facts: Facts) -> str:
     usual = {"tier": "disk", "cache": str(folder), "image_size": 16, "holdout": 0.0}
     probe = quick_probe(**probing(facts, **usual))
     SegmentationRun(probe, context(folder, facts)).features()
-    (path,) = (folder / "features").iterdir()
+    (path,) = (folder / "features").glob("*.npy")
     return path.name
 
 

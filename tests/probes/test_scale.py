@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ssl_bench
-from probes.features.tiers import to_float16, undo_scaling
+from probes.features.stream import to_float16, undo_scaling
 from probes.tokencut.eigensolver import cosine_similarities
 from ssl_bench.composition.choices import choices
 from ssl_bench.errors import DataError, UnfitEncoder
