@@ -23,7 +23,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from torch import Tensor
 
-from probes.pca import Colours, aligned, as_colours, fit_projection, oriented
+from probes.pca import Colours, align_maps, fit_projection, orient_signs, to_colours
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
@@ -64,11 +64,11 @@ def _maps(tokens: dict[int, Float[Tensor, "rows cols dim"]]) -> dict[int, Colour
     """Three components of each block, turned towards those of the block before."""
     maps = [fit_projection(one.flatten(0, 1)).apply(one) for one in tokens.values()]
     whole = torch.ones(maps[0].shape[:2], dtype=torch.bool)
-    turned = oriented(maps[:1], [whole])
+    turned = orient_signs(maps[:1], [whole])
     for one in maps[1:]:
-        turned += aligned([one], turned[-1:])
+        turned += align_maps([one], turned[-1:])
     # Each block in full contrast of its own.
-    return {layer: as_colours([one], [whole])[0] for layer, one in zip(tokens, turned, strict=True)}
+    return {layer: to_colours([one], [whole])[0] for layer, one in zip(tokens, turned, strict=True)}
 
 
 def draw(

@@ -27,15 +27,8 @@ from probes.features.split import (
     require_labels,
     shot_counts,
 )
-from probes.features.stream import batches, read_ahead
-from probes.features.tiers import (
-    StorageLimits,
-    StoredFeatures,
-    TrainingFeatures,
-    TrainingPass,
-    extract_float16,
-    undo_scaling,
-)
+from probes.features.stream import batches, extract_float16, read_ahead, undo_scaling
+from probes.features.tiers import StoredFeatures, TrainingFeatures, TrainingPass
 from probes.features.views import CentralSquare
 from probes.heads.attentive import AttentivePooling, TrainedAttentiveHeads
 from probes.heads.logistic import LogisticRegression
@@ -323,7 +316,7 @@ class LinearClassification(Probe):
         labels = torch.tensor(require_labels(train_images))[list(draws.indices)]
         draws.require_two_classes(labels)
         folder = cache_folder(None) / "features"
-        features = training_pass.run(StorageLimits("auto", self.memory_gib, None, folder))
+        features = training_pass.run(folder, memory_gib=self.memory_gib)
         train_and_score = partial(
             self._train_attentive_heads, pool, training_pass, features, labels, draws
         )

@@ -1,14 +1,14 @@
-"""Correspondence: does a patch find the same point in another image?
+"""Correspondence: whether a patch finds the same point in another image.
 
-In the order of a run: what is asked and scored (`Correspondence`), pairs of views and points whose
-places in both are known, features, where points are found, pictures. A point is (x, y); in pixels
-the middle of the one in column c and row r is (c + 0.5, r + 0.5).
+The file follows a run: the probe (`Correspondence`), pairs of views with points whose true places
+are known, features of the views, matching, and figures. Points are (x, y). In pixels, (0.5, 0.5) is
+the middle of the first pixel. Relative to an image, x and y range from 0 to 1.
 """
 
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,13 +17,13 @@ import cv2
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Float64, UInt8
+from jaxtyping import Bool, Float, Float64, Int64, UInt8
 from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from probes.features.stream import batches, read_ahead
-from probes.pictures import heading, sheet
+from probes.pictures import draw_heading, save_sheet
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import (
     Bounds,
@@ -49,57 +49,68 @@ from ssl_bench.results import Baseline
 from ssl_bench.system.device import to_device, to_host
 from ssl_bench.system.paths import figure_file_name
 
-Cell = tuple[int, Facet]
-CellFeatures = Mapping[Cell, Float[Tensor, "_rows _cols _dim"]]
+LayerFacet = tuple[int, Facet]
+ViewFeatures = Mapping[LayerFacet, Float[Tensor, "_rows _cols _dim"]]
 View = UInt8[Tensor, "3 _size _size"]
 Matrix = Float64[np.ndarray, "3 3"]
 Points = Float64[np.ndarray, "_points 2"]
 Warp = Literal["homography", "crop", "flip"]
 
-# From a third on, four corners that move inwards may enclose nothing convex.
+# From 1/3 on, four corners that move inwards may no longer form a convex quadrilateral.
 Strength = Annotated[float, Bounds(0, 0.33)]
 NumPoints = Annotated[int, Bounds(1, 65536)]
 
-_SHOWN_ALPHA = 0.1
-# From the middles of pixels, which OpenCV counts from 0, to the coordinates of this file.
-_HALF = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
-# Unit vectors closer than this to each other tell nothing apart.
+BASELINES = ("same place", "middle")
+"""Image-independent answers to the question where a point is in the second view."""
+_OWN_PATCH = "own patch"
+# Figures show which points are correct for this metric, or for the last one if it is not scored.
+_FIGURE_METRIC = "pck_0.1"
+# OpenCV puts (0, 0) into the middle of the first pixel. This matrix adds half a pixel.
+_ADD_HALF = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
+# If the unit vectors of all patches differ by less than this, the best match is arbitrary.
 _CONSTANT = 1e-6
 RIGHT, WRONG, EDGE = (40, 220, 60), (255, 70, 60), (0, 0, 0)
 SIDE, GAP = 320, 12
-MOST_LINES = 32
-# Pictures are drawn larger and reduced, so that lines have no steps.
-_TIMES = 2
+MAX_LINES = 32
+# Figures are drawn at twice their size and then reduced, so that lines are smooth.
+_SUPERSAMPLING = 2
 LEGEND = "green: right, red: wrong, ring: the true place of a wrong one"
 
 
 @dataclass(frozen=True)
 class Correspondence(Probe):
-    """PCK: the share of points whose nearest patch in another image lies near their true place.
+    """PCK: the percentage of points that are matched to the correct place in another image.
+
+    A point of the first view is matched to the patch of the second view with the most similar
+    features. The score is the mean over all pairs of views. Nothing is trained.
 
     Attributes:
-        protocol: "warps": the central square of each image and a warp of it, whose geometry is
-            known; "spair": the annotated pairs of a dataset that has such.
-        facet: What is compared, one or several of token, token_normed, key, query, value,
-            attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
-        alphas: How far from its true place a point may be found, relative to the side of the view
-            for warps and to the longer side of the object's box for annotated pairs.
-        image_size: Side of both views in pixels, a multiple of the patch; without it the
-            encoder's own.
-        warp: For warps: "homography" moves the four corners on their own, "crop" enlarges a
-            square, "flip" mirrors left and right.
-        strength: For homography and crop: how far inwards corners move at most, relative to the
-            side.
-        num_points: For warps: how many points of an image are looked for.
-        prediction: "cell" takes the middle of the most similar patch, "soft" a mean of patches
-            around it, weighted by similarity.
-        sigma: For soft: of a Gaussian around the most similar patch, in patches.
-        temperature: For soft: similarities are divided by it.
-        panels: How many pairs are drawn, from all over the set.
-        memory_gib: For features of images that come in several pairs.
+        protocol: Pairs of views to match. "warps" pairs the central square of each image with a
+            random warp of it. "spair" uses the annotated pairs of a dataset such as SPair-71k.
+        facet: One or several facets to compare: token, token_normed, key, query, value, attn_out,
+            attn_skip, mlp_hidden, mlp_out, or submodules of a block.
+        alphas: Largest distances between the predicted and the true place of a correct point. They
+            are relative to the side of the view for warps, and to the longer side of the object's
+            box for annotated pairs.
+        image_size: Side of both views in pixels, a multiple of the patch size. Null for the
+            encoder's native size.
+        warp: Kind of warp, for warps only. "homography" moves the four corners independently,
+            "crop" enlarges a random square, "flip" mirrors the image horizontally.
+        strength: Largest distance that corners move inwards, relative to the side, for homography
+            and crop only.
+        num_points: Number of points of each image, for warps only.
+        prediction: How the place of a point is predicted. "cell" takes the middle of the most
+            similar patch, "soft" the mean of the middles around it, weighted by similarity.
+        sigma: Standard deviation in patches of the Gaussian around the most similar patch, for
+            "soft" only.
+        temperature: Similarities are divided by this value, for "soft" only.
+        panels: Number of pairs to draw. They are taken from the whole dataset.
+        batch_size: Number of pairs in each batch.
+        memory_gib: Memory in GiB for features of images that occur in several annotated pairs.
+        num_workers: Number of threads that read images.
 
-    Source: the soft prediction is `utils/keypoints.py` of https://github.com/visinf/INSID3
-    (f1c9622a), whose cells begin where ours have their middle.
+    Source: The soft prediction follows `utils/keypoints.py` of https://github.com/visinf/INSID3
+    (f1c9622a), which returns indices of patches instead of their middles.
     """
 
     protocol: Literal["warps", "spair"] = "warps"
@@ -119,7 +130,7 @@ class Correspondence(Probe):
 
     task = "correspondence"
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
-    # Alphas are in the names of the metrics.
+    # Alphas are part of the names of the metrics.
     excluded_from_identity = (
         *Probe.excluded_from_identity,
         "alphas",
@@ -133,9 +144,7 @@ class Correspondence(Probe):
         super().__post_init__()
         require_nonempty("probe.alphas", self.alphas)
         if len(set(self.metrics)) < len(self.metrics):
-            raise ConfigurationError(
-                f"probe.alphas must name each share once, got {list(self.alphas)}"
-            )
+            raise ConfigurationError(f"probe.alphas contains a value twice: {list(self.alphas)}")
 
     @property
     def resize(self) -> Resize:
@@ -143,12 +152,11 @@ class Correspondence(Probe):
 
     @property
     def role(self) -> str:
-        """Warps are made of any images."""
         return "images" if self.protocol == "warps" else "correspondence"
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """One an alpha, in their order."""
+        """Return the name of the metric for each alpha."""
         return tuple(f"pck_{float(alpha)!r}" for alpha in self.alphas)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -158,185 +166,241 @@ class Correspondence(Probe):
         return dataset.images() if self.protocol == "warps" else dataset.val()
 
     def settings(self) -> dict[str, Any]:
-        left_out = set[str]()
+        unused = set[str]()
         if self.protocol != "warps":
-            left_out |= {"warp", "strength", "num_points"}
+            unused |= {"warp", "strength", "num_points"}
         if self.warp == "flip":
-            left_out.add("strength")
+            unused.add("strength")
         if self.prediction == "cell":
-            left_out |= {"sigma", "temperature"}
-        values = {name: v for name, v in super().settings().items() if name not in left_out}
-        numbers = values.keys() & {"strength", "sigma", "temperature"}
-        return values | {name: float(values[name]) for name in numbers}
-
-    @property
-    def folder(self) -> str:
-        """Where pictures are, below those of an encoder: protocol and what differs."""
-        changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
-        return "_".join([self.protocol, *changed])
-
-    def picture(self, layer: int, facet: str, image_id: str) -> str:
-        """Path of the picture of a pair, below those of an encoder."""
-        return f"{self.folder}/block{layer:02d}_{facet}/{figure_file_name(image_id)}"
+            unused |= {"sigma", "temperature"}
+        values = {name: v for name, v in super().settings().items() if name not in unused}
+        floats = values.keys() & {"strength", "sigma", "temperature"}
+        return values | {name: float(values[name]) for name in floats}
 
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
-        drawn = sampled(images.ids, self.panels)
+        figure_ids = sampled(images.ids, self.panels)
         return {
-            self.picture(layer, facet, image_id): [layer]
-            for layer, facet, image_id in itertools.product(layers, self.facets, drawn)
+            self.figure_path(layer, facet, image_id): [layer]
+            for layer, facet, image_id in itertools.product(layers, self.facets, figure_ids)
         }
 
-    def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers and facets; every image passes the encoder once.
+    def figure_path(self, layer: int, facet: str, image_id: str) -> str:
+        """Return the path of the figure of a pair, relative to `ProbeContext.artifacts`."""
+        changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
+        folder = "_".join([self.protocol, *changed])
+        return f"{folder}/block{layer:02d}_{facet}/{figure_file_name(image_id)}"
 
-        Of annotated pairs as long as the images of a category fit into `memory_gib`.
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Match the points of all pairs, draw some pairs, and score all layers and facets.
 
         Raises:
-            DataError: a file cannot be read.
-            CheckpointError: features are not finite.
+            DataError: A file cannot be read.
+            CheckpointError: Features are not finite.
         """
-        images, is_annotated = self.split(context.dataset), self.protocol != "warps"
+        images = self.split(context.dataset)
         extractor = context.extractor(context.layers, *self.facets)
         size = self.resize.square_side(context.encoder.native_size, extractor.patch_size)
+        # A view of the protocol "warps" occurs in one pair only.
+        cache_bytes = 0 if self.protocol == "warps" else int(self.memory_gib * 2**30)
+        encoder = ViewEncoder(extractor, cache_bytes)
+        layer_facets = list(itertools.product(context.layers, self.facets))
+        figure_ids = set(sampled(images.ids, self.panels))
+        counts = PairCounts(len(images), self.alphas)
+        for batch in batches(self._read_pairs(context, images, size), self.batch_size):
+            pairs = [pair for _, pair in batch]
+            features = encoder.encode(pairs)
+            grid = next(iter(features.values()))[layer_facets[0]].shape[:2]
+            matches = self._match_points(pairs, features, layer_facets, context.device)
+            for row, (index, pair) in enumerate(batch):
+                counts.add_pair(index, pair, grid)
+                for layer_facet, (places, is_degenerate) in matches.items():
+                    predicted = places[row, : len(pair.source)].double().numpy()
+                    correct = counts.add_prediction(index, pair, layer_facet, predicted)
+                    counts.degenerate[layer_facet][index] = bool(is_degenerate[row])
+                    if pair.pair_id in figure_ids:
+                        self._draw(context.artifacts, pair, layer_facet, predicted, correct)
+        for layer_facet, number in itertools.product(layer_facets, range(len(self.alphas))):
+            yield self._score(layer_facet, number, counts, size)
 
-        def prepared(sample: Sample) -> ViewPair:
-            if sample.pair is not None:
-                return annotated_pair(sample, size)
-            return warped_pair(
-                sample,
-                size,
-                context.seed,
-                warp=self.warp,
-                strength=self.strength,
-                num_points=self.num_points,
-            )
+    def _read_pairs(
+        self, context: ProbeContext, images: ImageSet, size: int
+    ) -> Iterable[tuple[int, "ViewPair"]]:
+        """Return the index of each pair in the dataset and the pair, in the order of reading."""
 
-        # Warps come once: nothing of them is worth remembering.
-        encoded = EncodedViews(extractor, int(self.memory_gib * 2**30) if is_annotated else 0)
-        order = by_category(images.ids) if is_annotated else range(len(images))
-        pairs = read_ahead(images, order, prepared, workers=self.num_workers)
-        numbered = context.progress(zip(order, pairs, strict=True), self.task, len(images))
-        cells = list(itertools.product(context.layers, self.facets))
-        alphas = [float(alpha) for alpha in self.alphas]
-        # Which of them says in a picture what is right.
-        shown = alphas.index(_SHOWN_ALPHA) if _SHOWN_ALPHA in alphas else len(alphas) - 1
-        drawn, counts = set(sampled(images.ids, self.panels)), (len(images), len(self.alphas))
-        # By pair: how many points there are, and for each alpha those that are right, that lie near
-        # the middle of their own patch, and that are right by a constant answer.
-        points, categories = np.zeros(len(images), np.int64), [""] * len(images)
-        reachable = np.zeros(counts, np.int64)
-        at_constant = {answer: np.zeros(counts, np.int64) for answer in ("same place", "middle")}
-        right = {cell: np.zeros(counts, np.int64) for cell in cells}
-        # Pairs of which all patches of the second view are the same.
-        arbitrary = {cell: np.zeros(len(images), bool) for cell in cells}
-        for batch in batches(numbered, self.batch_size):
-            views = {k: v for _, pair in batch for k, v in zip(pair.keys, pair.views, strict=True)}
-            features = encoded.features(views)
-            looked_for = pad_sequence(
-                [torch.from_numpy(pair.source).float() for _, pair in batch], batch_first=True
+        def prepare(sample: Sample) -> ViewPair:
+            if sample.pair is None:
+                return make_warped_pair(sample, size, context.seed, self)
+            return make_annotated_pair(sample, size)
+
+        order = range(len(images)) if self.protocol == "warps" else order_by_category(images.ids)
+        pairs = read_ahead(images, order, prepare, workers=self.num_workers)
+        return context.progress(zip(order, pairs, strict=True), self.task, len(images))
+
+    def _match_points(
+        self,
+        pairs: Sequence["ViewPair"],
+        features: Mapping[str, ViewFeatures],
+        layer_facets: Sequence[LayerFacet],
+        device: torch.device,
+    ) -> dict[LayerFacet, tuple[Float[Tensor, "pairs points 2"], Bool[Tensor, " pairs"]]]:
+        """Return the predicted places of all points, and whether they are arbitrary.
+
+        Pairs with fewer points than others are padded.
+        """
+        sources = [torch.from_numpy(pair.source).float() for pair in pairs]
+        points = to_device(pad_sequence(sources, batch_first=True), device)
+        tensors = list[Tensor]()
+        for layer_facet in layer_facets:
+            source, target = (
+                torch.stack([features[pair.keys[view]][layer_facet] for pair in pairs])
+                for view in (0, 1)
             )
-            looked_for = to_device(looked_for, context.device)
-            tensors = list[Tensor]()
-            for cell in cells:
-                source, target = (
-                    torch.stack([features[pair.keys[of]][cell] for _, pair in batch])
-                    for of in (0, 1)
-                )
-                similarity = similarities(source, target, looked_for)
-                if self.prediction == "cell":
-                    places = best_cells(similarity)
-                else:
-                    places = soft_cells(similarity, sigma=self.sigma, temperature=self.temperature)
-                unit = unit_vectors(target.flatten(1, 2))
-                alike = (unit - unit[:, :1]).abs().amax((1, 2)) < _CONSTANT
-                tensors += places, alike
-            # Together, because the host waits for each fetching.
-            flat = to_host(tensors)
-            for cell, places, same in zip(cells, flat[::2], flat[1::2], strict=True):
-                for row, (index, pair) in enumerate(batch):
-                    found = places[row, : len(pair.source)].double().numpy()
-                    is_right = pair.right(found, self.alphas)
-                    right[cell][index], arbitrary[cell][index] = is_right.sum(1), bool(same[row])
-                    if pair.pair_id in drawn:
-                        percent = 100 * is_right[shown].mean()
-                        title = f"block {cell[0]}, {cell[1]}: {self.metrics[shown]} {percent:.0f} %"
-                        path = context.artifacts / self.picture(*cell, pair.pair_id)
-                        draw(pair, found, is_right[shown], title, path)
-            rows, cols = next(iter(features.values()))[cells[0]].shape[:2]
-            sides = np.array([cols, rows])
-            for index, pair in batch:
-                points[index], categories[index] = len(pair.source), pair.category or ""
-                # The middles of the patches that the points lie in.
-                own = (np.minimum(np.floor(pair.truth * sides), sides - 1) + 0.5) / sides
-                reachable[index] = pair.right(own, self.alphas).sum(1)
-                for answer, place in _constant_places(pair).items():
-                    at_constant[answer][index] = pair.right(place, self.alphas).sum(1)
-        for (layer, facet), number in itertools.product(cells, range(len(self.alphas))):
-            of_cell = right[layer, facet][:, number]
-            shares = 100.0 * of_cell / points
-            estimate = mean_estimate(shares)
-            constant = {
-                answer: float(np.mean(100.0 * hits[:, number] / points))
-                for answer, hits in at_constant.items()
-            }
-            groups: dict[str, list[float]] = defaultdict(list)
-            for share, category in zip(shares.tolist(), categories, strict=True):
-                groups[category].append(share)
-            means = {name: float(np.mean(some)) for name, some in sorted(groups.items()) if name}
-            details: dict[str, Any] = {
-                "points": int(points.sum()),
-                "of_all_points": 100.0 * float(of_cell.sum() / points.sum()),
-                "view_size": size,
-                "degenerate_percent": 100.0 * float(np.mean(arbitrary[layer, facet])),
-                **Baseline.best(constant).as_details(),
-            }
-            if means:
-                of_categories = float(np.mean([*means.values()]))
-                details |= {"by_category": means, "of_categories": of_categories}
+            similarity = cosine_similarities(source, target, points)
             if self.prediction == "cell":
-                details["reachable"] = float(np.mean(100.0 * reachable[:, number] / points))
-            cell, value = (layer, facet, self.metrics[number]), estimate.value
-            kept = np.stack([of_cell, points], 1)
-            yield Score(
-                *cell,
-                value,
-                estimate.ci95(),
-                len(images),
-                details,
-                per_image=kept,
-                per_image_kind="points",
-            )
+                places = argmax_places(similarity)
+            else:
+                places = soft_argmax_places(
+                    similarity, sigma=self.sigma, temperature=self.temperature
+                )
+            directions = unit_vectors(target.flatten(1, 2))
+            is_degenerate = (directions - directions[:, :1]).abs().amax((1, 2)) < _CONSTANT
+            tensors += places, is_degenerate
+        # All tensors are copied together, because the host waits for the device at each copy.
+        on_host = to_host(tensors)
+        return dict(zip(layer_facets, zip(on_host[::2], on_host[1::2], strict=True), strict=True))
+
+    def _draw(
+        self,
+        folder: Path,
+        pair: "ViewPair",
+        layer_facet: LayerFacet,
+        predicted: Points,
+        correct: Bool[np.ndarray, "alphas _points"],
+    ) -> None:
+        layer, facet = layer_facet
+        metric = _FIGURE_METRIC if _FIGURE_METRIC in self.metrics else self.metrics[-1]
+        is_correct = correct[self.metrics.index(metric)]
+        title = f"block {layer}, {facet}: {metric} {100 * is_correct.mean():.0f} %"
+        path = folder / self.figure_path(layer, facet, pair.pair_id)
+        draw_matches(pair, predicted, is_correct, title, path)
+
+    def _score(
+        self, layer_facet: LayerFacet, number: int, counts: "PairCounts", view_size: int
+    ) -> Score:
+        """Return the score of a layer and facet for the alpha with this number."""
+        correct = counts.correct[layer_facet][:, number]
+        pck = counts.pck(layer_facet, number)
+        estimate = mean_estimate(pck)
+        baselines = {answer: float(counts.pck(answer, number).mean()) for answer in BASELINES}
+        details: dict[str, Any] = {
+            "points": int(counts.points.sum()),
+            "of_all_points": 100.0 * float(correct.sum() / counts.points.sum()),
+            "view_size": view_size,
+            "degenerate_percent": 100.0 * float(counts.degenerate[layer_facet].mean()),
+            **Baseline.best(baselines).as_details(),
+        }
+        categories = np.array(counts.categories)
+        by_category = {
+            name: float(pck[categories == name].mean())
+            for name in sorted(set(counts.categories))
+            if name
+        }
+        if by_category:
+            details["by_category"] = by_category
+            details["of_categories"] = float(np.mean([*by_category.values()]))
+        if self.prediction == "cell":
+            details["reachable"] = float(counts.pck(_OWN_PATCH, number).mean())
+        return Score(
+            *layer_facet,
+            self.metrics[number],
+            estimate.value,
+            estimate.ci95(),
+            len(pck),
+            details,
+            per_image=np.stack([correct, counts.points], 1),
+            per_image_kind="points",
+        )
 
 
-def by_category(ids: Sequence[str]) -> list[int]:
-    """Indices such that pairs of one category, and of one image, follow each other."""
+class PairCounts:
+    """Numbers of correct points of all pairs, for each layer and facet and for each baseline.
 
-    def place(index: int) -> tuple[str, str]:
+    Attributes:
+        alphas: Relative distances up to which a predicted place is correct.
+        points: Number of points of each pair.
+        categories: Category of each pair, or an empty string.
+        correct: Numbers of correct points of the shape "pairs alphas". The keys are layer and
+            facet, or an answer that needs no features.
+        degenerate: Whether the predicted places of a pair are arbitrary, by layer and facet.
+    """
+
+    def __init__(self, num_pairs: int, alphas: Sequence[float]) -> None:
+        self.alphas = alphas
+        self.points = np.zeros(num_pairs, np.int64)
+        self.categories = [""] * num_pairs
+        self.correct: dict[LayerFacet | str, Int64[np.ndarray, "pairs alphas"]] = defaultdict(
+            lambda: np.zeros((num_pairs, len(alphas)), np.int64)
+        )
+        self.degenerate: dict[LayerFacet, Bool[np.ndarray, " pairs"]] = defaultdict(
+            lambda: np.zeros(num_pairs, bool)
+        )
+
+    def add_pair(self, index: int, pair: "ViewPair", grid: tuple[int, ...]) -> None:
+        """Add the points of a pair, and the answers that need no features.
+
+        `grid` contains the numbers of rows and columns of patches.
+        """
+        self.points[index], self.categories[index] = len(pair.source), pair.category
+        sides = np.array(grid[::-1])
+        # Perfect features would find the patch that contains the true place.
+        own_patch = (np.minimum(np.floor(pair.truth * sides), sides - 1) + 0.5) / sides
+        answers = (pair.source, np.full_like(pair.source, 0.5), own_patch)
+        for answer, places in zip((*BASELINES, _OWN_PATCH), answers, strict=True):
+            self.add_prediction(index, pair, answer, places)
+
+    def add_prediction(
+        self, index: int, pair: "ViewPair", key: LayerFacet | str, places: Points
+    ) -> Bool[np.ndarray, "alphas _points"]:
+        """Count the correct places, and return which places are correct."""
+        is_correct = pair.is_correct(places, self.alphas)
+        self.correct[key][index] = is_correct.sum(1)
+        return is_correct
+
+    def pck(self, key: LayerFacet | str, number: int) -> Float64[np.ndarray, " pairs"]:
+        """Return the percentage of correct points of each pair, for the alpha with this number."""
+        return 100.0 * self.correct[key][:, number] / self.points
+
+
+def order_by_category(ids: Sequence[str]) -> list[int]:
+    """Return indices of annotated pairs, sorted by category and then by the first image.
+
+    Ids have the form "NUMBER-SOURCE-TARGET:CATEGORY". Pairs that share images become neighbours.
+    """
+
+    def sort_key(index: int) -> tuple[str, str]:
         number, _, rest = ids[index].partition("-")
         images, _, category = rest.rpartition(":")
         return category, images + number
 
-    return sorted(range(len(ids)), key=place)
-
-
-def _constant_places(pair: "ViewPair") -> dict[str, Points]:
-    """Return the places in the second view that answers without a look at the images name."""
-    return {"same place": pair.source, "middle": np.full_like(pair.source, 0.5)}
+    return sorted(range(len(ids)), key=sort_key)
 
 
 @dataclass(frozen=True)
 class ViewPair:
-    """Two square views and points of the first whose true place in the second is known.
+    """Two square views, and points of the first view whose true places in the second are known.
 
     Attributes:
-        keys: What the views are called; equal for equal views.
-        source: (x, y), relative to the side of the view.
-        truth: The same points in the second view, relative to its side.
-        units: Width and height of the second view in pixels.
-        reference: What alphas are relative to, in pixels.
+        pair_id: Id of the sample.
+        keys: Names of the two views. Equal views have equal names.
+        views: The two views in RGB.
+        source: Points in the first view, relative to its side.
+        truth: The true places of these points in the second view, relative to its side.
+        units: Width and height of the second image in pixels.
+        reference: Length in pixels that alphas are relative to.
+        category: Category of the object, or an empty string.
     """
 
     pair_id: str
@@ -346,48 +410,51 @@ class ViewPair:
     truth: Points
     units: tuple[float, float]
     reference: float
-    category: str | None = None
+    category: str = ""
 
-    def right(
-        self, predicted: Points, alphas: Sequence[float]
+    def is_correct(
+        self, places: Points, alphas: Sequence[float]
     ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
-        """Which places, relative to the second view's side, are near enough, one row an alpha.
+        """Return whether predicted places are correct, with one row for each alpha.
 
-        One at that very distance is.
+        `places` are relative to the side of the second view. A place at exactly the largest
+        distance is correct.
         """
-        errors = np.linalg.norm((predicted - self.truth) * self.units, axis=1) / self.reference
+        errors = np.linalg.norm((places - self.truth) * self.units, axis=1) / self.reference
         return errors <= np.array(alphas, np.float64)[:, None]
 
 
-def warped_pair(
-    sample: Sample, size: int, seed: int, *, warp: Warp, strength: float, num_points: int
-) -> ViewPair:
-    """The central square of an image, and a warp of it that is drawn with the seed and its id.
+def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence) -> ViewPair:
+    """Return the central square of an image and a random warp of it.
 
-    The warp is made of the pixels of the first view: it never shows more than that.
+    The warp is computed from the first view, so it shows nothing else. It depends only on the seed
+    and the id of the image.
     """
-    chance = generator_of(seed, sample.image_id)
+    generator = image_generator(seed, sample.image_id)
     view = central_square(sample.image, size, share=1.0)
-    matrix = drawn_warp(warp, size, strength, chance)
-    points = drawn_points(matrix, size, num_points, chance)
-    target = warped(np.ascontiguousarray(view.permute(1, 2, 0).numpy()), matrix)
+    matrix = sample_warp(probe.warp, size, probe.strength, generator)
+    points = sample_points(matrix, size, probe.num_points, generator)
+    target = warp_image(np.ascontiguousarray(view.permute(1, 2, 0).numpy()), matrix)
     return ViewPair(
         pair_id=sample.image_id,
         keys=(sample.image_id, f"warp of {sample.image_id}"),
         views=(view, torch.from_numpy(target).permute(2, 0, 1)),
         source=points / size,
-        truth=moved(points, matrix) / size,
+        truth=transform_points(points, matrix) / size,
         units=(float(size), float(size)),
         reference=float(size),
     )
 
 
-def annotated_pair(sample: Sample, size: int) -> ViewPair:
-    """Both images of a pair, squashed to squares; errors are told in pixels of the second."""
+def make_annotated_pair(sample: Sample, size: int) -> ViewPair:
+    """Return the images of an annotated pair, resized to squares. Their aspect ratio is not kept.
+
+    Errors are measured in pixels of the second image before resizing.
+    """
     assert sample.pair is not None
     pair = sample.pair
 
-    def squashed(image: UInt8[np.ndarray, "height width 3"]) -> View:
+    def to_square(image: UInt8[np.ndarray, "height width 3"]) -> View:
         square = Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC)
         return torch.from_numpy(np.array(square)).permute(2, 0, 1)
 
@@ -395,7 +462,7 @@ def annotated_pair(sample: Sample, size: int) -> ViewPair:
     return ViewPair(
         pair_id=sample.image_id,
         keys=pair.image_ids,
-        views=(squashed(sample.image), squashed(pair.image)),
+        views=(to_square(sample.image), to_square(pair.image)),
         source=pair.source / (width, height),
         truth=pair.target / (other_width, other_height),
         units=(float(other_width), float(other_height)),
@@ -404,203 +471,210 @@ def annotated_pair(sample: Sample, size: int) -> ViewPair:
     )
 
 
-def generator_of(seed: int, image_id: str) -> np.random.Generator:
-    """Random numbers of an image, the same whatever images come before it."""
+def image_generator(seed: int, image_id: str) -> np.random.Generator:
+    """Return a random generator that depends only on the seed and the id of the image."""
     digest = hashlib.sha256(f"{seed}\0{image_id}".encode(errors="surrogateescape")).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
 
-def drawn_warp(kind: Warp, size: int, strength: float, chance: np.random.Generator) -> Matrix:
-    """A matrix that takes points of a square to those of its warp, which is as large.
+def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Generator) -> Matrix:
+    """Return a random matrix that maps points of a square to points of its warp.
 
-    The warp shows a part of the square and nothing else, whose corners lie at most `strength` of
-    its side inwards.
+    The warp has the same size and shows a part of the square. The corners of this part lie at most
+    `strength` times the side inside the square.
     """
     if kind == "flip":
         return np.array([[-1.0, 0.0, size], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     corners = size * np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
     if kind == "crop":
-        share = 1.0 - 2.0 * strength * chance.random()
-        shown = share * corners + (1.0 - share) * size * chance.random(2)
+        scale = 1.0 - 2.0 * strength * generator.random()
+        part = scale * corners + (1.0 - scale) * size * generator.random(2)
     else:
         inwards = np.where(corners > 0, -1.0, 1.0)
-        shown = corners + inwards * strength * size * chance.random((4, 2))
-    return homography(shown, corners)
+        part = corners + inwards * strength * size * generator.random((4, 2))
+    return homography(part, corners)
 
 
 def homography(source: Float64[np.ndarray, "4 2"], target: Float64[np.ndarray, "4 2"]) -> Matrix:
-    """The matrix that takes four points to four others, with a positive scale between them."""
+    """Return the matrix that maps four points to four others.
+
+    Points between the source points have a positive third homogeneous coordinate.
+    """
     matrix = cv2.getPerspectiveTransform(source.astype(np.float32), target.astype(np.float32))
-    # The scale is known up to its sign, which tells what lies before the horizon.
+    # The four points define the matrix up to a factor. Its sign decides which points are visible.
     return matrix * np.sign(matrix[2] @ [*source.mean(0), 1.0])
 
 
-def warped(
+def warp_image(
     image: UInt8[np.ndarray, "height width 3"], matrix: Matrix
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """The image as `matrix` shows it, bicubic, in a frame of the same size."""
+    """Warp an image by bicubic interpolation. The result has the same size."""
     height, width = image.shape[:2]
     return cv2.warpPerspective(
         image,
-        np.linalg.inv(_HALF) @ matrix @ _HALF,
+        np.linalg.inv(_ADD_HALF) @ matrix @ _ADD_HALF,
         (width, height),
         flags=cv2.INTER_CUBIC,
         borderMode=cv2.BORDER_REPLICATE,
     )
 
 
-def moved(points: Points, matrix: Matrix) -> Points:
-    """Where points go; NaN for those beyond the horizon."""
-    found = np.column_stack([points, np.ones(len(points))]) @ matrix.T
-    scale = np.where(found[:, 2:] > 0, found[:, 2:], np.nan)
-    return found[:, :2] / scale
+def transform_points(points: Points, matrix: Matrix) -> Points:
+    """Apply a homography to points. Points behind the horizon become NaN."""
+    homogeneous = np.column_stack([points, np.ones(len(points))]) @ matrix.T
+    scale = np.where(homogeneous[:, 2:] > 0, homogeneous[:, 2:], np.nan)
+    return homogeneous[:, :2] / scale
 
 
-def visible(points: Points, size: int) -> Bool[np.ndarray, " _points"]:
-    """Whether points lie in a square."""
+def is_inside(points: Points, size: int) -> Bool[np.ndarray, " _points"]:
+    """Return whether points lie inside a square. NaN does not."""
     x, y = points.T
     return (x >= 0) & (x < size) & (y >= 0) & (y < size)
 
 
-def drawn_points(matrix: Matrix, size: int, count: int, chance: np.random.Generator) -> Points:
-    """So many middles of pixels, all of which are to be seen in the warp; some may come twice."""
-    found: list[Points] = []
-    while sum(map(len, found)) < count:
-        some = chance.integers(size, size=(2 * count, 2)) + 0.5
-        found.append(some[visible(moved(some, matrix), size)])
-    return np.concatenate(found)[:count]
+def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Generator) -> Points:
+    """Draw middles of pixels that are visible in the warp, with replacement."""
+    parts: list[Points] = []
+    while sum(map(len, parts)) < count:
+        points = generator.integers(size, size=(2 * count, 2)) + 0.5
+        parts.append(points[is_inside(transform_points(points, matrix), size)])
+    return np.concatenate(parts)[:count]
 
 
-class EncodedViews:
-    """Features of views, each of which passes the encoder once while it is remembered.
+class ViewEncoder:
+    """Extracts features of views. Up to `cache_bytes` of the most recent features are cached."""
 
-    Args:
-        extractor: Gives the features.
-        most_bytes: How much is remembered beside the views that are asked for; those that were
-            asked for last.
-    """
+    def __init__(self, extractor: FeatureExtractor, cache_bytes: int) -> None:
+        self._extractor, self._cache_bytes = extractor, cache_bytes
+        # The view that was used most recently comes last.
+        self._cache: dict[str, ViewFeatures] = {}
 
-    def __init__(self, extractor: FeatureExtractor, most_bytes: int) -> None:
-        self._extractor, self._most_bytes = extractor, most_bytes
-        self._known: dict[str, CellFeatures] = {}
-
-    def features(
-        self, views: Mapping[str, UInt8[Tensor, "3 size size"]]
-    ) -> Mapping[str, CellFeatures]:
-        """Of each view, by its key.
+    def encode(self, pairs: Sequence[ViewPair]) -> dict[str, ViewFeatures]:
+        """Return the features of all views of the pairs, by key of the view.
 
         Raises:
-            CheckpointError: features are not finite.
+            CheckpointError: Features are not finite.
         """
-        fresh = [key for key in views if key not in self._known]
-        found = dict[str, CellFeatures]()
-        if fresh:
-            together = torch.stack([views[key] for key in fresh]).float() / 255
-            by_layer = self._extractor(together, fresh)
-            cells = {(n, facet): f for n, facets in by_layer.items() for facet, f in facets.items()}
-            for number, key in enumerate(fresh):
-                parts = {cell: batch[number] for cell, batch in cells.items()}
-                # Copies, because a part of a batch would keep all of it.
-                is_kept = self._most_bytes > 0
-                found[key] = {c: f.clone() if is_kept else f for c, f in parts.items()}
-        asked = {key: found[key] if key in found else self._known.pop(key) for key in views}
-        self._known |= asked
-        # Those that were not asked for the longest time are let go.
-        each = max(
-            sum(f.numel() * f.element_size() for f in features.values())
-            for features in asked.values()
+        views = {k: v for pair in pairs for k, v in zip(pair.keys, pair.views, strict=True)}
+        new = self._extract({key: view for key, view in views.items() if key not in self._cache})
+        features = {key: new[key] if key in new else self._cache.pop(key) for key in views}
+        self._cache |= features
+        view_bytes = max(
+            sum(values.numel() * values.element_size() for values in view.values())
+            for view in features.values()
         )
-        for key in list(self._known):
-            if len(self._known) * each <= self._most_bytes:
+        for key in list(self._cache):
+            if len(self._cache) * view_bytes <= self._cache_bytes:
                 break
-            del self._known[key]
-        return asked
+            del self._cache[key]
+        return features
+
+    def _extract(self, views: Mapping[str, View]) -> dict[str, ViewFeatures]:
+        if not views:
+            return {}
+        by_layer = self._extractor(torch.stack([*views.values()]).float() / 255, [*views])
+        return {
+            key: {
+                # A slice would keep the whole batch in memory, so the cache needs a copy.
+                (layer, facet): batch[number].clone() if self._cache_bytes else batch[number]
+                for layer, facets in by_layer.items()
+                for facet, batch in facets.items()
+            }
+            for number, key in enumerate(views)
+        }
 
 
-def similarities(
+def cosine_similarities(
     source: Float[Tensor, "batch source_rows source_cols dim"],
     target: Float[Tensor, "batch rows cols dim"],
     points: Float[Tensor, "batch points 2"],
 ) -> Float[Tensor, "batch points rows cols"]:
-    """Cosine between what the source has at (x, y), relative to its sides, and every patch."""
-    # Between the middles of patches bilinear, beyond the last ones theirs. Without aligned corners
-    # -1 and 1 are the edges of the map, as 0 and 1 are ours.
-    at = F.grid_sample(
+    """Return the cosine similarity of the source features at each point with every target patch.
+
+    `points` are relative to the sides of the source. Features are interpolated bilinearly between
+    the middles of patches. Beyond the outermost middles, the outermost patch is used.
+    """
+    # If corners are not aligned, -1 and 1 are the edges of the map, as 0 and 1 are in `points`.
+    sampled_features = F.grid_sample(
         source.permute(0, 3, 1, 2),
         (2 * points - 1)[:, :, None],
         padding_mode="border",
         align_corners=False,
     )
-    wanted = unit_vectors(at[..., 0].mT)
-    offered = unit_vectors(target.flatten(1, 2))
-    return (wanted @ offered.mT).unflatten(-1, target.shape[1:3])
+    queries = unit_vectors(sampled_features[..., 0].mT)
+    patches = unit_vectors(target.flatten(1, 2))
+    return (queries @ patches.mT).unflatten(-1, target.shape[1:3])
 
 
-def best_cells(
+def argmax_places(
     similarity: Float[Tensor, "batch points rows cols"],
 ) -> Float[Tensor, "batch points 2"]:
-    """The middle of the most similar patch as (x, y) relative to width and height."""
+    """Return the middle of the most similar patch, relative to width and height."""
     rows, cols = similarity.shape[-2:]
     best = similarity.flatten(2).argmax(-1)
-    cells = torch.stack([best % cols, best // cols], -1) + 0.5
-    return cells / torch.tensor([cols, rows], device=cells.device)
+    middles = torch.stack([best % cols, best // cols], -1) + 0.5
+    return middles / torch.tensor([cols, rows], device=middles.device)
 
 
-def soft_cells(
+def soft_argmax_places(
     similarity: Float[Tensor, "batch points rows cols"], *, sigma: float, temperature: float
 ) -> Float[Tensor, "batch points 2"]:
-    """The mean place under a softmax of similarities that a Gaussian damps away from the best.
+    """Return the mean of the middles of patches, weighted by a softmax of their similarities.
 
-    `sigma` is of the Gaussian, in patches, `temperature` of the softmax.
+    Before the softmax, similarities are multiplied by a Gaussian around the most similar patch.
+    `sigma` is its standard deviation in patches. `temperature` belongs to the softmax.
 
-    Source: `kernel_softargmax_get_matches_logits` of https://github.com/visinf/INSID3 (f1c9622a),
-    `utils/keypoints.py`. Theirs gives the index of a cell, ours its middle.
+    Source: `kernel_softargmax_get_matches_logits` in `utils/keypoints.py` of
+    https://github.com/visinf/INSID3 (f1c9622a), which returns indices of patches instead of their
+    middles.
     """
     rows, cols = similarity.shape[-2:]
     sides = torch.tensor([cols, rows], device=similarity.device)
     y, x = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
     middles = torch.stack([x, y], -1).to(similarity) + 0.5  # rows cols 2
-    best = (best_cells(similarity) * sides)[:, :, None, None]
+    best = (argmax_places(similarity) * sides)[:, :, None, None]
     damped = similarity * torch.exp(-(middles - best).square().sum(-1) / (2 * sigma**2))
     weights = (damped.flatten(2) / temperature).softmax(-1)
     return weights @ middles.flatten(0, 1) / sides
 
 
-def draw(
-    pair: ViewPair, places: Points, right: Bool[np.ndarray, " _points"], title: str, path: Path
+def draw_matches(
+    pair: ViewPair, places: Points, correct: Bool[np.ndarray, " _points"], title: str, path: Path
 ) -> None:
-    """Save both views side by side with lines between the first points of a pair.
+    """Save a figure of both views, with lines from the first points to their predicted places.
 
-    `places` is where they were found, relative to the second view, `right` whether near enough.
+    `places` are relative to the side of the second view. `correct` states which are correct.
     """
 
-    def flat(*points: np.ndarray) -> list[float]:
-        return [_TIMES * float(value) for point in points for value in point]
+    def coordinates(*points: np.ndarray) -> list[float]:
+        return [_SUPERSAMPLING * float(value) for point in points for value in point]
 
-    def around(point: np.ndarray, radius: float) -> list[float]:
-        return flat(point - radius, point + radius)
+    def circle(center: np.ndarray, radius: float) -> list[float]:
+        return coordinates(center - radius, center + radius)
 
-    def picture(view: View) -> Image.Image:
+    def enlarge(view: View) -> Image.Image:
         pixels = Image.fromarray(np.ascontiguousarray(view.permute(1, 2, 0).numpy()))
-        return pixels.resize((_TIMES * SIDE, _TIMES * SIDE), Image.Resampling.BICUBIC)
+        side = _SUPERSAMPLING * SIDE
+        return pixels.resize((side, side), Image.Resampling.BICUBIC)
 
     width = 2 * SIDE + GAP
-    canvas = Image.new("RGB", (_TIMES * width, _TIMES * SIDE), "white")
+    canvas = Image.new("RGB", (_SUPERSAMPLING * width, _SUPERSAMPLING * SIDE), "white")
     for left, view in zip((0, SIDE + GAP), pair.views, strict=True):
-        canvas.paste(picture(view), (_TIMES * left, 0))
+        canvas.paste(enlarge(view), (_SUPERSAMPLING * left, 0))
     pen = ImageDraw.Draw(canvas)
-    starts = pair.source[:MOST_LINES] * SIDE
-    ends, true = (some[:MOST_LINES] * SIDE + [SIDE + GAP, 0] for some in (places, pair.truth))
-    # Right ones above wrong ones, of which there may be many; all edged, to be seen on any view.
-    for number in sorted(range(len(starts)), key=lambda n: bool(right[n])):
-        colour = RIGHT if right[number] else WRONG
-        line = flat(starts[number], ends[number])
-        pen.line(line, fill=EDGE, width=3 * _TIMES)
-        pen.line(line, fill=colour, width=3 * _TIMES // 2)
-        for place in (starts[number], ends[number]):
-            pen.ellipse(around(place, 4.5), fill=colour, outline=EDGE, width=_TIMES)
-        if not right[number]:
-            pen.ellipse(around(true[number], 7.5), outline=EDGE, width=4 * _TIMES)
-            pen.ellipse(around(true[number], 6.5), outline=RIGHT, width=2 * _TIMES)
+    starts = pair.source[:MAX_LINES] * SIDE
+    ends, true_ends = (p[:MAX_LINES] * SIDE + [SIDE + GAP, 0] for p in (places, pair.truth))
+    # Correct points are drawn last, because wrong ones may hide them.
+    for number in sorted(range(len(starts)), key=lambda n: bool(correct[n])):
+        colour = RIGHT if correct[number] else WRONG
+        line = coordinates(starts[number], ends[number])
+        pen.line(line, fill=EDGE, width=3 * _SUPERSAMPLING)
+        pen.line(line, fill=colour, width=3 * _SUPERSAMPLING // 2)
+        for end in (starts[number], ends[number]):
+            pen.ellipse(circle(end, 4.5), fill=colour, outline=EDGE, width=_SUPERSAMPLING)
+        if not correct[number]:
+            ring = true_ends[number]
+            pen.ellipse(circle(ring, 7.5), outline=EDGE, width=4 * _SUPERSAMPLING)
+            pen.ellipse(circle(ring, 6.5), outline=RIGHT, width=2 * _SUPERSAMPLING)
     small = canvas.resize((width, SIDE), Image.Resampling.LANCZOS)
-    sheet([[heading(title)], [heading(f"{pair.pair_id}; {LEGEND}")], [small]], path)
+    save_sheet([[draw_heading(title)], [draw_heading(f"{pair.pair_id}; {LEGEND}")], [small]], path)

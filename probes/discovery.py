@@ -1,4 +1,4 @@
-"""Discovery: how many of the objects of an image do the cuts of a block's features find?"""
+"""Discovery: how many objects of an image do several cuts of a block's features find?"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from jaxtyping import Float64, Int64, Integer
 
 from probes.tokencut.cuts import Tau
 from probes.tokencut.log import ImageResult, cell_name
-from probes.tokencut.probe import CONSTANT_BOXES, TokenCut, corloc_score, flags
+from probes.tokencut.probe import TokenCut
+from probes.tokencut.scores import CONSTANT_BOXES, corloc_score, flag_percentages
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.intervals import bootstrap_estimate
 from ssl_bench.results import Baseline
@@ -25,22 +26,22 @@ from ssl_bench.scores import (
 
 COCO = "ap_coco"
 METRICS = ("ap", "ap50", "ar100", COCO, "corloc")
-# COCO's own, so that boxes that are the same overlap enough at any threshold.
-_ENOUGH = np.minimum(IOU_THRESHOLDS, 1 - 1e-10)
 Boxes = Float64[np.ndarray, "_boxes 4"]
 AllCounts = Integer[np.ndarray, "images ranks_and_truth thresholds_and_all"]
 
 
 @dataclass(frozen=True)
 class ObjectDiscovery(TokenCut):
-    """Boxes of several objects an image against all true boxes, whatever their class.
+    """Find several objects in each image, and compare their boxes with all true boxes.
+
+    The classes of objects are ignored. MaskCut gives no confidence for its masks, so earlier masks
+    count as more confident than later ones. This choice is not part of CutLER.
 
     Attributes:
-        protocol: MaskCut as `tokencut` has it, with the tau of CutLER's commands.
-        method: maskcut, or lost, which finds one object.
+        protocol: "ssl_bench" uses MaskCut with the tau of CutLER's commands.
+        method: maskcut or lost. LOST finds one object in each image.
 
-    Source: CutLER, https://arxiv.org/abs/2301.11320, whose metrics these are. MaskCut says not how
-    sure it is of a mask; that an earlier one is surer is ours.
+    Source: the metrics of CutLER, https://arxiv.org/abs/2301.11320.
     """
 
     protocol: Literal["ssl_bench"] = "ssl_bench"
@@ -51,7 +52,7 @@ class ObjectDiscovery(TokenCut):
     task = "discovery"
     further_protocols = ()
     metrics_of_sets = (COCO,)
-    # Since `ap_coco` is that of pycocotools, which rounds otherwise.
+    # Version 2 computes `ap_coco` with pycocotools.
     metric_version = 2
 
     @classmethod
@@ -61,12 +62,12 @@ class ObjectDiscovery(TokenCut):
 
     @property
     def role(self) -> str:
-        """Of pictures without boxes TokenCut already shows what is found."""
+        """Require boxes. TokenCut already shows the objects in images without boxes."""
         return "boxes"
 
     @property
     def num_ranks(self) -> int:
-        """How many boxes of an image count at most, one of each rank."""
+        """Return the maximum number of scored boxes of an image. Each box has its own rank."""
         return min(self.max_objects, MOST_DETECTIONS) if self.method == "maskcut" else 1
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -76,102 +77,98 @@ class ObjectDiscovery(TokenCut):
         return {**super().settings(), "confidence": "order"}
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers and facets after one forward pass an image; see `TokenCut.run`."""
-        results = self.searched(context)
+        """Score all layers and facets after one forward pass for each image, as TokenCut does."""
+        results = self.find_objects(context)
         baselines = constant_baselines(results)
         for layer, facet in product(context.layers, self.facets):
-            yield from scores_of_block(layer, facet, results, self.num_ranks, baselines)
+            yield from score_block(layer, facet, results, self.num_ranks, baselines)
             yield corloc_score(layer, facet, results)
 
 
-def scores_of_block(
+def score_block(
     layer: int,
     facet: str,
     results: Sequence[ImageResult],
     num_ranks: int,
     baselines: Mapping[str, Baseline],
 ) -> Iterator[Score]:
-    """Average precision and recall over the images with ground truth, also without any box.
+    """Yield average precision and recall over all annotated images, including those without boxes.
 
-    Args:
-        layer: The block.
-        facet: What of it was cut.
-        results: Of all images.
-        num_ranks: How many boxes an image may have.
-        baselines: See `constant_baselines`.
+    Boxes of equal rank have no order in `ap`, `ap50` and `ar100`. In `ap_coco`, they have the order
+    of the images, so it has no interval and no contributions of single images. At most `num_ranks`
+    boxes of an image are scored.
     """
-    name, judged = cell_name(layer, facet), judged_images(results)
-    cells = [result.cells[name] for result in judged]
-    true = [boxes_of(result.true_boxes) for result in judged]
-    found = [boxes_of([cell["box"], *cell.get("further_boxes", [])]) for cell in cells]
-    counts = counted(found, true, num_ranks)
+    annotated = select_annotated(results)
+    cells = [result.cells[cell_name(layer, facet)] for result in annotated]
+    true = [as_boxes(result.true_boxes) for result in annotated]
+    found = [as_boxes([cell["box"], *cell.get("further_boxes", [])]) for cell in cells]
+    counts = count_detections(found, true, num_ranks)
     details = {
-        **flags(cells),
+        **flag_percentages(cells),
         "found_boxes": int(counts[:, 1:, 0].sum()),
         "true_boxes": int(counts[:, 0, 0].sum()),
         "images_without_boxes": int((counts[:, 0, 0] == 0).sum()),
     }
-    for metric, (part, score) in _METRICS.items():
-        those = part(counts)
-        estimate = bootstrap_estimate(those, score)
-        more = baselines[metric].as_details()
+    for metric, (select_counts, score) in _METRICS.items():
+        per_image = select_counts(counts)
+        estimate = bootstrap_estimate(per_image, score)
+        own_details = {**details, **baselines[metric].as_details()}
         if metric != "ar100":
-            more["if_equally_sure"] = float(score(in_one_rank(those).sum(0)))
-        value, ci95, kept = estimate.value, estimate.ci95(), those.astype(np.uint16)
-        more = {**details, **more}
+            # The score without the assumption that earlier masks are more confident.
+            own_details["if_equally_sure"] = float(score(merge_ranks(per_image).sum(0)))
         yield Score(
-            *(layer, facet, metric, value, ci95, len(judged), more),
-            per_image=kept,
+            *(layer, facet, metric, estimate.value, estimate.ci95(), len(annotated), own_details),
+            per_image=per_image.astype(np.uint16),
             per_image_kind="average_recall" if metric == "ar100" else "average_precision",
         )
     details |= baselines[COCO].as_details()
-    yield Score(layer, facet, COCO, coco_average_precision(found, true), None, len(judged), details)
+    value = coco_average_precision(found, true)
+    yield Score(layer, facet, COCO, value, None, len(annotated), details)
 
 
 def constant_baselines(results: Sequence[ImageResult]) -> dict[str, Baseline]:
-    """Return by metric the best constant box, whose score is the same for every block."""
-    judged = judged_images(results)
-    true = [boxes_of(result.true_boxes) for result in judged]
-    by_metric: dict[str, dict[str, float]] = {metric: {} for metric in (*_METRICS, COCO)}
-    for answer, box in CONSTANT_BOXES.items():
-        found = [boxes_of(box(result.size)) for result in judged]
-        counts = counted(found, true, 1)
-        for metric, (part, score) in _METRICS.items():
-            by_metric[metric][answer] = float(score(part(counts).sum(0)))
-        by_metric[COCO][answer] = coco_average_precision(found, true)
-    return {metric: Baseline.best(scores) for metric, scores in by_metric.items()}
+    """Return the best constant box for each metric. Its score is the same for all blocks."""
+    annotated = select_annotated(results)
+    true = [as_boxes(result.true_boxes) for result in annotated]
+    scores: dict[str, dict[str, float]] = {metric: {} for metric in (*_METRICS, COCO)}
+    for name, box in CONSTANT_BOXES.items():
+        found = [as_boxes(box(result.size)) for result in annotated]
+        counts = count_detections(found, true, 1)
+        for metric, (select_counts, score) in _METRICS.items():
+            scores[metric][name] = float(score(select_counts(counts).sum(0)))
+        scores[COCO][name] = coco_average_precision(found, true)
+    return {metric: Baseline.best(by_box) for metric, by_box in scores.items()}
 
 
-def judged_images(results: Sequence[ImageResult]) -> list[ImageResult]:
-    """Return the images with ground truth."""
+def select_annotated(results: Sequence[ImageResult]) -> list[ImageResult]:
     return [result for result in results if result.true_boxes is not None]
 
 
-def counted(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: int) -> AllCounts:
-    """Return `detection_counts` of each image, whose found boxes have the surest first."""
+def as_boxes(corners: Any) -> Boxes:
+    """Return one box or a list of boxes as an array of boxes."""
+    return np.array(corners, np.float64).reshape(-1, 4)
+
+
+def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: int) -> AllCounts:
+    """Return `detection_counts` of each image. Its boxes are in descending order of confidence."""
     pairs = zip(found, true, strict=True)
     return np.stack(
         [detection_counts(f, np.arange(len(f)), t, num_ranks=num_ranks) for f, t in pairs]
     )
 
 
-def boxes_of(corners: Any) -> Boxes:
-    """One box or several as an array; none as an empty one."""
-    return np.array(corners, np.float64).reshape(-1, 4)
-
-
-def in_one_rank(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:
-    """The same boxes, each as sure as the others."""
+def merge_ranks(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:
+    """Return the counts as if all boxes had the same rank."""
     return np.stack([counts[:, 0], counts[:, 1:].sum(1)], axis=1)
 
 
 _METRICS: dict[str, tuple[Callable[[AllCounts], np.ndarray], Callable[[Any], Any]]] = {
     "ap": (lambda counts: counts, average_precision),
-    # All boxes, and those that are right at the first IoU, 1/2.
+    # The number of all boxes, and of those that are correct at the first threshold, 0.5.
     "ap50": (lambda counts: counts[:, :, :2], average_precision),
-    "ar100": (in_one_rank, average_recall),
+    "ar100": (merge_ranks, average_recall),
 }
-"""What of the counts a metric takes, and what it makes of their sum."""
+"""Functions of each metric: one selects counts, the other computes the score of their sum."""
 
 
 def detection_counts(
@@ -181,33 +178,36 @@ def detection_counts(
     *,
     num_ranks: int,
 ) -> Int64[np.ndarray, "ranks_and_truth thresholds_and_all"]:
-    """What an image contributes to `ssl_bench.scores.average_precision`.
+    """Return the counts of an image for `ssl_bench.scores.average_precision`.
 
-    At each of `IOU_THRESHOLDS` a found box takes, in turn, the true box that it overlaps most of
-    those that none has taken before it, the last one of several, and is right if that is enough.
+    Found boxes are matched in the order of their ranks, for each of `IOU_THRESHOLDS` separately. A
+    found box is matched to the free true box with the largest IoU, if the IoU reaches the
+    threshold. If several true boxes have the same IoU, it is matched to the last one.
 
     Args:
-        found: Of which the surest `MOST_DETECTIONS` count.
-        ranks: How sure each is, 0 the most; of one rank the first box matches first.
+        found: Found boxes. Only the `MOST_DETECTIONS` most confident boxes are counted.
+        ranks: Rank of each found box. Rank 0 is the most confident. In the same rank, the first box
+            is matched first.
         true: All true boxes.
-        num_ranks: How many ranks there are.
+        num_ranks: Number of ranks.
 
     Source: evaluateImg of pycocotools' COCOeval, without crowds.
     """
-    # Here, because a plan need not wait for torchvision.
+    # torchvision is imported here, because plans do not need it.
     from torchvision.ops import box_iou
 
     order = np.argsort(ranks, kind="stable")[:MOST_DETECTIONS]
     counts = np.zeros((1 + num_ranks, 1 + len(IOU_THRESHOLDS)), np.int64)
     counts[0, 0] = len(true)
-    free = np.ones((len(_ENOUGH), len(true)), bool)
+    free = np.ones((len(IOU_THRESHOLDS), len(true)), bool)
     ious = box_iou(torch.from_numpy(found[order]), torch.from_numpy(true)).numpy()
     for rank, overlaps in zip(ranks[order], ious, strict=True):
         counts[1 + rank, 0] += 1
         if len(true):
-            fitting = np.where(free & (overlaps >= _ENOUGH[:, None]), overlaps, -1.0)
-            taken = len(true) - 1 - fitting[:, ::-1].argmax(1)
-            right = fitting.max(1) >= 0
-            free[right, taken[right]] = False
-            counts[1 + rank, 1:] += right
+            reached = overlaps >= IOU_THRESHOLDS[:, None]
+            candidates = np.where(free & reached, overlaps, -1.0)
+            matched = len(true) - 1 - candidates[:, ::-1].argmax(1)
+            is_correct = candidates.max(1) >= 0
+            free[is_correct, matched[is_correct]] = False
+            counts[1 + rank, 1:] += is_correct
     return counts

@@ -46,7 +46,9 @@ from ssl_bench.system.paths import cache_folder
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
 TOKEN_METRICS = ("outlier_share", "cls_patch_cosine", "register_patch_cosine", "position_r2")
-# Possible values of the metrics that have an interval.
+# Possible values of the metrics that have an interval. The other metrics are ranks and exponents of
+# spectra. Resampling images lowers every rank, so it would show the effect of fewer images, and not
+# how uncertain the rank of this many images is.
 _RANGES: Mapping[str, Interval] = {
     "alignment": (0.0, 4.0),
     "uniformity": (-8.0, 0.0),
@@ -55,9 +57,6 @@ _RANGES: Mapping[str, Interval] = {
     "register_patch_cosine": (-1.0, 1.0),
     "position_r2": (-math.inf, 1.0),
 }
-# Resampling images lowers every rank. It would show the effect of fewer images, and not how
-# uncertain the rank of this many images is.
-_WITHOUT_INTERVAL = ("rankme", "alpha_req", "effective_rank", "lidar")
 _NO_INTERVAL = "it depends on the number of images; compare on as many"
 _FEW = "fewer than three images"
 _ZERO = "a vector of zeros has no direction"
@@ -103,9 +102,9 @@ class Geometry(Probe):
         crop_share: Side of the central square, relative to the shorter side of the image.
         view_images: Number of images that are also encoded as random views, for LiDAR and
             alignment.
-        views: Number of views of each of these images. They are random crops. Half of them are
+        views: Number of random crops of each of the `view_images` images. Half of the crops are
             flipped horizontally.
-        view_area: Smallest and largest area of a crop, relative to the image.
+        view_area: Smallest and largest area of a random crop, relative to the image.
         lidar_delta: Constant that LiDAR adds to the diagonal of the covariance of views.
         alpha_ranks: First and last eigenvalue that alpha-ReQ is fitted to, 1-based.
         pair_images: Number of images whose pairs are compared for uniformity.
@@ -156,7 +155,12 @@ class Geometry(Probe):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Encode views and images, then score one layer after the other.
 
-        A score that the encoder or the dataset does not allow is NaN, and its details state why.
+        A score that the encoder or the dataset does not allow is NaN, and its details state why. If
+        the run is killed, the next run reuses all finished views. It encodes the central squares
+        again.
+
+        Raises:
+            UnfitEncoder: `facet` includes "cls", and the encoder has no [CLS] token.
         """
         images = self.split(context.dataset)
         subsets = draw_subsets(self, len(images), context.seed)
@@ -302,7 +306,7 @@ class Geometry(Probe):
             return
         r2 = torch.cat(regression.r2).cpu().numpy()
         details = {"penalty": regression.fit.penalty, "num_held_out": len(r2)}
-        # The interval covers the choice of the scored images, but not that of the training images.
+        # The interval accounts for the choice of the scored images. It treats the fit as fixed.
         yield _score(cell, "position_r2", mean_estimate(r2), count, details)
 
     def _extractor(self, context: ProbeContext, more: Iterable[Facet] = ()) -> FeatureExtractor:
@@ -328,18 +332,18 @@ def _score(
     num_images: int,
     details: dict[str, Any],
 ) -> Score:
-    """Return a score. A `Jackknife` gets Student's interval, clipped to the range of the metric."""
-    if not isinstance(estimate, Jackknife):
-        value, margin = estimate, math.nan
-    else:
+    """Return a score. A jackknife estimate gets an interval, clipped to the range of the metric."""
+    if isinstance(estimate, Jackknife):
         value, margin = estimate.value, estimate.margin
+    else:
+        value, margin = estimate, math.nan
     ci95 = None
     if not math.isnan(value) and not math.isnan(margin):
         low, high = _RANGES[metric]
         ci95 = max(low, value - margin), min(high, value + margin)
     if math.isnan(value):
         details = {"undefined": _UNDEFINED[metric], **details}
-    elif metric in _WITHOUT_INTERVAL:
+    elif metric not in _RANGES:
         details = {"no_interval": _NO_INTERVAL, **details}
     unit = "%" if metric == "outlier_share" else ""
     return Score(*cell, metric, value, ci95, num_images, details, unit=unit)
@@ -465,7 +469,10 @@ def _unit_or_nan(vectors: Float64[Tensor, "*batch dim"]) -> Float64[Tensor, "*ba
 
 
 def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
-    """Return the percentage of patches with a norm above `factor` times the median of the image."""
+    """Return the percentage of patches whose norm is above `factor` times the median norm.
+
+    The median is that of the patches of the same image.
+    """
     # Scaling by a power of two is exact. It keeps the squares within the range of float32.
     scaled = patches / power_of_two(patches.abs().amax((1, 2, 3), keepdim=True))
     norms = scaled.norm(dim=-1).flatten(1).sort(1).values
@@ -550,7 +557,7 @@ class PositionFit:
     penalty: float
 
     def r2(self, patches: Patches) -> Float64[Tensor, " images"]:
-        """Return 1 - squared error / variance for each image, the mean over rows and columns.
+        """Return R^2 = 1 - squared error / variance of each image, averaged over both axes.
 
         An axis with a single patch has no variance and is left out. With a single patch in total,
         the result is NaN.

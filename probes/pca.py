@@ -1,14 +1,15 @@
 """PCA maps: three principal components of the patch features as red, green and blue.
 
-In the order of a run: what is asked (`PCA`), features, components, foreground, colours that agree
-between maps, score, pictures, and the maps that other checkpoints are aligned with.
+The file follows a run: the probe (`PCA`), features, principal components, foreground, maps whose
+colours agree, the score, figures, and reference maps of other checkpoints.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from glob import escape
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch.nn.functional import interpolate
 from probes.features.moments import Moments
 from probes.features.stream import fetch_finite
 from probes.features.views import resize_bicubic
-from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
+from probes.pictures import Picture, blocks_name, draw_heading, save_sheet, save_svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sampled, sampled_numbers
@@ -32,17 +33,21 @@ from ssl_bench.system.files import open_regular, write_atomically
 from ssl_bench.system.paths import encoder_folder_prefix, expand_path, figure_file_name, file_name
 from ssl_bench.system.process import reraise_out_of_memory
 
-FILE = "reference.npz"
-"""Maps that others are aligned with, beside the pictures."""
+REFERENCE_FILE = "reference.npz"
+"""File next to the figures, with the maps that other checkpoints can be aligned with."""
 NUM_COMPONENTS = 3
 PERCENTILES = (1.0, 99.0)
-SMALL_SPREAD = 10.0
-"""Percent of the mean square; a variance below it is said beside a map."""
-_AT_LEAST = 224
-# Features that are equal but for the rounding of float32 count as constant.
+LOW_VARIANCE = 10.0
+"""If the variance is below this percentage of the mean square, the title of a map states it."""
+# Smallest default of the longer side in pixels.
+_MIN_DEFAULT_SIZE = 224
+# Features whose variance is below this share of their mean square are constant up to rounding.
 _CONSTANT = 1e-12
-_TILES_A_ROW = 13
+_MAX_TILES_IN_ROW = 13
 
+T = TypeVar("T")
+PatchFeatures = Float[Tensor, "_rows _cols _dim"]
+"""Features of the patches of one image."""
 Map = Float64[Tensor, "_rows _cols 3"]
 """Three components of the patches of one image."""
 Mask = Bool[Tensor, "_rows _cols"]
@@ -51,33 +56,35 @@ Colours = UInt8[np.ndarray, "_rows _cols 3"]
 
 @dataclass(frozen=True)
 class PCA(Probe):
-    """PCA maps of some images of a dataset, in colours that agree between blocks.
+    """PCA maps of some images, in colours that agree between blocks.
+
+    The score is the percentage of the variance that three principal components explain. Nothing is
+    trained.
 
     Attributes:
-        protocol: "image" fits the components on each image, "batch" on all drawn images, "dataset"
-            on all images of the dataset; with these two a colour means the same in every image.
-        facet: What is projected: token, token_normed, key, query, value, attn_out, attn_skip,
+        protocol: Images that the components are fitted to. "image" fits them to each image alone,
+            "batch" to all drawn images, and "dataset" to all images of the dataset. With "batch"
+            and "dataset", a colour means the same in every image.
+        facet: Facet to project: token, token_normed, key, query, value, attn_out, attn_skip,
             mlp_hidden, mlp_out, or a submodule of a block.
-        panels: How many images are projected and drawn, from all over the set.
-        image_size: Longer side in pixels, a multiple of the patch, to which the other side is
-            rounded. Without it the encoder's own, and at least 224.
-        own_size: What that is, known once the encoder is; another one is in the name of the folder
-            of pictures.
-        squash: Side of the square that images are squashed to instead, whatever their shape; that
-            of an encoder that takes no other size.
-        background: "keep", or "first_component": patches on one side of the first component are
-            left out and the components fitted again without them; see `foreground`.
-        align_to: Folder of pictures, or name of a checkpoint that was probed into the same folder
-            with the same protocol, whose colours are taken over; null for the checkpoint's own
-            last block.
-        grid: What the overview is saved as: png, svg or both.
+        panels: Number of images to project and draw. They are taken from the whole dataset.
+        image_size: Longer side of the images in pixels, a multiple of the patch size. The other
+            side is rounded to such a multiple. Null for the larger of 224 and the encoder's native
+            size.
+        squash: Side of squares that images are resized to instead, without keeping their aspect
+            ratio. It is set automatically for encoders that accept only one size.
+        background: How to treat patches of the background. "keep" shows them. "first_component"
+            removes the patches on one side of the first component, and fits the components again.
+        align_to: Folder of PCA figures whose colours are used, or the name of a checkpoint. The
+            checkpoint must have been probed on the same images with the same protocol and output
+            folder. Null for the colours of the encoder's own last block.
+        grid: File format of the overview.
     """
 
     protocol: Literal["image", "batch", "dataset"] = "image"
     facet: str = "token"
     panels: Count = 8
     image_size: Pixels | None = None
-    own_size: int | None = field(default=None, init=False)
     squash: Pixels | None = None
     background: Literal["keep", "first_component"] = "keep"
     align_to: FilePath | None = None
@@ -86,15 +93,17 @@ class PCA(Probe):
     task = "pca"
     role = "images"
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
-    # What is drawn and how, not what the variance is.
-    excluded_from_identity = ("protocol", "facet", "align_to", "grid", "own_size")
+    # Records store protocol and facet in other columns. The other two only change figures.
+    excluded_from_identity = ("protocol", "facet", "align_to", "grid")
+    # Default of `image_size` for the encoder. Other sizes are in the name of the figure folder.
+    _default_size: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.protocol == "dataset" and self.background != "keep":
             raise ConfigurationError(
-                "the images pass the encoder once with probe.protocol=dataset, got "
-                f"probe.background={self.background}",
+                "probe.protocol=dataset reads the images only once and cannot remove the "
+                f"background, got probe.background={self.background}",
                 hint=("probe.background=keep",),
             )
 
@@ -105,9 +114,9 @@ class PCA(Probe):
         return dataset.images()
 
     def settings(self) -> dict[str, Any]:
-        # Records of before `squash` had none.
-        found = super().settings().items()
-        return {name: value for name, value in found if (name, value) != ("squash", None)}
+        # Records that are older than `squash` do not have this setting.
+        values = super().settings().items()
+        return {name: value for name, value in values if (name, value) != ("squash", None)}
 
     @property
     def resize(self) -> Resize:
@@ -119,123 +128,239 @@ class PCA(Probe):
         return replace(self, image_size=side, squash=side)
 
     def with_native_size(self, native_size: tuple[int, int]) -> "PCA":
-        """The same with images of a size, for an encoder with images of that one."""
-        own_size = max(_AT_LEAST, *native_size)
-        fitted = replace(self, image_size=self.image_size or own_size)
-        object.__setattr__(fitted, "own_size", own_size)
-        return fitted
+        default_size = max(_MIN_DEFAULT_SIZE, *native_size)
+        probe = replace(self, image_size=self.image_size or default_size)
+        object.__setattr__(probe, "_default_size", default_size)
+        return probe
 
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
-        together = [f"{blocks_name(layers)}.{kind}" for kind in self.grid_kinds]
-        shown = {f"{self.kind}/{name}": layers for name in (*together, FILE)}
+        names = [*self._overview_names(layers), REFERENCE_FILE]
+        figures = {f"{self.figure_folder}/{name}": layers for name in names}
         for image_id in sampled(images.ids, self.panels):
             for layer in layers:
-                shown[f"{self.kind}/block{layer:02d}/{figure_file_name(image_id)}"] = [layer]
-        return shown
+                figures[f"{self.figure_folder}/{_tile_name(layer, image_id)}"] = [layer]
+        return figures
 
     @property
-    def grid_kinds(self) -> tuple[str, ...]:
-        """Ends of the names of the overviews."""
-        return ("png", "svg") if self.grid == "both" else (self.grid,)
-
-    @property
-    def kind(self) -> str:
-        """Name of the folder of the pictures, with what their colours are aligned with."""
+    def figure_folder(self) -> str:
+        """Return the name of the folder of figures. It contains the name in `align_to`."""
         if self.align_to is None:
-            return self._own_kind
-        return f"{self._own_kind}-as-{file_name('-'.join(Path(self.align_to).parts[-2:]))}"
+            return self._unaligned_folder
+        return f"{self._unaligned_folder}-as-{file_name('-'.join(Path(self.align_to).parts[-2:]))}"
 
     @property
-    def _own_kind(self) -> str:
-        more = [self.scored_facet] if self.scored_facet != "token" else []
-        more += ["foreground"] if self.background != "keep" else []
-        more += [f"{self.image_size}px"] if self.own_size not in (None, self.image_size) else []
-        return "-".join([self.protocol, *more])
+    def _unaligned_folder(self) -> str:
+        parts: list[str] = [self.protocol]
+        parts += [self.scored_facet] if self.scored_facet != "token" else []
+        parts += ["foreground"] if self.background != "keep" else []
+        has_default_size = self._default_size in (None, self.image_size)
+        parts += [] if has_default_size else [f"{self.image_size}px"]
+        return "-".join(parts)
+
+    def _overview_names(self, layers: Sequence[int]) -> list[str]:
+        formats = ("png", "svg") if self.grid == "both" else (self.grid,)
+        return [f"{blocks_name(layers)}.{extension}" for extension in formats]
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Draw the maps, then score the variance that three components explain."""
+        """Draw the maps, and score the variance that three components explain."""
         images = self.split(context.dataset)
-        drawn = sampled_numbers(images.ids, self.panels)
-        if len(drawn) < len(images):
-            line = f"pca: only {len(drawn)} of {len(images)} images are projected"
+        numbers = sampled_numbers(images.ids, self.panels)
+        if len(numbers) < len(images):
+            line = f"pca: only {len(numbers)} of {len(images)} images are projected"
             context.say(with_hint(line, hint=("--pictures", str(len(images)))))
-        samples = [images[number] for number in drawn]
-        given = None
-        if self.align_to is not None:
-            folder = reference_folder(self.align_to, context.artifacts, self._own_kind)
-            source, given = load_reference(folder, [sample.image_id for sample in samples])
-            context.say(f"pca: colours aligned with {source}")
-        # The last block of the kind of the asked ones, so that colours hang on no other command.
+        samples = [images[number] for number in numbers]
+        reference = None if self.align_to is None else self._load_reference(context, samples)
+        # The reference is the last block even if it is not requested. Colours of a block are
+        # therefore the same in every command.
         encoder = context.encoder
-        kinds = [layers for _, layers in encoder.stages(range(encoder.depth))]
-        (last,) = (layers[-1] for layers in kinds if context.layers[0] in layers)
+        stages = [layers for _, layers in encoder.stages(range(encoder.depth))]
+        (last,) = (layers[-1] for layers in stages if context.layers[0] in layers)
         layers = tuple(dict.fromkeys((*context.layers, last)))
         try:
-            features, moments = features_of(self, context, images, samples, layers)
+            features, moments = self._extract(context, images, samples, layers)
         except CheckpointError:
             if layers == context.layers:
                 raise
-            # A last block that is not finite lends its colours to nobody.
-            layers = context.layers
-            features, moments = features_of(self, context, images, samples, layers)
-        blocks = {
-            layer: _fit(self, [f[layer] for f in features], moments.get(layer)) for layer in layers
-        }
-        _draw(self, context, blocks, samples, given)
+            # The last block, which was not requested, may be the one that is not finite.
+            features, moments = self._extract(context, images, samples, context.layers)
+        blocks = {layer: self._fit(maps, moments.get(layer)) for layer, maps in features.items()}
+        self._draw(context, blocks, samples, reference)
         num_images = len(images) if self.protocol == "dataset" else len(samples)
         for layer in context.layers:
-            yield _score(self, layer, blocks[layer], num_images)
+            yield self._score(layer, blocks[layer], num_images)
+
+    def _load_reference(self, context: ProbeContext, samples: Sequence[Sample]) -> list[Map]:
+        folder = find_reference(str(self.align_to), context.artifacts, self._unaligned_folder)
+        source, maps = load_reference(folder, [sample.image_id for sample in samples])
+        context.say(f"pca: colours aligned with {source}")
+        return maps
+
+    def _extract(
+        self,
+        context: ProbeContext,
+        images: ImageSet,
+        samples: Sequence[Sample],
+        layers: Sequence[int],
+    ) -> tuple[dict[int, list[PatchFeatures]], dict[int, Moments]]:
+        """Return the features of the drawn images by layer, and moments over the whole dataset.
+
+        Moments are computed for protocol=dataset only.
+
+        Raises:
+            CheckpointError: Features are not finite.
+        """
+        extractor = context.extractor(layers, self.scored_facet)
+        resize = self.with_native_size(context.encoder.native_size).resize
+        reads_all = self.protocol == "dataset"
+        total = len(images) if reads_all else len(samples)
+        drawn_ids = {sample.image_id for sample in samples}
+        features: dict[int, list[PatchFeatures]] = {layer: [] for layer in layers}
+        moments = {layer: Moments() for layer in layers} if reads_all else {}
+        for number in context.progress(range(total), "pca", total):
+            sample = images[number] if reads_all else samples[number]
+            height, width, _ = sample.image.shape
+            size = resize.output_size(height, width, extractor.patch_size)
+            image = resize_bicubic(sample.image, *size)
+            blocks, sums = extractor.extract_unchecked(image[None])
+            on_device = [facets[self.scored_facet][0] for facets in blocks.values()]
+            on_host = fetch_finite(extractor, sums, [sample.image_id], on_device)
+            for layer, block_features in zip(blocks, on_host, strict=True):
+                if reads_all:
+                    moments[layer].add(block_features.flatten(0, 1))
+                if sample.image_id in drawn_ids:
+                    features[layer].append(block_features)
+        return features, moments
+
+    def _fit(self, features: Sequence[PatchFeatures], moments: Moments | None) -> "BlockMaps":
+        """Fit the components of a block, to `moments` if they are given, and project the images."""
+        block = BlockMaps([], [], [])
+        for group in self._groups(features):
+            masks = [torch.ones(f.shape[:2], dtype=torch.bool) for f in group]
+            if self.background == "first_component":
+                masks = foreground_masks(group)
+            if moments is None:
+                tokens = torch.cat([f[mask] for f, mask in zip(group, masks, strict=True)])
+                projection = fit_projection(tokens)
+            else:
+                projection = principal_components(moments)
+            # Patches outside the mask are 0, so that they do not affect the alignment.
+            maps = [projection.apply(f) * m[..., None] for f, m in zip(group, masks, strict=True)]
+            block.projections.append(projection)
+            block.maps.extend(orient_signs(maps, masks))
+            block.masks.extend(masks)
+        return block
+
+    def _groups(self, values: Sequence[T]) -> list[Sequence[T]]:
+        """Split values of images into groups that share components and colours."""
+        return [[value] for value in values] if self.protocol == "image" else [values]
+
+    def _score(self, layer: int, block: "BlockMaps", num_images: int) -> Score:
+        by_component = torch.stack([p.explained for p in block.projections]).numpy()
+        explained = by_component.sum(1)
+        ci95 = mean_estimate(explained).ci95() if self.protocol == "image" else None
+        details: dict[str, Any] = {
+            "num_constant": int((explained == 0).sum()),
+            "explained_by_component": by_component.mean(0).tolist(),
+            "spread_percent": float(np.mean([p.spread for p in block.projections])),
+        }
+        if self.background != "keep":
+            share = torch.cat([mask.flatten() for mask in block.masks]).double().mean()
+            details["foreground_percent"] = 100 * float(share)
+        value, facet = float(explained.mean()), self.scored_facet
+        return Score(layer, facet, "explained_variance", value, ci95, num_images, details)
+
+    def _draw(
+        self,
+        context: ProbeContext,
+        blocks: Mapping[int, "BlockMaps"],
+        samples: Sequence[Sample],
+        reference: list[Map] | None,
+    ) -> None:
+        """Draw a tile for each block and image, and the overview. Save the reference maps."""
+        folder = context.artifacts / self.figure_folder
+        # For each image, the map of the last block that is not constant.
+        own_maps = []
+        for i in range(len(samples)):
+            varying = [layer for layer, b in blocks.items() if not b.projection(i).is_constant]
+            own_maps.append(blocks[max(varying or blocks)].maps[i])
+        reference = own_maps if reference is None else reference
+        aligned = self._align(own_maps, reference)
+        ids = [sample.image_id for sample in samples]
+        save_reference(folder, context.encoder.name, dict(zip(ids, aligned, strict=True)))
+        rows = [[Picture(sample.image, (sample.image_id,))] for sample in samples]
+        for layer in context.layers:
+            block = blocks[layer]
+            groups = zip(
+                self._groups(self._align(block.maps, reference)),
+                self._groups(block.masks),
+                strict=True,
+            )
+            colours = [image for maps, masks in groups for image in to_colours(maps, masks)]
+            for i, (sample, row) in enumerate(zip(samples, rows, strict=True)):
+                # A map of a squashed image is drawn with the aspect ratio of the photograph.
+                height, width = sample.image.shape[:2]
+                shape = None if self.squash is None else (height, width)
+                row.append(Picture(colours[i], (block.title(layer, i),), shape))
+                tiles = [picture.tile() for picture in (row[0], row[-1])]
+                save_sheet([tiles], folder / _tile_name(layer, sample.image_id))
+        self._draw_overview(context, folder, rows)
+        for layer in context.layers:
+            projections = blocks[layer].projections
+            if constant := sum(projection.is_constant for projection in projections):
+                context.say(
+                    f"pca: block {layer}: {constant} of {len(projections)} maps are constant"
+                )
+
+    def _align(self, maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
+        groups = zip(self._groups(maps), self._groups(reference), strict=True)
+        return [one_map for group in groups for one_map in align_maps(*group)]
+
+    def _draw_overview(
+        self, context: ProbeContext, folder: Path, rows: Sequence[Sequence[Picture]]
+    ) -> None:
+        """Draw all images and maps in one figure. Each of the `rows` contains one image."""
+        fitted = {
+            "image": "fitted to each image",
+            "batch": f"fitted to these {len(rows)} images",
+            "dataset": "fitted to the whole dataset",
+        }
+        is_partial = self.background != "keep"
+        left_out = ", one side of the first component left out" if is_partial else ""
+        line = (
+            f"{context.encoder.name}: three principal components of {self.scored_facet} features, "
+            f"{fitted[self.protocol]}{left_out}; above, their share of the variance "
+            f"(and the variance in percent of the mean square, where below {LOW_VARIANCE:g})"
+        )
+        # Images with few blocks share a row.
+        step = max(1, _MAX_TILES_IN_ROW // (1 + len(context.layers)))
+        rows = [list(chain(*rows[i : i + step])) for i in range(0, len(rows), step)]
+        for name in self._overview_names(context.layers):
+            if name.endswith(".svg"):
+                save_svg_sheet(rows, folder / name, line)
+            else:
+                tiles = [[picture.tile() for picture in row] for row in rows]
+                save_sheet([[draw_heading(line)], *tiles], folder / name)
 
 
-def features_of(
-    probe: PCA,
-    context: ProbeContext,
-    images: ImageSet,
-    samples: Sequence[Sample],
-    layers: Sequence[int],
-) -> tuple[list[dict[int, Float[Tensor, "_rows _cols _dim"]]], dict[int, Moments]]:
-    """Features of the drawn samples by layer; sums over all images where the protocol wants them.
-
-    Raises:
-        CheckpointError: features are not finite.
-    """
-    extractor = context.extractor(layers, probe.scored_facet)
-    whole = probe.protocol == "dataset"
-    total = len(images) if whole else len(samples)
-    shown = {sample.image_id for sample in samples}
-    resize = probe.with_native_size(context.encoder.native_size).resize
-    kept = []
-    moments = {layer: Moments() for layer in layers} if whole else {}
-    for number in context.progress(range(total), "pca", total):
-        sample = images[number] if whole else samples[number]
-        height, width, _ = sample.image.shape
-        size = resize.output_size(height, width, extractor.patch_size)
-        image = resize_bicubic(sample.image, *size)
-        blocks, sums = extractor.extract_unchecked(image[None])
-        maps = [facets[probe.scored_facet][0] for facets in blocks.values()]
-        maps = fetch_finite(extractor, sums, [sample.image_id], maps)
-        found = dict(zip(blocks, maps, strict=True))
-        for layer, some in moments.items():
-            some.add(found[layer].flatten(0, 1))
-        if not whole or sample.image_id in shown:
-            kept.append(found)
-    return kept, moments
+def _tile_name(layer: int, image_id: str) -> str:
+    return f"block{layer:02d}/{figure_file_name(image_id)}"
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Where features are projected to.
+    """Three principal components.
 
     Attributes:
-        mean: Subtracted first.
-        components: Unit rows, by falling variance; the entry of largest magnitude is positive.
-        deviations: Standard deviation along each component, by which projections are divided.
-        explained: Percent of the variance along each component; 0 for constant features.
-        spread: The variance in percent of the mean square of the features; small where all
-            patches are nearly the same, which a map in full contrast hides.
+        mean: Mean of the features.
+        components: Unit vectors, sorted by decreasing variance. Features with fewer than three
+            channels have zeros instead of further components.
+        deviations: Standard deviation of the features along each component.
+        explained: Percentage of the variance along each component, or 0 for constant features.
+        spread: Variance in percent of the mean square of the features. If it is small, all patches
+            are nearly equal, which a map in full contrast does not show.
     """
 
     mean: Float64[Tensor, " dim"]
@@ -249,75 +374,78 @@ class Projection:
         return not bool(self.explained.any())
 
     def apply(self, features: Float[Tensor, "rows cols dim"]) -> Map:
-        """Components of unit variance; 0 where there is no variance."""
+        """Project features, and divide by the standard deviations. Constant components are 0."""
         if self.is_constant:
             return torch.zeros(*features.shape[:2], NUM_COMPONENTS, dtype=torch.float64)
         projected = (features.double() - self.mean) @ self.components.T
         return torch.where(self.deviations > 0, projected / self.deviations.clamp(min=1e-300), 0.0)
 
 
-def projection_of(moments: Moments) -> Projection:
-    """The first three principal components, with signs that do not depend on the solver."""
+def fit_projection(tokens: Float[Tensor, "tokens dim"]) -> Projection:
+    """Compute the first three principal components of tokens in float64."""
+    return principal_components(Moments().add(tokens))
+
+
+def principal_components(moments: Moments) -> Projection:
+    """Compute the first three principal components.
+
+    The entry of largest magnitude of each component is positive, so signs do not depend on the
+    eigensolver.
+    """
     variances, vectors = torch.linalg.eigh(moments.covariance)
     variances = variances.clamp(min=0)
     components = vectors[:, -NUM_COMPONENTS:].flip(1).T
     largest = components.gather(1, components.abs().argmax(1, keepdim=True))
     mean = moments.mean
     total = variances.sum()
-    energy = mean.square().sum() + total
-    varies = total > _CONSTANT * energy
+    mean_square = mean.square().sum() + total
+    varies = total > _CONSTANT * mean_square
     top = variances[-NUM_COMPONENTS:].flip(0)
-    # Rounding would be stretched to full contrast where features have fewer dimensions.
+    # Without this, rounding errors would be stretched to full contrast if the rank is below three.
     top = torch.where(top > _CONSTANT * total, top, 0.0)
     return Projection(
         mean=mean,
-        components=_padded(components * largest.sign()),
-        deviations=_padded(top.sqrt()),
-        explained=_padded(100 * top / total if varies else torch.zeros_like(top)),
-        spread=float(100 * total / energy) if varies else 0.0,
+        components=_pad_components(components * largest.sign()),
+        deviations=_pad_components(top.sqrt()),
+        explained=_pad_components(100 * top / total if varies else torch.zeros_like(top)),
+        spread=float(100 * total / mean_square) if varies else 0.0,
     )
 
 
-def _padded(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " components *dim"]:
-    """With zeros for the components that features of fewer than three channels lack."""
+def _pad_components(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " components *dim"]:
+    """Append zeros for components that features of fewer than three channels lack."""
     missing = torch.zeros(NUM_COMPONENTS - len(values), *values.shape[1:], dtype=torch.float64)
     return torch.cat([values, missing])
 
 
-def fit_projection(tokens: Float[Tensor, "tokens dim"]) -> Projection:
-    """Principal components of tokens in float64."""
-    return projection_of(Moments().add(tokens))
+def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
+    """Split the patches of all images by their first principal component, and return one side.
 
+    The threshold separates the two most compact groups (exact 2-means in one dimension). The side
+    with the smaller share of patches on the image borders is returned. This assumes that objects
+    are near the centre, and is no segmentation.
 
-def foreground(features: Sequence[Float[Tensor, "_rows _cols dim"]]) -> list[Mask]:
-    """Split patches in two by their first principal component; one side is called foreground.
-
-    The threshold is the one between the two most compact groups (2-means on a line, solved
-    exactly). The foreground is the side that holds the smaller share of the patches on the borders
-    of the images, which are split together: a guess that photographers center what they show.
-    Nothing knows of objects.
-
-    Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1, which sets threshold and side by
-    hand.
+    Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1, where threshold and side are chosen
+    by hand.
     """
-    fit = fit_projection(torch.cat([f.flatten(0, 1) for f in features]))
-    firsts = [fit.apply(f)[..., 0] for f in features]
-    if fit.is_constant:
+    projection = fit_projection(torch.cat([f.flatten(0, 1) for f in features]))
+    firsts = [projection.apply(f)[..., 0] for f in features]
+    if projection.is_constant:
         return [torch.ones_like(first, dtype=torch.bool) for first in firsts]
-    threshold = two_means(torch.cat([first.flatten() for first in firsts]))
+    threshold = two_means_threshold(torch.cat([first.flatten() for first in firsts]))
     above = [first > threshold for first in firsts]
-    border = [torch.ones_like(side) for side in above]
-    for one in border:
-        one[1:-1, 1:-1] = False
-    on_border = torch.cat([side[b] for side, b in zip(above, border, strict=True)]).double().mean()
+    borders = [torch.ones_like(side) for side in above]
+    for border in borders:
+        border[1:-1, 1:-1] = False
+    on_border = torch.cat([side[b] for side, b in zip(above, borders, strict=True)]).double().mean()
     anywhere = torch.cat([side.flatten() for side in above]).double().mean()
-    # Of two sides that are as common on the border as elsewhere, the smaller one.
+    # If the shares on the border and elsewhere are equal, the smaller side is returned.
     is_above = on_border < anywhere or (on_border == anywhere and anywhere <= 0.5)
     return [side == bool(is_above) for side in above]
 
 
-def two_means(values: Float64[Tensor, " values"]) -> float:
-    """The threshold that leaves the least variance within the values below and above it."""
+def two_means_threshold(values: Float64[Tensor, " values"]) -> float:
+    """Return the threshold with the smallest total variance of the values on its two sides."""
     ordered = values.sort().values
     below = torch.arange(1, len(ordered), dtype=torch.float64)
     above = len(ordered) - below
@@ -327,200 +455,99 @@ def two_means(values: Float64[Tensor, " values"]) -> float:
     return float((ordered[cut] + ordered[cut + 1]) / 2)
 
 
-def oriented(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Map]:
-    """Each component with the sign that gives it its longer tail upwards within the masks.
+@dataclass(frozen=True)
+class BlockMaps:
+    """The components of a block, and the maps of the drawn images.
 
-    Unlike a sign by the entries of a component, this one survives a rotation of the features.
+    Attributes:
+        projections: The components of each image, or one entry for all images.
+        maps: Maps of the drawn images.
+        masks: Patches of the drawn images that are shown and that the components were fitted to.
     """
-    shown = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
-    signs = torch.where(shown.pow(3).sum(0) < 0, -1.0, 1.0).double()
+
+    projections: list[Projection]
+    maps: list[Map]
+    masks: list[Mask]
+
+    def projection(self, image: int) -> Projection:
+        return self.projections[image if len(self.projections) > 1 else 0]
+
+    def title(self, layer: int, image: int) -> str:
+        """Return the title of a map: the block and the percentage of explained variance."""
+        projection = self.projection(image)
+        if projection.is_constant:
+            return f"block {layer}: constant"
+        spread = f" ({projection.spread:.2g})" if projection.spread < LOW_VARIANCE else ""
+        return f"block {layer}: {float(projection.explained.sum()):.0f} %{spread}"
+
+
+def orient_signs(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Map]:
+    """Multiply each component by a sign, so that its longer tail within the masks is positive.
+
+    Unlike the signs of `principal_components`, these do not change if the features are rotated.
+    """
+    values = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
+    signs = torch.where(values.pow(3).sum(0) < 0, -1.0, 1.0).double()
     return [m * signs for m in maps]
 
 
-def aligned(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
-    """The maps, turned and mirrored in the space of the three components to meet a reference.
+def align_maps(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
+    """Rotate and reflect the three components of maps, so that they resemble a reference.
 
-    Orthogonal Procrustes: of all turns of components of unit variance, the one with the least
-    squared distance to the reference. Signs, order and mixtures of components of nearly equal
-    variance, which are arbitrary in each of two fits, become the same. A channel of the result is
-    therefore not one component but a mixture of the three; the space that is shown is the same.
-    The reference is of the same images, at whatever resolution.
+    Orthogonal Procrustes: all maps are multiplied by the orthogonal matrix with the smallest
+    squared distance to the reference. Signs, order and mixtures of components with nearly equal
+    variance are arbitrary in each fit. After alignment they agree. A channel of the result is a
+    mixture of the three components, which span the same space as before.
+
+    The reference contains maps of the same images, at any resolution.
 
     Source: P. Schönemann, A generalized solution of the orthogonal Procrustes problem, 1966.
     """
     products = []
-    for one, wanted in zip(maps, reference, strict=True):
-        if wanted.shape != one.shape:
-            channels_first = wanted.permute(2, 0, 1)[None]
-            resized = interpolate(channels_first, size=tuple(one.shape[:2]), mode="bilinear")
-            wanted = resized[0].permute(1, 2, 0)
-        products.append(torch.einsum("rci,rcj->ij", one, wanted))
+    for source, target in zip(maps, reference, strict=True):
+        if target.shape != source.shape:
+            channels_first = target.permute(2, 0, 1)[None]
+            resized = interpolate(channels_first, size=tuple(source.shape[:2]), mode="bilinear")
+            target = resized[0].permute(1, 2, 0)
+        products.append(torch.einsum("rci,rcj->ij", source, target))
     left, _, right = torch.linalg.svd(torch.stack(products).sum(0))
     return [m @ (left @ right) for m in maps]
 
 
-def as_colours(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Colours]:
-    """Stretch each channel over the maps of a block together; what is constant is grey.
+def to_colours(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Colours]:
+    """Return maps as RGB images. Each channel is stretched over all maps together.
 
-    From the first to the 99th percentile, so that one patch of extreme value takes the contrast
-    from no other. Black outside of the masks.
+    The range is from the 1st to the 99th percentile, so that single extreme patches do not reduce
+    the contrast. Constant channels are grey, and patches outside the masks are black.
     """
-    shown = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
-    low, high = np.percentile(shown.numpy(), PERCENTILES, axis=0)
+    values = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
+    low, high = np.percentile(values.numpy(), PERCENTILES, axis=0)
     span = high - low
-    found = []
+    colours = []
     for m, mask in zip(maps, masks, strict=True):
         shares = np.where(span > 0, (m.numpy() - low) / np.where(span > 0, span, 1.0), 0.5)
         stretched = np.rint(255 * shares.clip(0, 1)).astype(np.uint8)
-        found.append(stretched * mask.numpy()[..., None])
-    return found
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    """One block: what was fitted to it, and the maps of the drawn images.
-
-    Attributes:
-        fits: One an image, or one for all.
-        masks: Patches that are shown and that the components were fitted to.
-    """
-
-    fits: list[Projection]
-    maps: list[Map]
-    masks: list[Mask]
-
-    def fit(self, image: int) -> Projection:
-        return self.fits[image if len(self.fits) > 1 else 0]
-
-    def title(self, layer: int, image: int) -> str:
-        """What stands above a map."""
-        fit = self.fit(image)
-        if fit.is_constant:
-            return f"block {layer}: constant"
-        spread = f" ({fit.spread:.2g})" if fit.spread < SMALL_SPREAD else ""
-        return f"block {layer}: {float(fit.explained.sum()):.0f} %{spread}"
-
-
-def _fit(
-    probe: PCA, features: list[Float[Tensor, "_rows _cols _dim"]], sums: Moments | None
-) -> _Fitted:
-    fits, maps, masks = [], [], []
-    for group in [features] if probe.protocol != "image" else [[f] for f in features]:
-        shown = [torch.ones(f.shape[:2], dtype=torch.bool) for f in group]
-        if probe.background == "first_component":
-            shown = foreground(group)
-        tokens = torch.cat([f[mask] for f, mask in zip(group, shown, strict=True)])
-        fits.append(fit_projection(tokens) if sums is None else projection_of(sums))
-        # Outside the masks 0, where it has no say in an alignment.
-        some = [fits[-1].apply(f) * m[..., None] for f, m in zip(group, shown, strict=True)]
-        maps += oriented(some, shown)
-        masks += shown
-    return _Fitted(fits, maps, masks)
-
-
-def _score(probe: PCA, layer: int, block: _Fitted, num_images: int) -> Score:
-    by_component = torch.stack([fit.explained for fit in block.fits]).numpy()
-    explained = by_component.sum(1)
-    ci95 = mean_estimate(explained).ci95() if probe.protocol == "image" else None
-    details: dict[str, Any] = {
-        "num_constant": int((explained == 0).sum()),
-        "explained_by_component": by_component.mean(0).tolist(),
-        "spread_percent": float(np.mean([fit.spread for fit in block.fits])),
-    }
-    if probe.background != "keep":
-        shown = torch.cat([mask.flatten() for mask in block.masks]).double().mean()
-        details["foreground_percent"] = 100 * float(shown)
-    value = float(explained.mean())
-    return Score(layer, probe.scored_facet, "explained_variance", value, ci95, num_images, details)
-
-
-def _draw(
-    probe: PCA,
-    context: ProbeContext,
-    blocks: Mapping[int, _Fitted],
-    samples: Sequence[Sample],
-    given: list[Map] | None,
-) -> None:
-    """A tile for each asked block and image, an overview of all of them, and the reference."""
-    folder, ids = context.artifacts / probe.kind, [sample.image_id for sample in samples]
-    # Of each image the map of the last block that is not constant.
-    own = []
-    for i in range(len(samples)):
-        varying = [layer for layer, block in blocks.items() if not block.fit(i).is_constant]
-        own.append(blocks[max(varying or blocks)].maps[i])
-    reference = own if given is None else given
-    alone = probe.protocol == "image"
-
-    def all_aligned(maps: list[Map]) -> list[Map]:
-        if not alone:
-            return aligned(maps, reference)
-        return [aligned([m], [r])[0] for m, r in zip(maps, reference, strict=True)]
-
-    kept = dict(zip(ids, all_aligned(own), strict=True))
-    save_reference(folder, context.encoder.name, kept)
-    # Of each image its photograph and the maps of the asked blocks.
-    rows = [[Picture(sample.image, (sample.image_id,))] for sample in samples]
-    for layer in context.layers:
-        block = blocks[layer]
-        maps = all_aligned(block.maps)
-        if alone:
-            pairs = zip(maps, block.masks, strict=True)
-            colours = [as_colours([one], [mask])[0] for one, mask in pairs]
-        else:
-            colours = as_colours(maps, block.masks)
-        for i, (sample, row) in enumerate(zip(samples, rows, strict=True)):
-            # The map of an image that was squashed is shown as wide as its photograph.
-            height, width = sample.image.shape[:2]
-            shape = None if probe.squash is None else (height, width)
-            row.append(Picture(colours[i], (block.title(layer, i),), shape))
-            tiles = [picture.tile() for picture in (row[0], row[-1])]
-            sheet([tiles], folder / f"block{layer:02d}" / figure_file_name(sample.image_id))
-    # Several images in a row of the overview where each has few blocks.
-    step = max(1, _TILES_A_ROW // (1 + len(context.layers)))
-    rows = [
-        [picture for row in rows[i : i + step] for picture in row]
-        for i in range(0, len(rows), step)
-    ]
-    fitted = {
-        "image": "fitted to each image",
-        "batch": f"fitted to these {len(samples)} images",
-        "dataset": "fitted to the whole dataset",
-    }
-    left_out = ", one side of the first component left out" if probe.background != "keep" else ""
-    line = (
-        f"{context.encoder.name}: three principal components of {probe.scored_facet} features, "
-        f"{fitted[probe.protocol]}{left_out}; above, their share of the variance "
-        f"(and the variance in percent of the mean square, where below {SMALL_SPREAD:g})"
-    )
-    name = blocks_name(context.layers)
-    if "png" in probe.grid_kinds:
-        tiles = [[picture.tile() for picture in row] for row in rows]
-        sheet([[heading(line)], *tiles], folder / f"{name}.png")
-    if "svg" in probe.grid_kinds:
-        svg_sheet(rows, folder / f"{name}.svg", line)
-    for layer in context.layers:
-        fits = blocks[layer].fits
-        if constant := sum(fit.is_constant for fit in fits):
-            context.say(f"pca: block {layer}: {constant} of {len(fits)} maps are constant")
+        colours.append(stretched * mask.numpy()[..., None])
+    return colours
 
 
 def save_reference(folder: Path, source: str, maps: Mapping[str, Map]) -> None:
-    """Write the aligned maps of a checkpoint by image into a folder of pictures."""
+    """Save aligned maps by image id. `source` is the name of their checkpoint."""
     arrays: dict[str, Any] = {
         "source": np.array(source),
         "images": np.array(list(maps)),
         **{f"map{i}": m.float().numpy() for i, m in enumerate(maps.values())},
     }
-    write_atomically(folder / FILE, lambda file: np.savez_compressed(file, **arrays))
+    write_atomically(folder / REFERENCE_FILE, lambda file: np.savez_compressed(file, **arrays))
 
 
 def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]:
-    """Name of the checkpoint, and its maps of some images, that `save_reference` wrote.
+    """Load the name of the checkpoint and its maps of some images from `save_reference`.
 
     Raises:
-        DataError: the file is missing or damaged, or there is no map of one of the images.
+        DataError: The file is missing or damaged, or does not contain all images.
     """
-    path = folder / FILE
+    path = folder / REFERENCE_FILE
     try:
         with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             source = str(arrays["source"])
@@ -528,56 +555,52 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
                 str(image): torch.from_numpy(arrays[f"map{i}"]).double()
                 for i, image in enumerate(arrays["images"])
             }
-    # A damaged file makes the readers of zip and npy fail in any way.
+    # If the file is damaged, zipfile and numpy may raise any exception.
     except Exception as error:
         reraise_out_of_memory(error)
         raise DataError(
-            f"cannot read {path}; probe the checkpoint to align with first", hint=("--overwrite",)
+            f"cannot read {path}; probe the checkpoint in probe.align_to first",
+            hint=("--overwrite",),
         ) from error
-    missing = [image for image in images if image not in maps]
-    if missing:
+    if missing := [image for image in images if image not in maps]:
         raise DataError(
-            f"the maps of {source} to align with lack the images {', '.join(missing[:3])}"
-            f"{', ...' if len(missing) > 3 else ''}; probe that checkpoint on the same images "
-            "first, with as many pictures",
+            f"the maps of {source} lack {len(missing)} of {len(images)} images, such as "
+            f"{missing[0]}; probe that checkpoint on the same images first",
             hint=("--pictures", "{number}"),
         )
     return source, [maps[image] for image in images]
 
 
-def reference_folder(align_to: str, own: Path, kind: str) -> Path:
-    """Where the maps to align with are.
+def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
+    """Return the folder with the maps to align with.
 
     Args:
-        align_to: A folder, or the beginning of NAME-SHA256 of a checkpoint that was probed before.
-        own: Folder of the pictures of these images, beside those of other checkpoints.
-        kind: Name of the folder in it, which tells protocol and facet.
+        align_to: A folder, or the beginning of NAME-SHA256 of a checkpoint.
+        artifacts: Folder of the figures of this encoder. Other encoders have folders next to it.
+        figure_folder: Name of the folder in `artifacts`, which states protocol and facet.
 
     Raises:
-        ConfigurationError: there is no such folder, or there are several.
+        ConfigurationError: There is no such folder, or there are several.
     """
-    given = expand_path(align_to)
-    if (given / FILE).is_file():
-        return given
-    # Maps of other images, or from before one was replaced, have no colours to give.
-    _, dash, images = own.name.rpartition("-")
-    name = given.parent.name if given.name == "last.safetensors" else given.name
-    known = []
-    # Its own colours, else those that it took over.
-    for of in (escape(kind), f"{escape(kind)}-as-*"):
-        paths = sorted(own.parent.glob(f"*{dash}{images}/{of}/{FILE}"))
-        folders = {path.parent: path.parent.parent.name for path in paths}
-        known += folders.values()
-        found = [
-            one
-            for one, of in folders.items()
-            if of.rsplit("-", 2)[0] == encoder_folder_prefix(name)
-        ]
-        found = found or [one for one, of in folders.items() if of.startswith(name)]
-        if len(found) == 1:
-            return found[0]
-    have = ", ".join(dict.fromkeys(known)) or "none"
+    path = expand_path(align_to)
+    if (path / REFERENCE_FILE).is_file():
+        return path
+    # The names end with a digest of the images. Only maps of the same images can be used.
+    _, dash, digest = artifacts.name.rpartition("-")
+    checkpoint = path.parent.name if path.name == "last.safetensors" else path.name
+    known: list[str] = []
+    # Maps in a checkpoint's own colours are preferred to maps that were aligned with another one.
+    for pattern in (escape(figure_folder), f"{escape(figure_folder)}-as-*"):
+        files = sorted(artifacts.parent.glob(f"*{dash}{digest}/{pattern}/{REFERENCE_FILE}"))
+        encoders = {file.parent: file.parent.parent.name for file in files}
+        known += encoders.values()
+        prefix = encoder_folder_prefix(checkpoint)
+        folders = [f for f, name in encoders.items() if name.rsplit("-", 2)[0] == prefix]
+        folders = folders or [f for f, name in encoders.items() if name.startswith(checkpoint)]
+        if len(folders) == 1:
+            return folders[0]
     raise ConfigurationError(
-        f"expected probe.align_to to be a folder with {FILE} or one checkpoint with maps of "
-        f"{kind!r} of the same images in {own.parent}, got {align_to!r}; there are: {have}"
+        f"probe.align_to must be a folder with {REFERENCE_FILE}, or match exactly one checkpoint "
+        f"with maps {figure_folder!r} of the same images in {artifacts.parent}, got {align_to!r}; "
+        f"there are: {', '.join(dict.fromkeys(known)) or 'none'}"
     )

@@ -1,4 +1,4 @@
-"""Tiles with titles, laid out in rows and saved as PNG or SVG."""
+"""Arrange images with titles in rows, and save them as PNG or SVG."""
 
 import base64
 import io
@@ -19,74 +19,92 @@ LONGEST_TILE = 3 * TILE_HEIGHT
 TITLE_HEIGHT = 18
 MARGIN = 4
 _FONT = ImageFont.load_default(12)
-# Text of an SVG is real text, in whatever font the reader has: about as wide as ours.
+# Fonts with about the width of Pillow's font. Text in an SVG is shown in the reader's font.
 _SVG_FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 _SVG_JPEG_QUALITY = 90
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image and the titles above it, before either is drawn.
+    """An image with titles above it.
+
+    In a figure, its height is `TILE_HEIGHT` and its width at most `LONGEST_TILE`. Small maps keep
+    sharp patches.
 
     Attributes:
-        shape: Height and width, in any unit, of what a squashed image is of.
+        image: RGB image with values from 0 to 255.
+        titles: Lines of text. Titles that are wider than `LONGEST_TILE` are shortened.
+        shape: Height and width that define the aspect ratio in the figure. None for those of the
+            image. An image that was resized to a square is drawn in its original aspect ratio.
     """
 
     image: UInt8[np.ndarray, "height width 3"]
     titles: tuple[str, ...]
     shape: tuple[int, int] | None = None
 
+    @property
+    def is_map(self) -> bool:
+        """Return whether the image is so small that single patches must stay visible."""
+        return self.image.shape[0] < TILE_HEIGHT
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the titles, shortened to the largest width."""
+        return [shorten(title, LONGEST_TILE - 2) for title in self.titles]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return width and height of the image in the figure."""
+        return tile_size(self.shape or self.image.shape)
+
+    @property
+    def width(self) -> int:
+        """Return the width of image and titles in the figure."""
+        return max([self.size[0], *(2 + round(_length(line)) for line in self.lines)])
+
     def tile(self) -> Image.Image:
-        return titled(self.image, *self.titles, shape=self.shape)
+        """Draw the image with its titles above it."""
+        resampling = Image.Resampling.NEAREST if self.is_map else Image.Resampling.LANCZOS
+        top = TITLE_HEIGHT * len(self.titles)
+        tile = Image.new("RGB", (self.width, top + TILE_HEIGHT), "white")
+        for number, line in enumerate(self.lines):
+            _write(tile, line, 2 + number * TITLE_HEIGHT)
+        tile.paste(Image.fromarray(self.image).resize(self.size, resampling), (0, top))
+        return tile
 
 
-def titled(
-    image: UInt8[np.ndarray, "height width 3"], *titles: str, shape: tuple[int, int] | None = None
-) -> Image.Image:
-    """A tile of fixed height with its titles above, one a line.
-
-    Small maps keep their sharp patches. A tile is as wide as its titles need; titles that would
-    be wider than `LONGEST_TILE` are shortened, and so are the sides of very wide images.
-    """
-    is_small = image.shape[0] < TILE_HEIGHT
-    resampling = Image.Resampling.NEAREST if is_small else Image.Resampling.LANCZOS
-    picture = Image.fromarray(image).resize(tile_size(shape or image.shape), resampling)
-    lines = [shortened(title, LONGEST_TILE - 2) for title in titles]
-    width = _title_width(titles, picture.width)
-    tile = Image.new("RGB", (width, TILE_HEIGHT + TITLE_HEIGHT * len(lines)), "white")
-    for number, line in enumerate(lines):
-        _write(tile, line, 2 + number * TITLE_HEIGHT)
-    tile.paste(picture, (0, TITLE_HEIGHT * len(lines)))
-    return tile
+def draw_tile(image: UInt8[np.ndarray, "height width 3"], *titles: str) -> Image.Image:
+    """Return a tile of an image with titles above it."""
+    return Picture(image, titles).tile()
 
 
-def heading(text: str) -> Image.Image:
-    """A line of text as a tile of its own."""
+def draw_heading(text: str) -> Image.Image:
+    """Return a tile with a line of text."""
     tile = Image.new("RGB", (2 + round(_length(text)), TITLE_HEIGHT), "white")
     _write(tile, text, 2)
     return tile
 
 
 def tile_size(shape: Sequence[int]) -> tuple[int, int]:
-    """Width and height on its tile of an image of some height and width."""
+    """Return width and height in a figure for an image of the shape "height width"."""
     height, width = shape[:2]
     if width * TILE_HEIGHT > height * LONGEST_TILE:
         return LONGEST_TILE, max(1, round(height * LONGEST_TILE / width))
     return max(1, round(width * TILE_HEIGHT / height)), TILE_HEIGHT
 
 
-def shortened(text: str, width: int) -> str:
-    """Text that is at most `width` pixels wide, without its middle if need be."""
-    kept = len(text)
+def shorten(text: str, width: int) -> str:
+    """Replace the middle of a text by an ellipsis if it is wider than `width` pixels."""
+    length = len(text)
     short = text
-    while _length(short) > width and kept > 2:
-        kept -= 1
-        short = f"{text[: kept // 2]}…{text[len(text) - (kept - kept // 2) :]}"
+    while _length(short) > width and length > 2:
+        length -= 1
+        short = f"{text[: length // 2]}…{text[len(text) - (length - length // 2) :]}"
     return short
 
 
-def sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
-    """Lay tiles out row by row on white and save them as one PNG."""
+def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
+    """Arrange tiles in rows on a white background, and save them as one PNG."""
     width = max(sum(tile.width + MARGIN for tile in row) for row in rows) + MARGIN
     height = sum(max(tile.height for tile in row) + MARGIN for row in rows) + MARGIN
     canvas = Image.new("RGB", (width, height), "white")
@@ -100,28 +118,23 @@ def sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
     save_png(canvas, path)
 
 
-def svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) -> None:
-    """Lay pictures out as `sheet` does and save them as one SVG with real text.
+def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) -> None:
+    """Arrange pictures as `save_sheet` does, and save them as one SVG with real text.
 
-    Small maps are enlarged patch by patch, so that no viewer blurs them; photographs are at twice
-    the size at which they stand.
+    Patches of small maps are enlarged, so that viewers do not blur them. Photographs have twice
+    the resolution at which they are displayed.
     """
     parts = [_svg_text(heading_line, MARGIN, MARGIN + 13)]
-    top, right = (
-        2 * MARGIN + TITLE_HEIGHT,
-        2 * MARGIN + 2 + round(_length(heading_line)),
-    )
+    top, right = 2 * MARGIN + TITLE_HEIGHT, 2 * MARGIN + 2 + round(_length(heading_line))
     for row in rows:
         left, bottom = MARGIN, top
         for picture in row:
-            title_height = TITLE_HEIGHT * len(picture.titles)
-            width, height = tile_size(picture.shape or picture.image.shape)
-            for number, title in enumerate(picture.titles):
-                line = shortened(title, LONGEST_TILE - 2)
+            for number, line in enumerate(picture.lines):
                 parts.append(_svg_text(line, left, top + number * TITLE_HEIGHT + 13))
-            parts.append(_svg_image(picture.image, left, top + title_height, width, height))
-            left += _title_width(picture.titles, width) + MARGIN
-            bottom = max(bottom, top + title_height + height)
+            image_top = top + TITLE_HEIGHT * len(picture.titles)
+            parts.append(_svg_image(picture, left, image_top))
+            left += picture.width + MARGIN
+            bottom = max(bottom, image_top + picture.size[1])
         top, right = bottom + MARGIN, max(right, left)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{right}" height="{top}" '
@@ -132,24 +145,22 @@ def svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) 
 
 
 def _svg_text(line: str, left: int, baseline: int) -> str:
-    # As wide as it is in our font: in another one it would run into its neighbour.
+    # A wider font of the reader would overlap the next picture, so the width is fixed.
     width = max(1, round(_length(line)))
     place = f'x="{left + 1}" y="{baseline}" textLength="{width}" lengthAdjust="spacingAndGlyphs"'
     return f"<text {place}>{escape(line)}</text>"
 
 
-def _svg_image(
-    image: UInt8[np.ndarray, "height width 3"], left: int, top: int, width: int, height: int
-) -> str:
-    picture = Image.fromarray(image)
+def _svg_image(picture: Picture, left: int, top: int) -> str:
+    image, (width, height) = Image.fromarray(picture.image), picture.size
     buffer = io.BytesIO()
-    if image.shape[0] < TILE_HEIGHT:
-        times = -(-2 * height // image.shape[0])
-        size = (picture.width * times, picture.height * times)
-        picture.resize(size, Image.Resampling.NEAREST).save(buffer, format="PNG")
+    if picture.is_map:
+        factor = -(-2 * height // image.height)
+        size = (image.width * factor, image.height * factor)
+        image.resize(size, Image.Resampling.NEAREST).save(buffer, format="PNG")
         kind = "png"
     else:
-        picture.resize((2 * width, 2 * height), Image.Resampling.LANCZOS).save(
+        image.resize((2 * width, 2 * height), Image.Resampling.LANCZOS).save(
             buffer, format="JPEG", quality=_SVG_JPEG_QUALITY
         )
         kind = "jpeg"
@@ -158,13 +169,8 @@ def _svg_image(
     return f'<image {place} href="data:image/{kind};base64,{data}"/>'
 
 
-def _title_width(titles: Sequence[str], width: int) -> int:
-    lines = [shortened(title, LONGEST_TILE - 2) for title in titles]
-    return max([width, *(2 + round(_length(line)) for line in lines)])
-
-
 def blocks_name(layers: Sequence[int]) -> str:
-    """Of a picture of several blocks: "blocks-0-11", or "blocks-0-2_5" where they have gaps."""
+    """Return the name of a figure of several blocks, such as "blocks-0-2_5" for 0, 1, 2 and 5."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:
@@ -175,26 +181,27 @@ def blocks_name(layers: Sequence[int]) -> str:
     return "blocks-" + "_".join("-".join(map(str, end)) for end in ends)
 
 
-def save_png(picture: Image.Image, path: Path) -> None:
-    """Write a picture whole or not at all."""
+def save_png(image: Image.Image, path: Path) -> None:
+    """Save a PNG atomically."""
     buffer = io.BytesIO()
-    # Half the time of Pillow's 6, with 3 % more bytes.
-    picture.save(buffer, format="PNG", compress_level=4)
+    # Level 4 takes half the time of Pillow's default 6, and the file is 3 % larger.
+    image.save(buffer, format="PNG", compress_level=4)
     write_atomically(path, lambda file: file.write(buffer.getvalue()))
 
 
 def _length(text: str) -> float:
+    """Return the width of a text in pixels."""
     return _font(text).getlength(text)
 
 
 def _font(text: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Pillow's own, which has no letters but those of ASCII; for others one that has most."""
-    return _FONT if text.replace("…", "").isascii() else _font_of_many_letters()
+    """Return Pillow's own font for ASCII, which lacks other letters, or DejaVu Sans."""
+    return _FONT if text.replace("…", "").isascii() else _unicode_font()
 
 
 @cache
-def _font_of_many_letters() -> ImageFont.FreeTypeFont:
-    # Here, because few names need it and matplotlib takes a while.
+def _unicode_font() -> ImageFont.FreeTypeFont:
+    # The import of matplotlib is slow, and few names need this font.
     from matplotlib import get_data_path
 
     return ImageFont.truetype(str(Path(get_data_path()) / "fonts/ttf/DejaVuSans.ttf"), 12)

@@ -1,4 +1,9 @@
-"""Dense retrieval: label the patches of an image by those of the training set most like them."""
+"""Dense retrieval: how well do the patches of each block find patches of the same class?
+
+Patches of the training images are stored with the classes of their pixels, as a memory. Each patch
+of a scored image gets the classes of its nearest neighbours in the memory. The predictions are
+scored like a segmentation.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,25 +12,18 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float16, Int64, UInt8
+from jaxtyping import Float, Float16, Int64
 from torch import Tensor
 
 from probes.features.image import is_constant
 from probes.features.split import TrainingSplit, parse_patch_facet
 from probes.features.stream import batches, extract, fetch_finite, read_ahead
 from probes.features.tiers import TrainingPass
-from probes.features.views import ResizedCrops, WholeImage
+from probes.features.views import make_views, reject_identical_views
 from probes.heads.losses import label_histograms
 from probes.heads.scored_images import ImageCounts, Squashed, mask_score
 from ssl_bench.composition.compose import fill_in_guesses
-from ssl_bench.composition.fields import (
-    Count,
-    Engine,
-    Pixels,
-    PositiveOrZero,
-    Temperature,
-    Threads,
-)
+from ssl_bench.composition.fields import Count, Engine, Pixels, PositiveOrZero, Temperature, Threads
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
@@ -39,34 +37,48 @@ from ssl_bench.system.device import to_device, to_host
 
 METRICS = ("miou", "pixel_accuracy")
 MATCHED = "miou_matched"
-# Similarities that are in GPU memory at once.
-_SIMILARITIES = 2**28
+# Maximum number of similarities that are in memory at the same time.
+_MAX_SIMILARITIES = 2**28
 
 
 @dataclass(frozen=True)
 class Retrieval(Probe):
-    """Patches take the labels of their nearest neighbours; nothing is trained.
+    """Label the patches of an image by their nearest neighbours among training patches.
+
+    Nothing is trained.
 
     Attributes:
-        protocol: The preset these values come from; records carry it.
-        neighbours: How many patches of the memory vote for a patch.
-        temperature: Of the softmax over their cosine similarities.
-        memory_patches: Patches of the training set that are remembered, drawn with the seed.
-        facet: What of a patch is compared: token, key, query, value, attn_out, attn_skip,
-            mlp_hidden, mlp_out, or a submodule of a block.
-        norm: "final": patches after the encoder's last norm. "none": the block's output.
-        crops: "whole" or "resized" training images, as in linear segmentation.
-        batch_size: Images that pass the encoder together.
-        score_size: Masks are reduced to this size before scoring; the original size if None.
-        memory_gib: For the memories; layers that do not fit wait for another pass.
-        engine: What compares the patches, "faiss" or "torch"; by default faiss for many on a
-            CPU, and torch else.
+        protocol: Name of the preset that sets the default values.
+        neighbours: Number of nearest patches in the memory that vote for the class of a patch.
+        temperature: Temperature of the softmax that turns cosine similarities into vote weights.
+        memory_patches: Maximum number of training patches in the memory. They are drawn at random
+            from the patches with a labelled pixel.
+        image_size: Side in pixels of the square images that the encoder receives.
+        facet: Features of a patch: token, key, query, value, attn_out, attn_skip, mlp_hidden,
+            mlp_out, or a submodule of a block.
+        norm: Normalisation of the features. "final" applies the encoder's final norm, and "none"
+            uses the output of the block.
+        crops: Crops of the training images. "whole" resizes whole images to squares, and "resized"
+            resizes random crops of at least 80 % of the area.
+        views: Number of crops of each training image. With "whole", the second view is the mirror
+            image.
+        train_images: Maximum number of training images, drawn at random. None for all images.
+        score_size: Height and width that masks are reduced to before scoring. None for the original
+            size of each mask.
+        batch_size: Number of images in a forward pass of the encoder.
+        memory_gib: Maximum size of the memories in GiB. If the memories of all layers exceed it,
+            the images pass the encoder once for each group of layers.
+        num_workers: Number of threads that decode images.
+        engine: Library for the search, "faiss" or "torch". "auto" selects faiss for large searches
+            on a CPU. Similarities of the two may differ in the last bit.
+        guesses: Settings that the authors of the protocol left open, and differences from theirs.
+
+    The protocol "hbird" adds the metric `miou_matched` of
+    https://github.com/vpariza/open-hummingbird-eval, see `matched_score`. That code counts ignored
+    pixels as class 0. Here they are left out of the label histograms.
 
     Source: Balazevic et al., "Towards In-Context Scene Understanding",
-    https://arxiv.org/abs/2306.01667. Ignored pixels are left out of the label histograms, where
-    https://github.com/vpariza/open-hummingbird-eval counts them as class 0. The protocol "hbird"
-    has a further metric, `miou_matched`: the mean IoU of that code, which renames the predicted
-    classes one to one before it scores them.
+    https://arxiv.org/abs/2306.01667.
     """
 
     protocol: str = "ssl_bench"
@@ -92,43 +104,48 @@ class Retrieval(Probe):
     metrics_of_sets = (MATCHED,)
     excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib", "engine")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reject_identical_views(self.crops, self.views)
+
     @property
     def facet_spec(self) -> FacetSpec:
         return parse_patch_facet(self.facet, self.norm)
 
     @property
-    def is_matched(self) -> bool:
-        """Whether predicted classes are also scored after they are renamed."""
+    def has_matched_metric(self) -> bool:
+        """Return whether the predicted classes are also scored after they are matched."""
         return self.protocol == "hbird"
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        metrics = (*METRICS, MATCHED) if self.is_matched else METRICS
+        metrics = (*METRICS, MATCHED) if self.has_matched_metric else METRICS
         return [(layer, self.scored_facet, m) for layer in sorted(layers) for m in metrics]
 
     def training_images(self, dataset: Dataset) -> ImageSet:
         return dataset.train()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers, as many at once as their memories fit into `memory_gib`.
+        """Score all layers. The memories of several layers are filled and searched together.
 
         Raises:
-            ConfigurationError: more neighbours are asked for than there are patches.
-            DataError: no training patch has a label.
+            ConfigurationError: The memory has fewer patches than `neighbours`.
+            DataError: No training patch has a label.
         """
         images = self.split(context.dataset)
-        training_pass = self.training_pass(context)
-        candidates = labelled_patches(training_pass, context.encoder.patch_size)
-        chosen = chosen_patches(self, candidates, context.seed)
-        bytes_a_layer = 4 * len(chosen) * training_pass.extractor.width(training_pass.facet)
-        at_once = max(1, int(self.memory_gib * 2**30 / bytes_a_layer))
-        for layers in batches(training_pass.extractor.layers, at_once):
-            features, shares = remembered(training_pass, layers, chosen, len(images.class_names))
+        training_pass = self._training_pass(context)
+        patches = self._draw_patches(training_pass, context.seed)
+        bytes_per_layer = 4 * len(patches) * training_pass.extractor.width(training_pass.facet)
+        max_layers = max(1, int(self.memory_gib * 2**30 / bytes_per_layer))
+        for layers in batches(training_pass.extractor.layers, max_layers):
+            features, shares = encode_patches(
+                training_pass, layers, patches, len(images.class_names)
+            )
             memory = {
                 layer: unit_vectors(of_layer.to(context.device).float())
                 for layer, of_layer in zip(layers, features, strict=True)
             }
-            labels = shares.to(context.device)
-            counts, confusions = self._count(memory, labels, training_pass, images)
+            shares = shares.to(context.device)
+            counts, confusions = self._count(memory, shares, training_pass, images)
             for index, (layer, unit) in enumerate(memory.items()):
                 details = {
                     "memory_patches": len(unit),
@@ -139,67 +156,162 @@ class Retrieval(Probe):
                 cell, names = (layer, self.scored_facet), images.class_names
                 for metric in METRICS:
                     yield mask_score(cell, metric, counts, (index, 0), names, details)
-                if confusions is not None:
+                if self.has_matched_metric:
                     yield matched_score(cell, confusions[index], names, len(images), details)
 
-    def training_pass(self, context: ProbeContext) -> TrainingPass:
-        """How training images become features and labels."""
+    def _training_pass(self, context: ProbeContext) -> TrainingPass:
         images = self.training_images(context.dataset)
         split = TrainingSplit.draw(
             images, max_images=self.train_images, holdout=0.0, seed=context.seed
         )
-        is_whole = self.crops == "whole"
         return TrainingPass(
             context=context,
             extractor=context.extractor(sorted(context.layers), self.scored_facet),
             images=images,
             indices=split.indices,
             image_size=self.image_size,
-            views=WholeImage(self.views) if is_whole else ResizedCrops(self.views, context.seed),
+            views=make_views(self.crops, self.views, context.seed),
             label_size=self.image_size,
             batch_size=self.batch_size,
             workers=self.num_workers,
         )
 
+    def _draw_patches(self, training_pass: TrainingPass, seed: int) -> Int64[Tensor, " memory"]:
+        """Draw the patches of the memory. Their numbers count over all views of all images."""
+        labelled = find_labelled_patches(training_pass)
+        if not len(labelled):
+            images = training_pass.images
+            raise DataError(f"{images.name} {images.split} has no patch with a labelled pixel")
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(labelled), generator=generator)[: self.memory_patches]
+        if (count := len(order)) < self.neighbours:
+            raise ConfigurationError(
+                f"probe.neighbours must be at most {count}, the number of patches in the memory, "
+                f"got {self.neighbours}",
+                hint=(f"probe.neighbours={count}",),
+            )
+        return labelled[order].sort().values
+
     def _count(
         self,
         memory: Mapping[int, Float[Tensor, "memory dim"]],
-        labels: Float[Tensor, "memory classes"],
+        shares: Float[Tensor, "memory classes"],
         training_pass: TrainingPass,
         images: ImageSet,
-    ) -> tuple[ImageCounts, Int64[np.ndarray, "layers classes classes"] | None]:
-        """Stream the scored images once through the encoder and the memories of some layers.
+    ) -> tuple[ImageCounts, Int64[np.ndarray, "layers classes classes"]]:
+        """Predict all scored images with the memories of some layers, in one forward pass each.
 
         Returns:
-            The counts of each image, and the confusion matrices of all images if they are scored.
+            The counts of each image, and the confusion matrices of the whole set. The matrices are
+            zero if they are not needed.
         """
-        classes = labels.shape[1]
+        extractor, context = training_pass.extractor, training_pass.context
+        classes = shares.shape[1]
         inference = Squashed(self.score_size)
         prepare = partial(inference.prepare, size=self.image_size)
         per_image = ImageCounts(len(memory), 1, classes)
-        total = np.zeros((len(memory), classes, classes), np.int64) if self.is_matched else None
-        every = range(len(images))
-        items = read_ahead(images, every, prepare, workers=self.num_workers)
-        shown = training_pass.context.progress(items, "scored images", len(images))
-        for batch in batches(shown, self.batch_size):
-            windows = torch.cat([item.windows for item in batch])
-            ids = [item.image_id for item in batch]
-            blocks, sums = extract(training_pass.extractor, windows, ids)
-            votes = [patch_votes(self, blocks[i], unit, labels) for i, unit in memory.items()]
-            counts, confusions = [], []
-            for position, item in enumerate(batch):
+        confusions = shares.new_zeros(len(memory), classes, classes, dtype=torch.int64)
+        items = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)
+        items = context.progress(items, "scored images", len(images))
+        for batch in batches(items, self.batch_size):
+            windows = torch.cat([image.windows for image in batch])
+            ids = [image.image_id for image in batch]
+            blocks, sums = extract(extractor, windows, ids)
+            votes = [self._vote(blocks[layer], unit, shares) for layer, unit in memory.items()]
+            counts = []
+            for position, image in enumerate(batch):
                 logits = torch.stack([vote[position] for vote in votes])[None]
-                predicted = inference.predict(logits, item)
-                target = to_device(item.mask, predicted.device)
+                predicted = inference.predict(logits, image)
+                target = to_device(image.mask, predicted.device)
                 counts.append(class_counts(predicted, target, classes))
-                if total is not None:
-                    confusions.append(confusion_counts(predicted, target, classes))
-            found = [torch.stack(counts), *([torch.stack(confusions).sum(0)] if confusions else [])]
-            counts, *summed = fetch_finite(training_pass.extractor, sums, ids, found)
+                if self.has_matched_metric:
+                    confusions += confusion_counts(predicted, target, classes)
+            (counts,) = fetch_finite(extractor, sums, ids, [torch.stack(counts)])
             per_image.add(counts[:, :, None])
-            if total is not None:
-                total += summed[0].numpy()
-        return per_image, total
+        return per_image, confusions.cpu().numpy()
+
+    def _vote(
+        self,
+        features: Float[Tensor, "batch rows cols dim"],
+        memory: Float[Tensor, "memory dim"],
+        shares: Float[Tensor, "memory classes"],
+    ) -> Float[Tensor, "batch rows cols classes"]:
+        """Return the share of each class in the weighted votes of the nearest patches."""
+        unit = unit_vectors(features.flatten(0, 2).float())
+        if prefers_faiss(unit, memory, self.engine):
+            similarity, index = faiss_nearest(unit, memory, self.neighbours)
+        else:
+            rows = max(1, _MAX_SIMILARITIES // len(memory))
+            nearest = [(part @ memory.T).topk(self.neighbours) for part in unit.split(rows)]
+            similarity, index = map(torch.cat, zip(*nearest, strict=True))
+        weights = (similarity / self.temperature).softmax(1)
+        pieces = zip(weights.split(1024), index.split(1024), strict=True)
+        votes = [torch.bmm(weight[:, None], shares[near])[:, 0] for weight, near in pieces]
+        return torch.cat(votes).view(*features.shape[:3], -1)
+
+
+def find_labelled_patches(training_pass: TrainingPass) -> Int64[Tensor, " labelled"]:
+    """Read all training masks, and return the numbers of the patches with a labelled pixel.
+
+    The patches of all entries are numbered consecutively.
+    """
+    patch = training_pass.extractor.patch_size
+    side = training_pass.label_size // patch
+    entries = len(training_pass.indices) * training_pass.views.count
+    is_labelled = torch.empty(entries, side, side, dtype=torch.bool)
+
+    for batch_entries, labels, *_ in training_pass.read_views():
+        pixels = (labels != IGNORED).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
+        is_labelled[batch_entries] = pixels.any(4).any(2)
+    return is_labelled.flatten().nonzero()[:, 0]
+
+
+def encode_patches(
+    training_pass: TrainingPass,
+    layers: Sequence[int],
+    patches: Int64[Tensor, " memory"],
+    classes: int,
+) -> tuple[Float16[Tensor, "layers memory dim"], Float[Tensor, "memory classes"]]:
+    """Compute the features of patches, and the share of each class in their labelled pixels.
+
+    Only images with at least one of the patches pass the encoder. The results are in host memory.
+
+    Args:
+        training_pass: Pass over the training images.
+        layers: Layers of the features.
+        patches: Ascending numbers of the patches. The patches of all entries are numbered
+            consecutively.
+        classes: Number of classes.
+
+    Raises:
+        CheckpointError: A feature is not finite.
+    """
+    extractor, batch_size = training_pass.extractor, training_pass.batch_size
+    features = torch.empty(
+        len(layers), len(patches), extractor.width(training_pass.facet), dtype=torch.float16
+    )
+    shares = torch.empty(len(patches), classes)
+    per_entry = (training_pass.image_size // extractor.patch_size) ** 2
+    entries, counts = (patches // per_entry).unique_consecutive(return_counts=True)
+    # Number of each patch among the patches of its batch.
+    position = (torch.arange(len(entries)) % batch_size).repeat_interleave(counts)
+    in_batch = position * per_entry + patches % per_entry
+    by_batch = in_batch.split([int(some.sum()) for some in counts.split(batch_size)])
+    # The features become unit vectors, so their scale is not needed.
+    read = training_pass.stream(
+        layers, entries.split(batch_size), extractor.device, allow_scaled=True
+    )
+    read = training_pass.context.progress(read, "memory images", len(by_batch))
+    start = 0
+    for batch, numbers in zip(read, by_batch, strict=True):
+        rows = slice(start, start := start + len(numbers))
+        numbers = to_device(numbers, extractor.device)
+        histograms = label_histograms(batch.labels, extractor.patch_size, classes).flatten(1)
+        features[:, rows], pixels = to_host(
+            [batch.features.flatten(1, 3)[:, numbers], histograms[:, numbers].T]
+        )
+        shares[rows] = pixels / pixels.sum(1, keepdim=True)
+    return features, shares
 
 
 def matched_score(
@@ -209,136 +321,28 @@ def matched_score(
     num_images: int,
     details: Mapping[str, Any],
 ) -> Score:
-    """Score the predictions of all images after their classes are renamed one to one.
+    """Return the mean IoU after the predicted classes are matched one-to-one to the true classes.
 
-    It has no interval and no values of images: which names match best depends on all of them.
+    It has no interval and no values of single images, because the matching depends on all images.
     """
-    value, names = matched_mean_iou(confusion)
+    value, matched = matched_mean_iou(confusion)
     true, constant = confusion.sum(1), np.zeros_like(confusion)
-    named = int(true.argmax())
-    constant[:, named] = true
-    baseline = Baseline(f"constant class {class_names[named]}", matched_mean_iou(constant)[0])
+    most_frequent = int(true.argmax())
+    constant[:, most_frequent] = true
+    name = f"constant class {class_names[most_frequent]}"
+    baseline = Baseline(name, matched_mean_iou(constant)[0])
     renamed = {
         class_names[old]: class_names[new]
-        for old, new in enumerate(names)
+        for old, new in enumerate(matched)
         if old != new and confusion[new, old]
     }
-    more = {
+    own_details = {
         "renamed_classes": renamed,
         "absent_classes": "absent_from_both_is_0",
         "no_interval": "which names match depends on all images",
         **details,
-        "warnings": [],  # They are of intervals.
+        # The warnings are about intervals.
+        "warnings": [],
         **baseline.as_details(),
     }
-    return Score(*cell, MATCHED, value, None, num_images, more)
-
-
-def labelled_patches(training_pass: TrainingPass, patch: int) -> Int64[Tensor, " labelled"]:
-    """Patches with a labelled pixel, counted over all entries; from one pass over the labels."""
-    side = training_pass.label_size // patch
-    entries = len(training_pass.indices) * training_pass.views.count
-    found = torch.empty(entries, side, side, dtype=torch.bool)
-
-    def look(some: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
-        labelled = (labels != IGNORED).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
-        found[list(some)] = labelled.any(4).any(2)
-
-    training_pass.fill(look)
-    return found.flatten().nonzero()[:, 0]
-
-
-def chosen_patches(
-    probe: Retrieval, candidates: Int64[Tensor, " labelled"], seed: int
-) -> Int64[Tensor, " memory"]:
-    """Patches that are remembered, of those that have a label."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(candidates), generator=generator)[: probe.memory_patches]
-    if not len(candidates):
-        raise DataError("no training patch has a label; nothing can be retrieved")
-    if (most := len(order)) < probe.neighbours:
-        raise ConfigurationError(
-            f"probe.neighbours must be at most the {most} patches of the memory, got "
-            f"{probe.neighbours}",
-            hint=(f"probe.neighbours={most}",),
-        )
-    return candidates[order].sort().values
-
-
-def remembered(
-    training_pass: TrainingPass,
-    layers: Sequence[int],
-    chosen: Int64[Tensor, " memory"],
-    classes: int,
-) -> tuple[Float16[Tensor, "layers memory dim"], Float[Tensor, "memory classes"]]:
-    """Patches of the training set in the order of the images, in host memory.
-
-    Their features, and the shares of the classes among the labelled pixels of each. Only images
-    that have one of them are encoded.
-
-    Raises:
-        CheckpointError: a feature is not finite.
-    """
-    extractor = training_pass.extractor
-    patches = (training_pass.image_size // extractor.patch_size) ** 2
-    width = extractor.width(training_pass.facet)
-    features = torch.empty(len(layers), len(chosen), width, dtype=torch.float16)
-    shares = torch.empty(len(chosen), classes)
-    # Entries that pass the encoder together, and which patches of theirs are remembered.
-    every, counts = (chosen // patches).unique_consecutive(return_counts=True)
-    by_entry, size = (chosen % patches).split(counts.tolist()), training_pass.batch_size
-    by_batch = []
-    for first in range(0, len(every), size):
-        within = [n * patches + some for n, some in enumerate(by_entry[first : first + size])]
-        by_batch.append((every[first : first + size], torch.cat(within)))
-    entries = [entries for entries, _ in by_batch]
-    # Only cosines are taken of them.
-    read = training_pass.stream(layers, entries, extractor.device, allow_scaled=True)
-    shown = training_pass.context.progress(read, "remembered images", len(by_batch))
-    start = 0
-    for batch, (_, within) in zip(shown, by_batch, strict=True):
-        here = slice(start, start := start + len(within))
-        where = to_device(within, extractor.device)
-        counts = (
-            label_histograms(batch.labels, extractor.patch_size, classes).flatten(1)[:, where].T
-        )
-        found = [batch.features.flatten(1, 3)[:, where], counts]
-        features[:, here], counts = to_host(found)
-        shares[here] = counts / counts.sum(1, keepdim=True)
-    return features, shares
-
-
-def patch_votes(
-    probe: Retrieval,
-    features: Float[Tensor, "batch rows cols dim"],
-    memory: Float[Tensor, "memory dim"],
-    labels: Float[Tensor, "memory classes"],
-) -> Float[Tensor, "batch rows cols classes"]:
-    """Share of each class among the labels of the nearest patches, the more alike the more."""
-    unit = unit_vectors(features.flatten(0, 2).float())
-    similarity, index = nearest_patches(unit, memory, probe.neighbours, probe.engine)
-    weights = (similarity / probe.temperature).softmax(1)
-    pieces = zip(weights.split(1024), index.split(1024), strict=True)
-    votes = [torch.bmm(near[:, None], labels[which])[:, 0] for near, which in pieces]
-    return torch.cat(votes).view(*features.shape[:3], -1)
-
-
-def nearest_patches(
-    queries: Float[Tensor, "queries dim"],
-    memory: Float[Tensor, "memory dim"],
-    count: int,
-    engine: Engine = "auto",
-) -> tuple[Float[Tensor, "queries count"], Int64[Tensor, "queries count"]]:
-    """Cosine similarity and index of the nearest of all unit vectors, the nearest first.
-
-    The engines differ in the last bit of a similarity, and so in the order of what is nearer by
-    less than that; of equally near vectors either takes any.
-
-    Raises:
-        MachineError: faiss is asked for on a GPU and was built without its kernels.
-    """
-    if prefers_faiss(queries, memory, engine):
-        return faiss_nearest(queries, memory, count)
-    rows = max(1, _SIMILARITIES // len(memory))
-    found = [(some @ memory.T).topk(count) for some in queries.split(rows)]
-    return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
+    return Score(*cell, MATCHED, value, None, num_images, own_details)

@@ -1,12 +1,15 @@
-"""Linear segmentation: what can a linear head segment with the patches of each block?
+"""Linear segmentation: how well can a linear head segment images with the patches of each block?
 
-In this order: steps and regressions (`probe.training`; losses are in `heads/losses.py`, what
-`probe.inference` takes in `heads/scored_images.py`), the probe, and a run of it: features, heads,
-held-out images, scored images, scores, pictures.
+One head is trained for each block and each learning rate, all on the same features of the training
+images. Some training images are held out, and select the learning rate. The heads then predict the
+class of each pixel of the scored images. The scores are mean IoU and pixel accuracy.
+
+A block is a source of features. If a head receives several blocks, these are one source.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -25,8 +28,8 @@ from probes.features.split import (
     reject_single_block,
 )
 from probes.features.stream import batches, extract, fetch_finite, read_ahead
-from probes.features.tiers import RequestedTier, StorageLimits, TrainingFeatures, TrainingPass
-from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, resize_mask
+from probes.features.tiers import RequestedTier, TrainingFeatures, TrainingPass
+from probes.features.views import make_views, reject_identical_views, resize_mask
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
 from probes.heads.scored_images import (
@@ -46,7 +49,7 @@ from probes.heads.sgd import (
     StepTraining,
     TrainedHeads,
 )
-from probes.pictures import sheet, titled
+from probes.pictures import draw_tile, save_sheet
 from ssl_bench.composition.compose import fill_in_guesses
 from ssl_bench.composition.fields import (
     Count,
@@ -72,8 +75,8 @@ from ssl_bench.system.device import to_device
 from ssl_bench.system.files import remove_orphans, write_text_atomically
 from ssl_bench.system.paths import cache_folder, figure_file_name
 
-HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-_OF_CAPI = (1e-6, 3.727594e-5, 1.389495e-3, 5.179475e-2, 1.930698, 71.96857, 2682.696, 1e5)
+_HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+_CAPI_C_VALUES = (1e-6, 3.727594e-5, 1.389495e-3, 5.179475e-2, 1.930698, 71.96857, 2682.696, 1e5)
 _COMPONENTS = ("loss", "training", "inference")
 _COLOURS = voc_colours()
 _TILES_PER_ROW = 5
@@ -83,13 +86,17 @@ _LINE_HEIGHT = 16
 
 @dataclass(frozen=True)
 class Steps(StepTraining):
-    """A number of optimizer steps.
+    """Train heads with an optimizer and a learning rate schedule.
 
     Attributes:
-        warmup: Share of the steps in which the learning rate rises.
+        optimizer: AdamW, or SGD with momentum.
+        schedule: Learning rate after the warmup. "drop" divides it by ten after four fifths of the
+            remaining steps.
+        warmup: Fraction of the steps in which the learning rate rises.
+        weight_decay: Weight decay of the optimizer.
     """
 
-    learning_rates: Sequence[Rate] = HALF_DECADES
+    learning_rates: Sequence[Rate] = _HALF_DECADES
     epochs: Count = 30
     batch_size: Count = 16
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -106,13 +113,14 @@ class Steps(StepTraining):
 
 @dataclass(frozen=True)
 class PatchRegression(LogisticRegression):
-    """Logistic regressions of patches.
+    """Train heads by logistic regression on patches.
 
     Attributes:
-        refit: Fit to all training images once the held-out ones have chosen.
+        refit: Whether heads are trained again on all training images, after the held-out images
+            have selected C.
     """
 
-    c_values: Sequence[Positive] = _OF_CAPI
+    c_values: Sequence[Positive] = _CAPI_C_VALUES
     refit: bool = False
 
     def settings(self) -> dict[str, Any]:
@@ -121,38 +129,46 @@ class PatchRegression(LogisticRegression):
 
 @dataclass(frozen=True)
 class Segmentation(Probe):
-    """Linear heads on every block and with every learning rate; an image passes the encoder once.
+    """Segment images with linear heads on the patches of each block.
 
-    Those that are drawn pass again.
+    The heads of all blocks and all learning rates are trained together, so each image passes the
+    encoder only once. Images that are drawn pass it once more.
 
     Attributes:
-        protocol: The preset these values come from; records carry it.
-        layers_mode: "single": one head a block. "multi": one head on the blocks at 1/4, 1/2, 3/4
-            and all of the depth up to the last asked layer. "last4": on the last four up to it.
-        image_size: Side of the squares that the encoder sees; without a choice the nearest multiple
-            of the patch.
-        loss: What the heads are trained to, a file of configs/probe/segmentation/loss.
-        training: How, a file of configs/probe/segmentation/training.
-        inference: How images are scored, a file of configs/probe/segmentation/inference.
-        facet: What of a patch the heads see: token, key, query, value, attn_out, attn_skip,
-            mlp_hidden, mlp_out, or a submodule of a block.
-        norm: Before the head. "standardize": each channel over the training set. "final": the
-            encoder's last norm. "none": the block's output.
-        crops: "whole": training images are squashed. "resized": random parts of at least 80 % of
-            the area are squashed. "scaled": random squares of the image at half to twice the size.
-        views: How many crops of each image are drawn, once; with "whole", 2 adds its mirror image.
-        holdout: Share of the training images that choose the rate or C and train nothing.
-        train_images: At most so many, drawn with the seed.
-        panels: How many of the scored images are drawn, from all over the set.
-        tier: Where features are until the heads are trained: in "memory", on "disk", or nowhere:
-            "stream" computes them in every epoch. "auto": the first that has the room.
-        memory_gib: What features may take in memory; half of what is free if None.
-        disk_gib: What they may take on the disk of `cache`; half of what is free if None.
-        cache: Folder for features and for heads that are not finished; the user's cache if None.
-        keep_minutes: Between two writings of unfinished heads, from which a killed run goes on.
-        num_workers: Threads that decode images.
-        guesses: What the protocol's authors left open, and where this preset differs from theirs;
-            $NAME stands for the setting NAME.
+        protocol: Name of the preset that sets the default values.
+        layers_mode: Blocks that each head receives. "single" trains a head on each block. "multi"
+            trains one on the blocks at 1/4, 1/2, 3/4 and all of the depth up to the last requested
+            layer, and "last4" trains one on the last four blocks up to that layer.
+        image_size: Side in pixels of the square images that the encoder receives. The default is
+            rounded to a multiple of the patch size.
+        loss: Training loss, the name of a file in configs/probe/segmentation/loss.
+        training: Training method, the name of a file in configs/probe/segmentation/training.
+        inference: Way to predict an image, the name of a file in
+            configs/probe/segmentation/inference.
+        facet: Features of a patch: token, key, query, value, attn_out, attn_skip, mlp_hidden,
+            mlp_out, or a submodule of a block.
+        norm: Normalisation of the features. "standardize" scales each channel to zero mean and unit
+            variance on the training set, "final" applies the encoder's final norm, and "none" uses
+            the output of the block.
+        crops: Crops of the training images. "whole" resizes whole images to squares, and "resized"
+            resizes random crops of at least 80 % of the area. "scaled" takes random squares of the
+            image at half to twice its size.
+        views: Number of crops of each training image, drawn once. With "whole", the second view is
+            the mirror image.
+        holdout: Fraction of the training images that select the learning rate or C. They are not
+            used for training.
+        train_images: Maximum number of training images, drawn at random. None for all images.
+        panels: Number of scored images to draw, spread over the whole set.
+        tier: Storage of the training features: "memory", "disk", or "stream", which computes them
+            in every epoch. "auto" selects the first that has enough space.
+        memory_gib: Maximum size of features in memory in GiB, by default half of the free memory.
+        disk_gib: Maximum size of features on the disk in GiB, by default half of the free space.
+        cache: Folder for features and unfinished work, by default the user's cache folder.
+        keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
+            continues from the last write.
+        num_workers: Number of threads that decode images.
+        guesses: Settings that the authors of the protocol left open, and differences from theirs.
+            $NAME is replaced by the value of the setting NAME.
     """
 
     protocol: str = "ssl_bench"
@@ -179,32 +195,37 @@ class Segmentation(Probe):
     task = "segmentation"
     role = "segmentation"
     keeps_images = True
-    # Where, how fast and with what words, not what comes out; the components say what is theirs.
+    # The components are excluded, because `settings` includes their own settings.
     excluded_from_identity = (
-        *(*Probe.excluded_from_identity, *_COMPONENTS, "panels"),
-        *("tier", "memory_gib", "disk_gib", "cache", "keep_minutes"),
+        *Probe.excluded_from_identity,
+        *_COMPONENTS,
+        *("panels", "tier", "memory_gib", "disk_gib", "cache", "keep_minutes"),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         reject_single_block(self.facet_spec, self.layers_mode)
-        if self.crops == "whole" and self.views > 2:
-            raise ConfigurationError(
-                f"whole images have one view or two, got {self.views}",
-                hint=("probe.views=1", "or", "probe.views=2"),
-            )
+        reject_identical_views(self.crops, self.views)
         slides = isinstance(self.inference, SlidingWindows)
         if self.holdout and (self.crops != "whole" or slides):
             raise ConfigurationError(
-                "held-out images are scored from their cached features, which whole images have "
-                f"that are squashed or scored by patch, got probe.holdout={self.holdout}",
+                "held-out images are scored from cached features of whole images, so probe.holdout "
+                f"must be 0 for random crops and for sliding windows, got {self.holdout}",
                 hint=("probe.holdout=0.0", "or", "probe.crops=whole", "probe.inference=squash"),
             )
         if self.training.refit and not self.holdout:
             raise ConfigurationError(
-                "a head is fitted again to all images only where some were held out",
+                "probe.training.refit=true needs held-out images, got probe.holdout=0.0",
                 hint=("probe.training.refit=false", "or", "probe.holdout=0.1"),
             )
+
+    @property
+    def facet_spec(self) -> FacetSpec:
+        return parse_patch_facet(self.facet, self.norm)
+
+    def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
+        """Return the layers that each head receives."""
+        return group_layers(layers, self.layers_mode)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = ["miou_holdout"] if self.holdout else []
@@ -216,61 +237,52 @@ class Segmentation(Probe):
         return dataset.train()
 
     def settings(self) -> dict[str, Any]:
-        own = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in self.excluded_from_identity
-        }
+        settings = super().settings()
         for name in _COMPONENTS:
-            own |= getattr(self, name).settings()
-        return own
+            settings |= getattr(self, name).settings()
+        return settings
 
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         shown = [source[-1] for source in self.sources(layers)]
-        panels = [self._panel_name(image_id) for image_id in sampled(images.ids, self.panels)]
-        # The list is left by a run of any block.
-        return {**dict.fromkeys(panels, shown), self._list_name(seed): shown[:1]}
+        panels = [self.panel_name(image_id) for image_id in sampled(images.ids, self.panels)]
+        # A run of any layer writes the list of training images.
+        return {**dict.fromkeys(panels, shown), self.list_name(seed): shown[:1]}
 
-    def _panel_name(self, image_id: str) -> str:
-        return figure_file_name(image_id, before=f"{self._beginning}-")
+    def panel_name(self, image_id: str) -> str:
+        """Return the file name of the figure of a scored image."""
+        return figure_file_name(image_id, before=f"{self._file_prefix}-")
 
-    def _list_name(self, seed: int) -> str:
-        return f"{self._beginning}-seed{seed}-train.txt"
+    def list_name(self, seed: int) -> str:
+        """Return the name of the file with the ids of the training images."""
+        return f"{self._file_prefix}-seed{seed}-train.txt"
 
     @property
-    def _beginning(self) -> str:
-        """Of the names of all files that are left beside the records."""
+    def _file_prefix(self) -> str:
         features: list[str] = [] if self.layers_mode == "single" else [self.layers_mode]
         if not features or self.facet != "token":
             features.append(self.scored_facet)
         return "-".join([self.protocol, *features])
 
-    @property
-    def facet_spec(self) -> FacetSpec:
-        return parse_patch_facet(self.facet, self.norm)
-
-    def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
-        """The layers that each head sees."""
-        return group_layers(layers, self.layers_mode)
-
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all heads of all layers.
+        """Score the heads of all layers.
 
         Raises:
-            DataError: the labels hold too few classes.
+            DataError: There are too few training images or classes, or no labelled pixel.
         """
         yield from SegmentationRun(self, context).scores()
 
 
 class SegmentationRun:
-    """Linear segmentation of one encoder on one dataset; making it computes nothing.
+    """Linear segmentation with one encoder on one dataset. The constructor computes nothing.
 
     Attributes:
-        split: Which training images are used, and which of them choose the rate.
-        training_pass: How these images become features and labels.
-        heads: What is to be fitted for each source and learning rate, or C.
+        sources: Layers that each head receives.
+        split: Training images, some of which are held out.
+        training_pass: Computes the features and labels of the training images.
+        head_spec: Loss, classes and initialisation of the heads.
+        scored_images: Images to score.
     """
 
     def __init__(self, probe: Segmentation, context: ProbeContext) -> None:
@@ -279,13 +291,8 @@ class SegmentationRun:
         self.split = TrainingSplit.draw(
             images, max_images=probe.train_images, holdout=probe.holdout, seed=context.seed
         )
-        self.val_images = probe.split(context.dataset)
+        self.scored_images = probe.split(context.dataset)
         self.sources = probe.sources(context.layers)
-        views = WholeImage(probe.views)
-        if probe.crops == "resized":
-            views = ResizedCrops(probe.views, context.seed)
-        elif probe.crops == "scaled":
-            views = ScaledCrops(probe.views, context.seed, encoder.mean)
         layers = sorted({layer for source in self.sources for layer in source})
         patch = encoder.patch_size
         self.training_pass = TrainingPass(
@@ -294,169 +301,195 @@ class SegmentationRun:
             images=images,
             indices=self.split.indices,
             image_size=probe.image_size,
-            views=views,
+            views=make_views(probe.crops, probe.views, context.seed, encoder.mean),
             label_size=probe.loss.label_size(probe.image_size // patch, patch),
             batch_size=probe.training.batch_size,
             workers=probe.num_workers,
         )
-        self.heads = HeadSpec(
+        self.head_spec = HeadSpec(
             loss=probe.loss,
             standardize=probe.norm == "standardize",
-            classes=len(self.val_images.class_names),
+            classes=len(self.scored_images.class_names),
             seed=context.seed,
             device=context.device,
         )
         self.cache = cache_folder(probe.cache)
+        self._unfinished_files: list[Path] = []
 
     def scores(self) -> Iterator[Score]:
-        """Train all heads on passes over the training images, score them on one over the others.
+        """Train the heads, score them, draw figures, and yield the scores of all sources.
 
         Raises:
-            DataError: the labels hold too few classes.
+            DataError: The training masks have fewer than two classes, or the scored images have no
+                labelled pixel.
         """
         features = self.features()
         heads = self.train(features)
         held_out = self.count_held_out(heads, features)
         if self.probe.training.refit:
-            heads = self._fit(features, self.split.all_entries(self.probe.views))
-        found, drawn = self.score(heads, held_out, self._details(heads, features))
-        # Before the scores, so that no record stands there without them.
-        self._draw(drawn, [chosen for chosen, _ in found])
-        ids = self.split.ids(self.training_pass.images)
-        write_text_atomically(
-            self.context.artifacts / self.probe._list_name(self.context.seed),
-            "".join(f"{image_id}\n" for image_id in ids),
-        )
-        for _, scores in found:
-            yield from scores
-        views = self.probe.views
-        trained = (self.split.training_entries(views), self.split.all_entries(views))
-        for journal in (*map(self._heads_journal, trained), self._counts_journal()):
-            journal.remove()
+            heads = self._train_on(features, self.split.all_entries(self.probe.views))
+        counts = self.count_scored(heads)
+
+        # Held-out images select the learning rate or C of each source. If there are none, the
+        # scored images select it.
+        selection = counts.total if held_out is None else held_out
+        chosen = [_best_index(mean_iou(by_value)) for by_value in selection]
+        shared = self._shared_details(heads, features)
+        scores = list[Score]()
+        for index, choice in enumerate(chosen):
+            miou_held_out = None if held_out is None else mean_iou(held_out[index])
+            scores += self._source_scores(index, heads, counts, choice, miou_held_out, shared)
+
+        # The figures exist before any record of these scores.
+        self._draw_panels(heads, chosen)
+        ids = "".join(f"{image_id}\n" for image_id in self.split.ids(self.training_pass.images))
+        write_text_atomically(self.context.artifacts / self.probe.list_name(self.context.seed), ids)
+        yield from scores
+        for path in self._unfinished_files:
+            path.unlink(missing_ok=True)
         remove_orphans(self.cache / "heads")
 
+    # Training
+
     def features(self) -> TrainingFeatures:
-        """Of all training images, in memory, on disk, or computed whenever they are asked for."""
+        """Compute the features of the training images, or load them from the cache.
+
+        With the tier "stream", they are computed later, each time that they are read.
+        """
         probe = self.probe
-        room = StorageLimits(probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features")
-        return self.training_pass.run(room)
+        return self.training_pass.run(
+            self.cache / "features", probe.tier, probe.memory_gib, probe.disk_gib
+        )
 
     def train(self, features: TrainingFeatures) -> TrainedHeads:
-        """Train the heads of all sources on the images that are not held out."""
-        entries = self.split.training_entries(self.probe.views)
-        seen = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
-        if len(seen) < 2:
-            names = [self.val_images.class_names[number] for number in seen]
-            raise DataError(
-                f"the training labels of {self.training_pass.images.name} hold "
-                f"{names or 'no class'}, expected at least two classes"
-            )
-        return self._fit(features, entries)
+        """Train the heads of all sources on the images that are not held out.
 
-    def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
-        """Train the heads of all sources, or load those that an interrupted run had finished."""
-        context, journal = self.context, self._heads_journal(entries)
+        Raises:
+            DataError: The masks of these images have fewer than two classes.
+        """
+        entries = self.split.training_entries(self.probe.views)
+        classes = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
+        if len(classes) < 2:
+            names = [self.scored_images.class_names[number] for number in classes]
+            raise DataError(
+                f"the training masks of {self.training_pass.images.name} contain "
+                f"{'only ' + names[0] if names else 'no class'}, expected at least two classes"
+            )
+        return self._train_on(features, entries)
+
+    def _train_on(
+        self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]
+    ) -> TrainedHeads:
+        """Train heads on these entries, or load the heads that a killed run had trained on them."""
+        context, journal = self.context, self._open_journal("heads", entries=entries.tolist())
         if journal.entries and "trained" in journal.entries[-1]:
             trained = journal.entries[-1]["trained"] | {"sources": tuple(self.sources)}
             return TrainedHeads(**trained).to(context.device)
         heads = self.probe.training.train(
-            self.heads, features, self.sources, entries, context.progress, journal
+            self.head_spec, features, self.sources, entries, context.progress, journal
         )
         if heads.seconds >= 60 * self.probe.keep_minutes:
             journal.replace({"trained": vars(heads)})
         return heads
 
+    # Prediction
+
     def count_held_out(
         self, heads: TrainedHeads, features: TrainingFeatures
     ) -> Int64[np.ndarray, "sources values 3 classes"] | None:
-        """Counts summed over the held-out images, from their cached features."""
+        """Return the summed `class_counts` of the held-out images, or None if there are none.
+
+        The predictions are computed from the cached features of the first view.
+        """
         if not self.split.held_out:
             return None
-        total = torch.zeros(1, dtype=torch.int64, device=self.context.device)
         positions = torch.tensor(sorted(self.split.held_out))
-        chosen = (positions * self.probe.views).split(self.probe.training.batch_size)
+        entries = (positions * self.probe.views).split(self.probe.training.batch_size)
         read = features.reader(features.layers, self.context.device)
-        shown = self.context.progress(read(chosen), "held-out images", len(chosen))
-        left = iter(positions.tolist())
-        for batch in shown:
-            for number in range(batch.features.shape[1]):
-                one = batch.features[:, number : number + 1]
-                image = self.prepare(self.training_pass.images[self.split.indices[next(left)]])
-                blocks = dict(zip(features.layers, one, strict=True))
-                total = total + self._predict(heads, blocks, image)[1]
+        remaining = iter(positions.tolist())
+        total = torch.zeros(1, dtype=torch.int64, device=self.context.device)
+        for batch in self.context.progress(read(entries), "held-out images", len(entries)):
+            for blocks in batch.features.split(1, 1):
+                index = self.split.indices[next(remaining)]
+                image = self.prepare(self.training_pass.images[index])
+                by_layer = dict(zip(features.layers, blocks, strict=True))
+                total = total + self._predict(heads, by_layer, image)[1]
         return total.cpu().numpy()
 
-    def score(
-        self,
-        heads: TrainedHeads,
-        held_out: Int64[np.ndarray, "sources values 3 classes"] | None,
-        details: Mapping[str, Any],
-    ) -> tuple[list[tuple[int, list[Score]]], list[Tensor]]:
-        """The chosen value and the scores of each source, and what is predicted of drawn images.
+    def count_scored(self, heads: TrainedHeads) -> ImageCounts:
+        """Return the `class_counts` of each scored image.
 
-        The scored images stream once through encoder and heads; what a killed run had counted
-        passes no more.
+        Images that a killed run has counted do not pass the encoder again.
+
+        Raises:
+            DataError: No scored image has a labelled pixel.
         """
-        images, journal = self.val_images, self._counts_journal()
+        images = self.scored_images
+        journal = self._open_journal(
+            "counts",
+            split=(self.split.indices, sorted(self.split.held_out), self.probe.training.refit),
+            images=(images.fingerprint(), *images.ids),
+            inference=repr(self.probe.inference),
+        )
         counts = ImageCounts(*heads.bias.shape)
         for entry in journal.entries:
             counts.extend(entry)
-        self.count(heads, self._scored(range(len(images))[len(counts) :]), counts, journal)
+        num_written = len(counts)
+        items = self._read_scored(range(len(images))[num_written:], "scored images")
+        for batch in batches(items, self.probe.training.batch_size):
+            counts.add(self._predict_batch(heads, batch)[0])
+            if journal.is_due():
+                journal.append(counts.entry(num_written))
+                num_written = len(counts)
         if not counts.total[:, :, 2].any():
             raise DataError(f"{images.name} {images.split} has no labelled pixel")
-        # Once more, since a killed run may have counted them long ago.
-        indices = sampled_numbers(images.ids, self.probe.panels)
-        drawn = self.predict(heads, self._scored(indices)) if indices else []
-        chosen = [None] * len(self.sources) if held_out is None else held_out
-        found = [self._scores(heads, n, counts, one, details) for n, one in enumerate(chosen)]
-        return found, drawn
-
-    def prepare(self, sample: Sample) -> ScoredImage:
-        """An image as the encoder is shown it to be scored."""
-        probe = self.probe
-        return probe.inference.prepare(sample, probe.image_size, self.context.encoder.mean)
+        return counts
 
     def predict(
         self, heads: TrainedHeads, images: Iterable[ScoredImage]
     ) -> list[UInt8[Tensor, "sources values _height _width"]]:
-        """Classes of the pixels of each image, by source and by learning rate or C."""
-        return self.count(heads, images, ImageCounts(*heads.bias.shape))
+        """Return the predicted class of each pixel of some images, by source and by value.
 
-    def _scored(self, indices: Sequence[int]) -> Iterable[ScoredImage]:
-        workers = self.probe.num_workers
-        items = read_ahead(self.val_images, indices, self.prepare, workers=workers)
-        return self.context.progress(items, "scored images", len(indices))
-
-    def count(
-        self,
-        heads: TrainedHeads,
-        images: Iterable[ScoredImage],
-        counts: ImageCounts,
-        journal: Journal | None = None,
-    ) -> list[UInt8[Tensor, "sources values _height _width"]]:
-        """Add the predictions of all heads for each image to `counts`, and these to a journal.
-
-        Without a journal, the predicted maps are returned. They are needed for the few figures.
+        Args:
+            heads: Heads from `train`. They differ in the value of the learning rate or of C.
+            images: Images from `prepare`.
         """
-        extractor, found, num_written = self.training_pass.extractor, [], len(counts)
+        predicted = []
         for batch in batches(images, self.probe.training.batch_size):
-            windows = torch.cat([image.windows for image in batch])
-            ids = [image.image_id for image in batch for _ in image.windows]
-            by_layer, sums = extract(extractor, windows, ids)
-            parts, drawn, first = [], [], 0
-            for image in batch:
-                some = slice(first, first := first + len(image.windows))
-                blocks = {layer: features[some] for layer, features in by_layer.items()}
-                predicted, counted = self._predict(heads, blocks, image)
-                parts.append(counted)
-                drawn += [predicted] if journal is None else []
-            parts, *drawn = fetch_finite(extractor, sums, ids, [torch.stack(parts), *drawn])
-            counts.add(parts)
-            found += drawn
-            if journal and journal.is_due():
-                journal.append(counts.entry(num_written))
-                num_written = len(counts)
-        return found
+            predicted += self._predict_batch(heads, batch, with_maps=True)[1]
+        return predicted
+
+    def prepare(self, sample: Sample) -> ScoredImage:
+        """Convert an image to the input of the encoder, for `predict`."""
+        probe = self.probe
+        return probe.inference.prepare(sample, probe.image_size, self.context.encoder.mean)
+
+    def _read_scored(self, indices: Sequence[int], label: str) -> Iterable[ScoredImage]:
+        workers = self.probe.num_workers
+        items = read_ahead(self.scored_images, indices, self.prepare, workers=workers)
+        return self.context.progress(items, label, len(indices))
+
+    def _predict_batch(
+        self, heads: TrainedHeads, batch: Sequence[ScoredImage], *, with_maps: bool = False
+    ) -> tuple[
+        Int64[Tensor, "images sources values 3 classes"],
+        list[UInt8[Tensor, "sources values _height _width"]],
+    ]:
+        """Return the counts of each image and, on request, its predicted classes, on the host."""
+        extractor = self.training_pass.extractor
+        windows = torch.cat([image.windows for image in batch])
+        ids = [image.image_id for image in batch for _ in image.windows]
+        blocks, sums = extract(extractor, windows, ids)
+        counts, maps, first = [], [], 0
+        for image in batch:
+            own = slice(first, first := first + len(image.windows))
+            by_layer = {layer: features[own] for layer, features in blocks.items()}
+            predicted, counted = self._predict(heads, by_layer, image)
+            counts.append(counted)
+            if with_maps:
+                maps.append(predicted)
+        stacked, *maps = fetch_finite(extractor, sums, ids, [torch.stack(counts), *maps])
+        return stacked, maps
 
     def _predict(
         self,
@@ -466,120 +499,123 @@ class SegmentationRun:
     ) -> tuple[
         UInt8[Tensor, "sources values height width"], Int64[Tensor, "sources values 3 classes"]
     ]:
-        """Classes of every pixel of one image by all heads; right, predicted and true by class."""
-        found = []
+        """Return the predicted class of each pixel of one image, and their `class_counts`."""
+        by_source = []
         for index, source in enumerate(heads.sources):
             windows = torch.cat([features[layer].float() for layer in source], -1)
-            logits = torch.stack([heads.logits(index, one) for one in windows])
-            # Here the logits of patches become classes of pixels.
-            found.append(self.probe.inference.predict(logits, image))
-        predicted, target = torch.stack(found), to_device(image.mask, found[0].device)
-        counts = class_counts(predicted.flatten(0, 1), target, self.heads.classes)
+            logits = torch.stack([heads.logits(index, window) for window in windows])
+            by_source.append(self.probe.inference.predict(logits, image))
+        predicted = torch.stack(by_source)
+        target = to_device(image.mask, predicted.device)
+        counts = class_counts(predicted.flatten(0, 1), target, self.head_spec.classes)
         return predicted, counts.unflatten(0, predicted.shape[:2])
 
-    def _scores(
-        self,
-        heads: TrainedHeads,
-        index: int,
-        counts: ImageCounts,
-        held_out: Int64[np.ndarray, "values 3 classes"] | None,
-        shared: Mapping[str, Any],
-    ) -> tuple[int, list[Score]]:
-        """Of one source; first the index of the value that counts.
+    # Scores
 
-        The held-out images choose it; without any, the scored ones do. Mean IoU is given at the
-        one chosen without a look at the scored images and at the best one, accuracy at the former.
+    def _source_scores(
+        self,
+        index: int,
+        heads: TrainedHeads,
+        counts: ImageCounts,
+        chosen: int,
+        miou_held_out: Float64[np.ndarray, " values"] | None,
+        shared_details: Mapping[str, Any],
+    ) -> Iterator[Score]:
+        """Score one source with the learning rate (or C) that each metric selects.
+
+        "miou_oracle" selects the value with the highest mean IoU on the scored images. The other
+        metrics use the chosen value.
         """
         training, source = self.probe.training, self.sources[index]
         values, hyperparameter = training.values, training.hyperparameter
-        names = self.val_images.class_names
+        miou = mean_iou(counts.total[index])
+        choices = {"miou_oracle": _best_index(miou), "pixel_accuracy": chosen}
+        if miou_held_out is not None:
+            choices = {"miou_holdout": chosen, **choices}
         width = self.training_pass.extractor.width(self.probe.scored_facet)
-        # Share of the channels that are the same in all training patches.
-        constant = heads.constant_channels[index] / width / len(source)
-        by_value, choosing = mean_iou(counts.total[index]), None
-        chosen, ways = _best(by_value), [("miou_oracle", _best(by_value))]
-        if held_out is not None:
-            choosing = mean_iou(held_out)
-            chosen = _best(choosing)
-            ways.insert(0, ("miou_holdout", chosen))
-        scores = []
-        for metric, rate in [*ways, ("pixel_accuracy", chosen)]:
+        constant_share = heads.constant_channels[index] / width / len(source)
+        for metric, choice in choices.items():
             warnings = []
-            if len(values) > 1 and rate in (0, len(values) - 1):
+            if len(values) > 1 and choice in (0, len(values) - 1):
                 name = hyperparameter.replace("_", " ")
-                warnings.append(f"the chosen {name} {values[rate]:g} is at the edge of its grid")
-            if constant == 1:
+                warnings.append(f"the chosen {name} {values[choice]:g} is at the edge of its grid")
+            if constant_share == 1:
                 warnings.append("degenerate: all training patches have the same features")
             details = {
-                hyperparameter: values[rate],
+                hyperparameter: values[choice],
                 f"{hyperparameter}s": list(values),
-                "miou_by_rate": nan_to_none(by_value),
-                "miou_by_rate_held_out": None if choosing is None else nan_to_none(choosing),
-                "constant_features": constant == 1,
-                "constant_channels_percent": round(100 * constant, 1),
+                "miou_by_rate": nan_to_none(miou),
+                "miou_by_rate_held_out": (
+                    None if miou_held_out is None else nan_to_none(miou_held_out)
+                ),
+                "constant_features": constant_share == 1,
+                "constant_channels_percent": round(100 * constant_share, 1),
                 "warnings": [*warnings, *few_images_warning(len(counts))],
-                **shared,
+                **shared_details,
                 **heads.convergence(index),
                 "layers": list(source),
             }
-            cell = source[-1], self.probe.scored_facet
-            scores.append(mask_score(cell, metric, counts, (index, rate), names, details))
-        return chosen, scores
+            cell, names = (source[-1], self.probe.scored_facet), self.scored_images.class_names
+            yield mask_score(cell, metric, counts, (index, choice), names, details)
 
-    def _details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
-        """What records say of the training, the same for all sources."""
-        held_out = len(self.split.held_out)
-        ignored = ~features.present[:: self.probe.views, :IGNORED].any(1)
-        trained = len(self.split.indices) - (0 if self.probe.training.refit else held_out)
+    def _shared_details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
+        """Return the details that are the same for all sources."""
+        num_held_out = len(self.split.held_out)
+        is_ignored = ~features.present[:: self.probe.views, :IGNORED].any(1)
+        num_trained = len(self.split.indices) - (0 if self.probe.training.refit else num_held_out)
         return {
-            "num_train_images": trained,
-            "num_held_out_images": held_out,
+            "num_train_images": num_trained,
+            "num_held_out_images": num_held_out,
             "train_ids_sha256": ids_sha256(self.split.ids(self.training_pass.images)),
-            "all_ignored_train_images": int(ignored.sum()),
+            "all_ignored_train_images": int(is_ignored.sum()),
             "train_seconds": round(heads.seconds, 3),
             "feature_tier": features.tier,
             "encoder_passes": features.passes,
             "guesses": fill_in_guesses(self.probe, self.probe.guesses),
         }
 
-    def _draw(self, drawn: Sequence[Tensor], rates: Sequence[int]) -> None:
-        """The photograph, the truth and each source's classes laid over it, and a legend."""
-        indices = sampled_numbers(self.val_images.ids, self.probe.panels)
-        for index, predicted in zip(indices, drawn, strict=True):
-            sample = self.val_images[index]
+    # Files
+
+    def _draw_panels(self, heads: TrainedHeads, chosen: Sequence[int]) -> None:
+        """Draw images with their ground truth, the prediction of each source, and a legend.
+
+        The images pass the encoder again, because a killed run may have counted them.
+        """
+        indices = sampled_numbers(self.scored_images.ids, self.probe.panels)
+        if not indices:
+            return
+        predictions = self.predict(heads, self._read_scored(indices, "images to draw"))
+        for index, predicted in zip(indices, predictions, strict=True):
+            sample = self.scored_images[index]
             masks = {"ground truth": self.prepare(sample).mask}
-            for source, rate, by_rate in zip(self.sources, rates, predicted, strict=True):
+            for source, value, by_value in zip(self.sources, chosen, predicted, strict=True):
                 title = f"block{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
-                masks[title] = by_rate[rate]
+                masks[title] = by_value[value]
             size = sample.image.shape[:2]
             full = {title: resize_mask(mask, *size).numpy() for title, mask in masks.items()}
-            tiles = [titled(sample.image, "photograph")]
-            tiles += [titled(overlaid(sample.image, mask), title) for title, mask in full.items()]
-            tiles.append(_legend(full.values(), self.val_images.class_names))
+            tiles = [draw_tile(sample.image, "photograph")]
+            tiles += [
+                draw_tile(overlay_classes(sample.image, mask), title)
+                for title, mask in full.items()
+            ]
+            tiles.append(_draw_legend(full.values(), self.scored_images.class_names))
             rows = [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]
-            sheet(rows, self.context.artifacts / self.probe._panel_name(sample.image_id))
+            save_sheet(rows, self.context.artifacts / self.probe.panel_name(sample.image_id))
 
-    # Files from which an interrupted run continues.
+    def _open_journal(self, name: str, **dependencies: Any) -> Journal:
+        """Return the file from which a killed run continues. It is removed at the end of the run.
 
-    def _heads_journal(self, entries: Int64[Tensor, " chosen"]) -> Journal:
-        return self._journal("heads", entries=entries.tolist())
-
-    def _counts_journal(self) -> Journal:
-        return self._journal(
-            "counts",
-            split=(self.split.indices, sorted(self.split.held_out), self.probe.training.refit),
-            images=(self.val_images.fingerprint(), *self.val_images.ids),
-            inference=repr(self.probe.inference),
-        )
-
-    def _journal(self, name: str, **dependencies: Any) -> Journal:
+        Args:
+            name: Beginning of the file name.
+            dependencies: Everything that the entries depend on, in addition to the training.
+        """
         header = {
-            "training": repr((self.heads, self.probe.training)),
+            "training": repr((self.head_spec, self.probe.training)),
             "features": self.training_pass.header(),
             "sources": self.sources,
             **dependencies,
         }
-        return Journal(
+        journal = Journal(
             self.cache / "heads",
             name,
             header,
@@ -587,33 +623,35 @@ class SegmentationRun:
             minutes=self.probe.keep_minutes,
             is_cache=True,
         )
+        self._unfinished_files.append(journal.path)
+        return journal
 
 
-def _best(by_value: Float64[np.ndarray, " values"]) -> int:
-    """Index of the largest mean IoU; of equal ones the first."""
+def _best_index(by_value: Float64[np.ndarray, " values"]) -> int:
+    """Return the index of the highest mean IoU. The first one wins a tie."""
     return int(np.nan_to_num(by_value, nan=-1.0).argmax())
 
 
-def overlaid(
+def overlay_classes(
     image: UInt8[np.ndarray, "height width 3"], mask: UInt8[np.ndarray, "height width"]
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Blend the colours of the classes into a photograph, except where the mask holds 255."""
+    """Blend the colours of the classes into an image. Ignored pixels are unchanged."""
     blended = (0.4 * image + 0.6 * _COLOURS[mask]).astype(np.uint8)
     return np.where((mask == IGNORED)[..., None], image, blended)
 
 
-def _legend(
+def _draw_legend(
     masks: Iterable[UInt8[np.ndarray, "height width"]], class_names: Sequence[str]
 ) -> Image.Image:
-    """Names of the most frequent classes beside their colours."""
-    pixels = sum(np.bincount(mask.ravel(), minlength=256) for mask in masks)
-    order = np.argsort(-np.asarray(pixels)[: len(class_names)], kind="stable")
-    shown = [int(c) for c in order if np.asarray(pixels)[c] > 0][:_LEGEND_LINES]
+    """Draw the colours and names of the most frequent classes of some masks."""
+    pixels = np.asarray(sum(np.bincount(mask.ravel(), minlength=256) for mask in masks))
+    order = np.argsort(-pixels[: len(class_names)], kind="stable")
+    classes = [int(number) for number in order if pixels[number] > 0][:_LEGEND_LINES]
     font = ImageFont.load_default(12)
-    width = 24 + max((int(font.getlength(class_names[c])) for c in shown), default=0)
-    legend = Image.new("RGB", (width, _LINE_HEIGHT * max(1, len(shown))), "white")
+    width = 24 + max((int(font.getlength(class_names[number])) for number in classes), default=0)
+    legend = Image.new("RGB", (width, _LINE_HEIGHT * max(1, len(classes))), "white")
     draw = ImageDraw.Draw(legend)
-    for line, number in enumerate(shown):
+    for line, number in enumerate(classes):
         top = line * _LINE_HEIGHT
         draw.rectangle((2, top + 2, 16, top + 13), fill=tuple(_COLOURS[number].tolist()))
         draw.text((20, top), class_names[number], fill="black", font=font)

@@ -351,9 +351,6 @@ def _require_unit_range(images: Tensor, dimensions: int) -> Tensor:
     """Return the images unchanged if they are floats in [0, 1] with 3 channels.
 
     Images must not be normalised, because encoders of this suite normalise images themselves.
-
-    Raises:
-        ConfigurationError: The images have another data type, range or shape.
     """
     if images.ndim != dimensions or images.shape[-3] != 3:
         expected = "3 x height x width" if dimensions == 3 else "a batch of N x 3 x height x width"

@@ -1,8 +1,7 @@
 """Evaluate probes on the blocks of a frozen encoder.
 
-`Probe` is the base class of all probes. A probe lists its results and computes their scores.
-`Evaluation.run` looks up which results are missing from the store, runs the probe to compute their
-scores, and saves each record as soon as its score is computed.
+`Probe` is the base class of all probes. `Evaluation.run` runs a probe to compute the results that
+are missing from the store, and saves each record as soon as its score is computed.
 """
 
 import time
@@ -21,12 +20,7 @@ import ssl_bench
 from ssl_bench.composition.compose import changed_settings, load_protocol_values
 from ssl_bench.composition.fields import check_fields, require_type
 from ssl_bench.data.corruptions import as_settings, corruption_of
-from ssl_bench.data.files.readable import (
-    ReadableDataset,
-    counts_and_first,
-    shared_files,
-    summary,
-)
+from ssl_bench.data.files.readable import ReadableDataset, counts_and_first, shared_files, summary
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import OpenedOnce
 from ssl_bench.errors import ConfigurationError, UnfitEncoder, with_hint
@@ -34,21 +28,8 @@ from ssl_bench.features import FeatureExtractor, Resize
 from ssl_bench.intervals import interval_contains
 from ssl_bench.layers import Facet, FacetSpec, parse_facets
 from ssl_bench.models import Encoder, EncoderIdentity
-from ssl_bench.results import (
-    Record,
-    ResultKey,
-    ResultStore,
-    block_stride,
-    encoder_id,
-    versions,
-)
-from ssl_bench.results.record import (
-    CORRUPTED,
-    TRAINED_ON,
-    PerImage,
-    PerImageKind,
-    TrainingImages,
-)
+from ssl_bench.results import Record, ResultKey, ResultStore, block_stride, encoder_id, versions
+from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, PerImageKind, TrainingImages
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system import paths
 from ssl_bench.system.device import describe_device
@@ -57,22 +38,26 @@ from ssl_bench.system.progress import say, show_progress
 from ssl_bench.system.provenance import provenance_fields
 
 _CPU = torch.device("cpu")
-_EXCLUDED = ("protocol", "facet", "num_workers", "guesses")
 SIZE_FIELDS = ("image_size", "longer_side", "max_side", "squash")
 """Fields of probes, from which `Probe.resize` is built."""
+_NEW_NAMES = {
+    "not_settings": "excluded_from_identity",
+    "shown_to": "with_native_size",
+    "fitted_to_images": "adapt_to_images",
+    "rounds_size": "resize",
+    **dict.fromkeys(("protocols_by_role", "truths_by_role", "max_sides_by_role"), "settings_for"),
+}
+"""New names of attributes that probes of earlier versions define."""
 
 Progress = Callable[..., Iterable[Any]]
-"""A function that shows progress and returns the items unchanged.
-
-Its signature is that of `ssl_bench.system.progress.show_progress`.
-"""
+"""A function like `ssl_bench.system.progress.show_progress`. It returns the items unchanged."""
 
 
 class FeatureCache(UserDict[Any, Any]):
     """Features of the current encoder and image set, shared by consecutive probes.
 
-    Call `select` before each probe. It drops features of other encoders and other images, to free
-    memory. Each key contains everything that determines the value of its features.
+    Call `select` before each probe to free memory. Each key contains everything that determines the
+    value of its features.
 
     Attributes:
         started_files: Files that an earlier probe of the same command has created. Later probes
@@ -89,15 +74,14 @@ class FeatureCache(UserDict[Any, Any]):
     def select(
         self, encoder: Encoder, role: str, images: str, corruption: str | None = None
     ) -> None:
-        """Keep only features of this encoder and these images.
+        """Drop features of other encoders, roles and images.
 
         If only the corruption changes, features that were used since the previous change are kept.
         They include the features of training images, which are never corrupted.
 
         Args:
             encoder: Encoder of the next probe.
-            role: What the next probe requires of the dataset, a key of
-                `ssl_bench.data.samples.OFFERED`.
+            role: `Probe.role` of the next probe.
             images: Fingerprint of the scored images without corruption.
             corruption: Corruption of the scored images, or None.
         """
@@ -134,10 +118,10 @@ class ProbeContext:
         progress: Function that wraps an iterable to show progress.
         overwrite: Whether to ignore results and files of earlier runs.
         say: Function that prints a message for the user. Messages are not stored in records.
-        known: Records of finished results. Their scores need not be computed again.
+        known: Stored records of the requested results. `run` may leave out their scores.
         features: Cache of features that earlier probes computed with this encoder.
-        later: Later probes on the same blocks for which `Probe.serves` is true. Each probe comes
-            with the folder for its figures.
+        later: Later probes on the same blocks for which `Probe.serves` is true, each with the
+            folder for its figures.
     """
 
     encoder: Encoder
@@ -155,10 +139,7 @@ class ProbeContext:
     later: Sequence[tuple["Probe", Path]] = ()
 
     def extractor(self, layers: Sequence[int], *facets: Facet) -> FeatureExtractor:
-        """Return a feature extractor for these blocks and facets.
-
-        It uses the device and the precision of this context.
-        """
+        """Return a feature extractor with the device and precision of this context."""
         return FeatureExtractor(
             self.encoder, layers=layers, facets=facets, device=self.device, dtype=self.dtype
         )
@@ -184,17 +165,12 @@ class Score:
         num_images: Number of scored images.
         details: Further values for the record. If `value` is NaN, the entry "undefined" states the
             reason, and tables print it.
-        per_image: Contribution of each image to a percentage. All blocks, facets and encoders use
-            the same order of images, so two scores can be compared image by image. Contributions
-            are not stored if `unit` is not "%".
+        per_image: Contribution of each image to a percentage. All blocks, facets and encoders must
+            use the same order of images. Contributions are not stored if `unit` is not "%".
         unit: "%", or an empty string if the value is not a percentage.
         per_image_kind: How `value` is computed from `per_image`. You may omit it in two cases:
             `per_image` has one hit (a boolean, 0 or 1) for each image, or it has one finite float
             for each image and `value` is their mean.
-
-    Raises:
-        ConfigurationError: `per_image_kind` is missing, although `per_image` contains counts, or it
-            is not in `PerImageKind`.
     """
 
     layer: int
@@ -222,13 +198,12 @@ class Score:
 class Probe:
     """Base class of probes, which are frozen dataclasses.
 
-    Users can set the fields of the dataclass. If a probe does not define a class attribute, it has
-    the default value of this base class.
+    Users can set the fields of the dataclass.
 
     Attributes:
         task: Name of the probe on the command line.
         role: What the dataset must support, a key of `ssl_bench.data.samples.OFFERED`.
-        protocol: Field with the name of a preset. The preset sets the defaults of other fields.
+        protocol: Field with the name of a preset, which sets the defaults of other fields.
         facet: Field with one or several names of facets to score. None for probes without facets.
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
         image_size: Side in pixels of the square images that the encoder receives. None for the
@@ -237,11 +212,11 @@ class Probe:
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores
             include no contributions of single images.
         further_protocols: Secondary protocols, which `--task all` runs in addition.
-        takes_long: Whether the probe needs many forward passes for each image. Such a probe runs
-            after the others.
+        takes_long: Whether `--task all` runs the probe after the others.
         excluded_from_identity: Fields that do not affect results, or that a record stores in
-            another column. All other fields are part of a result's identity. If you add a field
-            that is not excluded, finished results of the probe are computed again.
+            another column. To exclude one more field, write
+            `(*Probe.excluded_from_identity, "batch_size")`, because a value replaces this default.
+            If you add a field that is not excluded, finished results are computed again.
         metric_version: Version of the metric's code, an integer literal in the class body. Increase
             it if a change of the code changes scores. Results of lower versions are then outdated.
     """
@@ -256,8 +231,20 @@ class Probe:
     metrics_of_sets: ClassVar[Collection[str]] = ()
     further_protocols: ClassVar[Sequence[str]] = ()
     takes_long: ClassVar[bool] = False
-    excluded_from_identity: ClassVar[Collection[str]] = _EXCLUDED
+    excluded_from_identity: ClassVar[Sequence[str]] = (
+        "protocol",
+        "facet",
+        "num_workers",
+        "guesses",
+    )
     metric_version: ClassVar[int] = 1
+
+    def __init_subclass__(cls) -> None:
+        for old, new in _NEW_NAMES.items():
+            if old in vars(cls):
+                raise ConfigurationError(
+                    f"{cls.__name__}.{old} has no effect, define {new} instead"
+                )
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
@@ -266,9 +253,7 @@ class Probe:
 
     @classmethod
     def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
-        """Return settings, such as a protocol, that replace the defaults for a dataset.
-
-        A setting of the user takes precedence over them.
+        """Return settings that replace the defaults for a dataset, unless the user sets them.
 
         Args:
             roles: What the dataset supports, keys of `ssl_bench.data.samples.OFFERED`.
@@ -300,11 +285,7 @@ class Probe:
         return self.facets[0]
 
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
-        """Raise an error if the probe cannot score the blocks of an encoder.
-
-        Raises:
-            UnfitEncoder: A facet needs a [CLS] token and the encoder has none.
-        """
+        """Raise UnfitEncoder if the probe cannot score the blocks of an encoder."""
         if not encoder.has_cls and {"cls", "cls_patch_mean"}.intersection(self.facets):
             raise UnfitEncoder(
                 f"{encoder.name} has no [CLS] token", hint=("probe.facet=patch_mean",)
@@ -315,7 +296,7 @@ class Probe:
 
         Args:
             dataset: Dataset that the probe runs on.
-            typed: Names of the fields that the user set. These fields are not changed.
+            typed: Names of the fields that the user set. Do not change these fields.
         """
         del dataset, typed
         return self
@@ -326,25 +307,20 @@ class Probe:
         return Resize(self.image_size)
 
     def with_native_size(self, native_size: tuple[int, int]) -> Any:
-        """Return the probe with settings for the native input size of an encoder.
-
-        Args:
-            native_size: Height and width in pixels.
-        """
+        """Return the probe with settings for an encoder's native height and width in pixels."""
         del native_size
         return self
 
     def with_squares(self, side: int) -> Any:
-        """Return the probe with square images, for an encoder that accepts no other size.
-
-        Args:
-            side: Side of the squares in pixels, which is the encoder's native size.
-        """
+        """Return the probe with squares of `side` pixels, the only size that an encoder accepts."""
         own: Any = self
         return self if self.image_size is None else replace(own, image_size=side)
 
     def serves(self, other: "Probe") -> bool:
-        """Return whether a run of this probe also does the work of `other`, a later probe."""
+        """Return whether a run also stores what `other`, a later probe, needs from the encoder.
+
+        If so, `run` finds `other` in `ProbeContext.later`.
+        """
         del other
         return False
 
@@ -365,7 +341,7 @@ class Probe:
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
-        """Return the layers that each figure shows, for all figures that a run writes.
+        """Return the layers that each figure of a run shows.
 
         The keys are paths of figures, relative to `ProbeContext.artifacts`.
         """
@@ -374,7 +350,7 @@ class Probe:
 
 
 def display_name(probe: Probe) -> str:
-    """Return the name of the task. The name of a secondary protocol is appended."""
+    """Return the name of the task, followed by the protocol if it is a secondary one."""
     is_secondary = probe.protocol in probe.further_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
 
@@ -384,15 +360,10 @@ class Evaluation:
     """Evaluation of selected layers of one encoder, with one probe on one dataset.
 
     Attributes:
-        encoder: The encoder, with its weights loaded.
-        dataset: The dataset. It must support the role that the probe requires.
-        probe: The probe, adapted to the encoder and the dataset.
-        layers: Block indices, 0-based.
-        seed: Seed of all random number generators.
-        device: Device of the computation.
-        dtype: Precision of the encoder's forward pass.
+        probe: The probe, adapted to the encoder and the dataset by `PlannedProbe.fit_to`.
         allow_overlap: Whether scored images may also be training images.
         changed: Settings that differ from the protocol. None to derive them from the probe.
+        encoder, dataset, layers, seed, device, dtype: See `ProbeContext`.
     """
 
     encoder: Encoder
@@ -417,17 +388,14 @@ class Evaluation:
         """Compute the results that are missing from the store, and save each result immediately.
 
         Args:
-            store: Store of finished results. New results are saved in it.
-            say: Function that prints a message about skipped and pending results.
+            store: Store of finished and new results.
+            say: Function that prints a message for the user.
             overwrite: Compute finished results again.
             features: Cache of features. The run reads from the cache and adds new features to it.
             later: Later probes on the same dataset for which `Probe.serves` is true.
 
         Returns:
             The records of all requested results, both stored and new.
-
-        Raises:
-            UnreadableImage: An image cannot be read.
         """
         probe, dataset = self.probe, OpenedOnce(self.dataset)
         probe.require_fitting(self.encoder)
@@ -479,7 +447,6 @@ class Evaluation:
     def _plan(
         self, probe: Probe, dataset: Dataset, store: ResultStore, *, overwrite: bool
     ) -> tuple[list[ResultKey], "WorkPlan"]:
-        """Return the keys of all results of a probe, and the plan for the missing results."""
         images = probe.split(dataset)
         keys = result_keys(
             probe,
@@ -531,24 +498,23 @@ class Evaluation:
     def _record(
         self, key: ResultKey, score: Score, unreadable: dict[str, list[str]], seconds: float
     ) -> Record:
-        epoch = self.encoder.contents.epoch
+        details = {**score.details}
         # If the settings leave the image size to the encoder, the details state it in pixels.
-        is_native = "image_size" in key.settings and key.settings["image_size"] is None
-        stride = self.encoder.stride(key.layer)
-        native = {"image_size": self.probe.resize.square_side(self.encoder.native_size, stride)}
+        if key.settings.get("image_size", "") is None:
+            size, stride = self.encoder.native_size, self.encoder.stride(key.layer)
+            details["image_size"] = self.probe.resize.square_side(size, stride)
+        details |= position_details(self.probe, self.encoder, key.layer)
+        if unreadable:
+            details["left_out"] = counts_and_first(unreadable)
+        if self.encoder.contents.epoch is not None:
+            details["epoch"] = self.encoder.contents.epoch
         return key.record(
             depth=self.encoder.depth,
             value=score.value,
             ci95=score.ci95,
             num_images=score.num_images,
             model=self.encoder.name,
-            details={
-                **score.details,
-                **(native if is_native else {}),
-                **position_details(self.probe, self.encoder, key.layer),
-                **({"left_out": counts_and_first(unreadable)} if unreadable else {}),
-                **({"epoch": epoch} if epoch is not None else {}),
-            },
+            details=details,
             unit=score.unit,
             per_image_kind=score.per_image_kind,
             changed=changed_settings(self.probe) if self.changed is None else self.changed,
@@ -557,11 +523,7 @@ class Evaluation:
 
 
 def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score:
-    """Return a score without values that must not be stored in a record.
-
-    An interval that does not contain the score is removed, and a message says so. Contributions of
-    images are removed if the score is not a percentage.
-    """
+    """Remove an interval that does not contain the score, and contributions to a non-percentage."""
     if score.ci95 and not interval_contains(score.ci95, score.value):
         low, high = score.ci95
         say(
@@ -597,14 +559,13 @@ def find_pending(
 ) -> WorkPlan:
     """Find the results that have no record, and the layers that have missing figures.
 
-    If a figure shows several layers, a run always includes all of these layers. The figure is
-    therefore always complete.
+    A run includes all layers of a figure that shows any of its layers, so figures are complete.
     """
     finished = {}
     for key in keys:
+        record = store.load(key)
         with_images = probe.keeps_images and key.metric not in probe.metrics_of_sets
-        record = _find_finished(key, store, with_images=with_images)
-        if record is not None:
+        if record and not (with_images and record.unit == "%" and not store.has_per_image(key)):
             finished[key] = record
     pending = frozenset(key for key in keys if key not in finished)
     layers = {key.layer for key in pending}
@@ -618,20 +579,6 @@ def find_pending(
             layers.update(shown)
     ordered = tuple(layer for layer in _distinct_layers(keys) if layer in layers)
     return WorkPlan(pending, ordered, finished)
-
-
-def _find_finished(key: ResultKey, store: ResultStore, *, with_images: bool) -> Record | None:
-    """Return the stored record of a result, or None if data is missing.
-
-    Args:
-        key: Key of the result.
-        store: Store of finished results.
-        with_images: Whether the contribution of each image must be stored too.
-    """
-    record = store.load(key)
-    if with_images and record and record.unit == "%" and not store.has_per_image(key):
-        return None
-    return record
 
 
 def _list_figures(
@@ -656,7 +603,6 @@ def _distinct_layers(keys: Sequence[ResultKey]) -> tuple[int, ...]:
 def figures_folder(
     store: ResultStore, task: str, images: ImageSet, encoder: Encoder | EncoderIdentity
 ) -> Path:
-    """Return the folder for the figures of one task, image set and encoder."""
     beginning = paths.encoder_folder(encoder.name, encoder_id(encoder.identity()))
     folder = paths.figures_folder(beginning, images.fingerprint())
     return store.root / "pictures" / task / paths.file_name(images.name) / folder
@@ -671,15 +617,10 @@ def result_keys(
     settings: Mapping[str, Any],
     seed: int,
 ) -> list[ResultKey]:
-    """Return the keys of all results of a probe. The encoder's weights are not needed.
+    """Return the keys of all results of a probe.
 
-    Args:
-        probe: The probe.
-        images: The scored images.
-        layers: Block indices, 0-based.
-        identity: Identity of the encoder, as `ssl_bench.models.Encoder.identity` returns it.
-        settings: Settings of the results, as `result_settings` returns them.
-        seed: Seed of all random number generators.
+    `images` are the scored images. `identity` is the result of `Encoder.identity`, and `settings`
+    the result of `result_settings`.
     """
     fingerprint = images.fingerprint()
     return [
@@ -713,10 +654,8 @@ def result_settings(
         probe: The probe.
         dataset: The dataset.
         dtype: Precision of the encoder, a torch dtype or its name.
-        allow_overlap: Whether scored images may also be training images.
-
-    Raises:
-        DataError: A scored image is also a training image.
+        allow_overlap: Whether scored images may also be training images. If not, such images raise
+            a DataError.
     """
     training, scored = probe.training_images(dataset), probe.split(dataset)
     corrupted, unreadable = as_settings(scored), unreadable_ids(dataset)
@@ -733,12 +672,11 @@ def result_settings(
 
 
 def describe_training_images(images: ImageSet) -> TrainingImages:
-    """Return the description of training images for a record."""
     return TrainingImages(images.split, images.fingerprint(), len(images))
 
 
 def unreadable_ids(dataset: Dataset) -> dict[str, list[str]]:
-    """Return the ids of unreadable images in each split. Such images are left out."""
+    """Return the ids of the images in each split that are left out, because they are unreadable."""
     original = dataset.dataset if isinstance(dataset, OpenedOnce) else dataset
     return original.left_out() if isinstance(original, ReadableDataset) else {}
 
@@ -748,12 +686,12 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
 
     If the encoder accepts only one size, the probe uses this size. Otherwise, a default
     `image_size` is rounded to the nearest multiple of the patch size, and an `image_size` of the
-    user must be such a multiple. If `Resize.round_to_patch` is true, the probe rounds both itself.
+    user must be such a multiple. If `Resize.round_to_patch` is true, the probe rounds the default.
 
     Args:
         probe: The probe.
-        encoder: The encoder. If its blocks differ in patch size, the largest patch size is used.
-            A result therefore does not depend on which other blocks are scored.
+        encoder: The encoder. The largest patch size of all blocks is used, so that a result does
+            not depend on which other blocks are scored.
         typed: Names of the fields that the user set.
 
     Raises:
@@ -773,7 +711,8 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
             f"got {size}",
             hint=(f"probe.image_size={lower}", "or", f"probe.image_size={lower + patch}"),
         )
-    if probe.resize.round_to_patch:
+    # Images may have another size than `image_size`, such as that of `squash`.
+    if probe.resize.round_to_patch or probe.resize.side != size:
         return probe
     return replace(probe, image_size=max(1, round(size / patch)) * patch)
 
@@ -785,13 +724,14 @@ def _with_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Colle
             f"{encoder.name} only accepts images of {height} x {width} pixels, but {probe.task} "
             "uses square images"
         )
-    for name in sorted(set(typed) & set(SIZE_FIELDS) - {"max_side"}):
-        if getattr(probe, name) not in (None, height):
+    for name in SIZE_FIELDS:
+        # Squares have no `max_side`.
+        if name in typed and name != "max_side" and getattr(probe, name) not in (None, height):
             raise ConfigurationError(
                 f"{encoder.name} only accepts images of {height} x {width} pixels, got "
                 f"probe.{name}={getattr(probe, name)}; leave probe.{name} out"
             )
-    # A default of None stands for the only size. A user who sets this size gets the same identity.
+    # A default of None stands for the only size, and a user who sets this size gets that default.
     if (load_protocol_values(probe) or {}).get("image_size", height) is None:
         probe = replace(probe, image_size=None)
     return probe.with_squares(height)
@@ -800,11 +740,11 @@ def _with_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Colle
 def position_details(probe: Probe, encoder: Encoder, layer: int) -> dict[str, str]:
     """Return how position embeddings were resampled, for the details of a record.
 
-    The result is empty if they were not resampled. If images keep their aspect ratio, resampling
-    is assumed, because hardly any image has the token grid of the stored embeddings.
+    The result is empty if they were not. Images that keep their aspect ratio count as resampled,
+    because hardly any of them has the token grid of the stored embeddings.
     """
-    if encoder.position_rule is None:
-        return {}
-    side = probe.resize.square_side(encoder.native_size, encoder.stride(layer))
-    is_native = not probe.resize.keep_aspect_ratio and (side, side) == encoder.native_size
-    return {} if is_native else {"positions": encoder.position_rule}
+    resize = probe.resize
+    side = resize.square_side(encoder.native_size, encoder.stride(layer))
+    is_native = not resize.keep_aspect_ratio and (side, side) == encoder.native_size
+    rule = None if is_native else encoder.position_rule
+    return {} if rule is None else {"positions": rule}

@@ -1,8 +1,6 @@
 """Extract features of the blocks of a frozen encoder.
 
-All probes use `FeatureExtractor`. It takes images with values in [0, 1] and extracts features of
-any number of blocks and facets in one forward pass. This file also contains image transforms that
-several probes share.
+All probes use `FeatureExtractor`. This file also contains image transforms that they share.
 """
 
 import difflib
@@ -79,8 +77,7 @@ class FeatureExtractor:
             right and at the bottom, as TokenCut does. If False, other image sizes raise an error.
 
     Attributes:
-        encoder, device, dtype, pad: See the arguments.
-        layers, facets: The arguments without duplicates.
+        encoder, layers, facets, device, dtype, pad: The arguments, without duplicates.
         patch_size: Largest patch stride of the layers, in pixels. Hierarchical encoders have
             layers with different strides and token grids. `Encoder.stages` groups layers of the
             same grid and width.
@@ -168,14 +165,14 @@ class FeatureExtractor:
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
         """Extract features like `__call__`, but do not check that they are finite.
 
-        To check the features, copy the returned sums to the host and pass them to `require_finite`.
-        Copy them together with other data, so that the host waits for the device only once.
+        To check them, copy the returned sums to the host and pass them to `require_finite`. Copy
+        the sums together with other data, so that the host waits for the device only once.
 
         If memory runs out, the batch size is halved for this call and all later calls.
 
         Returns:
-            The features, and the sum of each feature tensor over all axes except the batch. Each
-            layer has one row of sums for each facet.
+            The features, and their sums over all axes except the batch. Each layer has one row of
+            sums for each facet.
         """
         while True:
             batch = max(1, min(self._max_batch, len(images)))
@@ -240,11 +237,9 @@ class FeatureExtractor:
     def require_finite(
         self, sums: Float[Tensor, "features batch"], ids: Sequence[str] = ()
     ) -> None:
-        """Raise a CheckpointError if sums from `extract_unchecked` are not finite.
+        """Raise a CheckpointError if sums from `extract_unchecked`, on the host, are not finite.
 
-        Args:
-            sums: The sums, on the host.
-            ids: Names of the images for the error message.
+        `ids` are names of the images for the error message.
         """
         invalid = (~sums.isfinite()).nonzero()
         if len(invalid):
@@ -260,11 +255,7 @@ class FeatureExtractor:
     def require_size(self, height: int, width: int) -> None:
         """Raise an error if the encoder does not accept images of this size in pixels.
 
-        If images are padded, pass their size after padding.
-
-        Raises:
-            UnfitEncoder: The encoder accepts only its native size, and the given size differs.
-            ConfigurationError: The height or width is not a multiple of the patch size.
+        If images are padded, this is their size after padding.
         """
         if not self.encoder.any_size and (height, width) != self.encoder.native_size:
             rows, cols = self.encoder.native_size
@@ -429,7 +420,7 @@ def block_tokens(output: Any) -> Tensor:
 
 
 class _DeepestLayerDone(Exception):
-    """Exception that ends the forward pass after the deepest requested layer."""
+    """End of the forward pass, after the deepest requested layer."""
 
 
 def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
@@ -441,8 +432,6 @@ class _Tap:
     """Position in one block where a facet is captured.
 
     Attributes:
-        layer: Block index, 0-based.
-        facet: Name of the facet.
         name: Name of the position in error messages.
         modules: Submodules. The facet is captured at the submodule that is called first.
         side: Whether the input or the output of the submodule is captured.
@@ -456,11 +445,7 @@ class _Tap:
 
 
 def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
-    """Return the position in a block where a facet is captured.
-
-    Raises:
-        UnfitEncoder: The block has no such submodule.
-    """
+    """Return the position in a block where a facet is captured, or raise UnfitEncoder."""
     block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
     parts = dict(block.named_modules())
     path = submodule_name(facet)
@@ -492,13 +477,9 @@ def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
 def _find_modules(
     parts: dict[str, nn.Module], facet: Facet
 ) -> tuple[tuple[nn.Module, ...], Literal["input", "output"]]:
-    """Return the submodules where a facet is captured, and the side to capture.
+    """Return the submodules where an item of `INNER_FACETS` is captured, and the side to capture.
 
-    There are no submodules in the result if the block does not have this facet.
-
-    Args:
-        parts: All submodules of the block by name.
-        facet: An item of `INNER_FACETS`.
+    `parts` are all submodules of the block by name. Without the facet, there are no submodules.
     """
     if _SUBLAYER[facet] not in parts:
         return (), "output"
@@ -522,10 +503,7 @@ def _list_children(names: list[str], parent: str) -> str:
 def _find_layouts(
     shape: Sequence[int], batch: int, grid: Grid, num_prefix_tokens: int
 ) -> list[Layout]:
-    """Return the possible layouts of a tensor of this shape.
-
-    At most one layout is possible if the grid is not square.
-    """
+    """Return the layouts that this shape can have, at most one if the grid is not square."""
     patches = grid[0] * grid[1]
     with_prefix = (patches, num_prefix_tokens + patches)
     fits: dict[Layout, bool] = {
@@ -538,16 +516,13 @@ def _find_layouts(
 
 @dataclass(frozen=True)
 class Resize:
-    """The size at which a probe shows images to an encoder.
-
-    Images become squares, or they keep their aspect ratio.
+    """The size at which an encoder receives images.
 
     Attributes:
-        side: Side of the squares in pixels, or longer side of images that keep their aspect ratio.
-            None for squares of the encoder's native size, or for the original size of each image.
-        keep_aspect_ratio: Whether images keep their aspect ratio.
-        max_side: Longer side in pixels that larger images are reduced to. It only applies if the
-            aspect ratio is kept and `side` is None.
+        side: Side of squares in pixels, or longer side of images that keep their aspect ratio. None
+            for squares of the encoder's native size, or for the original size of each image.
+        keep_aspect_ratio: Whether images keep their aspect ratio, instead of becoming squares.
+        max_side: Longer side in pixels that larger images are reduced to if `side` is None.
         round_to_patch: Whether both sides are rounded to multiples of the patch size.
     """
 
@@ -557,26 +532,18 @@ class Resize:
     round_to_patch: bool = False
 
     def square_side(self, native_size: tuple[int, int], patch_size: int = 1) -> int:
-        """Return the side of the squares in pixels.
-
-        Args:
-            native_size: Native height and width of the encoder in pixels.
-            patch_size: Patch size of the encoder in pixels.
-        """
+        """Return the side of the squares in pixels, for an encoder's native height and width."""
         return self._round(self.side or min(native_size), patch_size)
 
     def output_size(self, height: int, width: int, patch_size: int = 1) -> tuple[int, int]:
         """Return the height and width in pixels that an image is resized to.
 
-        Args:
-            height: Height of the image in pixels.
-            width: Width of the image in pixels.
-            patch_size: Patch size of the encoder in pixels.
+        Squares need a `side`, because this method does not know the encoder's native size.
         """
         longer = max(height, width)
         side = self.side or min(longer, self.max_side or longer)
         if not self.keep_aspect_ratio:
-            return self._round(side, patch_size), self._round(side, patch_size)
+            height = width = longer
         new_height, new_width = height * side / longer, width * side / longer
         return self._round(new_height, patch_size), self._round(new_width, patch_size)
 
@@ -588,13 +555,9 @@ class Resize:
 def resize_image(
     image: UInt8[np.ndarray, "height width 3"], size: tuple[int, int]
 ) -> Float[Tensor, "3 new_height new_width"]:
-    """Resize an image without cropping, by bilinear interpolation with antialiasing.
+    """Resize an image to a height and width, by bilinear interpolation with antialiasing.
 
-    The result has RGB values in [0, 1].
-
-    Args:
-        image: RGB image with values from 0 to 255.
-        size: Height and width of the result in pixels. The aspect ratio is not kept.
+    Values from 0 to 255 become values in [0, 1].
     """
     pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None].float() / 255
     return F.interpolate(pixels, size=size, mode="bilinear", antialias=True)[0]

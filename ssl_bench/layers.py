@@ -47,7 +47,7 @@ def parse_facets(
     """Parse one or several facet names.
 
     "blocks.7.mlp.fc1" is the output of a submodule of block 7. "blocks.*.mlp.fc1" is the output of
-    that submodule in every block.
+    that submodule in every block. Submodules of several single blocks raise an error.
 
     Args:
         facet: One or several names from the user.
@@ -56,10 +56,6 @@ def parse_facets(
 
     Returns:
         The facets in the order of `known`, followed by the submodules.
-
-    Raises:
-        ConfigurationError: There is no name, a name is unknown, or submodules of several blocks
-            are selected.
     """
     requested = [facet] if isinstance(facet, str) else list(facet)
     matches = {name: _SUBMODULE.fullmatch(name) for name in requested}
@@ -92,9 +88,6 @@ def select_layers(
     """Return the block indices to score. If a facet's name states a block, only this one is scored.
 
     The user selects `layers` in a format of `resolve_layers`. Probes without facets have no `spec`.
-
-    Raises:
-        ConfigurationError: `layers` and the facet's name state different blocks.
     """
     requested = resolve_layers(layers, depth)
     block = spec.block if spec else None
@@ -120,9 +113,6 @@ def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, 
 
     Returns:
         The indices in the given order, without duplicates.
-
-    Raises:
-        ConfigurationError: The text has another format, or an index is out of range.
     """
     if layers == "all":
         return tuple(range(depth))
@@ -131,7 +121,7 @@ def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, 
     if outside or not numbers:
         raise ConfigurationError(
             f"layers must lie in 0..{depth - 1} for this encoder, or in -{depth}..-1 to count from "
-            f"the last block, got {', '.join(str(layer) for layer in outside) or 'none'}"
+            f"the last block, got {', '.join(map(str, outside)) or 'none'}"
         )
     return tuple(dict.fromkeys(layer % depth for layer in numbers))
 
@@ -140,9 +130,6 @@ def parse_layer_numbers(layers: str | int | Sequence[int], depth: int = 0) -> li
     """Return the layer numbers in a selection of `resolve_layers` other than "all".
 
     The number of blocks `depth` is needed for ranges with one negative end, such as 4..-1.
-
-    Raises:
-        ConfigurationError: The text has another format, or a range is in descending order.
     """
     if isinstance(layers, int):
         return [layers]

@@ -55,17 +55,16 @@ _Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class PlannedProbe:
-    """A probe and a dataset that supports it, both built from the configuration.
+    """A probe and a dataset, both built from the configuration.
 
     Attributes:
         probe: The probe, not yet adapted to an encoder.
         dataset: The dataset, whose files have not been read yet.
-        seed: Seed of all random number generators.
-        dtype: Precision of the encoder, as the name of a torch dtype.
         choice: Names of the config files in `configs/probe` and `configs/dataset`.
         overrides: KEY=VALUE settings that apply to this probe and this dataset.
         root: Folder of the dataset.
         allow_overlap: Whether scored images may also be training images.
+        seed, dtype: See `ProbeContext`.
     """
 
     probe: Probe
@@ -84,12 +83,7 @@ class PlannedProbe:
         return frozenset(name.removeprefix("probe.") for name in names if name.startswith("probe."))
 
     def require_images(self) -> None:
-        """Open the splits that the probe needs.
-
-        Raises:
-            DataError: Files are missing, a split is empty, or a scored image is also a training
-                image.
-        """
+        """Open the probe's splits. Raise DataError if one is incomplete or if they overlap."""
         scored, fitted = self.probe.split(self.dataset), self.probe.training_images(self.dataset)
         if fitted is not None:
             shared_files(fitted, scored, allowed=self.allow_overlap)
@@ -117,8 +111,8 @@ class PlannedProbe:
         """Return the later probes for which `Probe.serves` is true, adapted to an encoder."""
         probes, inputs = list[Probe](), (self.dataset, self.dtype, self.seed)
         for other in later:
-            is_alike = (other.dataset, other.dtype, other.seed) == inputs
-            if is_alike and self.probe.serves(other.probe):
+            has_same_inputs = (other.dataset, other.dtype, other.seed) == inputs
+            if has_same_inputs and self.probe.serves(other.probe):
                 # If a later probe does not fit, the error is reported when this probe runs.
                 with suppress(ConfigurationError):
                     probes.append(other.fit_to(encoder))
@@ -146,11 +140,7 @@ def plan_probes(
 ) -> list[PlannedProbe]:
     """Pair tasks with datasets. This is a short form of `plan_request` for scripts.
 
-    Args:
-        tasks: Names of probes.
-        datasets: Names of datasets.
-        overrides: KEY=VALUE settings.
-        roots: Folders of datasets, by name.
+    `overrides` are KEY=VALUE settings, and `roots` the folders of datasets, by name.
     """
     return plan_request(ProbeRequest(tasks, datasets, overrides, roots or {}))
 
@@ -159,7 +149,7 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     """Pair tasks with datasets that support them, and build the probe and the dataset of each pair.
 
     No image is read. An override with a `probe.` or `dataset.` key applies to the tasks or datasets
-    that have this key. Each corruption in `corrupt=` gets a plan of its own.
+    that have this key. For each corruption in `corrupt=`, all pairs are planned once.
 
     Returns:
         The plan, ordered by dataset. Slow probes come last for each dataset. Probes that use the
@@ -172,9 +162,9 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     corruptions, overrides = asked_corruptions(request.overrides)
     pairs = [(task, dataset) for dataset in request.datasets for task in request.tasks]
     settings, ignored_by = _distribute(overrides, pairs)
-    opened, looked = dict[str, Dataset](), Looked()
+    datasets, checked_images = dict[str, Dataset](), Looked()
     plan = [
-        _build_pair(pair, [*settings[pair], *corruption], request, opened, looked)
+        _build_pair(pair, [*settings[pair], *corruption], request, datasets, checked_images)
         for corruption in corruptions
         for pair in pairs
     ]
@@ -196,19 +186,15 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
 
 
 def require_images(plan: Sequence[PlannedProbe]) -> None:
-    """Open every split of a plan once.
-
-    Raises:
-        DataError: See `PlannedProbe.require_images`.
-    """
+    """Call `require_images` of each planned probe, and open every split only once."""
     for planned in open_datasets_once(plan):
         planned.require_images()
 
 
 def open_datasets_once(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
     """Return the plan with cached datasets, so that each split is opened only once."""
-    opened = {id(planned.dataset): OpenedOnce(planned.dataset) for planned in plan}
-    return [replace(planned, dataset=opened[id(planned.dataset)]) for planned in plan]
+    cached = {id(planned.dataset): OpenedOnce(planned.dataset) for planned in plan}
+    return [replace(planned, dataset=cached[id(planned.dataset)]) for planned in plan]
 
 
 def evaluate(
@@ -231,7 +217,7 @@ def evaluate(
     Args:
         plan: Planned probes, as `plan_request` returns them.
         encoder: The encoder, with its weights loaded.
-        store: Store of finished results. New results are saved in it.
+        store: Store of finished and new results.
         layers: Block indices, in a format of `ssl_bench.layers.resolve_layers`.
         device: Device of the computation.
         overwrite: Compute finished results again.
@@ -239,10 +225,6 @@ def evaluate(
         allow_none: Return an empty list if all probes are left out, instead of raising an error.
         features: Cache of features that earlier calls computed.
         later: Planned probes of later calls with the same encoder and blocks.
-
-    Raises:
-        ConfigurationError: A probe does not fit and `skip_unfit` is False, or all probes are left
-            out and `allow_none` is False.
     """
     records, left_out = list[Record](), list[str]()
     features = FeatureCache() if features is None else features
@@ -292,14 +274,7 @@ def evaluate(
 def _distribute(
     overrides: Sequence[str], pairs: Sequence[_Pair]
 ) -> tuple[dict[_Pair, list[str]], dict[str, set[str]]]:
-    """Assign each override to the pairs of task and dataset that have its key.
-
-    Returns:
-        The overrides of each pair, and the tasks that ignore each override.
-
-    Raises:
-        ConfigurationError: An override applies to no pair.
-    """
+    """Return the overrides that apply to each pair, and the tasks that ignore each override."""
     configs = {pair: _compose_with_choices(pair, overrides) for pair in pairs}
     settings: dict[_Pair, list[str]] = {pair: [] for pair in pairs}
     ignored_by: dict[str, set[str]] = {}
@@ -337,10 +312,7 @@ def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, An
 
 
 def _names_for(override: str, task: str, config: dict[str, Any]) -> list[str]:
-    """Return the names that an override can select, or an empty list for other keys.
-
-    The names are those of config files or protocols.
-    """
+    """Return the names of config files or protocols that an override can select, if it can."""
     key = override.partition("=")[0]
     if key == _PROTOCOL:
         return list_protocols(task, component_class(config["probe"][TARGET], f"probe.{TARGET}"))
@@ -349,7 +321,7 @@ def _names_for(override: str, task: str, config: dict[str, Any]) -> list[str]:
 
 
 def _takes(task: str, config: dict[str, Any], override: str) -> bool:
-    """Return whether an override applies to a pair. Keys such as `seed` apply to every pair."""
+    """Return whether an override applies to a task. Keys such as `seed` apply to every task."""
     key, _, value = override.partition("=")
     if names := _names_for(override, task, config):
         return value in names
@@ -357,7 +329,6 @@ def _takes(task: str, config: dict[str, Any], override: str) -> bool:
 
 
 def _is_valid(pair: _Pair, override: str) -> bool:
-    """Return whether an override has a valid value for the probe of a pair."""
     try:
         build(probing_config(*pair, [override]), "probe")
     except ConfigurationError:
@@ -366,7 +337,6 @@ def _is_valid(pair: _Pair, override: str) -> bool:
 
 
 def _unknown_override(override: str, configs: Mapping[_Pair, dict[str, Any]]) -> ConfigurationError:
-    """Return the error for an override that applies to no pair. It suggests a similar name."""
     key, _, value = override.partition("=")
     names = {n for (task, _), config in configs.items() for n in _names_for(override, task, config)}
     if names:
@@ -399,7 +369,6 @@ def _unknown_override(override: str, configs: Mapping[_Pair, dict[str, Any]]) ->
 
 
 def _tasks_with(key: str, dataset: str) -> list[str]:
-    """Return all tasks that have a key."""
     tasks = []
     for task in choices("probe"):
         with suppress(BrokenFile):
@@ -412,17 +381,12 @@ def _build_pair(
     pair: _Pair,
     overrides: Sequence[str],
     request: ProbeRequest,
-    opened: dict[str, Dataset],
-    looked: Looked,
+    datasets: dict[str, Dataset],
+    checked_images: Looked,
 ) -> PlannedProbe:
     """Build a dataset, and a probe with settings that suit the dataset.
 
-    Args:
-        pair: Names of the task and the dataset.
-        overrides: KEY=VALUE settings that apply to this pair.
-        request: The whole request.
-        opened: Cache of datasets by configuration, shared by all pairs of a plan.
-        looked: Cache of images that were checked, shared by all pairs of a plan.
+    All pairs of a plan share the two caches: datasets by configuration, and checked images.
     """
     root = request.data_roots.get(pair[1])
     config = probing_config(*pair, overrides, root)
@@ -440,13 +404,14 @@ def _build_pair(
     overrides = [*overrides, *adapted]
     config = probing_config(*pair, overrides, root) if adapted else config
     values = shared_values(config)
-    listed = opened.setdefault(config_to_yaml(config["dataset"]), ListedOnce(dataset))
-    view = opened.setdefault(
-        f"{config_to_yaml(config['dataset'])} {values}", as_asked(listed, values)
-    )
+    # Pairs with equal configurations share a dataset, so that its files are listed only once.
+    key = config_to_yaml(config["dataset"])
+    full = datasets.setdefault(key, ListedOnce(dataset))
+    # Keys such as `data.limit` and `corrupt` select or change images of the full dataset.
+    requested = datasets.setdefault(f"{key} {values}", as_asked(full, values))
     return PlannedProbe(
         probe=build(config, "probe"),
-        dataset=as_readable(view, dataset, request.on_bad_image, looked),
+        dataset=as_readable(requested, dataset, request.on_bad_image, checked_images),
         seed=values["seed"],
         dtype=values["dtype"],
         choice=pair,
@@ -459,9 +424,7 @@ def _build_pair(
 def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> list[PlannedProbe]:
     """Return the planned probes that are supported by their dataset.
 
-    Raises:
-        DataError: No dataset supports any task.
-        ConfigurationError: The user requested a task by name and no dataset supports it.
+    A task that no dataset supports is an error, unless the user requested all tasks.
     """
     supported = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
     tasks = {planned.choice[0] for planned in supported}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from ssl_bench.composition.choices import choices, config_names, parse_names, require_choice
 from ssl_bench.composition.compose import add_data_root, compose_config, has_key
@@ -65,20 +65,9 @@ class ProbeRequest:
     ) -> "ProbeRequest":
         """Check the names that a user entered, and return the request.
 
-        Args:
-            task: One task, several separated by commas, or "all".
-            dataset: One dataset, or several separated by commas.
-            overrides: KEY=VALUE settings.
-            data_root: See `parse_data_roots`.
-            batch_size: Number of images in a forward pass of the encoder. It is set by the key that
-                each task has for it.
-            on_bad_image: See the attributes.
-            device: See the attributes.
-            others: Further attributes, which are not checked here.
-
-        Raises:
-            ConfigurationError: A task, dataset, folder or device is invalid, or `batch_size` is
-                given and no task has a key for it.
+        `task` and `dataset` are names separated by commas, and `task` may be "all". `data_root` is
+        as in `parse_data_roots`. `batch_size` is the number of images in a forward pass of the
+        encoder. The other arguments are attributes, and `others` are not checked here.
         """
         if device is not None:
             parse_device(device)
@@ -100,27 +89,14 @@ class ProbeRequest:
 
 
 def parse_on_bad_image(text: str | None) -> OnBadImage | None:
-    """Check how to handle unreadable images: "fail", "skip", or None for the dataset's default.
-
-    Raises:
-        ConfigurationError: The text is neither "fail" nor "skip".
-    """
-    valid: tuple[OnBadImage, ...] = get_args(OnBadImage)
+    """Check how to handle unreadable images: "fail", "skip", or None for the dataset's default."""
     if text is not None:
-        require_choice("on-bad-image", text, valid)
-    return next((choice for choice in valid if choice == text), None)
+        require_choice("on-bad-image", text, get_args(OnBadImage))
+    return cast("OnBadImage | None", text)
 
 
 def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
-    """Return the folder of each dataset.
-
-    The text `DIR` states one folder for all datasets. The text `NAME=DIR,NAME=DIR` states a folder
-    for each dataset.
-
-    Raises:
-        ConfigurationError: Only some parts begin with the name of a dataset, or a dataset is
-            synthetic and has no folder.
-    """
+    """Return the folder of each dataset, from `DIR` for all datasets or `NAME=DIR,NAME=DIR`."""
     if text is None:
         return {}
     parts = [part.partition("=") for part in text.split(",")]
@@ -149,23 +125,13 @@ def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str
 def probing_config(
     task: str, dataset: str, overrides: Sequence[str], root: str | None = None
 ) -> dict[str, Any]:
-    """Compose the configuration of a task on a dataset.
-
-    Args:
-        task: Name of a probe.
-        dataset: Name of a dataset.
-        overrides: KEY=VALUE settings. `probe.protocol=NAME` sets all values of that protocol.
-        root: Folder of the dataset.
-
-    Raises:
-        ConfigurationError: A choice or key is unknown, or a value has the wrong type.
-    """
+    """Compose the configuration of a task on a dataset, whose folder is `root`."""
     base = [f"probe={task}", f"dataset={dataset}"]
     return compose_config("probing", [*base, *add_data_root(overrides, root)])
 
 
 def _takes_folder(dataset: str) -> bool:
-    """Return whether a dataset can have a folder. It is True for datasets of other packages."""
+    """Return whether a dataset can have a folder, as datasets of other packages always can."""
     is_ours = dataset in config_names("dataset")
     return not is_ours or has_key(compose_config("data", [f"dataset={dataset}"]), "dataset.root")
 
@@ -185,8 +151,7 @@ def _without_broken_files(tasks: Sequence[str]) -> list[str]:
 def _batch_size_overrides(tasks: Sequence[str], size: int) -> list[str]:
     """Return the overrides that set the number of images in a forward pass of the encoder.
 
-    This number does not affect scores. The batch size of training affects scores, so it is not
-    changed.
+    The batch size of training is not changed, because it affects scores.
     """
     configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
     keys = [key for key in BATCH_SIZES if any(has_key(config, key) for config in configs)]

@@ -42,17 +42,40 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """Softmax attention whose attention matrices are accessible.
+    """Softmax attention with the weights of a layer, whose attention matrices are accessible.
 
     Attributes:
-        matrices: Maps normed tokens to the attention matrix of each head, heads x tokens x tokens.
-        values: Maps normed tokens to the values of each head.
-        combine: Maps matrices and values to the output of the layer.
+        layer: The layer. Its norms of queries and keys are applied, if there are any.
+        qkv: Maps tokens to the queries, keys and values of all heads, tokens x (3 * dim).
+        proj: Output projection.
+        layer_scale: LayerScale, or the identity.
+        num_heads: Number of heads.
     """
 
-    matrices: Function
-    values: Function
-    combine: Callable[[Tensor, Tensor], Tensor]
+    layer: Any
+    qkv: Function
+    proj: Function
+    layer_scale: Function
+    num_heads: int
+
+    def _split(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        qkv = self.qkv(tokens).unflatten(1, (3, self.num_heads, -1))
+        return qkv.permute(1, 2, 0, 3).unbind(0)  # each heads tokens head_dim
+
+    def matrices(self, tokens: Tensor) -> Tensor:
+        """Return the attention matrix of each head, heads x tokens x tokens."""
+        q, k, _ = self._split(tokens)
+        q = getattr(self.layer, "q_norm", nn.Identity())(q)
+        k = getattr(self.layer, "k_norm", nn.Identity())(k)
+        return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1)
+
+    def values(self, tokens: Tensor) -> Tensor:
+        """Return the values of each head, heads x tokens x head_dim."""
+        return self._split(tokens)[2]
+
+    def combine(self, matrices: Tensor, values: Tensor) -> Tensor:
+        """Return the output of the layer for given attention matrices and values."""
+        return self.layer_scale(self.proj((matrices @ values).transpose(0, 1).flatten(1)))
 
     def output(self, tokens: Tensor) -> Tensor:
         return self.combine(self.matrices(tokens), self.values(tokens))
@@ -282,18 +305,4 @@ def _open_attention(
         qkv, proj = attention.qkv, attention.proj
     else:
         return None, f"{type(layer).__name__} has no Linear layers called qkv and proj"
-
-    def split(tokens: Tensor) -> tuple[Tensor, ...]:
-        heads = qkv(tokens).unflatten(1, (3, num_heads, -1))
-        return heads.permute(1, 2, 0, 3).unbind(0)  # each heads tokens head_dim
-
-    def matrices(tokens: Tensor) -> Tensor:
-        q, k, _ = split(tokens)
-        q = getattr(attention, "q_norm", nn.Identity())(q)
-        k = getattr(attention, "k_norm", nn.Identity())(k)
-        return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1)
-
-    def combine(weights: Tensor, values: Tensor) -> Tensor:
-        return layer_scale(proj((weights @ values).transpose(0, 1).flatten(1)))
-
-    return SoftmaxAttention(matrices, lambda tokens: split(tokens)[2], combine), ""
+    return SoftmaxAttention(layer, qkv, proj, layer_scale, num_heads), ""

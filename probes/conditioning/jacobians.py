@@ -18,7 +18,6 @@ from probes.conditioning.decomposition import BlockRecord, Function, Tokens, fin
 from probes.spectra import condition_number, singular_values
 from ssl_bench.errors import ConfigurationError
 
-JACOBIANS = ("attention", "attention_skip", "mlp", "block", "dominant", "perturbation")
 _EXACT_LIMIT = 8192
 _ROWS_PER_CHUNK = 128
 # Probability that one of the two Lanczos bounds does not hold.
@@ -170,7 +169,7 @@ def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, S
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A square matrix that is given by its products, and those of its transpose, with vectors."""
+    """A square matrix, given by functions that multiply it or its transpose with a vector."""
 
     size: int
     apply: Function
@@ -299,7 +298,7 @@ def bidiagonalise(
 
 
 def _orthonormalise(vector: Tensor, basis: list[Tensor]) -> tuple[Tensor, float]:
-    """Subtract the projection onto a basis. Return the normalised rest and its norm."""
+    """Make a vector orthogonal to a basis. Return it with length 1, and its norm before scaling."""
     if basis:
         matrix = torch.stack(basis)
         # The second pass removes what cancellation in the first pass has left.

@@ -63,7 +63,7 @@ class Conditioning(Probe):
             values, for any number of tokens. "checkpoints": CKA with the same block of another
             encoder. "mean_log": natural logarithm of the condition number of the tokens before and
             after attention, averaged over block 0 to the scored block.
-        num_images: Number of images. The first images of the dataset are used.
+        num_images: Number of images, taken from the start of the dataset.
         image_size: Side in pixels of the squares that images are resized to, without keeping their
             aspect ratio. The default is rounded to a multiple of the patch size.
         num_steps: Number of Lanczos iterations.
@@ -190,11 +190,11 @@ class Conditioning(Probe):
 
     def _first_samples(self, context: ProbeContext) -> list[Sample]:
         images = self.split(context.dataset)
-        count = min(self.num_images, len(images))
-        if count < len(images):
-            line = f"conditioning: using the first {count} of {len(images)} images"
-            context.say(with_hint(line, hint=(f"probe.num_images={len(images)}",)))
-        return [images[index] for index in range(count)]
+        count = len(images)
+        if self.num_images < count:
+            line = f"conditioning: using the first {self.num_images} of {count} images"
+            context.say(with_hint(line, hint=(f"probe.num_images={count}",)))
+        return [images[index] for index in range(min(self.num_images, count))]
 
     def _score_spectra(
         self, context: ProbeContext, records: BlockRecords, stem: Path, cka: CkaMatrix

@@ -15,7 +15,7 @@ from scipy.special import bdtr, expit
 from torch import Tensor
 
 from probes.conditioning.decomposition import BlockRecord, BlockRecords
-from probes.conditioning.jacobians import JACOBIANS, exact_spectra, lanczos_bounds, rank_details
+from probes.conditioning.jacobians import exact_spectra, lanczos_bounds, rank_details
 from probes.spectra import Values, condition_number, effective_rank, singular_values
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Interval, Jackknife
@@ -25,6 +25,7 @@ MATRIX = "attention_matrix"
 OUTPUTS = ("attention", "attention_skip", "mlp", "mlp_skip")
 FACETS = (MATRIX, *OUTPUTS)
 BLOCK_JACOBIANS = ("attention", "attention_skip", "mlp", "block", "dominant")
+JACOBIANS = (*BLOCK_JACOBIANS, "perturbation")
 AROUND_ATTENTION = ("before", "after")
 MEAN_LOG = "mean_log_condition_number"
 _MEAN_LOG_GUESSES = (
@@ -99,8 +100,8 @@ def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
 
     Infinite numbers are larger than all others. The ends of the interval are medians of single
     images. The interval makes no assumption about the distribution. With two to five images, it
-    extends from the smallest to the largest image, and covers the true median with probability
-    1 - 2^(1 - images) only.
+    extends from the smallest to the largest image. It then covers the true median with a
+    probability of only 1 - 2^(1 - images).
 
     Returns:
         The median, and its interval. The median is NaN if any number is NaN. The interval is None
@@ -310,13 +311,9 @@ def stack_outputs(records: Sequence[BlockRecord]) -> Float64[Tensor, "images tok
 
 @dataclass(frozen=True)
 class CkaMatrix:
-    """Linear CKA of each pair of representations.
+    """Linear CKA of each pair of representations, with the names of rows and columns.
 
-    Attributes:
-        values: The matrix.
-        rows: Names of the rows.
-        columns: Names of the columns.
-        other: Name of the encoder in the columns. Empty if it is the encoder in the rows.
+    `other` is the name of the encoder in the columns. It is empty for the encoder in the rows.
     """
 
     values: Float64[np.ndarray, "rows columns"]

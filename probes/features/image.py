@@ -1,4 +1,4 @@
-"""One vector for each image and block, from the central squares of labelled images."""
+"""Compute one feature vector for each image and layer, from the central square of the image."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,37 +22,40 @@ IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
     "patch_mean": ("token_normed",),
     "cls_patch_mean": ("cls_normed", "token_normed"),
 }
-"""What stands for an image: [CLS], the mean patch, or both concatenated, after the final norm."""
+"""Features of an image: [CLS], the mean patch, or both concatenated, after the final norm."""
 
-# Unit vectors closer than this to each other tell nothing apart.
-_CONSTANT = 1e-6
+# Unit vectors count as equal if all of their entries differ by less than this.
+_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """Features of images by facet, float32 in host memory, and the class of each image."""
+    """Features of images by facet, as float32 in CPU memory, and the class of each image."""
 
     layers: tuple[int, ...]
     by_facet: Mapping[str, Float[Tensor, "layers images dim"]]
     labels: Int64[Tensor, " images"]
 
     def select(self, layer: int, facet: str) -> LabelledFeatures:
+        """Return the features and labels of a layer and facet."""
         return LabelledFeatures(self.by_facet[facet][self.layers.index(layer)], self.labels)
 
     def concatenate(self, layers: Sequence[int], facet: str) -> LabelledFeatures:
-        """The features of several layers, concatenated."""
+        """Return the features of a facet with the channels of several layers side by side."""
         parts = [self.select(layer, facet).features for layer in layers]
         return LabelledFeatures(torch.cat(parts, 1), self.labels)
 
 
 @dataclass(frozen=True)
 class ImagePass:
-    """How images become vectors.
+    """A pass of labelled images through the encoder.
 
     Attributes:
-        probe: Says the facets, of `IMAGE_FACETS` or from inside of blocks, `image_size`, a side in
-            pixels or None for the encoder's own, `crop_share`, the side of the central square that
-            is looked at, relative to the shorter side, and `num_workers`.
+        probe: Probe with the attributes `facets` (keys of `IMAGE_FACETS`, or facets from inside a
+            block), `resize`, `crop_share` (side of the central square as a fraction of the shorter
+            side), and `num_workers`.
+        context: Context of the probe.
+        batch_size: Maximum number of images that pass the encoder together.
     """
 
     probe: Any
@@ -60,54 +63,54 @@ class ImagePass:
     batch_size: int
 
     def layers_per_pass(self, num_images: int, memory_gib: float) -> int:
-        """How many layers of so many images fit into memory, at least one."""
+        """Return how many layers fit into memory for this number of images, at least 1."""
         extractor = self._extractor(self.context.layers)
         width = sum(vector_width(extractor, facet) for facet in self.probe.facets)
         return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))
 
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
-        """Features of the images of these indices; each image passes the encoder once.
+        """Compute the features of the images with these indices.
 
-        Not even that where they passed for the probe before.
+        They are shared with later probes of the same command through `context.features`.
 
         Raises:
-            CheckpointError: features are not finite.
+            CheckpointError: A feature is not finite.
         """
-        features, encoder = self.context.features, encoder_id(self.context.encoder.identity())
-        seen = (images.fingerprint(), tuple(indices), self._size, self.probe.crop_share)
-        key = (encoder, self.context.dtype, *seen)
-        known: ImageFeatures | None = features.get(key)
+        shared, size, share = self.context.features, self._size, self.probe.crop_share
+        encoder = encoder_id(self.context.encoder.identity())
+        key = (encoder, self.context.dtype, images.fingerprint(), tuple(indices), size, share)
+        known: ImageFeatures | None = shared.get(key)
         if known and {*layers} <= {*known.layers} and {*self.probe.facets} <= {*known.by_facet}:
             return known
-        # Before others take their room.
-        features.pop(key, None)
+        # Free the memory before new features need it.
+        shared.pop(key, None)
         extractor = self._extractor(layers)
-        found = {
+        by_facet = {
             facet: torch.empty(len(layers), len(indices), vector_width(extractor, facet))
             for facet in self.probe.facets
         }
         labels = torch.empty(len(indices), dtype=torch.int64)
-        first, size, share = 0, self._size, self.probe.crop_share
 
-        def prepared(sample: Sample) -> tuple[UInt8[Tensor, "3 size size"], int]:
+        def prepare(sample: Sample) -> tuple[UInt8[Tensor, "3 size size"], int]:
             assert sample.label is not None
             return central_square(sample.image, size, share=share), sample.label
 
-        squares = read_ahead(images, indices, prepared, workers=self.probe.num_workers)
+        squares = read_ahead(images, indices, prepare, workers=self.probe.num_workers)
         shown = self.context.progress(squares, f"{images.split} images", len(indices))
+        start = 0
         for batch in batches(shown, images_per_pass(self.batch_size, size, self.context.device)):
             pixels = to_device(torch.stack([pixels for pixels, _ in batch]), self.context.device)
-            rows = slice(first, first + len(batch))
+            rows = slice(start, start + len(batch))
             ids = [images.ids[index] for index in indices[rows]]
-            by_layer, sums = extractor.extract_unchecked(pixels.float() / 255)
-            vectors = [image_vectors(by_layer, facet) for facet in found]
-            parts = fetch_finite(extractor, sums, ids, vectors)
-            for values, part in zip(found.values(), parts, strict=True):
-                values[:, rows] = part
+            features, sums = extractor.extract_unchecked(pixels.float() / 255)
+            vectors = [image_vectors(features, facet) for facet in by_facet]
+            copies = fetch_finite(extractor, sums, ids, vectors)
+            for values, copy in zip(by_facet.values(), copies, strict=True):
+                values[:, rows] = copy
             labels[rows] = torch.tensor([label for _, label in batch])
-            first = rows.stop
-        features[key] = ImageFeatures(tuple(layers), found, labels)
-        return features[key]
+            start = rows.stop
+        shared[key] = ImageFeatures(tuple(layers), by_facet, labels)
+        return shared[key]
 
     def _extractor(self, layers: Sequence[int]) -> FeatureExtractor:
         parts = dict.fromkeys(part for facet in self.probe.facets for part in facet_parts(facet))
@@ -119,25 +122,25 @@ class ImagePass:
 
 
 def facet_parts(facet: Facet) -> tuple[Facet, ...]:
-    """What is taken of a block for an image: of facets from inside of it the mean patch."""
+    """Return the facets of a block that a facet of an image is computed from."""
     return IMAGE_FACETS.get(facet, (facet,))
 
 
-def is_constant(unit: Float[Tensor, "images dim"]) -> bool:
-    """Whether all images, vectors of length 1, look the same to the block."""
-    return bool((unit - unit[0]).abs().max() < _CONSTANT)
-
-
 def vector_width(extractor: FeatureExtractor, facet: Facet) -> int:
-    """Of what stands for an image."""
+    """Return the number of channels of `image_vectors`."""
     return sum(map(extractor.width, facet_parts(facet)))
 
 
 def image_vectors(features: Features, facet: str) -> Float[Tensor, "layers batch dim"]:
-    """What stands for each image of a batch, of all layers."""
-    found = []
-    for of_layer in features.values():
-        parts = [of_layer[part] for part in facet_parts(facet)]
+    """Return one vector for each layer and image of a batch. Patches are averaged."""
+    by_layer = []
+    for layer in features.values():
+        parts = [layer[part] for part in facet_parts(facet)]
         vectors = [x if x.ndim == 2 else x.flatten(1, 2).mean(1) for x in parts]
-        found.append(torch.cat(vectors, 1))
-    return torch.stack(found)
+        by_layer.append(torch.cat(vectors, 1))
+    return torch.stack(by_layer)
+
+
+def is_constant(unit: Float[Tensor, "images dim"]) -> bool:
+    """Return whether vectors of length 1 are equal for all images."""
+    return bool((unit - unit[0]).abs().max() < _TOLERANCE)

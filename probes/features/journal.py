@@ -6,6 +6,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
@@ -65,6 +66,10 @@ class Journal:
             return []
         except OSError as error:
             self._say(f"{self.path} is not used ({error.strerror}). Starting from the beginning")
+            if self._is_cache:
+                # New entries would otherwise be appended to a file that no run reads.
+                with suppress(OSError):
+                    self.path.unlink()
             return []
         if entries:
             self._say(f"continuing from {self.path}")

@@ -1,4 +1,4 @@
-"""Sums from which means and covariances follow, over more vectors than fit in memory."""
+"""Compute means and covariances of more vectors than fit into memory."""
 
 import torch
 from jaxtyping import Float, Float64
@@ -8,7 +8,10 @@ from ssl_bench.system.device import to_float64
 
 
 class Moments:
-    """Number, sum and sum of products of vectors in float64, shifted by the first batch's mean."""
+    """Sum and sum of outer products of vectors, in float64.
+
+    The mean of the first batch is subtracted from all vectors, for precision.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -17,9 +20,10 @@ class Moments:
         self._products: Float64[Tensor, "dim dim"] = torch.empty(0)
 
     def add(self, vectors: Float[Tensor, "vectors dim"]) -> "Moments":
+        """Add vectors, and return this object."""
         vectors = to_float64(vectors)
         if not self.count:
-            # Close to the mean, so that little is lost when its square is subtracted.
+            # With a shift near the mean, the covariance is not a small difference of large numbers.
             self._shift = vectors.mean(0)
             self._sum = torch.zeros_like(self._shift)
             self._products = self._shift.new_zeros(len(self._shift), len(self._shift))
@@ -35,11 +39,11 @@ class Moments:
 
     @property
     def covariance(self) -> Float64[Tensor, "dim dim"]:
-        """Mean product of the distances from the mean."""
+        """Mean outer product of the deviations from the mean."""
         offset = self._sum / self.count
         return self._products / self.count - torch.outer(offset, offset)
 
     @property
     def energy(self) -> Float64[Tensor, "dim dim"]:
-        """Mean product of the vectors as they are."""
+        """Mean outer product of the vectors."""
         return self.covariance + torch.outer(self.mean, self.mean)

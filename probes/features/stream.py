@@ -1,94 +1,97 @@
-"""Samples prepared for the encoder, decoded a few ahead of it, and its features of a batch.
+"""Decode images in threads, and extract the features of batches."""
 
-And the state of such work, kept now and then.
-"""
-
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float16
 from torch import Tensor
 
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.system.device import to_host
-from ssl_bench.system.files import open_trusted, write_atomically
-from ssl_bench.system.process import reraise_out_of_memory
+from ssl_bench.system.device import power_of_two, to_device, to_host
 
 K = TypeVar("K")
 T = TypeVar("T")
-_CPU_PIXELS = 2**19
+Half = Float16[Tensor, "batch rows cols dim"]
+Scales = Float[Tensor, "layers batch"]
+"""Factors that `undo_scaling` multiplies features by."""
 
-
-def map_ahead(make: Callable[[K], T], keys: Iterable[K], *, workers: int, most: int) -> Iterator[T]:
-    """What `make` gives for each key, in their order, made by threads at most so many ahead."""
-    pool = ThreadPoolExecutor(workers)
-    try:
-        waiting: deque[Future[T]] = deque()
-        for key in keys:
-            waiting.append(pool.submit(make, key))
-            if len(waiting) > most:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+_MAX_CPU_PIXELS = 2**19
+# Images whose largest entry is in this range are not scaled. Float16 then has its full precision
+# of ten bits for entries down to 2^-8 times the largest one.
+_SMALLEST, _LARGEST = 2.0**-6, 65504.0
+# The largest entry of other images is scaled to between this number and twice this number.
+_SCALED_LARGEST = 2.0**14
 
 
 def read_ahead(
     images: ImageSet, indices: Sequence[int], prepare: Callable[[Sample], T], *, workers: int
 ) -> Iterator[T]:
-    """Prepared samples in the order of `indices`, decoded by threads."""
-    return map_ahead(lambda i: prepare(images[i]), indices, workers=workers, most=4 * workers)
+    """Read samples in threads, and yield what `prepare` returns for them, in their order."""
+    return map_ahead(
+        lambda index: prepare(images[index]), indices, workers=workers, max_ahead=4 * workers
+    )
+
+
+def map_ahead(
+    function: Callable[[K], T], items: Iterable[K], *, workers: int, max_ahead: int
+) -> Iterator[T]:
+    """Call a function in threads, and yield its results in the order of the items.
+
+    Args:
+        function: Function to call for each item.
+        items: Its arguments. They are consumed `max_ahead` items ahead of the results.
+        workers: Number of threads.
+        max_ahead: Maximum number of results that wait until they are used.
+    """
+    pool = ThreadPoolExecutor(workers)
+    try:
+        pending: deque[Future[T]] = deque()
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > max_ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of `size` items; the last one may be shorter, and none is left out."""
+    """Yield lists of `size` items. The last list may be shorter."""
     remaining = iter(items)
     while batch := list(islice(remaining, size)):
         yield batch
 
 
 def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> int:
-    """How many squares of that side pass together: on a CPU so many that progress is seen.
+    """Return how many square images to encode together.
 
-    More than half a million pixels at once are no faster there, and take seconds each.
+    On a CPU, batches of more than half a million pixels are not faster, and progress is then shown
+    too rarely. The batch size is reduced there.
     """
-    fitting = max(1, _CPU_PIXELS // image_size**2)
-    return min(batch_size, fitting) if device.type == "cpu" else batch_size
-
-
-def fetch_finite(
-    extractor: FeatureExtractor,
-    sums: Float[Tensor, "features batch"],
-    ids: Sequence[str],
-    tensors: Sequence[Tensor],
-) -> list[Tensor]:
-    """What was made of the features of a batch, in host memory; the host waits once, also for sums.
-
-    Raises:
-        CheckpointError: the features are not finite.
-    """
-    sums, *found = to_host([sums, *tensors])
-    extractor.require_finite(sums, ids)
-    return found
+    if device.type != "cpu":
+        return batch_size
+    return min(batch_size, max(1, _MAX_CPU_PIXELS // image_size**2))
 
 
 def extract(
     extractor: FeatureExtractor, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
 ) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
-    """Features of a batch by layer, of an extractor of one facet, and what `check` of it wants.
+    """Extract the features of a batch by layer, and the sums to pass to `fetch_finite`.
+
+    Args:
+        extractor: Extractor of one facet.
+        images: RGB in [0, 1].
+        ids: Image ids for error messages.
 
     Raises:
-        CheckpointError: they are not finite, where the host need not wait to know.
+        CheckpointError: A feature is not finite. On a GPU this is only found by `fetch_finite`, so
+            that the CPU need not wait here.
     """
     features, sums = extractor.extract_unchecked(images)
     if not sums.is_cuda:
@@ -97,48 +100,86 @@ def extract(
     return {layer: facets[facet] for layer, facets in features.items()}, sums
 
 
-@dataclass
-class KeptState:
-    """State of work that may be killed, written now and then.
+def fetch_finite(
+    extractor: FeatureExtractor,
+    sums: Float[Tensor, "features batch"],
+    ids: Sequence[str],
+    tensors: Sequence[Tensor],
+) -> list[Tensor]:
+    """Copy tensors to CPU memory, and check that the features behind them are finite.
 
-    Attributes:
-        path: Named after everything that the work depends on; safe to delete at any time.
-        minutes: Between two writings.
-        say: Gets a line where work goes on or its file is damaged.
+    Tensors and sums are copied together, so the CPU waits for the GPU only once.
+
+    Args:
+        extractor: Extractor of the features.
+        sums: Sums that came with the features.
+        ids: Image ids for error messages.
+        tensors: Tensors that were computed from the features.
+
+    Raises:
+        CheckpointError: A feature is not finite.
     """
+    sums, *copies = to_host([sums, *tensors])
+    extractor.require_finite(sums, ids)
+    return copies
 
-    path: Path
-    minutes: float
-    say: Callable[[str], None]
-    _written: float = field(default_factory=time.monotonic, init=False, repr=False)
 
-    @cached_property
-    def found(self) -> Mapping[str, Any]:
-        """What an earlier process wrote last, on the CPU; nothing if there is no such file."""
-        try:
-            with open_trusted(self.path) as file:
-                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except OSError as error:
-            self.say(f"{self.path} is not used ({error.strerror}); starting from the beginning")
-            return {}
-        # Whatever the bytes are, torch or zipfile says so with an error of its own.
-        except Exception as error:
-            reraise_out_of_memory(error)
-            self.say(f"{self.path} is damaged; starting from the beginning")
-            return {}
-        self.say(f"going on from {self.path}")
-        return state
+def extract_float16(
+    extractor: FeatureExtractor,
+    images: Float[Tensor, "batch 3 height width"],
+    ids: Sequence[str],
+    *,
+    fetch: bool = False,
+) -> tuple[list[Half], Scales]:
+    """Compute the features of all layers, rounded by `to_float16`.
 
-    def is_due(self) -> bool:
-        return time.monotonic() - self._written >= 60 * self.minutes
+    Args:
+        extractor: Extractor of one facet.
+        images: RGB in [0, 1].
+        ids: Image ids for error messages.
+        fetch: Whether to copy the features to CPU memory. The scales are always there.
 
-    def write(self, state: Mapping[str, Any]) -> None:
-        """Keep a state of tensors and plain values.
+    Returns:
+        Features of each layer, and the factors of `undo_scaling`.
 
-        Raises:
-            MachineError: the folder cannot be written or the disk is full.
-        """
-        write_atomically(self.path, lambda file: torch.save(dict(state), file))
-        self._written = time.monotonic()
+    Raises:
+        CheckpointError: A feature is not finite.
+    """
+    features, sums = extract(extractor, images, ids)
+    pairs = [to_float16(features[layer]) for layer in extractor.layers]
+    halves, scales = [half for half, _ in pairs], torch.stack([scale for _, scale in pairs])
+    scales, *host = fetch_finite(extractor, sums, ids, [scales, *(halves if fetch else [])])
+    return host if fetch else halves, scales
+
+
+def to_float16(
+    features: Float[Tensor, "batch rows cols dim"],
+) -> tuple[Half, Float[Tensor, " batch"]]:
+    """Round features to float16, and scale images that do not fit into its range.
+
+    Float16 has ten bits of precision between 2^-14 and 65504 only. If the largest entry of an image
+    is below 2^-6 or above 65504, the image is divided by a power of two, which is exact. Its
+    largest entry is then near 2^14. The scale depends only on the features of the image. It is
+    therefore the same in all storages, whatever the batch and the other layers are.
+
+    Returns:
+        The rounded features, and the power of two that each image was divided by.
+    """
+    largest = features.abs().amax((1, 2, 3))
+    fits = (largest >= _SMALLEST) & (largest <= _LARGEST) | (largest == 0)
+    scales = torch.where(fits, 1.0, power_of_two(largest) / _SCALED_LARGEST)
+    return (features / scales[:, None, None, None]).half(), scales
+
+
+def undo_scaling(
+    halves: Float[Tensor, "layers batch rows cols dim"], scales: Scales
+) -> Float[Tensor, "layers batch rows cols dim"]:
+    """Multiply features by their scales, in float32. If all scales are 1, return them unchanged.
+
+    Args:
+        halves: Features from `to_float16`, on any device.
+        scales: Scales from `to_float16`, in CPU memory.
+    """
+    if bool((scales == 1).all()):
+        return halves
+    return halves.float() * to_device(scales, halves.device)[:, :, None, None, None]

@@ -1,8 +1,8 @@
-"""Features of a training set: computed once and kept, or computed whenever they are asked for.
+"""Compute the features of training images, and store them or compute them again in each epoch.
 
-They are in the first of three tiers that has the room: memory, a file, or nowhere ("stream"). From
-each come the same numbers, rounded to float16. In this order: what they may take, files of features
-and labels, how a batch becomes features, the three tiers, and the pass over the training images.
+`TrainingPass.run` selects one of three storages. "memory" holds the features in memory, "disk" in a
+file that later runs use again, and "stream" computes each batch when it is read. The values are
+rounded to float16 and equal in all three.
 """
 
 import errno
@@ -11,10 +11,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from io import BufferedReader, BytesIO
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -23,486 +24,176 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8
+from jaxtyping import Bool, Float, Int64, Integer, UInt8
 from torch import Tensor
 
-from probes.features.stream import batches, extract, fetch_finite, map_ahead, read_ahead
+from probes.features.stream import (
+    Half,
+    Scales,
+    batches,
+    extract_float16,
+    map_ahead,
+    read_ahead,
+    undo_scaling,
+)
 from probes.features.views import TrainingViews, resize_mask
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import MachineError
-from ssl_bench.evaluation import ProbeContext
+from ssl_bench.evaluation import ProbeContext, Progress
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
-from ssl_bench.system.device import free_gpu_memory, power_of_two, to_device
+from ssl_bench.system.device import free_gpu_memory, to_device
 from ssl_bench.system.files import atomic_file, open_trusted, remove_orphans
 from ssl_bench.system.process import free_host_memory
+from ssl_bench.system.progress import show_progress
 
 Tier = Literal["memory", "disk", "stream"]
 RequestedTier = Literal["auto", "memory", "disk", "stream"]
 GIB = 2**30
-# Largest entries of an image that float16 holds as they are, with ten bits for those 2^8 below.
-_SMALLEST, _LARGEST = 2.0**-6, 65504.0
-# The largest entry of other images, in [1, 2) times a power of two, is brought to this binade.
-_BINADE = 2.0**14
-_CHECKSUM = np.dtype("<u4")
-# What the tail of a file holds for each entry of each layer.
-_ENTRY = np.dtype([("checksum", _CHECKSUM), ("scale", "<f4")])
-# Batches that are read from a disk before they are asked for.
-_AHEAD = 2
-# Count up when the same image gives other cached values, or they lie in another order.
-VERSION = 4
+VERSION = 5
+"""Increase it if the same image gives other stored values, or if the file has another layout."""
+_STORAGES = {
+    "memory": "stored in memory",
+    "disk": "stored on disk",
+    "stream": "computed again in each epoch",
+}
+# Maximum length of a scale in the JSON file, with the comma and space.
+_SCALE_CHARACTERS = 26
+# Number of batches that are read from the file in advance.
+_BATCHES_AHEAD = 2
 
-Half = Float16[Tensor, "batch rows cols dim"]
-# Powers of two that bring float16 values back to the size that the encoder gave them.
-Scales = Float[Tensor, "layers some"]
-# Which values occur in the labels of each entry, 255 among them.
+Blocks = Float[Tensor, "layers entries rows cols dim"]
+# Whether each value from 0 to 255 occurs in the labels of an entry.
 Present = Bool[Tensor, "_entries 256"]
-# Entries of batches that follow each other.
-Chosen = Sequence[Int64[Tensor, "..."]]
-# Takes the labels of some entries.
-PutLabels = Callable[[Sequence[int], Tensor], None]
-
-
-@dataclass(frozen=True)
-class StorageLimits:
-    """What features may take.
-
-    Attributes:
-        tier: "auto": memory if they fit there, else disk if they fit there, else stream.
-        memory_gib: Without it half of what is free.
-        disk_gib: Likewise.
-        folder: On that disk.
-    """
-
-    tier: RequestedTier
-    memory_gib: float | None
-    disk_gib: float | None
-    folder: Path
-
-    def choose(self, features: int, labels: int, is_kept: Callable[[], bool]) -> Tier:
-        """The tier for so many bytes; features that a file holds already take no more room."""
-        if self.tier != "auto":
-            return self.tier
-        if features + labels <= self.memory:
-            return "memory"
-        return "disk" if features + labels <= self.disk or is_kept() else "stream"
-
-    @property
-    def memory(self) -> float:
-        return free_host_memory() / 2 if self.memory_gib is None else self.memory_gib * GIB
-
-    @property
-    def disk(self) -> float:
-        if self.disk_gib is not None:
-            return self.disk_gib * GIB
-        there = self.folder.absolute()
-        while not there.is_dir() and there != there.parent:
-            there = there.parent
-        return shutil.disk_usage(there).free / 2
-
-    def said(self, tier: Tier, features: int) -> str:
-        """What is told before anything is computed."""
-        memory, disk = (f"{room / GIB:.1f} GiB" for room in (self.memory, self.disk))
-        return (
-            f"features: {features / GIB:.1f} GiB, tier {tier} (may take {memory} of memory, "
-            f"{disk} of {self.folder})"
-        )
-
-
-class DamagedFeatures(MachineError):
-    """A file does not hold the bytes that were written to it."""
-
-
-@dataclass(frozen=True)
-class FeatureFile:
-    """Features by layer and entry on disk, found again only by a run whose header is the same.
-
-    Values in float16 come first, then the CRC-32 and the scale of each entry of each layer, the
-    header, and a CRC-32 of these two. That is one file, so that whoever of several writers comes
-    last leaves all of his.
-
-    Attributes:
-        folder: Where it lies; safe to delete at any time.
-        header: Everything the values depend on, as plain JSON types.
-        shape: Layers, entries, rows, columns, width.
-    """
-
-    folder: Path
-    header: Mapping[str, Any]
-    shape: tuple[int, ...]
-
-    def open(self) -> "OpenFeatures | None":
-        """The features if they were written completely, else None.
-
-        Raises:
-            DamagedFeatures: the file has another size, header or checksums than were written, or
-                somebody else could have written it.
-        """
-        expected = len(self._tail(np.zeros(self.shape[:2], _ENTRY)))
-        try:
-            file = open_trusted(self.path)
-            file.seek(self._data_bytes())
-            tail = file.read(expected + 1)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise DamagedFeatures(f"{self.path} cannot be read ({error.strerror})") from error
-        entries = np.frombuffer(tail, _ENTRY, min(prod(self.shape[:2]), len(tail) // 8))
-        if len(tail) != expected or tail != self._tail(entries):
-            raise DamagedFeatures(f"{self.path} is not as it was written")
-        return OpenFeatures(self, file, entries.reshape(self.shape[:2]))
-
-    @contextmanager
-    def writing(self) -> Generator["OpenFeatures"]:
-        """Takes features; the file has its name once the block ends without an error.
-
-        Raises:
-            MachineError: the disk lacks the room.
-        """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            remove_orphans(self.folder)
-            with atomic_file(self.path) as file:
-                writer = OpenFeatures(self, file, np.zeros(self.shape[:2], _ENTRY))
-                _allocate(file, self._data_bytes() + len(self._tail(writer.entries)))
-                yield writer
-                file.seek(self._data_bytes())
-                file.write(self._tail(writer.entries))
-        except MachineError:
-            raise
-        except OSError as error:
-            raise MachineError(
-                f"cannot keep {self._data_bytes() / 2**30:.1f} GiB of features in {self.folder} "
-                f"({error.strerror or error}); choose another folder, or keep none",
-                hint=("probe.cache={folder}", "or", "probe.tier=stream"),
-            ) from error
-
-    @property
-    def path(self) -> Path:
-        return self.folder / f"{hashlib.sha256(self._header_bytes()).hexdigest()[:16]}.features"
-
-    def place(self, layer: int, entry: int) -> int:
-        """Of the first byte of a layer of an entry; all layers of one lie side by side."""
-        return 2 * prod(self.shape[2:]) * (entry * self.shape[0] + layer)
-
-    def _tail(self, entries: np.ndarray) -> bytes:
-        content = entries.tobytes() + self._header_bytes()
-        return content + np.array(crc32(content), _CHECKSUM).tobytes()
-
-    def _header_bytes(self) -> bytes:
-        return json.dumps({**self.header, "shape": self.shape}, indent=1, sort_keys=True).encode()
-
-    def _data_bytes(self) -> int:
-        return 2 * prod(self.shape)
-
-
-@dataclass(frozen=True)
-class OpenFeatures:
-    """A file that is written or read.
-
-    Checksums are of what is given, not of what the disk made of it. What is compared with them is a
-    copy in memory: mapped pages could be other ones when they are used.
-
-    Attributes:
-        entries: Checksum and scale of each entry of each layer (layers x entries).
-    """
-
-    format: FeatureFile
-    file: Any
-    entries: np.ndarray
-
-    @property
-    def scales(self) -> Float[Tensor, "layers entries"]:
-        return torch.from_numpy(self.entries["scale"].astype(np.float32))
-
-    def put(
-        self,
-        layer: int,
-        entries: Sequence[int],
-        features: Float16[Tensor, "some rows cols dim"],
-        scales: Float[Tensor, " some"],
-    ) -> None:
-        """Keep some entries of the layer of that index.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        for entry, values in zip(entries, features.contiguous().numpy(), strict=True):
-            self.entries["checksum"][layer, entry] = crc32(values)
-            self.file.seek(self.format.place(layer, entry))
-            self.file.write(values)
-        self.entries["scale"][layer, list(entries)] = scales.numpy()
-
-    def read(self, layer: int, entry: int, into: Float16[np.ndarray, "rows cols dim"]) -> None:
-        """Fill an array with an entry of the layer of that index.
-
-        Raises:
-            DamagedFeatures: the file gives other bytes than were written.
-        """
-        path = self.format.path
-        try:
-            self.file.seek(self.format.place(layer, entry))
-            count = self.file.readinto(into.data)
-        except OSError as error:
-            raise DamagedFeatures(f"{path} cannot be read ({error.strerror})") from error
-        if count != into.nbytes or crc32(into.data) != self.entries["checksum"][layer, entry]:
-            raise DamagedFeatures(f"{path} gives other features than were written")
-
-
-def _allocate(file: IO[bytes], size: int) -> None:
-    """Take the room on the disk now, so that a full one is not found after hours."""
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        # Where the file system cannot do so, writing itself tells.
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise
-
-
-def label_file(folder: Path, shape: tuple[int, int, int]) -> UInt8[Tensor, "entries height width"]:
-    """Labels of all entries, in a file without a name, gone when nobody has them any more.
-
-    Raises:
-        MachineError: the folder takes no file, or its disk is full.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            # Room that is missing later, behind mapped memory, would end the process.
-            _allocate(file, prod(shape))
-            return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=shape))
-    except OSError as error:
-        raise MachineError(
-            f"cannot keep labels in {folder} ({error.strerror or error}); choose another folder",
-            hint=("probe.cache={folder}",),
-        ) from error
-
-
-def extract_float16(
-    extractor: FeatureExtractor,
-    images: Float[Tensor, "batch 3 height width"],
-    ids: Sequence[str],
-    *,
-    fetch: bool = False,
-) -> tuple[list[Half], Scales]:
-    """Return the features of all layers in float16, and what `undo_scaling` multiplies them by.
-
-    Args:
-        extractor: Of one facet.
-        images: RGB in [0, 1].
-        ids: Of the images, for messages.
-        fetch: Bring the features into host memory; the scales are there anyhow.
-
-    Raises:
-        CheckpointError: A feature is not finite.
-    """
-    features, sums = extract(extractor, images, ids)
-    pairs = [to_float16(features[layer]) for layer in extractor.layers]
-    halves, scales = [half for half, _ in pairs], torch.stack([scale for _, scale in pairs])
-    scales, *host = fetch_finite(extractor, sums, ids, [scales, *(halves if fetch else [])])
-    return host if fetch else halves, scales
-
-
-def to_float16(
-    features: Float[Tensor, "batch rows cols dim"],
-) -> tuple[Half, Float[Tensor, " batch"]]:
-    """Round features to float16, those of each image times a power of two where it is needed.
-
-    Float16 has ten bits of precision between 2^-14 and 65504 only. An image whose largest entry is
-    below 2^-6 or above 65504 is scaled, which is exact, so that this entry lies near 2^14; others
-    stay as they are. The scale depends on nothing but the image, so that it is the same whatever
-    the batch, the other blocks and the place where features are kept.
-
-    Returns:
-        The rounded features, and the power of two that each image was divided by.
-    """
-    largest = features.abs().amax((1, 2, 3))
-    fits = (largest >= _SMALLEST) & (largest <= _LARGEST) | (largest == 0)
-    scales = torch.where(fits, 1.0, power_of_two(largest) / _BINADE)
-    return (features / scales[:, None, None, None]).half(), scales
-
-
-def undo_scaling(
-    halves: Float[Tensor, "layers some rows cols dim"], scales: Scales
-) -> Float[Tensor, "layers some rows cols dim"]:
-    """Undo the scaling of `to_float16`, in float32; return features as they are if none was scaled.
-
-    Args:
-        halves: Float16, on any device.
-        scales: In host memory.
-    """
-    if bool((scales == 1).all()):
-        return halves
-    return halves.float() * to_device(scales, halves.device)[:, :, None, None, None]
+# The entries of each batch.
+BatchEntries = Sequence[Int64[Tensor, "..."]]
+# Stores features of some entries: index of the layer, entries, features, scales.
+Put = Callable[[int, Sequence[int], Half, Float[Tensor, " batch"]], None]
 
 
 @dataclass(frozen=True)
 class FeatureBatch:
     """Features and labels of some entries, on the device of the heads."""
 
-    features: Float[Tensor, "layers some rows cols dim"]
-    labels: Integer[Tensor, "some height width"]
+    features: Float[Tensor, "layers batch rows cols dim"]
+    labels: Integer[Tensor, "batch height width"]
 
 
-# Gives the batches of these entries in this order.
-Read = Callable[[Chosen], Iterator[FeatureBatch]]
+# Reads the batches with these entries, in this order.
+ReadBatches = Callable[[BatchEntries], Iterator[FeatureBatch]]
 
 
 @dataclass(frozen=True)
 class StoredFeatures:
-    """Features that were computed for this run and are held by it."""
-
-    layers: tuple[int, ...]
-    blocks: Float[Tensor, "layers entries rows cols dim"]
-    labels: Integer[Tensor, "entries height width"]
-    present: Present = field(default_factory=lambda: torch.zeros(0, 256, dtype=torch.bool))
-    scales: Float[Tensor, "layers entries"] | None = None
-
-    tier = "memory"
-    passes = 1
-
-    def reader(self, layers: Sequence[int], device: torch.device) -> Read:
-        """As every tier; a GPU keeps them if they take half of what is free there or less."""
-        indices = [self.layers.index(layer) for layer in layers]
-        if indices == list(range(indices[0], indices[-1] + 1)):
-            # A view where the layers follow each other.
-            blocks = self.blocks[indices[0] : indices[-1] + 1]
-        else:
-            blocks = torch.stack([self.blocks[index] for index in indices])
-        if device.type == "cuda" and 2 * blocks.nbytes <= free_gpu_memory(device):
-            blocks = blocks.to(device)
-        scales = torch.ones(blocks.shape[:2]) if self.scales is None else self.scales[indices]
-
-        def read(chosen: Chosen) -> Iterator[FeatureBatch]:
-            for some in chosen:
-                halves = to_device(blocks.index_select(1, to_device(some, blocks.device)), device)
-                features = undo_scaling(halves, scales[:, some])
-                yield FeatureBatch(features, to_device(self.labels[some], device))
-
-        return read
-
-
-@dataclass
-class FeaturesOnDisk:
-    """Features in a file, compared with their checksums whenever they are read.
-
-    Damaged ones are said, and all are computed again: nobody knows what else the disk lost.
+    """Features in memory or in a memory-mapped file.
 
     Attributes:
-        compute: Writes the file anew.
-        say: Gets the line about it.
+        layers: Block index of each layer in `blocks`.
+        blocks: Features, divided by `scales`.
+        labels: Labels in memory or in a memory-mapped file.
+        present: Whether each value from 0 to 255 occurs in the labels of an entry. Empty if each
+            entry has a single label.
+        scales: Factors of `undo_scaling`. None if all are 1.
+        tier: Where `blocks` are.
+        passes: Number of times that this run has encoded all entries. 0 if it uses a stored file.
     """
 
     layers: tuple[int, ...]
-    present: Present
-    labels: UInt8[Tensor, "entries height width"]
-    file: FeatureFile
-    compute: Callable[[], object]
-    say: Callable[[str], None]
-    passes: int
-    _reader: OpenFeatures | None = field(default=None, init=False, repr=False)
+    blocks: Blocks
+    labels: Integer[Tensor, "entries height width"]
+    present: Present = field(default_factory=lambda: torch.zeros(0, 256, dtype=torch.bool))
+    scales: Float[Tensor, "layers entries"] | None = None
+    tier: Tier = "memory"
+    passes: int = 1
 
-    tier = "disk"
+    def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
+        """Return a function that reads batches of these layers, in the order of `layers`.
 
-    def reader(self, layers: Sequence[int], device: torch.device) -> Read:
-        """As every tier; an image's layers lie side by side, so that most of it is one reading."""
+        All features are first copied to the GPU if they take at most half of its free memory.
+        """
         indices = [self.layers.index(layer) for layer in layers]
+        first, stop = min(indices), max(indices) + 1
+        blocks = self.blocks[first:stop]
+        order = [index - first for index in indices]
+        is_in_order = order == list(range(stop - first))
+        if device.type == "cuda" and 2 * blocks.nbytes <= free_gpu_memory(device):
+            blocks = blocks.to(device)
+        reads_file = self.tier == "disk" and blocks.device.type == "cpu"
+        scales = torch.ones(blocks.shape[:2]) if self.scales is None else self.scales[indices]
 
-        def read(chosen: Chosen) -> Iterator[FeatureBatch]:
-            done = 0
-            while done < len(chosen):
-                try:
-                    found = map_ahead(
-                        lambda some: self._read(indices, some),
-                        islice(chosen, done, None),
-                        workers=1,
-                        most=_AHEAD,
-                    )
-                    for halves, scales in found:
-                        labels = to_device(self.labels[chosen[done]], device)
-                        done += 1
-                        yield FeatureBatch(undo_scaling(to_device(halves, device), scales), labels)
-                except DamagedFeatures as error:
-                    self._compute_again(error, indices, chosen[done])
+        def select(entries: Int64[Tensor, " batch"]) -> Tensor:
+            if reads_file:
+                # Unlike `index_select`, this takes no processor cores from the training of heads.
+                selected = torch.from_numpy(blocks.numpy().take(entries.numpy(), 1))
+            else:
+                selected = blocks.index_select(1, to_device(entries, blocks.device))
+            return selected if is_in_order else selected[order]
+
+        def read(batch_entries: BatchEntries) -> Iterator[FeatureBatch]:
+            selections = map(select, batch_entries)
+            if reads_file:
+                selections = map_ahead(select, batch_entries, workers=1, max_ahead=_BATCHES_AHEAD)
+            for entries, selected in zip(batch_entries, selections, strict=True):
+                features = undo_scaling(to_device(selected, device), scales[:, entries])
+                yield FeatureBatch(features, to_device(self.labels[entries], device))
 
         return read
-
-    def _read(
-        self, indices: Sequence[int], some: Int64[Tensor, " some"]
-    ) -> tuple[Float16[Tensor, "layers some rows cols dim"], Scales]:
-        if self._reader is None:
-            self._reader = self.file.open()
-        # Somebody deleted it.
-        if self._reader is None:
-            raise DamagedFeatures(f"{self.file.path} is gone")
-        found = torch.empty(len(indices), len(some), *self.file.shape[2:], dtype=torch.float16)
-        for number, entry in enumerate(some.tolist()):
-            for place, index in enumerate(indices):
-                self._reader.read(index, entry, found[place, number].numpy())
-        return found, self._reader.scales[indices][:, some]
-
-    def _compute_again(
-        self, error: DamagedFeatures, indices: Sequence[int], some: Int64[Tensor, " some"]
-    ) -> None:
-        self.say(f"{error}; computing them again")
-        self.compute()
-        self.passes += 1
-        self._reader = None
-        try:
-            self._read(indices, some)
-        except DamagedFeatures as again:
-            raise MachineError(
-                f"{again}, right after they were written; choose another folder",
-                hint=("probe.cache={folder}",),
-            ) from again
 
 
 @dataclass
 class StreamedFeatures:
-    """Features that are computed whenever they are asked for, and kept nowhere.
+    """Features that are computed each time they are read.
 
     Attributes:
-        compute: Gives the batches of these entries of these layers, on a device.
+        layers: Block indices of the layers that can be read.
+        present: Whether each value from 0 to 255 occurs in the labels of an entry.
+        compute: Function that computes the batches of these layers and entries on a device.
     """
 
     layers: tuple[int, ...]
     present: Present
-    compute: Callable[[Sequence[int], Chosen, torch.device], Iterator[FeatureBatch]]
-    _computed: int = field(default=0, init=False, repr=False)
+    compute: Callable[[Sequence[int], BatchEntries, torch.device], Iterator[FeatureBatch]]
+    _num_computed: int = field(default=0, init=False, repr=False)
 
     tier = "stream"
 
     @property
     def passes(self) -> int:
-        return -(-self._computed // len(self.present))
+        """Number of times that this run has encoded all entries, rounded up."""
+        return -(-self._num_computed // len(self.present))
 
-    def reader(self, layers: Sequence[int], device: torch.device) -> Read:
-        def read(chosen: Chosen) -> Iterator[FeatureBatch]:
-            for batch in self.compute(layers, chosen, device):
-                self._computed += len(batch.labels)
+    def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
+        """Return a function that computes batches of these layers, in the order of `layers`."""
+
+        def read(batch_entries: BatchEntries) -> Iterator[FeatureBatch]:
+            for batch in self.compute(layers, batch_entries, device):
+                self._num_computed += len(batch.labels)
                 yield batch
 
         return read
 
 
-TrainingFeatures = StoredFeatures | FeaturesOnDisk | StreamedFeatures
-"""Features by layer and entry; entry `views * i + v` is view v of image i.
+TrainingFeatures = StoredFeatures | StreamedFeatures
+"""Features of all training images. Entry `n * views + v` is view v of the image at position n.
 
-Where an image as a whole has a class, it is one patch with one label. `reader` gives what reads
-some layers in the order asked for; `present` says which values occur in the labels of each entry,
-255 among them (nothing where each has one); `passes` is how often the views passed the encoder,
-rounded up: 0 if a file held the features.
+A probe of whole images has one patch and one label for each entry.
 """
 
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """How training images become features and labels.
+    """A pass of training images through the encoder.
 
     Attributes:
-        extractor: Of one facet.
-        indices: Of the images, within `images`.
-        label_size: Height and width of the labels in training.
+        context: Context of the probe.
+        extractor: Extractor of one facet.
+        images: The training set.
+        indices: Indices of the training images that are used.
+        image_size: Side of the encoder's square input in pixels.
+        views: Crops and mirror images that are encoded for each image.
+        label_size: Side of the label maps in pixels.
+        batch_size: Number of views that pass the encoder together.
+        workers: Number of threads that decode images.
     """
 
     context: ProbeContext
@@ -519,41 +210,53 @@ class TrainingPass:
     def facet(self) -> Facet:
         return self.extractor.facets[0]
 
-    def run(self, room: StorageLimits) -> TrainingFeatures:
-        """Compute the features, take them from a file of an earlier run, or get ready to stream.
+    def run(
+        self,
+        folder: Path,
+        tier: RequestedTier = "auto",
+        memory_gib: float | None = None,
+        disk_gib: float | None = None,
+    ) -> TrainingFeatures:
+        """Compute and store the features, or open a stored file, or prepare a stream.
 
-        All labels are read in any case, so that a file that cannot be is found now.
+        All images are read in any case, for their labels. An unreadable image is therefore an error
+        before training.
+
+        Args:
+            folder: Folder of the feature files.
+            tier: The storage. "auto" selects memory if features and labels fit there, else disk if
+                they fit there or an earlier run stored them, else stream.
+            memory_gib: Limit for the memory. None for half of the free memory.
+            disk_gib: Limit for the disk. None for half of the free space.
 
         Raises:
-            CheckpointError: a feature is not finite.
-            MachineError: neither memory nor disk has the room.
+            CheckpointError: A feature is not finite.
+            MachineError: The memory or the disk is too small.
         """
         side, layers = self.image_size // self.extractor.patch_size, self.extractor.layers
         entries, size = len(self.indices) * self.views.count, self.label_size
         shape = (len(layers), entries, side, side, self.extractor.width(self.facet))
-        file = FeatureFile(room.folder, self.header(), shape)
-        num_bytes = 2 * prod(shape)
-        tier = room.choose(num_bytes, entries * size**2, lambda: self._is_kept(file))
-        self.context.say(room.said(tier, num_bytes))
+        label_shape = (entries, size, size)
+        file = FeatureFile(folder, self.header(), shape)
+        load = cache(lambda: file.load(self.context.say, self.context.progress))
+        memory = free_host_memory() / 2 if memory_gib is None else memory_gib * GIB
+        disk = _free_disk_space(folder) / 2 if disk_gib is None else disk_gib * GIB
+        if tier == "auto":
+            needed = 2 * prod(shape) + prod(label_shape)
+            if needed <= memory:
+                tier = "memory"
+            else:
+                tier = "disk" if needed <= disk or load() is not None else "stream"
+        self.context.say(
+            f"features: {2 * prod(shape) / GIB:.1f} GiB, {_STORAGES[tier]} (limits: "
+            f"{memory / GIB:.1f} GiB of memory, {disk / GIB:.1f} GiB in {folder})"
+        )
         present = torch.zeros(entries, 256, dtype=torch.bool)
-
-        def put_present(some: Sequence[int], values: UInt8[Tensor, "some rows cols"]) -> None:
-            for entry, of_entry in zip(some, values, strict=True):
-                present[entry, of_entry.unique().long()] = True
-
         if tier == "stream":
-            self.fill(put_present)
+            self._fill(present)
             return StreamedFeatures(layers, present, self.stream)
         if tier == "memory":
-            labels = torch.empty(entries, size, size, dtype=torch.uint8)
-        else:
-            labels = label_file(room.folder, (entries, size, size))
-
-        def put_labels(some: Sequence[int], values: UInt8[Tensor, "some rows cols"]) -> None:
-            put_present(some, values)
-            labels[list(some)] = values
-
-        if tier == "memory":
+            labels = torch.empty(label_shape, dtype=torch.uint8)
             blocks, scales = torch.empty(shape, dtype=torch.float16), torch.empty(shape[:2])
 
             def put(
@@ -561,101 +264,104 @@ class TrainingPass:
             ) -> None:
                 blocks[index, list(some)], scales[index, list(some)] = halves, own
 
-            self.fill(put_labels, put)
+            self._fill(present, labels, put)
             return StoredFeatures(layers, blocks, labels, present, scales)
+        labels, stored = _create_label_file(folder, label_shape), load()
+        if stored is None:
+            blocks, scales = file.write(lambda put: self._fill(present, labels, put))
+            return StoredFeatures(layers, blocks, labels, present, scales, "disk")
+        self._fill(present, labels)
+        return StoredFeatures(layers, stored[0], labels, present, stored[1], "disk", passes=0)
 
-        def write() -> None:
-            with file.writing() as writer:
-                self.fill(put_labels, writer.put)
+    def _fill(
+        self,
+        present: Present,
+        labels: UInt8[Tensor, "entries size size"] | None = None,
+        put: Put | None = None,
+    ) -> None:
+        """Read all views into the tensors, and encode them if `put` stores their features."""
+        for entries, batch_labels, halves, scales in self.read_views(encode=put is not None):
+            for entry, values in zip(entries, batch_labels, strict=True):
+                present[entry, values.unique().long()] = True
+            if labels is not None:
+                labels[entries] = batch_labels
+            if put is not None:
+                for index, (half, own) in enumerate(zip(halves, scales, strict=True)):
+                    put(index, entries, half, own)
 
-        is_kept = self._is_kept(file)
-        if is_kept:
-            self.fill(put_labels)
-        else:
-            write()
-        say, passes = self.context.say, int(not is_kept)
-        return FeaturesOnDisk(layers, present, labels, file, write, say, passes)
+    def read_views(
+        self, *, encode: bool = False
+    ) -> Iterator[tuple[list[int], UInt8[Tensor, "batch size size"], list[Half], Scales]]:
+        """Read all images, and yield entries, labels, features and scales of one view of a batch.
 
-    def _is_kept(self, file: FeatureFile) -> bool:
-        """Whether an earlier run left its features; those that are read are looked at then."""
-        try:
-            return file.open() is not None
-        except DamagedFeatures as error:
-            self.context.say(f"{error}; computing the features again")
-            return False
+        Args:
+            encode: Whether to compute the features. Otherwise the list of features is empty.
+
+        Raises:
+            CheckpointError: A feature is not finite.
+        """
+        views, start = self.views.count, 0
+        load = partial(self._load_views, range(views))
+        images = read_ahead(self.images, self.indices, load, workers=self.workers)
+        shown = self.context.progress(images, "training images", len(self.indices))
+        for batch in batches(shown, self.batch_size):
+            for number in range(views):
+                entries = [*range(start * views + number, (start + len(batch)) * views, views)]
+                ids, pixels, labels = _stack(image[number] for image in batch)
+                halves, scales = list[Half](), torch.empty(0, len(batch))
+                if encode:
+                    halves, scales = extract_float16(self.extractor, pixels, ids, fetch=True)
+                yield entries, labels, halves, scales
+            start += len(batch)
 
     def stream(
         self,
         layers: Sequence[int],
-        chosen: Chosen,
+        batch_entries: BatchEntries,
         device: torch.device,
         *,
         allow_scaled: bool = False,
     ) -> Iterator[FeatureBatch]:
-        """Decode and encode the batches of these entries, in this order; nothing is kept.
+        """Decode and encode batches of entries, and store nothing.
 
-        Rounded to float16, as what is kept is. An image has the same features whatever images pass
-        the encoder beside it as far as the library's matrix products see to that, and those of
-        torch on a CPU do.
+        The values are rounded to float16, as stored ones are. On a CPU, the features of an image do
+        not depend on the other images in the batch. On a GPU, this depends on the library of matrix
+        products.
 
         Args:
-            layers: Some of the extractor's.
-            chosen: The entries of each batch.
-            device: Where the batches are wanted.
-            allow_scaled: Give float16 in any case, times a power of two that may differ by
-                image: enough where vectors are then brought to length 1.
+            layers: Some layers of the extractor.
+            batch_entries: The entries of each batch.
+            device: Device of the batches.
+            allow_scaled: Whether to omit `undo_scaling`, which keeps float16. It is sufficient if
+                the vectors are then normalized to length 1.
 
         Raises:
             CheckpointError: A feature is not finite.
         """
         indices = [self.extractor.layers.index(layer) for layer in layers]
 
-        def prepared(entry: int) -> list[_View]:
-            position, view = divmod(entry, self.views.count)
-            return self._prepared([view], self.images[self.indices[position]])
+        def load(entry: int) -> _View:
+            position, number = divmod(entry, self.views.count)
+            (view,) = self._load_views([number], self.images[self.indices[position]])
+            return view
 
-        entries = (entry for some in chosen for entry in some.tolist())
-        found = map_ahead(prepared, entries, workers=self.workers, most=4 * self.workers)
-        for some in chosen:
-            ids, images, labels = _stacked(one for (one,) in islice(found, len(some)))
+        entries = (entry for batch in batch_entries for entry in batch.tolist())
+        loaded = map_ahead(load, entries, workers=self.workers, max_ahead=4 * self.workers)
+        for batch in batch_entries:
+            ids, images, labels = _stack(islice(loaded, len(batch)))
             halves, scales = extract_float16(self.extractor, images, ids)
             features = to_device(torch.stack([halves[index] for index in indices]), device)
             if not allow_scaled:
                 features = undo_scaling(features, scales[indices])
             yield FeatureBatch(features, to_device(labels, device))
 
-    def fill(
-        self,
-        put_labels: PutLabels,
-        put: Callable[[int, Sequence[int], Half, Float[Tensor, " batch"]], None] | None = None,
-    ) -> None:
-        """Read all images, and give labels and features of a batch's views one after the other.
-
-        Features, by the index of their layer and with their scales, are computed only where
-        somebody takes them.
-        """
-        views, start = self.views.count, 0
-        prepare = partial(self._prepared, range(views))
-        images = read_ahead(self.images, self.indices, prepare, workers=self.workers)
-        shown = self.context.progress(images, "training images", len(self.indices))
-        for batch in batches(shown, self.batch_size):
-            for number in range(views):
-                entries = range(start * views + number, (start + len(batch)) * views, views)
-                ids, pixels, labels = _stacked(one[number] for one in batch)
-                put_labels(entries, labels)
-                if put is not None:
-                    halves, scales = extract_float16(self.extractor, pixels, ids, fetch=True)
-                    for index, (half, own) in enumerate(zip(halves, scales, strict=True)):
-                        put(index, entries, half, own)
-            start += len(batch)
-
-    def _prepared(self, views: Sequence[int], sample: Sample) -> "list[_View]":
+    def _load_views(self, numbers: Sequence[int], sample: Sample) -> "list[_View]":
         size = self.label_size
-        seen = [self.views.view(sample, number, self.image_size) for number in views]
-        return [(sample.image_id, image, resize_mask(mask, size, size)) for image, mask in seen]
+        views = [self.views.view(sample, number, self.image_size) for number in numbers]
+        return [(sample.image_id, image, resize_mask(mask, size, size)) for image, mask in views]
 
     def header(self) -> dict[str, Any]:
-        """Everything the features depend on."""
+        """Return everything that the features depend on, as JSON types."""
         ids = "\n".join(self.images.ids[index] for index in self.indices)
         return {
             "version": VERSION,
@@ -670,14 +376,193 @@ class TrainingPass:
         }
 
 
-# Id, pixels and labels of a view of a training image.
+# Id, pixels and labels of one view of a training image.
 _View = tuple[str, Float[Tensor, "3 size size"], UInt8[Tensor, "label_rows label_cols"]]
 
 
-def _stacked(
+def _stack(
     views: Iterable[_View],
 ) -> tuple[
     list[str], Float[Tensor, "batch 3 size size"], UInt8[Tensor, "batch label_rows label_cols"]
 ]:
     ids, images, labels = zip(*views, strict=True)
     return list(ids), torch.stack(images), torch.stack(labels)
+
+
+class FeatureFile:
+    """A `.npy` file with the features of all layers and entries, and a `.json` file beside it.
+
+    The array is float16 with the dimensions layer, entry, row, column and channel. The JSON file
+    contains the header, the scales of `undo_scaling`, and one checksum of features and scales. Both
+    names contain a digest of the header, so a run with another header does not find the files. They
+    may be deleted at any time.
+
+    The checksum is compared once, when a run opens the files. Then the array is memory-mapped. If
+    another process deletes or replaces the files, the run keeps the old array. Changes inside the
+    file are not noticed after that. If the file is cut off, if the disk cannot be read, or if
+    another host deletes the file on a network file system, the operating system stops the process
+    with SIGBUS.
+
+    Several processes may write the same features. Each of them continues with its own array. The
+    last one that renames its files leaves them for later runs. If the processes have computed
+    different bits, the two files may not belong together. The checksum is then wrong, and the next
+    run computes the features again.
+
+    Args:
+        folder: Folder of the files.
+        header: Everything that the values depend on, as JSON types.
+        shape: Shape of the array.
+    """
+
+    def __init__(self, folder: Path, header: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+        self.folder, self.shape = folder, shape
+        self._header = json.dumps({**header, "shape": shape}, sort_keys=True)
+        digest = hashlib.sha256(self._header.encode()).hexdigest()[:16]
+        self.path, self.sidecar = folder / f"{digest}.npy", folder / f"{digest}.json"
+        array_header, fields = BytesIO(), {"descr": "<f2", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(array_header, fields)
+        self._array_header = array_header.getvalue()
+        self._num_bytes = len(self._array_header) + 2 * prod(shape)
+
+    def load(
+        self, say: Callable[[str], None], progress: Progress = show_progress
+    ) -> tuple[Blocks, Float[Tensor, "layers entries"]] | None:
+        """Compare the checksum of the files, and map the array.
+
+        Args:
+            say: Function that prints a message if the files exist but are not used.
+            progress: Function that shows the progress of reading the array.
+
+        Returns:
+            Features and scales. None if the files do not exist, are damaged, or if another user
+            could have written them.
+        """
+        try:
+            with open_trusted(self.sidecar) as file:
+                text = file.read()
+            with open_trusted(self.path) as file:
+                scales = np.array(json.loads(text)["scales"], np.float32).reshape(self.shape[:2])
+                checksums = self._read_checksums(file, progress)
+                if text == self._describe(scales, checksums):
+                    return self._map(file), torch.from_numpy(scales)
+                reason = "damaged"
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            reason = "damaged"
+        say(f"{self.path} is not used ({reason}). Computing the features again")
+        return None
+
+    def write(self, fill: Callable[[Put], None]) -> tuple[Blocks, Float[Tensor, "layers entries"]]:
+        """Write features to the files, and map the array.
+
+        Args:
+            fill: Function that passes all features to its argument.
+
+        Raises:
+            MachineError: The disk is full or the folder cannot be written. If the disk is already
+                full, `fill` is not called.
+        """
+        scales, checksums = np.zeros(self.shape[:2], np.float32), np.zeros(self.shape[:2], "<u4")
+        try:
+            remove_orphans(self.folder)
+            # The array gets its name before the JSON file does.
+            with atomic_file(self.sidecar) as sidecar, atomic_file(self.path) as file:
+                _allocate(file, self._num_bytes)
+                _allocate(sidecar, len(self._header) + 100 + _SCALE_CHARACTERS * scales.size)
+                file.write(self._array_header)
+
+                def put(
+                    index: int, entries: Sequence[int], halves: Half, own: Float[Tensor, " batch"]
+                ) -> None:
+                    for entry, values in zip(entries, halves.contiguous().numpy(), strict=True):
+                        checksums[index, entry] = crc32(values)
+                        row = index * self.shape[1] + entry
+                        file.seek(len(self._array_header) + row * values.nbytes)
+                        file.write(values)
+                    scales[index, list(entries)] = own.numpy()
+
+                fill(put)
+                file.flush()
+                blocks = self._map(file)
+                sidecar.write(self._describe(scales, checksums))
+                sidecar.truncate()
+        except OSError as error:
+            raise MachineError(
+                f"cannot write {self._num_bytes / GIB:.1f} GiB of features to {self.folder}: "
+                f"{error.strerror or error}. Choose another folder, or store no features",
+                hint=("probe.cache={folder}", "or", "probe.tier=stream"),
+            ) from error
+        return blocks, torch.from_numpy(scales)
+
+    def _describe(self, scales: np.ndarray, checksums: np.ndarray) -> bytes:
+        """Return the content of the JSON file."""
+        checksum = crc32(scales.tobytes(), crc32(checksums.tobytes()))
+        values = f'"checksum": {checksum}, "scales": {json.dumps(scales.tolist())}'
+        return f'{{"header": {self._header}, {values}}}\n'.encode()
+
+    def _read_checksums(self, file: BufferedReader, progress: Progress) -> np.ndarray:
+        """Return the CRC-32 of each entry of each layer, from one pass over the file.
+
+        Raises:
+            ValueError: The file has another size or array header.
+        """
+        has_size = os.fstat(file.fileno()).st_size == self._num_bytes
+        if not has_size or file.read(len(self._array_header)) != self._array_header:
+            raise ValueError
+        checksums, values = np.zeros(self.shape[:2], "<u4"), np.empty(self.shape[2:], np.float16)
+        for index in progress(range(self.shape[0]), "checksums of stored features", self.shape[0]):
+            for entry in range(self.shape[1]):
+                file.readinto(values.data)
+                checksums[index, entry] = crc32(values.data)
+        return checksums
+
+    def _map(self, file: IO[bytes]) -> Blocks:
+        array = np.memmap(file, np.float16, "r", len(self._array_header), self.shape)
+        with warnings.catch_warnings():
+            # torch warns that the array is read-only. Nothing writes to it.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.from_numpy(array)
+
+
+def _create_label_file(
+    folder: Path, shape: tuple[int, int, int]
+) -> UInt8[Tensor, "entries height width"]:
+    """Return memory-mapped labels in a file without a name, which is deleted after its last use.
+
+    Raises:
+        MachineError: The folder cannot be written, or its disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # If the disk were full when mapped memory is written, the process would be stopped.
+            _allocate(file, prod(shape))
+            return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=shape))
+    except OSError as error:
+        raise MachineError(
+            f"cannot write labels to {folder}: {error.strerror or error}. Choose another folder",
+            hint=("probe.cache={folder}",),
+        ) from error
+
+
+def _allocate(file: IO[bytes], size: int) -> None:
+    """Reserve space on the disk now, so that a full disk is not found after hours of work."""
+    # macOS lacks this function. There, a full disk is found when the features are written.
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            # Some file systems cannot reserve space either.
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise
+
+
+def _free_disk_space(folder: Path) -> int:
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
+    existing = folder.absolute()
+    while not existing.is_dir() and existing != existing.parent:
+        existing = existing.parent
+    return shutil.disk_usage(existing).free

@@ -1,12 +1,15 @@
-"""Heads that learn where to look: patches pooled by several queries, then a linear layer.
+"""Train heads that pool the patches of an image by learned queries, before a linear layer.
 
-`probe.pool=attentive` of linear classification.
+This is `probe.pool=attentive` of linear classification.
+
+Source: Efficient probing, https://github.com/billpsomas/efficient-probing (b8f4fb84).
 """
 
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from probes.features.tiers import TrainingFeatures
-from probes.heads.sgd import LARS, Schedule, State, seeded_batches
+from probes.heads.sgd import HeadOptimizer, OptimizerState, Schedule, shuffled_batches, update_heads
 from ssl_bench.composition.fields import Count, Rate, check_fields, require_nonempty
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Progress
@@ -27,136 +30,17 @@ _QUERY_DEVIATION = 0.02
 
 
 @dataclass(frozen=True)
-class AttentiveHeads:
-    """One head for each source, a block, and value, a learning rate, side by side.
-
-    Each query looks at all patches by the softmax of its scaled products with them, which are not
-    projected for that, and gives its own slice of the channels of the value projection of what it
-    sees. The slices together are batch-normalised without a scale or shift and classified.
-
-    Attributes:
-        value: Projection of the channels, without a bias; its rows are cut in as many slices as
-            there are queries.
-        mean: Of the pooled channels over the training batches, for images that are scored.
-        variance: Likewise.
-
-    Source: `poolings/ep.py` and `probe_heads.py` of
-    https://github.com/billpsomas/efficient-probing (b8f4fb84), with one head and `d_out` 1.
-    """
-
-    query: Float[Tensor, "sources values queries dim"]
-    value: Float[Tensor, "sources values dim dim"]
-    weight: Float[Tensor, "sources values classes dim"]
-    bias: Float[Tensor, "sources values classes"]
-    mean: Float[Tensor, "sources values dim"]
-    variance: Float[Tensor, "sources values dim"]
-
-    @classmethod
-    def drawn(
-        cls,
-        *,
-        sources: int,
-        values: int,
-        queries: int,
-        dim: int,
-        classes: int,
-        seed: int,
-        device: torch.device | None = None,
-    ) -> "AttentiveHeads":
-        """New heads, drawn once for all on the CPU: they differ by features and rate alone."""
-        generator, width = torch.Generator().manual_seed(seed), 1 / math.sqrt(dim)
-
-        def uniform(*shape: int) -> Tensor:
-            return (2 * torch.rand(*shape, generator=generator) - 1) * width
-
-        def everywhere(one: Tensor) -> Tensor:
-            return one.to(device).expand(sources, values, *one.shape).clone()
-
-        query = torch.randn(queries, dim, generator=generator) * _QUERY_DEVIATION
-        parts = (query, uniform(dim, dim), uniform(classes, dim), uniform(classes))
-        return cls(*map(everywhere, (*parts, torch.zeros(dim), torch.ones(dim))))
-
-    @property
-    def trained(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.query, self.value, self.weight, self.bias
-
-    def loss_and_gradients(
-        self,
-        source: int,
-        tokens: Float[Tensor, "batch tokens dim"],
-        labels: Int64[Tensor, " batch"],
-    ) -> tuple[Float[Tensor, " values"], list[Tensor]]:
-        """Mean cross-entropy of each value, and its gradients by query, value, weight and bias.
-
-        Normalised by the batch itself, whose mean and variance `mean` and `variance` then follow.
-        """
-        leaves = [part[source].detach().requires_grad_() for part in self.trained]
-        query, value, weight, bias = leaves
-        seen = pooled(tokens, query, value)
-        batch_variance, batch_mean = torch.var_mean(seen.detach(), 1, correction=1)
-        self.mean[source].lerp_(batch_mean, _MOMENTUM)
-        self.variance[source].lerp_(batch_variance, _MOMENTUM)
-        deviation = (seen.var(1, correction=0, keepdim=True) + _EPSILON).sqrt()
-        normed = (seen - seen.mean(1, keepdim=True)) / deviation
-        logits = torch.baddbmm(bias[:, None], normed, weight.mT)
-        targets = labels.expand(len(logits), -1)
-        losses = F.cross_entropy(logits.movedim(2, 1), targets, reduction="none").mean(1)
-        # Heads share nothing, so the gradient of the sum is that of each.
-        return losses.detach(), list(torch.autograd.grad(losses.sum(), leaves))
-
-    def logits(
-        self, source: int, tokens: Float[Tensor, "batch tokens dim"]
-    ) -> Float[Tensor, "values batch classes"]:
-        """Of scored images, normalised as training left it."""
-        seen = pooled(tokens, self.query[source], self.value[source])
-        deviation = (self.variance[source] + _EPSILON).sqrt()[:, None]
-        normed = (seen - self.mean[source][:, None]) / deviation
-        return torch.baddbmm(self.bias[source][:, None], normed, self.weight[source].mT)
-
-
-def pooled(
-    tokens: Float[Tensor, "batch tokens dim"],
-    query: Float[Tensor, "values queries dim"],
-    value: Float[Tensor, "values dim dim"],
-) -> Float[Tensor, "values batch dim"]:
-    """What every query sees of each image, slices of channels one after the other.
-
-    Patches are pooled first and projected then, which is the same, for both are linear, and needs
-    no projected patches of every head: values * queries * (tokens + dim) numbers an image.
-    """
-    values, queries, dim = query.shape
-    scores = F.linear(tokens, query.flatten(0, 1) * dim**-0.5)  # batch tokens values*queries
-    seen = scores.softmax(1).mT @ tokens  # batch values*queries dim
-    slices = value.view(values * queries, dim // queries, dim)
-    parts = torch.bmm(seen.transpose(0, 1), slices.mT)  # values*queries batch slice
-    return parts.unflatten(0, (values, queries)).transpose(1, 2).flatten(2)
-
-
-@dataclass(frozen=True)
-class TrainedAttentiveHeads:
-    """Heads of some layers.
-
-    Attributes:
-        constant_channels: How many channels of each layer did not vary in the first batch.
-    """
-
-    layers: tuple[int, ...]
-    heads: AttentiveHeads
-    constant_channels: tuple[int, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
 class AttentivePooling:
-    """Every head pools the patches by queries that it learns, with steps of LARS.
+    """Heads that pool the patches by learned queries and are trained by LARS.
+
+    The published learning rates are 0.1 to 1.5 at this batch size, for 90 epochs of random crops.
 
     Attributes:
-        queries: Each gives its slice of the channels, so they divide the width of the encoder.
-        learning_rates: All are trained; which one counts is chosen afterwards.
-        batch_size: Images of a step, over which pooled channels are normalised.
-
-    Source: Efficient probing, https://github.com/billpsomas/efficient-probing (b8f4fb84), whose
-    rates are .1 to 1.5 at this batch size, for 90 epochs of new crops.
+        queries: Number of queries per head, which must divide the width of the encoder. Each query
+            pools an equal part of the channels.
+        learning_rates: Peak learning rates. One head is trained for each of them, and one of these
+            heads is selected afterwards.
+        batch_size: Number of images per step. Pooled channels are normalised over them.
     """
 
     queries: Count = 32
@@ -169,14 +53,19 @@ class AttentivePooling:
         require_nonempty("probe.pool.learning_rates", self.learning_rates)
 
     def settings(self) -> dict[str, Any]:
+        """Return the settings that affect the result, as JSON types."""
         own = asdict(self) | {"learning_rates": list(self.learning_rates)}
         return {"pool": "attentive", "optimizer": "lars", **own}
 
     def require_divisible(self, dim: int) -> None:
-        """Refuse an encoder whose channels the queries do not divide, by a ConfigurationError."""
+        """Check that the number of queries divides the channels of the encoder.
+
+        Raises:
+            ConfigurationError: It does not.
+        """
         if dim % self.queries:
-            fitting = [count for count in range(1, dim + 1) if dim % count == 0]
-            nearest = min(fitting, key=lambda count: abs(count - self.queries))
+            divisors = [count for count in range(1, dim + 1) if dim % count == 0]
+            nearest = min(divisors, key=lambda count: abs(count - self.queries))
             raise ConfigurationError(
                 f"probe.pool.queries must divide the {dim} channels of this encoder, got "
                 f"{self.queries}",
@@ -193,29 +82,26 @@ class AttentivePooling:
         seed: int,
         device: torch.device,
         progress: Progress,
-    ) -> TrainedAttentiveHeads:
-        """Train one head for each layer and rate on the chosen entries.
-
-        `labels` are those of every entry, chosen or not.
-        """
+    ) -> "TrainedAttentiveHeads":
+        """Train one head per layer and rate on the chosen entries. `labels` are of all entries."""
         start, layers = time.monotonic(), features.layers
-        # What is left over of an epoch is left out, because a small batch has other statistics.
-        whole = max(1, len(entries) // self.batch_size)
-        by_epoch = seeded_batches(entries, self.batch_size, epochs=self.epochs, seed=seed)
-        batches = [some for epoch in by_epoch for some in epoch[:whole]]
-        # As theirs: ten epochs of ninety.
+        # A smaller last batch would have other statistics, so it is left out.
+        num_batches = max(1, len(entries) // self.batch_size)
+        by_epoch = shuffled_batches(entries, self.batch_size, epochs=self.epochs, seed=seed)
+        batches = [*chain(*(epoch[:num_batches] for epoch in by_epoch))]
+        # The published warm-up is 10 of 90 epochs.
         optimizer, schedule = LARS(), Schedule("cosine", warmup=1 / 9)
-        bank, constant, states = None, (), [State() for _ in range(4)]
+        bank, constant, states = None, (), [OptimizerState() for _ in range(4)]
         peak = torch.tensor(list(self.learning_rates), device=device)
         name = f"attentive heads of layers {layers[0]} to {layers[-1]}"
-        shown = progress(features.reader(layers, device)(batches), name, len(batches))
-        for step, (batch, some) in enumerate(zip(shown, batches, strict=True)):
+        items = progress(features.reader(layers, device)(batches), name, len(batches))
+        for step, (batch, numbers) in enumerate(zip(items, batches, strict=True)):
             blocks = batch.features.flatten(2, 3)  # layers batch tokens dim
             if bank is None:
                 by_channel = blocks.flatten(1, 2)  # layers batch*tokens dim
                 varies = by_channel.amax(1) != by_channel.amin(1)
                 constant = tuple((~varies).sum(1).tolist())
-                bank = AttentiveHeads.drawn(
+                bank = AttentiveHeads.initialize(
                     sources=len(blocks),
                     values=len(peak),
                     queries=self.queries,
@@ -224,16 +110,163 @@ class AttentivePooling:
                     seed=seed,
                     device=device,
                 )
-            true = to_device(labels[some], device)
-            # Of all sources, one after the other, because of what a batch of one takes.
-            found = [
-                bank.loss_and_gradients(source, tokens.float(), true)[1]
+            batch_labels = to_device(labels[numbers], device)
+            # One layer at a time, to limit the memory.
+            by_layer = [
+                bank.loss_and_gradients(source, tokens.float(), batch_labels)[1]
                 for source, tokens in enumerate(blocks)
             ]
-            gradients = map(torch.stack, zip(*found, strict=True))
+            gradients = map(torch.stack, zip(*by_layer, strict=True))
             rates = peak * schedule.factor(step, len(batches))
-            for part, gradient, state in zip(bank.trained, gradients, states, strict=True):
-                shaped = rates.view(-1, *[1] * (part.ndim - 2))
-                optimizer.update(part, gradient, state, shaped, step + 1)
+            update_heads(optimizer, bank.parameters, gradients, states, rates, step + 1)
         assert bank is not None
         return TrainedAttentiveHeads(tuple(layers), bank, constant, time.monotonic() - start)
+
+
+@dataclass(frozen=True)
+class AttentiveHeads:
+    """Attentive heads of all sources and values. A source is a layer, a value a learning rate.
+
+    The attention of a query to the patches is the softmax of scaled products with the patches,
+    which are not projected into keys. Each query pools its own part of the channels of the value
+    projection. The pooled channels are batch-normalised, without scale and shift, and classified.
+
+    Attributes:
+        value: Projection of the channels without a bias. Each query has an equal part of the rows.
+        mean: Running mean of the pooled channels. Scored images are normalised with it.
+        variance: Running variance of the pooled channels.
+
+    Source: `poolings/ep.py` and `probe_heads.py` of the published code, with one head and `d_out`
+    1.
+    """
+
+    query: Float[Tensor, "sources values queries dim"]
+    value: Float[Tensor, "sources values dim dim"]
+    weight: Float[Tensor, "sources values classes dim"]
+    bias: Float[Tensor, "sources values classes"]
+    mean: Float[Tensor, "sources values dim"]
+    variance: Float[Tensor, "sources values dim"]
+
+    @classmethod
+    def initialize(
+        cls,
+        *,
+        sources: int,
+        values: int,
+        queries: int,
+        dim: int,
+        classes: int,
+        seed: int,
+        device: torch.device | None = None,
+    ) -> "AttentiveHeads":
+        """Return heads that all have the same random weights."""
+        generator, width = torch.Generator().manual_seed(seed), 1 / math.sqrt(dim)
+
+        def uniform(*shape: int) -> Tensor:
+            return (2 * torch.rand(*shape, generator=generator) - 1) * width
+
+        def for_all_heads(part: Tensor) -> Tensor:
+            return part.to(device).expand(sources, values, *part.shape).clone()
+
+        query = torch.randn(queries, dim, generator=generator) * _QUERY_DEVIATION
+        parts = (query, uniform(dim, dim), uniform(classes, dim), uniform(classes))
+        return cls(*map(for_all_heads, (*parts, torch.zeros(dim), torch.ones(dim))))
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The trained tensors: query, value, weight and bias."""
+        return self.query, self.value, self.weight, self.bias
+
+    def loss_and_gradients(
+        self,
+        source: int,
+        tokens: Float[Tensor, "batch tokens dim"],
+        labels: Int64[Tensor, " batch"],
+    ) -> tuple[Float[Tensor, " values"], list[Tensor]]:
+        """Return the mean cross-entropy of each head of a source, and the gradients.
+
+        The gradients are in the order of `parameters`. The pooled channels are normalised over the
+        batch, and `mean` and `variance` are updated.
+        """
+        leaves = [part[source].detach().requires_grad_() for part in self.parameters]
+        query, value, weight, bias = leaves
+        pooled = pool_tokens(tokens, query, value)
+        batch_variance, batch_mean = torch.var_mean(pooled.detach(), 1, correction=1)
+        self.mean[source].lerp_(batch_mean, _MOMENTUM)
+        self.variance[source].lerp_(batch_variance, _MOMENTUM)
+        deviation = (pooled.var(1, correction=0, keepdim=True) + _EPSILON).sqrt()
+        normed = (pooled - pooled.mean(1, keepdim=True)) / deviation
+        logits = torch.baddbmm(bias[:, None], normed, weight.mT)
+        targets = labels.expand(len(logits), -1)
+        losses = F.cross_entropy(logits.movedim(2, 1), targets, reduction="none").mean(1)
+        # Heads share no parameters, so the gradient of the sum is the gradient of each loss.
+        return losses.detach(), list(torch.autograd.grad(losses.sum(), leaves))
+
+    def logits(
+        self, source: int, tokens: Float[Tensor, "batch tokens dim"]
+    ) -> Float[Tensor, "values batch classes"]:
+        """Return the logits of scored images, normalised by the running mean and variance."""
+        pooled = pool_tokens(tokens, self.query[source], self.value[source])
+        deviation = (self.variance[source] + _EPSILON).sqrt()[:, None]
+        normed = (pooled - self.mean[source][:, None]) / deviation
+        return torch.baddbmm(self.bias[source][:, None], normed, self.weight[source].mT)
+
+
+def pool_tokens(
+    tokens: Float[Tensor, "batch tokens dim"],
+    query: Float[Tensor, "values queries dim"],
+    value: Float[Tensor, "values dim dim"],
+) -> Float[Tensor, "values batch dim"]:
+    """Pool the tokens of each image by the queries of each head, and concatenate the results.
+
+    Pooling and projection are linear. Pooling comes first, so no head has to project all tokens.
+    """
+    values, queries, dim = query.shape
+    scores = F.linear(tokens, query.flatten(0, 1) * dim**-0.5)  # batch tokens values*queries
+    pooled = scores.softmax(1).mT @ tokens  # batch values*queries dim
+    slices = value.view(values * queries, dim // queries, dim)
+    parts = torch.bmm(pooled.transpose(0, 1), slices.mT)  # values*queries batch slice
+    return parts.unflatten(0, (values, queries)).transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class TrainedAttentiveHeads:
+    """Trained attentive heads of some layers.
+
+    Attributes:
+        constant_channels: Number of channels of each layer that do not vary in the first batch.
+        seconds: Time that the training took.
+    """
+
+    layers: tuple[int, ...]
+    heads: AttentiveHeads
+    constant_channels: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LARS(HeadOptimizer):
+    """Momentum on gradients whose norm is scaled to a fraction of the norm of the parameter.
+
+    The first two axes of a parameter are sources and values, and each head has its own norms.
+    Vectors of a head, such as its bias, are updated by the unscaled gradient.
+
+    Source: You et al., https://arxiv.org/abs/1708.03888, as in `util/lars.py` of the published
+    code, without weight decay.
+    """
+
+    momentum: float = 0.9
+    trust: float = 0.001
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: OptimizerState, rates: Tensor, step: int
+    ) -> None:
+        del step
+        if parameter.ndim > 3:
+            axes = tuple(range(2, parameter.ndim))
+            norm, gradient_norm = (x.square().sum(axes, True).sqrt() for x in (parameter, gradient))
+            is_nonzero = (norm > 0) & (gradient_norm > 0)
+            gradient = gradient * torch.where(is_nonzero, self.trust * norm / gradient_norm, 1.0)
+        velocity = state.setdefault("velocity", torch.zeros_like(parameter))
+        velocity.mul_(self.momentum).add_(gradient)
+        parameter.sub_(rates * velocity)

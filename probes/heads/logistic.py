@@ -1,4 +1,8 @@
-"""Heads fitted to the end by L-BFGS: logistic regressions of all sources and penalties at once."""
+"""Train logistic regressions of all sources and penalties to convergence by L-BFGS.
+
+All heads share each pass over the features, but each has its own curvature and step length.
+`minimise` also works for other smooth convex functions.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,35 +23,39 @@ from probes.heads.sgd import (
     RunningStatistics,
     TrainedHeads,
     Training,
-    joined,
+    concatenate_layers,
 )
 from ssl_bench.composition.fields import Count, Positive
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import to_float64
 
 _Values = Float64[Tensor, "problems parameters"]
-_Each = Float64[Tensor, " problems"]
-# A step, how the gradient changed on it, and a weight: zero where that says nothing.
-_Pair = tuple[_Values, _Values, _Each]
+_Losses = Float64[Tensor, " problems"]
+# A step, the change of the gradient, and the inverse of their product (0 if it is not positive).
+_Pair = tuple[_Values, _Values, _Losses]
 
-# Of the decrease that the slope promises; and halvings of a step before a problem is given up.
-_SUFFICIENT = 1e-4
-_HALVINGS = 20
+# A step is accepted if it gives this fraction of the decrease that the slope predicts.
+_SUFFICIENT_DECREASE = 1e-4
+_MAX_HALVINGS = 20
+# Number of past steps that approximate the curvature.
+_MEMORY = 5
+# A problem stalls if a step lowers its loss by at most this fraction.
+_LOSS_TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True)
 class LogisticRegression(Training):
-    """Logistic regressions, each fitted to its end by L-BFGS; values are C.
+    """Logistic regressions that are trained to convergence by L-BFGS.
 
-    C multiplies the sum of the loss beside half the squared weights, of two classes half the
-    squared difference of theirs; the bias is free, as in scikit-learn. The result does not depend
-    on the size of the batches.
+    They minimise C * (sum of the losses) + (sum of the squared weights) / 2, and the bias is not
+    penalised, as in scikit-learn. The result does not depend on the batch size.
 
     Attributes:
-        c_values: C of scikit-learn's: weight of the loss against the penalty. All are fitted;
-            which one counts is chosen afterwards.
-        gradient_tolerance: A head has converged where no entry of the mean loss's gradient exceeds
-            it.
+        c_values: Values of C, the weight of the loss relative to the penalty, as in scikit-learn.
+            One head is trained for each of them, and one of these heads is selected afterwards.
+        max_iterations: Maximum number of L-BFGS steps.
+        gradient_tolerance: A head has converged if no entry of the gradient of its mean loss
+            exceeds this value.
     """
 
     c_values: Sequence[Positive]
@@ -66,92 +74,95 @@ class LogisticRegression(Training):
 
     def train(
         self,
-        heads: HeadSpec,
+        spec: HeadSpec,
         features: TrainingFeatures,
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
         journal: Journal | None = None,
     ) -> TrainedHeads:
-        """Train one head per source and C. A killed run starts again, so `journal` is unused."""
+        """Train one head per source and C. Nothing is random.
+
+        The journal is not used, so an interrupted training starts again.
+        """
         del journal
         start = time.monotonic()
-        read = features.reader([*chain(*sources)], heads.device)
+        read = features.reader([*chain(*sources)], spec.device)
         batches = entries.split(self.batch_size)
-        # From one pass: scale of the channels, and how many patches of each batch count.
-        found, counted = RunningStatistics.none(heads.device), []
+
+        # Measure the channels and count the labelled patches of each batch in one pass.
+        statistics, labelled = RunningStatistics.start(spec.device), []
         for batch in progress(read(batches), "mean and deviation", len(batches)):
-            found.add(batch.features)
-            counted.append(heads.targets(batch).counted.sum())
-        statistics = found.standardization(len(sources), heads.device)
-        numbers = to_float64(torch.stack(counted))
-        total = numbers.sum().clamp(min=1)
-        shares = (numbers / total).tolist()
-        c_values = torch.tensor(self.values, dtype=torch.float64, device=numbers.device)
-        # At the minimum the weights of two classes are opposite, so that the sum of their squares
-        # is half the square of the difference, which is all that scikit-learn has there.
-        squares = 2 if heads.classes == 2 else 1
+            statistics.add(batch.features)
+            labelled.append(spec.targets(batch).counted.sum())
+        standardization = statistics.standardization(len(sources), spec.device)
+        counts = to_float64(torch.stack(labelled))
+        total = counts.sum().clamp(min=1)
+        shares = (counts / total).tolist()
+
+        # For two classes, scikit-learn has one weight vector, the difference of our two. At the
+        # minimum ours are opposite, so their squares sum to half the square of the difference.
+        squares = 2 if spec.classes == 2 else 1
+        c_values = torch.tensor(self.values, dtype=torch.float64, device=counts.device)
         penalty = squares / (c_values.repeat(len(sources)) * total)
-        scale = statistics if heads.standardize else statistics.identity()
-        shape = (len(sources), len(self.values), heads.classes, scale.mean.shape[1])
+        scale = standardization if spec.standardize else standardization.identity()
+        shape = (len(sources), len(self.values), spec.classes, scale.mean.shape[1])
         weight = scale.mean.new_zeros(shape)
         bank = LinearHeads(scale, weight, weight[..., 0].clone())
 
-        def by_head(weight: Tensor, bias: Tensor) -> Float64[Tensor, "heads parameters"]:
+        def to_rows(weight: Tensor, bias: Tensor) -> _Values:
             return to_float64(torch.cat([weight.flatten(2), bias], 2).flatten(0, 1))
 
-        def place(values: Float64[Tensor, "heads parameters"]) -> None:
-            parts = values.to(bank.weight).view(*shape[:2], -1)
-            bank.weight = parts[..., : -heads.classes].reshape(shape)
-            bank.bias = parts[..., -heads.classes :].contiguous()
+        def set_parameters(values: _Values) -> None:
+            rows = values.to(bank.weight).view(*shape[:2], -1)
+            bank.weight = rows[..., : -spec.classes].reshape(shape)
+            bank.bias = rows[..., -spec.classes :].contiguous()
 
-        def objective(
-            values: Float64[Tensor, "heads parameters"],
-        ) -> tuple[Float64[Tensor, " heads"], Float64[Tensor, "heads parameters"]]:
-            """Mean loss of every head over all patches that count, and its share of the penalty."""
-            place(values)
+        def objective(values: _Values) -> tuple[_Losses, _Values]:
+            """Return the mean loss of each head over all labelled patches, with its penalty."""
+            set_parameters(values)
             loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
             for batch, share in zip(read(batches), shares, strict=True):
-                x = joined(batch.features, len(sources))
-                losses, parts = bank.loss_and_gradients(x, heads.loss, heads.targets(batch))
+                x = concatenate_layers(batch.features, len(sources))
+                losses, gradients = bank.loss_and_gradients(x, spec.loss, spec.targets(batch))
                 loss += share * to_float64(losses.flatten())
-                gradient += share * by_head(*parts)
-            weights = values[:, : -heads.classes]
-            gradient[:, : -heads.classes] += penalty[:, None] * weights
+                gradient += share * to_rows(*gradients)
+            weights = values[:, : -spec.classes]
+            gradient[:, : -spec.classes] += penalty[:, None] * weights
             return loss + penalty * weights.square().sum(1) / 2, gradient
 
-        # One item a fit: how many steps it takes is not known before.
+        # The number of iterations is unknown, so the progress bar has a single item.
         name = f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}"
         (minimum,) = (
             minimise(
                 objective,
-                by_head(bank.weight, bank.bias),
+                to_rows(bank.weight, bank.bias),
                 max_iterations=self.max_iterations,
                 gradient_tolerance=self.gradient_tolerance,
             )
             for _ in progress(range(1), name, 1)
         )
-        place(minimum.values)
+        set_parameters(minimum.values)
         flags = torch.stack([~minimum.converged, minimum.stalled])
-        unfinished, stalled = flags.view(2, *shape[:2]).sum(2).tolist()
+        unconverged, stalled = flags.view(2, *shape[:2]).sum(2).tolist()
         return TrainedHeads(
             tuple(sources),
-            *bank.folded(),
-            constant_channels=statistics.constant_channels(),
+            *bank.fold_standardization(),
+            constant_channels=standardization.constant_channels(),
             seconds=time.monotonic() - start,
-            unfinished=tuple(unfinished),
+            unconverged=tuple(unconverged),
             stalled=tuple(stalled),
         )
 
 
 @dataclass(frozen=True)
 class Minimum:
-    """Where all problems ended.
+    """Result of `minimise`.
 
     Attributes:
-        converged: Where the gradient is as small as was asked.
-        stalled: Where it is not, and yet a step gained next to nothing; the others that did not
-            converge reached the limit of iterations.
+        converged: Whether no entry of the gradient exceeds the tolerance.
+        stalled: Whether a problem ended unconverged because a step hardly lowered its loss. All
+            other unconverged problems reached the maximum number of iterations.
     """
 
     values: Float64[Tensor, "problems parameters"]
@@ -161,68 +172,69 @@ class Minimum:
 
 
 def minimise(
-    objective: Callable[[_Values], tuple[_Each, _Values]],
+    objective: Callable[[_Values], tuple[_Losses, _Values]],
     start: Float64[Tensor, "problems parameters"],
     *,
     max_iterations: int,
-    memory: int = 5,
-    gradient_tolerance: float = 1e-6,
-    loss_tolerance: float = 1e-10,
+    gradient_tolerance: float,
 ) -> Minimum:
-    """Minimise smooth convex functions of the rows of `start`, each with steps of its own.
+    """Minimise smooth convex functions together, one per row of `start`, by L-BFGS.
 
-    `objective` gives the losses of all problems and their gradients. A problem converges where no
-    entry of its gradient exceeds `gradient_tolerance`, and stalls where a step lowers its loss by a
-    smaller share than `loss_tolerance`; either ends it. `memory` is how many steps approximate the
-    curvature.
+    Args:
+        objective: Returns the losses of all problems and their gradients.
+        start: Initial values.
+        max_iterations: Maximum number of steps.
+        gradient_tolerance: A problem converges if no entry of its gradient exceeds this value.
 
-    Source: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. Backtracking alone
-    is enough: a convex function curves upwards along every step.
+    Source: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. Backtracking is
+    sufficient, because a convex function has positive curvature along every step.
     """
     values, (loss, gradient), pairs, iteration = start, objective(start), list[_Pair](), 0
     converged = gradient.abs().amax(1) <= gradient_tolerance
     stalled = torch.zeros_like(converged)
     is_over = bool((converged | stalled).all())
     while iteration < max_iterations and not is_over:
-        before, direction = (values, loss, gradient), _direction(gradient, pairs)
-        # Halve each problem's step until its loss falls enough; those that never do stay.
-        slope, stalled_before = _dot(gradient, direction), stalled
+        old_values, old_loss, old_gradient, old_stalled = values, loss, gradient, stalled
+        direction = _direction(gradient, pairs)
+        # Halve the step of each problem until its loss decreases enough. Finished ones do not move.
+        slope = _dot(gradient, direction)
         length = torch.where(converged | stalled, 0.0, 1.0).to(loss)
-        for _ in range(_HALVINGS):
-            tried = before[0] + length[:, None] * direction
-            tried_loss, tried_gradient = objective(tried)
-            fell = (tried_loss <= before[1] + _SUFFICIENT * length * slope) | (length == 0)
-            values = torch.where(fell[:, None], tried, before[0])
-            loss = torch.where(fell, tried_loss, before[1])
-            gradient = torch.where(fell[:, None], tried_gradient, before[2])
+        for _ in range(_MAX_HALVINGS):
+            new_values = old_values + length[:, None] * direction
+            new_loss, new_gradient = objective(new_values)
+            predicted = _SUFFICIENT_DECREASE * length * slope
+            accepted = (new_loss <= old_loss + predicted) | (length == 0)
+            values = torch.where(accepted[:, None], new_values, old_values)
+            loss = torch.where(accepted, new_loss, old_loss)
+            gradient = torch.where(accepted[:, None], new_gradient, old_gradient)
             converged = gradient.abs().amax(1) <= gradient_tolerance
-            # What has stalled once stays so.
-            stalled = stalled_before | (before[1] - loss <= loss_tolerance * before[1].abs())
-            # Both at once: on a device the host waits for each answer.
-            have_fallen, is_over = torch.stack([fell.all(), (converged | stalled).all()]).tolist()
-            if have_fallen:
+            stalled = old_stalled | (old_loss - loss <= _LOSS_TOLERANCE * old_loss.abs())
+            # Copy both flags together, because each copy from a GPU waits.
+            flags = torch.stack([accepted.all(), (converged | stalled).all()])
+            all_accepted, is_over = flags.tolist()
+            if all_accepted:
                 break
-            length = torch.where(fell, length, length / 2)
-        step, change = values - before[0], gradient - before[2]
+            length = torch.where(accepted, length, length / 2)
+        step, change = values - old_values, gradient - old_gradient
         curvature = _dot(step, change)
-        says = curvature > 1e-12 * _dot(step, step)
-        weight = torch.where(says, 1 / curvature.where(says, 1.0), 0.0)
-        pairs = [*pairs, (step, change, weight)][-memory:]
+        is_positive = curvature > 1e-12 * _dot(step, step)
+        weight = torch.where(is_positive, 1 / curvature.where(is_positive, 1.0), 0.0)
+        pairs = [*pairs, (step, change, weight)][-_MEMORY:]
         iteration += 1
     return Minimum(values, converged, stalled & ~converged, iteration)
 
 
 def _direction(gradient: _Values, pairs: Sequence[_Pair]) -> _Values:
-    """Minus the approximate inverse Hessian times the gradient, by the two loops."""
+    """Return minus the approximate inverse Hessian times the gradient (two-loop recursion)."""
     if not pairs:
-        # The first step is at most of length one.
+        # The first step has a length of at most 1.
         return -gradient / gradient.abs().sum(1, keepdim=True).clamp(min=1)
     direction, shares = gradient.clone(), []
     for step, change, weight in reversed(pairs):
         share = weight * _dot(step, direction)
         direction -= share[:, None] * change
         shares.append(share)
-    # Scaled by the latest pair of each problem that says something.
+    # The scale comes from the last used pair of each problem.
     scale = torch.ones_like(pairs[0][2])
     for step, change, weight in pairs:
         ratio = _dot(step, change) / _dot(change, change).clamp(min=1e-300)
@@ -233,5 +245,5 @@ def _direction(gradient: _Values, pairs: Sequence[_Pair]) -> _Values:
     return -direction
 
 
-def _dot(one: _Values, other: _Values) -> _Each:
-    return (one * other).sum(1)
+def _dot(first: _Values, second: _Values) -> _Losses:
+    return (first * second).sum(1)

@@ -1,9 +1,9 @@
-"""Cross-entropy of patch logits against pixel labels, for many heads at once.
+"""Losses of the logits of patches against the labels of pixels, for many heads at once.
 
-A head is linear, so a head after upsampling equals upsampling after the head: logits are made once
-a patch, and only the loss knows about pixels. Each loss gives its gradient with its value, and goes
-through the pixels in pieces that stay in the cache. Behind the losses comes what the bilinear one
-needs: the log-normaliser of upsampled logits, which never holds those of all heads.
+A head is linear, so upsampling its logits equals applying it to upsampled features. Heads therefore
+compute logits for patches, and only the loss handles pixels. Each loss returns its gradient with
+its value, and splits the work into pieces that fit the cache. `summed_logsumexp` computes the
+expensive part of the bilinear loss without storing the upsampled logits of all heads.
 """
 
 from collections.abc import Sequence
@@ -21,84 +21,69 @@ from ssl_bench.metrics import value_counts
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.device import float64_device
 
-# Of one piece: the second-level cache of a CPU core; a GPU wants few, large kernels.
+# Size of a piece. It fits the L2 cache of a CPU core. A GPU is fastest with few large kernels.
 PIECE_BYTES = {"cpu": 2**20, "cuda": 2**28, "mps": 2**28}
-# Columns below which matrix products and vector instructions lose their speed.
-_NARROWEST = 64
+# Matrix products with fewer columns are slow.
+_MIN_COLUMNS = 64
 
 Logits = Float[Tensor, "heads classes batch rows cols"]
 
 
-def label_histograms(
-    labels: UInt8[Tensor, "batch height width"], pixels_per_patch: int, classes: int
-) -> Float[Tensor, "classes batch rows cols"]:
-    """Count the labels under each patch; 255 is left out."""
-    _, height, width = labels.shape
-    rows, cols = height // pixels_per_patch, width // pixels_per_patch
-    # int32, because bincount is bound by what it reads.
-    down = torch.arange(height, dtype=torch.int32, device=labels.device) // pixels_per_patch
-    across = torch.arange(width, dtype=torch.int32, device=labels.device) // pixels_per_patch
-    patch = down[:, None] * cols + across
-    index = labels.clamp(max=classes).int() * (rows * cols) + patch
-    size = (classes + 1) * rows * cols
-    counts = torch.stack([value_counts(one.flatten(), size) for one in index])
-    return counts.view(-1, classes + 1, rows, cols).transpose(0, 1)[:classes].float()
-
-
 @dataclass(frozen=True)
 class PixelTargets:
-    """The labels of a batch in the two forms a loss needs, shared by all heads.
+    """Labels of a batch in the form that a loss needs. All heads share them.
 
     Attributes:
-        label_weights: Weight of each logit in the sum of the label pixels' logits.
-        counted: Which pixels count, or how many, by the cell of patches that gives their logits.
+        label_weights: Weight of each patch's logit in the sum of the logits of the pixels' labels.
+        counted: Weight of each pixel, 0 if it is ignored. A cell is an area whose pixels depend on
+            the same patches. Losses of whole patches have one entry per cell, its number of pixels.
     """
 
     label_weights: Float[Tensor, "classes batch rows cols"]
     counted: Float[Tensor, "pixels batch cell_rows cell_cols"]
 
-    def of(self, images: slice) -> "PixelTargets":
-        """The targets of some images of the batch."""
+    def select(self, images: slice) -> "PixelTargets":
+        """Return the targets of some images of the batch."""
         return PixelTargets(self.label_weights[:, images], self.counted[:, images])
 
 
 class PixelLoss:
-    """A cross-entropy of the logits of each patch against the shares of its labels.
+    """Base class of the losses, which a file of configs/probe/segmentation/loss selects.
 
-    Losses of pixels inherit from it too, and say what they do otherwise. `probe.loss=NAME` takes
-    one of configs/probe/segmentation/loss.
+    `loss_and_gradient` is the cross-entropy of the logits of each patch against the distribution of
+    its labels. Losses with upsampled logits override it.
     """
 
     def settings(self) -> dict[str, Any]:
-        """What records say of it."""
+        """Return the settings that affect the result, as JSON types."""
         raise NotImplementedError
 
     def label_size(self, grid: int, patch: int) -> int:
-        """Labels along a side of an image of so many patches, each of so many pixels."""
+        """Return the side of the label maps, for `grid` patches of `patch` pixels along a side."""
         return grid * patch
 
     def targets(
         self, labels: Integer[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
     ) -> PixelTargets:
-        """Prepare the labels of a batch, with rows and columns of patches, for all heads."""
+        """Return the targets of a batch. `grid` is the number of rows and columns of patches."""
         raise NotImplementedError
 
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
     ) -> tuple[Float[Tensor, " heads"], Logits]:
-        """Sum of the loss over the pixels that count, and its gradient."""
+        """Return the loss of each head, summed over the labelled pixels, and its gradient."""
         label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
-        shares = logits.softmax(1)
-        loss = (logsumexp(logits, shares, 1) * counted).flatten(1).sum(1)
+        probabilities = logits.softmax(1)
+        loss = (logsumexp(logits, probabilities, 1) * counted).flatten(1).sum(1)
         loss -= (logits * label_weights).flatten(1).sum(1)
-        return loss, shares.mul_(counted).sub_(label_weights)
+        return loss, probabilities.mul_(counted).sub_(label_weights)
 
 
 @dataclass(frozen=True)
 class HistogramLoss(PixelLoss):
-    """Patch logits against the histogram of the labels under the patch.
+    """Cross-entropy of the logits of each patch against the histogram of the labels under it.
 
-    Equals the cross-entropy over all pixels with logits upsampled by nearest neighbour.
+    It equals the cross-entropy of all pixels with logits upsampled by nearest neighbour.
     """
 
     def settings(self) -> dict[str, Any]:
@@ -113,10 +98,10 @@ class HistogramLoss(PixelLoss):
 
 @dataclass(frozen=True)
 class MajorityLoss(PixelLoss):
-    """Patch logits against the most frequent label under the patch.
+    """Cross-entropy of the logits of each patch against the most frequent label under it.
 
-    Patches that are ignored for the most part do not count; of equally frequent labels the
-    smallest wins, and a class before what is ignored.
+    A patch is left out if ignored pixels are more frequent than each class. The smallest of equally
+    frequent classes is used.
     """
 
     def settings(self) -> dict[str, Any]:
@@ -125,7 +110,7 @@ class MajorityLoss(PixelLoss):
     def targets(
         self, labels: UInt8[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
     ) -> PixelTargets:
-        # Ignored pixels as a class behind all others, which may win but is not kept.
+        # Ignored pixels are counted as an additional last class, which is dropped again.
         side = labels.shape[1] // grid[0]
         counts = label_histograms(labels.clamp(max=classes), side, classes + 1)
         winners = F.one_hot(counts.argmax(0), classes + 1).movedim(-1, 0)[:classes].float()
@@ -134,7 +119,7 @@ class MajorityLoss(PixelLoss):
 
 @dataclass(frozen=True)
 class LabelLoss(PixelLoss):
-    """Logits of each image, its only patch, against its class."""
+    """Cross-entropy of the logits of each image against its class. An image is a single patch."""
 
     def targets(
         self, labels: Int64[Tensor, "batch 1 1"], classes: int, grid: tuple[int, int]
@@ -146,13 +131,15 @@ class LabelLoss(PixelLoss):
 
 @dataclass(frozen=True)
 class UpsampledLoss(PixelLoss):
-    """Bilinear logits against labels on a finer grid.
+    """Cross-entropy of bilinearly upsampled logits against labels on a finer grid.
 
-    The four patches around a cell of pixels give all its logits. So the labels' part is a weighted
-    sum of patch logits, and only the normaliser visits the pixels.
+    A cell is the area between four patch centers, whose patches give the logits of its pixels. The
+    logits of the labels sum to a weighted sum of patch logits. Only the log-normaliser needs the
+    logits of each pixel.
 
     Attributes:
-        factor: The labels have so many times the side of the token grid; that of the image if None.
+        factor: Side of the label maps in multiples of the token grid, or None for the size of the
+            encoder's input.
     """
 
     factor: Count | None = 4
@@ -170,21 +157,21 @@ class UpsampledLoss(PixelLoss):
         self, labels: UInt8[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
     ) -> PixelTargets:
         side = labels.shape[1] // grid[0]
-        # Cut between the patch centers; pixels beyond the image count as ignored.
+        # Cells lie between patch centers, so the outer ones extend beyond the image.
         before, after = side - side // 2, side // 2
         padded = F.pad(labels, (before, after, before, after), value=IGNORED)
         cells = padded.unflatten(2, (-1, side)).unflatten(1, (-1, side))
         cells = cells.permute(2, 4, 0, 1, 3).flatten(0, 1)  # pixels batch cell_rows cell_cols
-        kept = cells.clamp(max=classes).flatten(1).long()
-        columns = kept.shape[1]
-        index = kept * columns + torch.arange(columns, device=labels.device)
+        label = cells.clamp(max=classes).flatten(1).long()
+        columns = label.shape[1]
+        index = label * columns + torch.arange(columns, device=labels.device)
         corners = [
-            value_counts(index.flatten(), (classes + 1) * columns, one.repeat_interleave(columns))
-            for one in corner_weights(side, labels.device).T
+            value_counts(index.flatten(), (classes + 1) * columns, w.repeat_interleave(columns))
+            for w in corner_weights(side, labels.device).T
         ]
         by_corner = torch.stack(corners).view(4, classes + 1, *cells.shape[1:])[:, :classes]
-        wanted = _add_corners(by_corner).float().to(labels.device)
-        return PixelTargets(wanted, (cells != IGNORED).float())
+        label_weights = _add_corners(by_corner).float().to(labels.device)
+        return PixelTargets(label_weights, (cells != IGNORED).float())
 
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
@@ -199,12 +186,13 @@ class UpsampledLoss(PixelLoss):
 
 @dataclass(frozen=True)
 class ResampledLoss(PixelLoss):
-    """Bilinear logits against labels of a size of their own.
+    """Cross-entropy of bilinearly upsampled logits against labels of any size.
 
-    For sizes that are no multiple of the token grid; slower a pixel than `UpsampledLoss`.
+    It also supports sizes that are no multiple of the token grid. It is slower than
+    `UpsampledLoss` for the same number of pixels.
 
     Attributes:
-        size: Their side in pixels.
+        size: Side of the label maps in pixels.
     """
 
     size: Pixels = 100
@@ -222,12 +210,11 @@ class ResampledLoss(PixelLoss):
     def targets(
         self, labels: UInt8[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
     ) -> PixelTargets:
-        found = []
-        for one in labels:
-            present = torch.stack([one == number for number in range(classes)]).float()
-            down, across = self._matrices(grid, present)
-            found.append(down.T @ present @ across)
-        return PixelTargets(torch.stack(found, 1), (labels != IGNORED).float()[None])
+        weights, (down, across) = [], self._matrices(grid, labels.float())
+        for image in labels:
+            one_hot = torch.stack([image == number for number in range(classes)]).float()
+            weights.append(down.T @ one_hot @ across)
+        return PixelTargets(torch.stack(weights, 1), (labels != IGNORED).float()[None])
 
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
@@ -239,27 +226,43 @@ class ResampledLoss(PixelLoss):
             for image in range(logits.shape[2]):
                 values = down @ logits[head, :, image] @ across.T
                 counted = targets.counted[0, image].to(logits)
-                shares = values.softmax(0)
-                loss[head] += (logsumexp(values, shares, 0) * counted).sum()
-                gradient[head, :, image] = down.T @ shares.mul_(counted) @ across
+                probabilities = values.softmax(0)
+                loss[head] += (logsumexp(values, probabilities, 0) * counted).sum()
+                gradient[head, :, image] = down.T @ probabilities.mul_(counted) @ across
         return loss, gradient.sub_(label_weights)
 
     def _matrices(self, grid: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
-        """Bilinear weights (`align_corners=False`) of patches in pixels, down and across."""
-        place = float64_device(like.device)
-        pixels = torch.arange(self.size, dtype=torch.float64, device=place)
-        found = []
+        """Return the bilinear weights of patches in pixels, vertical and horizontal."""
+        device = float64_device(like.device)
+        pixels = torch.arange(self.size, dtype=torch.float64, device=device)
+        matrices = []
         for patches in grid:
             position = ((pixels + 0.5) * (patches / self.size) - 0.5).clamp(0, patches - 1)
-            distance = position[:, None] - torch.arange(patches, device=place)
-            found.append((1 - distance.abs()).clamp(min=0).to(like))
-        return found[0], found[1]
+            distance = position[:, None] - torch.arange(patches, device=device)
+            matrices.append((1 - distance.abs()).clamp(min=0).to(like))
+        return matrices[0], matrices[1]
+
+
+def label_histograms(
+    labels: UInt8[Tensor, "batch height width"], pixels_per_patch: int, classes: int
+) -> Float[Tensor, "classes batch rows cols"]:
+    """Count the pixels of each class under each patch. Ignored pixels are not counted."""
+    _, height, width = labels.shape
+    rows, cols = height // pixels_per_patch, width // pixels_per_patch
+    # bincount is limited by memory bandwidth, so the indices are int32.
+    down = torch.arange(height, dtype=torch.int32, device=labels.device) // pixels_per_patch
+    across = torch.arange(width, dtype=torch.int32, device=labels.device) // pixels_per_patch
+    patch = down[:, None] * cols + across
+    index = labels.clamp(max=classes).int() * (rows * cols) + patch
+    size = (classes + 1) * rows * cols
+    counts = torch.stack([value_counts(image.flatten(), size) for image in index])
+    return counts.view(-1, classes + 1, rows, cols).transpose(0, 1)[:classes].float()
 
 
 def _take_corners(
     patches: Float[Tensor, "*some rows cols"],
 ) -> Float[Tensor, "4 *some cell_rows cell_cols"]:
-    """The four patches around each cell; outside the grid its edge is repeated."""
+    """Return the four patches around each cell. The edge of the grid is repeated outside it."""
     shape = patches.shape
     padded = F.pad(patches.flatten(0, -3)[None], (1, 1, 1, 1), mode="replicate")[0]
     padded = padded.view(*shape[:-2], shape[-2] + 2, shape[-1] + 2)
@@ -270,12 +273,13 @@ def _take_corners(
 def _add_corners(
     corners: Float[Tensor, "4 *some cell_rows cell_cols"],
 ) -> Float[Tensor, "*some rows cols"]:
-    """Transpose of `_take_corners`: give every corner's share back to its patch."""
+    """Apply the transpose of `_take_corners`: sum the values of each patch over all its corners."""
     cell_rows, cell_cols = corners.shape[-2:]
     grid = corners.new_zeros(*corners.shape[1:-2], cell_rows + 1, cell_cols + 1)
-    for corner, share in enumerate(corners):
-        down, right = divmod(corner, 2)
-        grid[..., down : down + cell_rows, right : right + cell_cols] += share
+    for number, corner in enumerate(corners):
+        down, right = divmod(number, 2)
+        grid[..., down : down + cell_rows, right : right + cell_cols] += corner
+    # Add the repeated edge to the patches that it repeats.
     for axis in (-2, -1):
         grid.select(axis, 1).add_(grid.select(axis, 0))
         grid.select(axis, -2).add_(grid.select(axis, -1))
@@ -286,45 +290,45 @@ def _add_corners(
 def summed_logsumexp(
     corners: Float[Tensor, "4 heads classes cells"], counted: Float[Tensor, "pixels cells"]
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes cells"]]:
-    """Sum over the pixels of the log-normaliser of their logits, and its gradient by corner.
+    """Return the sum of the log-normalisers of all pixels, and its gradient for each corner.
 
-    A product with the bilinear weights, a softmax, and the product with their transpose, of so few
-    heads, cells and pixels at a time that their upsampled logits stay in the cache.
+    Logits of pixels are the product of bilinear weights and corners. They are computed for so few
+    heads, cells and pixels at a time that they fit the cache.
 
     Args:
         corners: Logits of the four patches around each cell: upper left, upper right, lower left,
             lower right.
-        counted: Weight of each pixel, row by row in its cell; their number is a square.
+        counted: Weight of each pixel of a cell. The pixels of a square are in row-major order.
     """
     weights = corner_weights(round(len(counted) ** 0.5), corners.device).to(corners)
     total, gradient = corners.new_zeros(corners.shape[1]), torch.zeros_like(corners)
-    # A GPU's softmax is up to four times as fast where classes are neighbours in memory.
+    # A softmax on a GPU is up to four times as fast if classes are adjacent in memory.
     axis = 2 if corners.device.type == "cpu" else 3
-    for heads, cells, pixels in product(*_cuts(corners, len(counted))):
+    for heads, cells, pixels in product(*_pieces(corners, len(counted))):
         part = corners[:, heads, :, cells].movedim(2, axis)
         shape = part.shape[1:]
         logits = (weights[pixels] @ part.reshape(4, -1)).view(-1, *shape)
-        times = counted[pixels, None, cells]
+        weight = counted[pixels, None, cells]
         if corners.device.type == "cpu":
-            # By hand, which takes .6 to .8 of the time of a softmax across such planes.
-            top = logits.amax(axis)
-            shares = logits.sub_(top.unsqueeze(axis)).exp_()
-            sums = shares.sum(axis)
-            normaliser, scale = sums.log() + top, times / sums
+            # This takes 0.6 to 0.8 of the time of `softmax` along this axis.
+            largest = logits.amax(axis)
+            probabilities = logits.sub_(largest.unsqueeze(axis)).exp_()
+            sums = probabilities.sum(axis)
+            normaliser, scale = sums.log() + largest, weight / sums
         else:
-            shares = logits.softmax(axis)
-            normaliser, scale = logsumexp(logits, shares, axis), times
-        total[heads] += (normaliser * times).sum((0, 2))
-        back = weights[pixels].T @ shares.mul_(scale.unsqueeze(axis)).flatten(1)
+            probabilities = logits.softmax(axis)
+            normaliser, scale = logsumexp(logits, probabilities, axis), weight
+        total[heads] += (normaliser * weight).sum((0, 2))
+        back = weights[pixels].T @ probabilities.mul_(scale.unsqueeze(axis)).flatten(1)
         gradient[:, heads, :, cells] += back.view(4, *shape).movedim(axis, 2)
     return total, gradient
 
 
 def corner_weights(side: int, device: torch.device | None = None) -> Float[Tensor, "pixels 4"]:
-    """Bilinear weights of the four surrounding patches for the pixels of one cell.
+    """Return the bilinear weights of the four surrounding patches for the pixels of one cell.
 
-    A cell lies between four patch centers; its pixels are those of bilinear upsampling with
-    `align_corners=False`. Corners: upper left, upper right, lower left, lower right.
+    A cell lies between four patch centers and has `side` x `side` pixels, as in bilinear upsampling
+    with `align_corners=False`. Corners: upper left, upper right, lower left, lower right.
     """
     first = 0.5 if side % 2 == 0 else 0.0
     numbers = torch.arange(side, dtype=torch.float64, device=device and float64_device(device))
@@ -333,20 +337,20 @@ def corner_weights(side: int, device: torch.device | None = None) -> Float[Tenso
     return torch.einsum("yi,xj->yxij", sides, sides).reshape(-1, 4)
 
 
-def logsumexp(logits: Tensor, shares: Tensor, axis: int) -> Tensor:
-    """Logarithm of the sum of exponentials, from the softmax that is already known."""
-    # The largest share is at least 1 / classes, so that its logarithm is exact.
-    return logits.amax(axis) - shares.amax(axis).log_()
+def logsumexp(logits: Tensor, probabilities: Tensor, axis: int) -> Tensor:
+    """Return the logarithm of the sum of exponentials, given the softmax of the logits."""
+    # The largest probability is at least 1 / classes, so its logarithm is accurate.
+    return logits.amax(axis) - probabilities.amax(axis).log_()
 
 
-def _cuts(corners: Tensor, pixels: int) -> tuple[list[slice], ...]:
-    """Heads, cells and pixels, cut so that upsampled logits of a piece stay in the cache."""
+def _pieces(corners: Tensor, pixels: int) -> tuple[list[slice], ...]:
+    """Split heads, cells and pixels into pieces whose upsampled logits fit the cache."""
     _, heads, classes, cells = corners.shape
     budget = PIECE_BYTES[corners.device.type] // (classes * corners.element_size())
-    some_cells = min(cells, max(_NARROWEST, budget // pixels))
-    some_pixels = min(pixels, max(1, budget // some_cells))
-    some_heads = min(heads, max(1, budget // (some_cells * some_pixels)))
-    counts = ((heads, some_heads), (cells, some_cells), (pixels, some_pixels))
+    num_cells = min(cells, max(_MIN_COLUMNS, budget // pixels))
+    num_pixels = min(pixels, max(1, budget // num_cells))
+    num_heads = min(heads, max(1, budget // (num_cells * num_pixels)))
+    sizes = ((heads, num_heads), (cells, num_cells), (pixels, num_pixels))
     return tuple(
-        [slice(first, first + some) for first in range(0, count, some)] for count, some in counts
+        [slice(start, start + size) for start in range(0, count, size)] for count, size in sizes
     )

@@ -1,14 +1,22 @@
-"""From patch logits to the class of every pixel of the original image.
+"""Predict the class of every pixel from the logits of patches.
 
-The label of a pixel is the class with the largest sum of weight times logit over the four patches
-around it, in float32, products and sums one after the other from above left to below right. Of
-equal sums that class wins whose largest of the four logits is larger, then the first one. On a CPU
-only pixels where rounding decides are computed in that order, all others in whatever way is fast:
+The logits are upsampled bilinearly to the size of the image, and each pixel gets the class with the
+largest upsampled logit. `F.interpolate` and `argmax` take 88 ms a head for 150 classes on a CPU.
+`predict_pixels_exactly` takes 17 ms (results/tables/pixels.md).
 
-1. logits are interpolated at the corners of blocks of at most ten pixels a side (`Axis`);
-2. where one class wins at all four corners it does between them;
-3. elsewhere only classes that are below no other one at all four are interpolated (`OpenBlocks`);
-4. pixels whose two best classes are too close are computed as they are defined (`_exactly`).
+Stored results of CPUs contain the labels of `predict_pixels_exactly`, so its definition must not
+change. A pixel lies between four patch centers. An upsampled logit is the sum of weight * logit
+over these patches from upper left to lower right, in float32, with every product and sum rounded.
+If the largest upsampled logits are equal, the class whose largest of the four logits is larger
+wins, and then the smaller class number.
+
+Only pixels for which rounding decides are computed in this order. The algorithm has four steps:
+
+1. Cut the image into blocks of at most 10 x 10 pixels and interpolate the logits at their corners,
+   which are called nodes (`Axis`).
+2. If one class is clearly the largest at all four nodes, it is the largest in the whole block.
+3. In all other blocks, interpolate only the classes that can be the largest (`UndecidedBlocks`).
+4. If the two largest logits of a pixel are too close, apply the definition (`_apply_definition`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,194 +31,196 @@ from torch import Tensor
 
 from probes.heads.losses import PIECE_BYTES
 
-# Blocks have at most this many pixels along an axis; results/tables/pixels.md has others.
-_SIDE = 10
-# In the place of a class at a node where two may win.
-_NOBODY = 255
-# Values at nodes that are made together; whole heads.
-_NODES = 1 << 19
-# Pixels of open blocks that are filled together: few enough for a core's cache, many enough to
-# outweigh the calls.
-_PIECE = 1 << 16
-# Of the largest logit. Interpolation twice over, at the nodes and between them, and once in the
-# order of the definition is off by less than 25 eps, the difference of two classes by twice that.
+# results/tables/pixels.md compares other sizes.
+_MAX_BLOCK_SIDE = 10
+# Replaces the class of a node at which no class is clearly the largest.
+_UNDECIDED = 255
+# Maximum number of logits at nodes that are computed together.
+_NODE_LOGITS = 1 << 19
+# Number of pixels that are filled together. They fit the cache of a core.
+_PIECE_PIXELS = 1 << 16
+# Bound on rounding errors, relative to the largest logit. Interpolation at nodes and then between
+# them, and once by the definition, is off by less than 25 eps. A difference is off by twice that.
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
-# Above it differences may overflow.
-_HUGE = 1e30
-_EXACT_AT_ONCE = 4096
-
-Places = tuple[Int64[Tensor, " blocks"], Int64[Tensor, " blocks"], Int64[Tensor, " blocks"]]
-"""Head, row and column of blocks."""
+# Differences of larger logits may overflow.
+_MAX_LOGIT = 1e30
+_EXACT_PIXELS = 4096
 
 
 def predict_pixels(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
-    """Class with the largest bilinearly upsampled logit, for every pixel.
+    """Return the class with the largest bilinearly upsampled logit, for every pixel.
 
-    As `F.interpolate(mode="bilinear").argmax(1)`, which rounds otherwise, without making all
-    upsampled logits. Heads with logits that are huge or not finite are upsampled whole.
+    GPUs upsample all logits. CPUs do so only for heads with logits that are huge or not finite. The
+    two forms can differ where rounding decides.
     """
     if logits.device.type != "cpu":
-        return predict_upsampled(logits, height, width)
-    tame = logits.abs().amax((1, 2, 3)) < _HUGE
+        return predict_pixels_upsampled(logits, height, width)
+    is_bounded = logits.abs().amax((1, 2, 3)) < _MAX_LOGIT
     predicted = torch.empty(len(logits), height, width, dtype=torch.uint8)
-    for some, predict in [(tame, _predict), (~tame, predict_upsampled)]:
-        if some.all():
+    for heads, predict in [
+        (is_bounded, predict_pixels_exactly),
+        (~is_bounded, predict_pixels_upsampled),
+    ]:
+        if heads.all():
             return predict(logits, height, width)
-        if some.any():
-            predicted[some] = predict(logits[some], height, width)
+        if heads.any():
+            predicted[heads] = predict(logits[heads], height, width)
     return predicted
 
 
-def predict_upsampled(
+def predict_pixels_upsampled(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
-    """The same by way of all upsampled logits, those of a few heads at a time.
-
-    For devices, which would have to say first where patches agree.
-    """
+    """Compute `predict_pixels` from all upsampled logits, for a few heads at a time."""
     maps = logits.movedim(-1, 1)
     pixel_bytes = maps.shape[1] * maps.element_size()
-    at_once = max(1, PIECE_BYTES[logits.device.type] // (height * width * pixel_bytes))
+    num_heads = max(1, PIECE_BYTES[logits.device.type] // (height * width * pixel_bytes))
     size = (height, width)
-    predicted = [F.interpolate(m, size, mode="bilinear").argmax(1) for m in maps.split(at_once)]
+    predicted = [F.interpolate(m, size, mode="bilinear").argmax(1) for m in maps.split(num_heads)]
     return torch.cat(predicted).to(torch.uint8)
 
 
-def _predict(
+def predict_pixels_exactly(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
-    """A few heads at a time, each group by a thread alone.
+    """Compute `predict_pixels` by the definition above, for finite logits below 1e30 on a CPU.
 
-    The operations are so small that threads which share one mostly wait for each other.
+    Each thread computes whole groups of heads, because single operations are too small to share.
     """
-    y, x = Axis.of(height, logits.shape[1]), Axis.of(width, logits.shape[2])
+    y, x = Axis.divide(height, logits.shape[1]), Axis.divide(width, logits.shape[2])
     threads = torch.get_num_threads()
-    fitting = _NODES // (y.num_nodes * x.num_nodes * logits.shape[3])
-    groups = logits.split(max(1, min(fitting, -(-len(logits) // threads))))
+    num_heads = _NODE_LOGITS // (y.num_nodes * x.num_nodes * logits.shape[3])
+    groups = logits.split(max(1, min(num_heads, -(-len(logits) // threads))))
     if threads == 1:
-        return torch.cat([_predict_some(some, y, x) for some in groups])
+        return torch.cat([_predict_group(group, y, x) for group in groups])
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return torch.cat(list(pool.map(lambda some: _predict_some(some, y, x), groups)))
+            return torch.cat(list(pool.map(lambda group: _predict_group(group, y, x), groups)))
     finally:
-        # What the threads said of themselves holds for threads that are started later, too.
+        # `set_num_threads` in a worker also applies to threads that are started later.
         torch.set_num_threads(threads)
 
 
-# Here, because a new thread does not know that the caller wants no gradients.
+# A new thread does not inherit `no_grad` from the caller.
 @torch.no_grad()
-def _predict_some(
+def _predict_group(
     logits: Float[Tensor, "heads rows cols classes"], y: "Axis", x: "Axis"
 ) -> UInt8[Tensor, "heads height width"]:
     margin = _ROUNDING * logits.abs().amax((1, 2, 3))
-    nodes = x.nodes(y.nodes(logits, 1), 2)
-    # The class with the largest value at each node, nobody where another one is too close.
-    best, winner = nodes.max(-1)
-    close = nodes >= (best - margin[:, None, None])[..., None]
-    winner = winner.to(torch.uint8).masked_fill_(close.sum(-1, dtype=torch.uint8) != 1, _NOBODY)
-    first = winner[:, :-1, :-1]
-    is_open = first == _NOBODY
-    for other in (winner[:, :-1, 1:], winner[:, 1:, :-1], winner[:, 1:, 1:]):
-        is_open |= first != other
-    is_open &= y.occupied[:, None] & x.occupied
-    head, row, col = is_open.nonzero(as_tuple=True)
-    predicted = first.index_select(2, x.block).index_select(1, y.block)
-    unsure = _fill(predicted, OpenBlocks.of(nodes, (head, row, col), margin), y, x)
-    for some in unsure.unique().split(_EXACT_AT_ONCE):
-        predicted.view(-1)[some] = _exactly(logits, some, y, x)
+    nodes = x.interpolate_nodes(y.interpolate_nodes(logits, 1), 2)
+    largest, winner = nodes.max(-1)
+    close = nodes >= (largest - margin[:, None, None])[..., None]
+    is_tied = close.sum(-1, dtype=torch.uint8) != 1
+    winner = winner.to(torch.uint8).masked_fill_(is_tied, _UNDECIDED)
+    upper_left = winner[:, :-1, :-1]
+    is_undecided = upper_left == _UNDECIDED
+    for corner in (winner[:, :-1, 1:], winner[:, 1:, :-1], winner[:, 1:, 1:]):
+        is_undecided |= upper_left != corner
+    is_undecided &= y.has_pixels[:, None] & x.has_pixels
+    head, row, col = is_undecided.nonzero(as_tuple=True)
+    predicted = upper_left.index_select(2, x.block).index_select(1, y.block)
+    blocks = UndecidedBlocks.select(nodes, (head, row, col), margin)
+    tied = _fill_blocks(predicted, blocks, y, x)
+    for pixels in tied.unique().split(_EXACT_PIXELS):
+        predicted.view(-1)[pixels] = _apply_definition(logits, pixels, y, x)
     return predicted
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Pixels along one axis, between two patches and in blocks.
+    """Pixels along one axis, with the patches and the blocks that they lie in.
 
-    Beyond the edge the outermost patches are repeated, so that every pixel lies between two. Each
-    gap between patches is cut into a power of two of equal blocks, whose ends are the nodes: by it
-    no position is rounded once more.
+    The outermost patches are repeated beyond the edge, so every pixel lies in a gap between two
+    patches. Each gap is cut into equal blocks. Their number is a power of two, so that no position
+    is rounded. The ends of the blocks are the nodes.
 
     Attributes:
-        before: Of each pixel the patch before it, from -1.
-        after: Weight of the patch behind it.
-        parts: Blocks of a gap.
-        block: Of each pixel.
-        occupied: Whether there are pixels in a block.
-        pixels: These, the last one repeated up to the largest number in a block.
-        weights: Of the node behind them.
+        patches: Number of patches.
+        patch_before: Patch before each pixel, from -1.
+        weight_after: Weight of the patch after each pixel.
+        blocks_per_gap: Number of blocks between two patches.
+        block: Block of each pixel.
+        has_pixels: Whether a block contains pixels.
+        block_pixels: Pixels of each block. The last one is repeated in smaller blocks.
+        node_weights: Weight of the node after each of these pixels.
     """
 
     patches: int
-    before: Int64[Tensor, " size"]
-    after: Float[Tensor, " size"]
-    parts: int
+    patch_before: Int64[Tensor, " size"]
+    weight_after: Float[Tensor, " size"]
+    blocks_per_gap: int
     block: Int64[Tensor, " size"]
-    occupied: Bool[Tensor, " blocks"]
-    pixels: Int64[Tensor, "most blocks"]
-    weights: Float[Tensor, "most blocks"]
+    has_pixels: Bool[Tensor, " blocks"]
+    block_pixels: Int64[Tensor, "max_block_size blocks"]
+    node_weights: Float[Tensor, "max_block_size blocks"]
 
     @classmethod
-    def of(cls, size: int, patches: int) -> "Axis":
+    def divide(cls, size: int, patches: int) -> "Axis":
+        """Divide an axis of `size` pixels and `patches` patches into blocks."""
         position = (torch.arange(size) + 0.5) * (patches / size) - 0.5
-        before, parts = position.floor(), 1
-        while size / patches / parts > _SIDE:
-            parts *= 2
-        after = position - before
-        within = after * parts
-        block = ((before + 1) * parts + within.floor()).long()
-        count = torch.bincount(block, minlength=(patches + 1) * parts)
-        place = torch.arange(int(count.max()))[:, None]
+        before, blocks_per_gap = position.floor(), 1
+        while size / patches / blocks_per_gap > _MAX_BLOCK_SIDE:
+            blocks_per_gap *= 2
+        weight_after = position - before
+        within = weight_after * blocks_per_gap
+        block = ((before + 1) * blocks_per_gap + within.floor()).long()
+        count = torch.bincount(block, minlength=(patches + 1) * blocks_per_gap)
+        number = torch.arange(int(count.max()))[:, None]
         last = count.cumsum(0) - 1
-        pixels = torch.minimum(last + 1 - count + place, last).clamp(min=0)
+        pixels = torch.minimum(last + 1 - count + number, last).clamp(min=0)
         weights = (within - within.floor())[pixels]
-        return cls(patches, before.long(), after, parts, block, count > 0, pixels, weights)
+        return cls(
+            patches, before.long(), weight_after, blocks_per_gap, block, count > 0, pixels, weights
+        )
 
     @property
     def size(self) -> int:
         return len(self.block)
 
     @property
-    def most(self) -> int:
-        """Pixels in the largest block."""
-        return len(self.pixels)
+    def max_block_size(self) -> int:
+        """Number of pixels of the largest block."""
+        return len(self.block_pixels)
 
     @property
     def num_nodes(self) -> int:
-        return len(self.occupied) + 1
+        return len(self.has_pixels) + 1
 
-    def corners(
-        self, pixels: Int64[Tensor, " some"]
-    ) -> list[tuple[Int64[Tensor, " some"], Float[Tensor, " some"]]]:
-        """Patches before and behind some pixels, with their weights."""
-        before, after = self.before[pixels], self.after[pixels]
+    def neighbours(
+        self, pixels: Int64[Tensor, " pixels"]
+    ) -> list[tuple[Int64[Tensor, " pixels"], Float[Tensor, " pixels"]]]:
+        """Return the patches before and after some pixels, each with its weights."""
+        before, after = self.patch_before[pixels], self.weight_after[pixels]
         behind = (before + 1).clamp(max=self.patches - 1)
         return [(before.clamp(min=0), 1 - after), (behind, after)]
 
-    def nodes(self, values: Float[Tensor, "*some"], dim: int) -> Float[Tensor, "*more"]:
-        """Values at the nodes from those at the patches, which lie along `dim`."""
+    def interpolate_nodes(self, values: Float[Tensor, "*some"], dim: int) -> Float[Tensor, "*more"]:
+        """Interpolate values of patches, which lie along `dim`, at the nodes."""
         first, last = values.narrow(dim, 0, 1), values.narrow(dim, self.patches - 1, 1)
         padded = torch.cat([first, values, last], dim)
         before, behind = (padded.narrow(dim, start, self.patches + 1) for start in (0, 1))
         shape = list(values.shape)
         shape[dim] = self.num_nodes
-        found = values.new_empty(shape)
-        found.narrow(dim, self.num_nodes - 1, 1).copy_(last)
-        cut = found.narrow(dim, 0, self.num_nodes - 1).unflatten(dim, (-1, self.parts))
-        for number, part in enumerate(cut.unbind(dim + 1)):
-            torch.lerp(before, behind, number / self.parts, out=part)
-        return found
+        nodes = values.new_empty(shape)
+        nodes.narrow(dim, self.num_nodes - 1, 1).copy_(last)
+        gaps = nodes.narrow(dim, 0, self.num_nodes - 1).unflatten(dim, (-1, self.blocks_per_gap))
+        for number, part in enumerate(gaps.unbind(dim + 1)):
+            torch.lerp(before, behind, number / self.blocks_per_gap, out=part)
+        return nodes
 
 
 @dataclass(frozen=True)
-class OpenBlocks:
-    """Blocks with the classes that may win somewhere in them; those with most of them first.
+class UndecidedBlocks:
+    """Blocks in which several classes can be the largest, sorted by descending number of classes.
 
     Attributes:
-        margin: What lies closer together may be in another order once it is rounded.
-        count: Classes of each block.
-        classes: These in ascending order, then anything.
-        corners: Their values above left, above right, below left, below right.
+        head, row, col: Place of each block.
+        margin: Logits that differ by less are tied, because rounding can change their order.
+        count: Number of classes that can be the largest in each block.
+        classes: These classes in ascending order. Only the first `count` are valid.
+        corners: Their logits at the upper left, upper right, lower left and lower right node.
     """
 
     head: Int64[Tensor, " blocks"]
@@ -218,132 +228,137 @@ class OpenBlocks:
     col: Int64[Tensor, " blocks"]
     margin: Float[Tensor, " blocks"]
     count: Int64[Tensor, " blocks"]
-    classes: UInt8[Tensor, "most blocks"]
-    corners: Float[Tensor, "4 most blocks"]
+    classes: UInt8[Tensor, "max_count blocks"]
+    corners: Float[Tensor, "4 max_count blocks"]
 
     @classmethod
-    def of(
+    def select(
         cls,
         nodes: Float[Tensor, "heads rows cols classes"],
-        places: Places,
+        places: tuple[Int64[Tensor, " blocks"], Int64[Tensor, " blocks"], Int64[Tensor, " blocks"]],
         margin: Float[Tensor, " heads"],
-    ) -> "OpenBlocks":
+    ) -> "UndecidedBlocks":
+        """Select the classes that can be the largest in the blocks at (head, row, col)."""
         _, rows, cols, num_classes = nodes.shape
         head, row, col = places
         first, flat = (head * rows + row) * cols + col, nodes.view(-1, num_classes)
         corners = [flat.index_select(0, first + step) for step in (0, 1, cols, cols + 1)]
-        # What is below the class with the highest lowest corner, at all corners of a block, is so
-        # everywhere in it.
-        lowest = torch.minimum(corners[0], corners[1])
+        # Compare all classes with the one whose smallest corner is the largest. A class that is
+        # below it at all four corners is below it in the whole block.
+        smallest = torch.minimum(corners[0], corners[1])
         for corner in corners[2:]:
-            torch.minimum(lowest, corner, out=lowest)
-        high = lowest.argmax(1, keepdim=True)
-        lead, other = corners[0] - corners[0].gather(1, high), lowest
+            torch.minimum(smallest, corner, out=smallest)
+        rival = smallest.argmax(1, keepdim=True)
+        lead, buffer = corners[0] - corners[0].gather(1, rival), smallest
         for corner in corners[1:]:
-            torch.maximum(lead, torch.sub(corner, corner.gather(1, high), out=other), out=lead)
-        may_win = lead >= -margin[head][:, None]
+            torch.maximum(lead, torch.sub(corner, corner.gather(1, rival), out=buffer), out=lead)
+        can_win = lead >= -margin[head][:, None]
 
-        order = may_win.sum(1).argsort(descending=True)
-        block, number = may_win.index_select(0, order).nonzero(as_tuple=True)
+        order = can_win.sum(1).argsort(descending=True)
+        block, number = can_win.index_select(0, order).nonzero(as_tuple=True)
         count = torch.bincount(block, minlength=len(order))
-        most = int(count[0]) if len(count) else 0
+        max_count = int(count[0]) if len(count) else 0
         rank = torch.arange(len(block)) - (count.cumsum(0) - count).index_select(0, block)
-        into = rank.mul_(len(order)).add_(block)
+        target = rank.mul_(len(order)).add_(block)
         source = order.index_select(0, block).mul_(num_classes).add_(number)
-        classes = torch.zeros(most * len(order), dtype=torch.uint8)
-        classes.scatter_(0, into, number.to(torch.uint8))
-        values = torch.zeros(4, most * len(order))
-        for into_row, corner in zip(values, corners, strict=True):
-            into_row.scatter_(0, into, corner.view(-1).index_select(0, source))
+        classes = torch.zeros(max_count * len(order), dtype=torch.uint8)
+        classes.scatter_(0, target, number.to(torch.uint8))
+        values = torch.zeros(4, max_count * len(order))
+        for target_row, corner in zip(values, corners, strict=True):
+            target_row.scatter_(0, target, corner.view(-1).index_select(0, source))
         head, row, col = (part.index_select(0, order) for part in places)
-        shape = (most, len(order))
+        shape = (max_count, len(order))
         return cls(head, row, col, margin[head], count, classes.view(shape), values.view(4, *shape))
 
-    def split(self, at_once: int) -> Iterator["OpenBlocks"]:
-        for start in range(0, len(self.count), at_once):
-            some = slice(start, start + at_once)
-            most = int(self.count[start])
-            places = self.head[some], self.row[some], self.col[some]
-            classes, corners = self.classes[:most, some], self.corners[:, :most, some]
-            yield OpenBlocks(*places, self.margin[some], self.count[some], classes, corners)
+    def split(self, size: int) -> Iterator["UndecidedBlocks"]:
+        """Split into pieces of `size` blocks."""
+        for start in range(0, len(self.count), size):
+            piece = slice(start, start + size)
+            max_count = int(self.count[start])
+            yield UndecidedBlocks(
+                *(self.head[piece], self.row[piece], self.col[piece], self.margin[piece]),
+                self.count[piece],
+                self.classes[:max_count, piece],
+                self.corners[:, :max_count, piece],
+            )
 
 
-def _fill(
-    predicted: UInt8[Tensor, "heads height width"], blocks: OpenBlocks, y: Axis, x: Axis
+def _fill_blocks(
+    predicted: UInt8[Tensor, "heads height width"], blocks: UndecidedBlocks, y: Axis, x: Axis
 ) -> Int64[Tensor, " pixels"]:
-    """Fill the pixels of the blocks; those whose two best are too close are returned."""
-    at_once = max(1, _PIECE // (y.most * x.most))
-    size = at_once * y.most * x.most
-    # Used again for every piece: the value of a class, the best one so far, the next best one; the
-    # class that is best so far, where another one is better; where pixels lie.
-    floats, small = torch.empty(3, size), torch.empty(2, size, dtype=torch.uint8)
-    places, close = torch.empty(size, dtype=torch.int64), []
-    for piece in blocks.split(at_once):
-        shape = (y.most, x.most, len(piece.count))
-        value, best, second = (part[: np.prod(shape)].view(shape) for part in floats)
-        label, higher = (part[: np.prod(shape)].view(shape) for part in small)
-        index = places[: np.prod(shape)].view(shape)
-        _compete(piece, y, x, (value, best, second, label, higher))
-        row = y.pixels.index_select(1, piece.row).add_(piece.head * y.size)
-        col = x.pixels.index_select(1, piece.col)
+    """Fill the pixels of the blocks, and return those whose two largest logits are tied."""
+    num_blocks = max(1, _PIECE_PIXELS // (y.max_block_size * x.max_block_size))
+    size = num_blocks * y.max_block_size * x.max_block_size
+    # Buffers for all pieces.
+    floats, labels = torch.empty(3, size), torch.empty(2, size, dtype=torch.uint8)
+    indices, tied = torch.empty(size, dtype=torch.int64), []
+    for piece in blocks.split(num_blocks):
+        shape = (y.max_block_size, x.max_block_size, len(piece.count))
+        value, largest, second = (buffer[: np.prod(shape)].view(shape) for buffer in floats)
+        label, candidate = (buffer[: np.prod(shape)].view(shape) for buffer in labels)
+        index = indices[: np.prod(shape)].view(shape)
+        _find_largest(piece, y, x, (value, largest, second, label, candidate))
+        row = y.block_pixels.index_select(1, piece.row).add_(piece.head * y.size)
+        col = x.block_pixels.index_select(1, piece.col)
         torch.add(row.mul_(x.size)[:, None], col[None], out=index)
         predicted.view(-1).scatter_(0, index.view(-1), label.view(-1))
-        unsure = ~np.greater(best.sub_(second).numpy(), piece.margin.numpy())
-        if unsure.any():
-            close.append(index[torch.from_numpy(unsure)])
-    return torch.cat([places[:0], *close])
+        is_tied = ~np.greater(largest.sub_(second).numpy(), piece.margin.numpy())
+        if is_tied.any():
+            tied.append(index[torch.from_numpy(is_tied)])
+    return torch.cat([indices[:0], *tied])
 
 
-def _compete(blocks: OpenBlocks, y: Axis, x: Axis, into: Sequence[Tensor]) -> None:
-    """Leave the best class of each pixel, its value and that of the next one in `into`.
+def _find_largest(blocks: UndecidedBlocks, y: Axis, x: Axis, buffers: Sequence[Tensor]) -> None:
+    """Compute the largest logit of each pixel, the second largest, and the label of the largest.
 
-    These are of height, width and block: value, best, second, label, higher.
+    `buffers` are value, largest, second, label and candidate, each of shape height, width, blocks.
+    The results are in largest, second and label.
     """
-    value, best, second, label, higher = into
-    below = y.weights.index_select(1, blocks.row)[:, None]
-    right = x.weights.index_select(1, blocks.col)[None]
-    _interpolate(blocks.corners[:, 0], below, right, into=best)
+    value, largest, second, label, candidate = buffers
+    below = y.node_weights.index_select(1, blocks.row)[:, None]
+    right = x.node_weights.index_select(1, blocks.col)[None]
+    _interpolate(blocks.corners[:, 0], below, right, out=largest)
     label.copy_(blocks.classes[0].expand_as(label))
     second.fill_(-torch.inf)
     numbers = torch.arange(len(blocks.classes))[:, None]
-    # How many blocks have a second class, a third one, ...
+    # `count` blocks have another class. They come first, because blocks are sorted.
     for number, count in enumerate((blocks.count > numbers).sum(1).tolist()[1:], 1):
         some = (..., slice(count))
         corners, new = blocks.corners[:, number, :count], value[some]
-        _interpolate(corners, below[some], right[some], into=new)
-        # By numpy, which compares four times as fast.
-        np.greater(new.numpy(), best[some].numpy(), out=higher[some].numpy().view(bool))
-        # Classes ascend, so a later one stays.
-        higher[some] *= blocks.classes[number, :count]
-        torch.maximum(label[some], higher[some], out=label[some])
-        torch.maximum(second[some], torch.minimum(best[some], new), out=second[some])
-        torch.maximum(best[some], new, out=best[some])
+        _interpolate(corners, below[some], right[some], out=new)
+        # numpy compares four times as fast as torch.
+        np.greater(new.numpy(), largest[some].numpy(), out=candidate[some].numpy().view(bool))
+        # Classes ascend, so the maximum of the labels is the newest one.
+        candidate[some] *= blocks.classes[number, :count]
+        torch.maximum(label[some], candidate[some], out=label[some])
+        torch.maximum(second[some], torch.minimum(largest[some], new), out=second[some])
+        torch.maximum(largest[some], new, out=largest[some])
 
 
 def _interpolate(
     corners: Float[Tensor, "4 blocks"],
     below: Float[Tensor, "height 1 blocks"],
     right: Float[Tensor, "1 width blocks"],
-    into: Float[Tensor, "height width blocks"],
+    out: Float[Tensor, "height width blocks"],
 ) -> None:
     before = torch.lerp(corners[0], corners[2], below)
     behind = torch.lerp(corners[1], corners[3], below)
-    torch.addcmul(before, behind.sub_(before), right, out=into)
+    torch.addcmul(before, behind.sub_(before), right, out=out)
 
 
-def _exactly(
+def _apply_definition(
     logits: Float[Tensor, "heads rows cols classes"],
     pixels: Int64[Tensor, " pixels"],
     y: Axis,
     x: Axis,
 ) -> UInt8[Tensor, " pixels"]:
-    """Classes of some pixels of all maps, as they are defined."""
+    """Return the classes of some pixels, which are indices into all maps, by the definition."""
     head, row, col = pixels // (y.size * x.size), pixels // x.size % y.size, pixels % x.size
     total, highest = torch.zeros(1), torch.tensor(-torch.inf)
-    for above, weight in y.corners(row):
-        for left, share in x.corners(col):
-            corner = logits[head, above, left]
-            total = total + corner * (weight * share)[:, None]
+    for patch_row, row_weight in y.neighbours(row):
+        for patch_col, col_weight in x.neighbours(col):
+            corner = logits[head, patch_row, patch_col]
+            total = total + corner * (row_weight * col_weight)[:, None]
             highest = torch.maximum(highest, corner)
-    is_best = total == total.amax(1, keepdim=True)
-    return highest.masked_fill(~is_best, -torch.inf).argmax(1).to(torch.uint8)
+    is_largest = total == total.amax(1, keepdim=True)
+    return highest.masked_fill(~is_largest, -torch.inf).argmax(1).to(torch.uint8)

@@ -1,13 +1,14 @@
-"""How masks are scored: what the encoder is shown of an image, classes of its pixels, and counts.
+"""Prepare scored images, predict their pixels, and compute scores from pixel counts.
 
-In this order: `probe.inference` of linear segmentation, what is counted of every image under many
-heads, and the score that follows from it.
+The first classes can be selected as `probe.inference` of segmentation. `ImageCounts` stores the
+counts of each image under many heads, and `mask_score` computes a score from them.
 """
 
 import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,19 +32,19 @@ from ssl_bench.scores import (
     predict_constant_class,
 )
 
-# Of the longer side to the shorter one, beyond which an image is shrunk further.
-_LONGEST = 4
+# An image with a higher aspect ratio is shrunk further.
+_MAX_ASPECT_RATIO = 4
 
 
 @dataclass(frozen=True)
 class ScoredImage:
-    """One image as the encoder sees it, and what its pixels are compared with.
+    """An image that is prepared for the encoder, with its mask.
 
     Attributes:
-        windows: RGB in [0, 1].
-        corners: Upper left pixel of each window in the resized image.
+        windows: Input of the encoder, RGB in [0, 1].
+        corners: Row and column of the upper left pixel of each window in the resized image.
         size: Height and width of the resized image.
-        mask: Class of each pixel, 255 where it is ignored; predictions have its size.
+        mask: Class of each pixel, 255 if it is ignored. Predictions have the size of the mask.
     """
 
     image_id: str
@@ -55,11 +56,11 @@ class ScoredImage:
 
 @dataclass(frozen=True)
 class Squashed:
-    """The whole image, squashed to a square; logits are upsampled to the size of the mask.
+    """The whole image, resized to a square. Logits are upsampled to the size of the mask.
 
     Attributes:
-        score_size: Masks are reduced to this height and width before scoring; the original size if
-            None.
+        score_size: Height and width to which masks are resized before scoring, or None for their
+            original size.
     """
 
     score_size: Pixels | None = None
@@ -75,62 +76,62 @@ class Squashed:
     def prepare(
         self, sample: Sample, size: int, mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ) -> ScoredImage:
-        """Show an image in a square of this side; `mean` is the colour of what lies beyond it."""
+        """Resize an image to a square of this side. `mean` is only used by `SlidingWindows`."""
         del mean
         image, mask = image_and_mask(sample)
         if self.score_size is not None:
             mask = resize_mask(mask, self.score_size, self.score_size)
-        squashed = resize_bilinear(image, size, size)
-        return ScoredImage(sample.image_id, squashed[None], ((0, 0),), (size, size), mask)
+        windows = resize_bilinear(image, size, size)[None]
+        return ScoredImage(sample.image_id, windows, ((0, 0),), (size, size), mask)
 
     def predict(
         self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
     ) -> UInt8[Tensor, "values height width"]:
-        """Classes of the pixels of a mask from the logits of patches."""
+        """Return the class of each pixel of the mask."""
         return predict_pixels(logits[0], *image.mask.shape)
 
 
 @dataclass(frozen=True)
 class ByPatch(Squashed):
-    """Squashed images, each pixel of which takes the class of the patch over it."""
+    """The whole image, resized to a square. Each pixel gets the class of its patch."""
 
     scoring = "patch"
 
     def predict(
         self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
     ) -> UInt8[Tensor, "values height width"]:
-        winners = logits[0].argmax(-1).to(torch.uint8)
-        return F.interpolate(winners[None], size=image.mask.shape, mode="nearest-exact")[0]
+        patches = logits[0].argmax(-1).to(torch.uint8)
+        return F.interpolate(patches[None], size=image.mask.shape, mode="nearest-exact")[0]
 
 
 @dataclass(frozen=True)
 class SlidingWindows:
-    """Square windows over the image, whose shorter side is resized to that of a window.
+    """Square windows of the image, after its shorter side is resized to the side of a window.
 
-    Windows are two thirds of their side apart; where they overlap, their upsampled logits are
-    averaged before they are resized to the size of the mask.
+    The stride is two thirds of the side. Upsampled logits of overlapping windows are averaged, and
+    then resized to the size of the mask.
 
-    Source: test mode "slide" of https://github.com/open-mmlab/mmsegmentation, as the linear heads
-    of https://github.com/facebookresearch/dinov2 use it (512 pixels, 341 apart).
+    Source: test mode "slide" of https://github.com/open-mmlab/mmsegmentation, with the values of
+    the linear heads of https://github.com/facebookresearch/dinov2 (512 pixels, stride 341).
     """
 
     def settings(self) -> dict[str, Any]:
         return {"scoring": "slide", "score_size": None}
 
     def prepare(self, sample: Sample, size: int, mean: tuple[float, float, float]) -> ScoredImage:
-        """In windows of this side; `mean` is the colour of what lies beyond a very long image."""
+        """Cut an image into windows of this side. `mean` is the RGB colour of the padding."""
         image, mask = image_and_mask(sample)
-        scale = min(size / min(mask.shape), _LONGEST * size / max(mask.shape))
+        scale = min(size / min(mask.shape), _MAX_ASPECT_RATIO * size / max(mask.shape))
         height, width = (max(1, round(scale * side)) for side in mask.shape)
         colour = torch.tensor(mean).view(3, 1, 1)
-        beyond = (0, max(0, size - width), 0, max(0, size - height))
-        padded = F.pad(resize_bilinear(image, height, width) - colour, beyond) + colour
-        # The last window ends with the image.
-        down, across = (
+        padding = (0, max(0, size - width), 0, max(0, size - height))
+        padded = F.pad(resize_bilinear(image, height, width) - colour, padding) + colour
+        # The last window ends at the edge of the image.
+        tops, lefts = (
             [*range(0, max(0, length - size), max(1, 2 * size // 3)), max(0, length - size)]
             for length in (height, width)
         )
-        corners = tuple((top, left) for top in down for left in across)
+        corners = tuple(product(tops, lefts))
         windows = [padded[:, top : top + size, left : left + size] for top, left in corners]
         return ScoredImage(sample.image_id, torch.stack(windows), corners, (height, width), mask)
 
@@ -138,19 +139,19 @@ class SlidingWindows:
         self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
     ) -> UInt8[Tensor, "values height width"]:
         (height, width), size, predicted = image.size, image.windows.shape[-1], []
-        # One rate at a time: its upsampled logits take 100 MB.
-        for of_rate in logits.unbind(1):
+        # The upsampled logits of one head take 100 MB.
+        for by_window in logits.unbind(1):
             total = logits.new_zeros(logits.shape[-1], height, width)
-            times = logits.new_zeros(height, width)
-            for window, (top, left) in zip(of_rate, image.corners, strict=True):
+            count = logits.new_zeros(height, width)
+            for window, (top, left) in zip(by_window, image.corners, strict=True):
                 maps = window.movedim(-1, 0)[None]
                 upsampled = F.interpolate(maps, size=(size, size), mode="bilinear")[0]
                 rows, cols = slice(top, top + size), slice(left, left + size)
                 part = total[:, rows, cols]
                 part += upsampled[:, : part.shape[1], : part.shape[2]]
-                times[rows, cols] += 1
-            (whole,) = F.interpolate((total / times)[None], image.mask.shape, mode="bilinear")
-            predicted.append(whole.argmax(0).to(torch.uint8))
+                count[rows, cols] += 1
+            (mean,) = F.interpolate((total / count)[None], image.mask.shape, mode="bilinear")
+            predicted.append(mean.argmax(0).to(torch.uint8))
         return torch.stack(predicted)
 
 
@@ -234,15 +235,17 @@ def mask_score(
     class_names: Sequence[str],
     details: Mapping[str, Any],
 ) -> Score:
-    """Pixel accuracy, or mean IoU over the classes that occur, of one head over a whole dataset.
+    """Return the pixel accuracy or mean IoU of one head over a dataset.
+
+    Mean IoU is the mean over the classes that occur in the masks or the predictions.
 
     Args:
         cell: Layer and facet.
-        metric: "pixel_accuracy"; any other name is one of mean IoU.
-        counts: Of all images.
-        head: Its source and value.
-        class_names: In the order of their numbers.
-        details: What else the record says.
+        metric: "pixel_accuracy", or the name of a mean IoU.
+        counts: Counts of all images.
+        head: Indices of source and value.
+        class_names: Names of the classes, by their number.
+        details: Further details of the record.
     """
     is_accuracy = metric == "pixel_accuracy"
     score = pixel_accuracy if is_accuracy else mean_iou
@@ -270,5 +273,5 @@ def mask_score(
 
 
 def nan_to_none(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """As records have them: JSON has no NaN, so that of an absent class is null."""
+    """Replace NaN by None, because JSON has no NaN. The IoU of an absent class is NaN."""
     return [None if math.isnan(value) else float(value) for value in values]

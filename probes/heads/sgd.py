@@ -1,13 +1,16 @@
-"""Linear heads for every (source of features, learning rate), trained side by side.
+"""Train linear heads step by step, for many blocks and learning rates at once.
 
-A source is one layer, or several layers concatenated. In this order: optimizers and rates, the
-scale of the channels, the bank of heads, how it is trained, and what is left: weights for features
-as the encoder gives them.
+A *source* is one layer, or several layers whose channels are concatenated. One head is trained for
+each pair of source and learning rate. All heads start from the same weights and see the same
+batches, so they differ only by their features and their rate.
+
+`StepTraining.train` shows the steps. Its parts follow: the heads, the standardisation of channels,
+the optimizers and the schedule. probes/heads/logistic.py trains the same heads to convergence.
 """
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
@@ -24,18 +27,408 @@ from ssl_bench.composition.fields import Count, Rate, check_fields, require_none
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import float64_device, to_float64
 
-_AT_ONCE = 16
+_MAX_IMAGES = 16
 _DROP_AT, _DROP_TO = 0.8, 0.1
 
-State = dict[str, Tensor]
-
-
-# `update` moves a parameter in place; `rates` broadcasts over it, steps count from one. One step
-# moves all heads, each at a rate of its own.
+OptimizerState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class HeadAdamW:
+class HeadSpec:
+    """Properties of heads that do not depend on how they are trained.
+
+    Attributes:
+        loss: Loss of the logits against the labels.
+        standardize: Whether each channel is standardised over the training patches.
+        classes: Number of classes.
+        seed: Seed of the initial weights and of the order of the batches.
+        device: Device of the heads.
+    """
+
+    loss: PixelLoss
+    standardize: bool
+    classes: int
+    seed: int
+    device: torch.device
+
+    def targets(self, batch: FeatureBatch) -> PixelTargets:
+        """Return the labels of a batch in the form that the loss needs."""
+        rows, cols = batch.features.shape[2:4]
+        return self.loss.targets(batch.labels, self.classes, (rows, cols))
+
+
+class Training:
+    """A way to train heads. Subclasses are frozen dataclasses that a config can select.
+
+    Attributes:
+        hyperparameter: Name of the value that differs between the heads of a source. The field with
+            the plural of this name contains the values.
+        batch_size: Number of images per batch.
+    """
+
+    hyperparameter: ClassVar[str]
+    batch_size: Any
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.training")
+        require_nonempty(f"probe.training.{self.hyperparameter}s", self.values)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Values of the hyperparameter."""
+        return tuple(getattr(self, f"{self.hyperparameter}s"))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that affect the result, as JSON types."""
+        raise NotImplementedError
+
+    def train(
+        self,
+        spec: HeadSpec,
+        features: TrainingFeatures,
+        sources: Sequence[LayerGroup],
+        entries: Int64[Tensor, " chosen"],
+        progress: Progress,
+        journal: Journal | None = None,
+    ) -> "TrainedHeads":
+        """Train one head per source and value on the chosen entries of `features`.
+
+        If a journal is given, an interrupted training may continue from its last entry.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TrainedHeads:
+    """Trained heads. They expect features as the encoder returns them, not standardised.
+
+    Attributes:
+        constant_channels: Number of channels of each source that do not vary. Standardised heads
+            ignore them.
+        seconds: Time that the training took, including interrupted runs.
+        unconverged: Number of heads of each source that did not converge, or None if unknown.
+        stalled: Number of unconverged heads of each source whose loss hardly decreased any more, or
+            None if unknown.
+    """
+
+    sources: tuple[LayerGroup, ...]
+    weight: Float[Tensor, "sources values classes dim"]
+    bias: Float[Tensor, "sources values classes"]
+    constant_channels: Sequence[int]
+    seconds: float
+    unconverged: Sequence[int] | None = None
+    stalled: Sequence[int] | None = None
+
+    def to(self, device: torch.device) -> "TrainedHeads":
+        """Return these heads on a device."""
+        return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
+
+    def convergence(self, index: int) -> dict[str, int | None]:
+        """Return the details of a record about the convergence of the heads of one source."""
+        counts = {"unconverged_heads": self.unconverged, "stalled_heads": self.stalled}
+        return {name: None if each is None else each[index] for name, each in counts.items()}
+
+    def logits(
+        self, index: int, features: Float[Tensor, "rows cols dim"]
+    ) -> Float[Tensor, "values rows cols classes"]:
+        """Return the logits of all heads of one source."""
+        weight, bias = self.weight[index], self.bias[index]
+        logits = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
+        return logits.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
+
+
+@dataclass(frozen=True)
+class StepTraining(Training):
+    """Heads that are trained by a number of optimizer steps.
+
+    Attributes:
+        learning_rates: Peak learning rates. One head is trained for each of them, and one of these
+            heads is selected afterwards.
+        batch_size: Number of images per step.
+    """
+
+    learning_rates: Sequence[Rate]
+    epochs: Count
+    batch_size: Count
+
+    hyperparameter = "learning_rate"
+
+    def settings(self) -> dict[str, Any]:
+        return {**asdict(self), "learning_rates": list(self.learning_rates)}
+
+    def optimizer_and_schedule(self) -> tuple["HeadOptimizer", "Schedule"]:
+        """Return the optimizer of the heads and the schedule of their learning rates."""
+        raise NotImplementedError
+
+    def train(
+        self,
+        spec: HeadSpec,
+        features: TrainingFeatures,
+        sources: Sequence[LayerGroup],
+        entries: Int64[Tensor, " chosen"],
+        progress: Progress,
+        journal: Journal | None = None,
+    ) -> TrainedHeads:
+        """Train one head per source and rate, and continue from the last entry of `journal`."""
+        state = journal.entries[-1] if journal and journal.entries else {}
+        start = time.monotonic() - state.get("seconds", 0.0)
+        read = features.reader([*chain(*sources)], spec.device)
+
+        # Measure mean and deviation of all channels in one pass.
+        batches, done = entries.split(self.batch_size), state.get("batches", 0)
+        statistics = RunningStatistics.start(spec.device, state.get("statistics"))
+        items = progress(read(batches[done:]), "mean and deviation", len(batches) - done)
+        for number, batch in enumerate(items, start=done + 1):
+            statistics.add(batch.features)
+            if journal and journal.is_due():
+                seconds, measured = time.monotonic() - start, vars(statistics)
+                journal.replace({"seconds": seconds, "batches": number, "statistics": measured})
+        standardization = statistics.standardization(len(sources), spec.device)
+
+        # Train all heads on the same shuffled batches.
+        optimizer, schedule = self.optimizer_and_schedule()
+        bank = LinearHeads.initialize(
+            standardization if spec.standardize else standardization.identity(),
+            num_values=len(self.values),
+            classes=spec.classes,
+            seed=spec.seed,
+        )
+        states, done = [OptimizerState(), OptimizerState()], state.get("step", 0)
+        if done:
+            bank.weight, bank.bias = (part.to(spec.device) for part in state["parameters"])
+            states = [{k: v.to(spec.device) for k, v in old.items()} for old in state["optimizer"]]
+        peak = torch.tensor(self.values, device=spec.device)
+        by_epoch = shuffled_batches(entries, self.batch_size, epochs=self.epochs, seed=spec.seed)
+        steps = [*chain(*by_epoch)]
+        name = f"heads of layers {sources[0][-1]} to {sources[-1][-1]}"
+        for step, batch in enumerate(progress(read(steps[done:]), name, len(steps) - done), done):
+            x = concatenate_layers(batch.features, len(sources))
+            _, gradients = bank.loss_and_gradients(x, spec.loss, spec.targets(batch))
+            rates = peak * schedule.factor(step, len(steps))
+            update_heads(optimizer, bank.parameters, gradients, states, rates, step + 1)
+            if journal and journal.is_due():
+                journal.replace(
+                    {
+                        "seconds": time.monotonic() - start,
+                        "batches": len(batches),
+                        "statistics": vars(statistics),
+                        "step": step + 1,
+                        "parameters": list(bank.parameters),
+                        "optimizer": states,
+                    }
+                )
+        return TrainedHeads(
+            tuple(sources),
+            *bank.fold_standardization(),
+            constant_channels=standardization.constant_channels(),
+            seconds=time.monotonic() - start,
+        )
+
+
+def shuffled_batches(
+    entries: Int64[Tensor, " chosen"], size: int, *, epochs: int, seed: int
+) -> list[list[Int64[Tensor, " batch"]]]:
+    """Return the batches of each epoch in a seeded order. The last batch may be smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(len(entries), generator=generator) for _ in range(epochs)]
+    return [[entries[chosen] for chosen in order.split(size)] for order in orders]
+
+
+def concatenate_layers(
+    blocks: Float[Tensor, "layers batch rows cols dim"], num_sources: int
+) -> Float[Tensor, "sources batch rows cols source_dim"]:
+    """Concatenate the channels of the layers of each source. These layers are consecutive."""
+    by_source = blocks.unflatten(0, (num_sources, -1))
+    return by_source.movedim(1, -2).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Standardization:
+    """Mean and scale of each channel. A head sees (features - mean) * scale."""
+
+    mean: Float[Tensor, "sources dim"]
+    scale: Float[Tensor, "sources dim"]
+
+    def identity(self) -> "Standardization":
+        """Return a standardisation of the same shape that changes nothing."""
+        return Standardization(torch.zeros_like(self.scale), torch.ones_like(self.scale))
+
+    def constant_channels(self) -> tuple[int, ...]:
+        """Return the number of channels of each source that do not vary."""
+        return tuple((self.scale == 0).sum(1).tolist())
+
+
+@dataclass
+class RunningStatistics:
+    """Mean and variance of the channels of each layer, in float64, updated batch by batch.
+
+    All images have the same number of patches. So the variance of a channel is the mean variance
+    within the images, plus the variance of the image means.
+
+    Attributes:
+        num_images: Number of images so far.
+        mean: Mean of the image means.
+        between: Sum of the squared distances of the image means from `mean`.
+        within: Sum of the variances within the images.
+
+    Source: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
+    Sample Variances" (1979), for the variance of the image means.
+    """
+
+    num_images: int
+    mean: Float64[Tensor, "layers dim"]
+    between: Float64[Tensor, "layers dim"]
+    within: Float64[Tensor, "layers dim"]
+
+    @classmethod
+    def start(
+        cls, device: torch.device, state: Mapping[str, Any] | None = None
+    ) -> "RunningStatistics":
+        """Return statistics of no images, or those whose `vars` are `state`."""
+        zero = torch.zeros(1, 1, dtype=torch.float64)
+        state = state or {"num_images": 0, "mean": zero, "between": zero, "within": zero}
+        device = float64_device(device)
+        parts = (state[name].to(device) for name in ("mean", "between", "within"))
+        return cls(state["num_images"], *parts)
+
+    def add(self, features: Float[Tensor, "layers batch rows cols dim"]) -> None:
+        """Add a batch of images."""
+        for part in features.split(_MAX_IMAGES, 1):
+            # The square of a float32 feature may exceed float32.
+            values = part.float() if part.dtype == torch.float16 else to_float64(part)
+            moments = torch.var_mean(values.flatten(2, 3), 2, correction=0)
+            variances, means = map(to_float64, moments)  # layers images dim
+            added, mean = means.shape[1], means.mean(1)
+            total, distance = self.num_images + added, mean - self.mean
+            around = (means - mean[:, None]).square().sum(1)
+            scatter = distance.square() * (self.num_images * added / total)
+            self.between = self.between + around + scatter
+            self.mean = self.mean + distance * (added / total)
+            self.within = self.within + variances.sum(1)
+            self.num_images = total
+
+    def standardization(self, num_sources: int, device: torch.device) -> Standardization:
+        """Return the standardisation of all sources. The layers of a source are consecutive."""
+        deviation = ((self.within + self.between) / self.num_images).sqrt()
+        # Features are float16. A smaller deviation is rounding, and a division would amplify it.
+        varies = deviation > 1e-4 * self.mean.abs()
+        scale = torch.where(varies, 1 / deviation, 0)
+        parts = (part.float().reshape(num_sources, -1).to(device) for part in (self.mean, scale))
+        return Standardization(*parts)
+
+
+@dataclass(eq=False)
+class LinearHeads:
+    """Linear heads of all sources and values, which share the features of each batch.
+
+    Gradients are computed without autograd, so the logits of all heads never exist at once.
+    """
+
+    standardization: Standardization
+    weight: Float[Tensor, "sources values classes dim"]
+    bias: Float[Tensor, "sources values classes"]
+
+    @classmethod
+    def initialize(
+        cls, standardization: Standardization, *, num_values: int, classes: int, seed: int
+    ) -> "LinearHeads":
+        """Return heads that all have the same random weights, and biases of zero."""
+        sources, dim = standardization.mean.shape
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(classes, dim, generator=generator).mul_(0.01)
+        weight = weight.to(standardization.mean.device).expand(sources, num_values, -1, -1).clone()
+        return cls(standardization, weight, weight.new_zeros(sources, num_values, classes))
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        """The trained tensors: weight and bias."""
+        return self.weight, self.bias
+
+    def loss_and_gradients(
+        self,
+        features: Float[Tensor, "sources batch rows cols dim"],
+        loss: PixelLoss,
+        targets: PixelTargets,
+    ) -> tuple[Float[Tensor, "sources values"], tuple[Tensor, Tensor]]:
+        """Return the mean loss of each head over labelled pixels, and its gradients.
+
+        The gradients are in the order of `parameters`. Both are zero for a batch without labels.
+        """
+        share = 1 / targets.counted.sum().clamp(min=1)
+        losses = torch.zeros_like(self.bias[..., 0])
+        weight_gradient, bias_gradient = torch.zeros_like(self.weight), torch.zeros_like(self.bias)
+        for sources, images in self._pieces(features):
+            mean, scale = self._mean_and_scale(sources)
+            x = (features[sources, images].to(mean.dtype) - mean[:, None]).mul_(scale[:, None])
+            tokens = x.flatten(1, 3)  # sources tokens dim
+            shape = (-1, self.bias.shape[-1], *x.shape[1:4])  # heads classes batch rows cols
+            bias = self.bias[sources].flatten(1).unsqueeze(2)
+            logits = torch.baddbmm(bias, self.weight[sources].flatten(1, 2), tokens.mT)
+            sums, gradient = loss.loss_and_gradient(logits.view(shape), targets.select(images))
+            losses[sources] += sums.view(-1, losses.shape[1])
+            by_class = gradient.view(logits.shape)  # sources values*classes tokens
+            bias_gradient[sources].flatten(1).add_(by_class.sum(2))
+            weight_gradient[sources].flatten(1, 2).baddbmm_(by_class, tokens)
+        return losses * share, (weight_gradient * share, bias_gradient * share)
+
+    def fold_standardization(
+        self,
+    ) -> tuple[
+        Float[Tensor, "sources values classes dim"], Float[Tensor, "sources values classes"]
+    ]:
+        """Return weight and bias of the same heads for features that are not standardised."""
+        mean, scale = self._mean_and_scale(slice(None))
+        weight = self.weight * scale
+        return weight, self.bias - (weight * mean).sum(-1)
+
+    def _mean_and_scale(
+        self, sources: slice
+    ) -> tuple[Float[Tensor, "sources 1 1 dim"], Float[Tensor, "sources 1 1 dim"]]:
+        parts = self.standardization
+        return parts.mean[sources, None, None], parts.scale[sources, None, None]
+
+    def _pieces(
+        self, features: Float[Tensor, "sources batch rows cols dim"]
+    ) -> Iterator[tuple[slice, slice]]:
+        """Split sources and images into pieces whose logits fit the cache."""
+        sources, batch, rows, cols, _ = features.shape
+        image_bytes = rows * cols * self.bias[0].numel() * self.bias.element_size()
+        pairs = max(1, PIECE_BYTES[features.device.type] // image_bytes)
+        num_sources, num_images = max(1, pairs // batch), min(batch, pairs)
+        for source in range(0, sources, num_sources):
+            for image in range(0, batch, num_images):
+                yield slice(source, source + num_sources), slice(image, image + num_images)
+
+
+class HeadOptimizer:
+    """Update rule that works on the parameters of all heads at once."""
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: OptimizerState, rates: Tensor, step: int
+    ) -> None:
+        """Change a parameter in place. `rates` broadcasts over it, and `step` starts at 1."""
+        raise NotImplementedError
+
+
+def update_heads(
+    optimizer: HeadOptimizer,
+    parameters: Sequence[Tensor],
+    gradients: Iterable[Tensor],
+    states: Sequence[OptimizerState],
+    rates: Float[Tensor, " values"],
+    step: int,
+) -> None:
+    """Update the parameters of all heads in place, each head at its own learning rate.
+
+    The first two axes of each parameter are sources and values.
+    """
+    for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
+        shaped_rates = rates.view(-1, *[1] * (parameter.ndim - 2))
+        optimizer.update(parameter, gradient, state, shaped_rates, step)
+
+
+@dataclass(frozen=True)
+class HeadAdamW(HeadOptimizer):
     """Adam with decoupled weight decay.
 
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, in the order of operations of
@@ -47,7 +440,7 @@ class HeadAdamW:
     epsilon: float = 1e-8
 
     def update(
-        self, parameter: Tensor, gradient: Tensor, state: State, rates: Tensor, step: int
+        self, parameter: Tensor, gradient: Tensor, state: OptimizerState, rates: Tensor, step: int
     ) -> None:
         beta1, beta2 = self.betas
         first = state.setdefault("first", torch.zeros_like(parameter))
@@ -60,14 +453,14 @@ class HeadAdamW:
 
 
 @dataclass(frozen=True)
-class SGD:
-    """Momentum without dampening, as `torch.optim.SGD`."""
+class SGD(HeadOptimizer):
+    """Stochastic gradient descent with momentum, without dampening, as `torch.optim.SGD`."""
 
     weight_decay: float = 1e-4
     momentum: float = 0.9
 
     def update(
-        self, parameter: Tensor, gradient: Tensor, state: State, rates: Tensor, step: int
+        self, parameter: Tensor, gradient: Tensor, state: OptimizerState, rates: Tensor, step: int
     ) -> None:
         del step
         velocity = state.setdefault("velocity", torch.zeros_like(parameter))
@@ -76,50 +469,20 @@ class SGD:
 
 
 @dataclass(frozen=True)
-class LARS:
-    """Momentum on gradients that are brought to a share of the length of what they move.
-
-    For parameters whose first two axes are sources and rates: each head has lengths of its own. A
-    vector of a head, such as its bias, moves by its gradient as it is.
-
-    Source: You et al., https://arxiv.org/abs/1708.03888, as `util/lars.py` of
-    https://github.com/billpsomas/efficient-probing (b8f4fb84) has it, without weight decay.
-    """
-
-    momentum: float = 0.9
-    trust: float = 0.001
-
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: State, rates: Tensor, step: int
-    ) -> None:
-        del step
-        if parameter.ndim > 3:
-            axes = tuple(range(2, parameter.ndim))
-            length, change = (one.square().sum(axes, True).sqrt() for one in (parameter, gradient))
-            known = (length > 0) & (change > 0)
-            gradient = gradient * torch.where(known, self.trust * length / change, 1.0)
-        velocity = state.setdefault("velocity", torch.zeros_like(parameter))
-        velocity.mul_(self.momentum).add_(gradient)
-        parameter.sub_(rates * velocity)
-
-
-HeadOptimizer = HeadAdamW | SGD | LARS
-
-
-@dataclass(frozen=True)
 class Schedule:
-    """Learning rate as a share of its peak: linear warm-up, then one of four shapes.
+    """Factor of the peak learning rate: linear warm-up, then one of four shapes.
 
     Attributes:
-        shape: "cosine" and "linear" fall to zero, "constant" stays, "drop" stays until four fifths
-            of the steps behind the warm-up are done, and is a tenth then.
-        warmup: Share of the steps.
+        shape: "cosine" and "linear" decrease to zero. "constant" stays at 1. "drop" stays at 1 for
+            80 % of the steps after the warm-up and is 0.1 for the rest.
+        warmup: Fraction of the steps that are warm-up.
     """
 
     shape: str = "cosine"
     warmup: float = 0.05
 
     def factor(self, step: int, num_steps: int) -> float:
+        """Return the factor of a step. Steps are counted from 0."""
         warmup_steps = self.warmup * num_steps
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)
@@ -130,392 +493,3 @@ class Schedule:
             "drop": 1.0 if done < _DROP_AT else _DROP_TO,
         }
         return shapes.get(self.shape, 1.0)
-
-
-def seeded_batches(
-    entries: Int64[Tensor, " chosen"], size: int, *, epochs: int, seed: int
-) -> list[list[Int64[Tensor, " some"]]]:
-    """The batches of each epoch in a seeded order, the same for all heads; none is left out."""
-    generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(len(entries), generator=generator) for _ in range(epochs)]
-    return [[entries[chosen] for chosen in order.split(size)] for order in orders]
-
-
-@dataclass(frozen=True)
-class Standardization:
-    """Shift and scale of each channel that come before a head; zero and one do nothing."""
-
-    mean: Float[Tensor, "sources dim"]
-    scale: Float[Tensor, "sources dim"]
-
-    def identity(self) -> "Standardization":
-        """One that leaves the features as they are."""
-        return Standardization(torch.zeros_like(self.scale), torch.ones_like(self.scale))
-
-    def constant_channels(self) -> tuple[int, ...]:
-        """How many channels of each source do not vary."""
-        return tuple((self.scale == 0).sum(1).tolist())
-
-
-@dataclass
-class RunningStatistics:
-    """What is known of the channels of each layer so far, in float64.
-
-    Images have equally many patches, so the variance of a channel is the mean of those within the
-    images plus that between their means. Those between are gathered as by Chan, Golub and LeVeque,
-    "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
-
-    Attributes:
-        mean: Of the means of the images.
-        between: Sum of the squared distances of these from it.
-        within: Sum of the variances within the images.
-    """
-
-    images: int
-    mean: Float64[Tensor, "layers dim"]
-    between: Float64[Tensor, "layers dim"]
-    within: Float64[Tensor, "layers dim"]
-
-    @classmethod
-    def none(cls, device: torch.device) -> "RunningStatistics":
-        zero = torch.zeros(1, 1, dtype=torch.float64, device=float64_device(device))
-        return cls(0, zero, zero, zero)
-
-    def add(self, features: Float[Tensor, "layers some rows cols dim"]) -> None:
-        for part in features.split(_AT_ONCE, 1):
-            # What is not float16 may have squares beyond float32.
-            values = part.float() if part.dtype == torch.float16 else to_float64(part)
-            found = torch.var_mean(values.flatten(2, 3), 2, correction=0)
-            variances, means = map(to_float64, found)  # layers some dim
-            some, mean = means.shape[1], means.mean(1)
-            total, distance = self.images + some, mean - self.mean
-            around = (means - mean[:, None]).square().sum(1)
-            self.between = self.between + around + distance.square() * (self.images * some / total)
-            self.mean = self.mean + distance * (some / total)
-            self.within = self.within + variances.sum(1)
-            self.images = total
-
-    def standardization(self, sources: int, device: torch.device) -> Standardization:
-        """What brings the channels of the sources, whose layers follow each other, to one scale."""
-        deviation = ((self.within + self.between) / self.images).sqrt()
-        # A channel that does not vary in float16 says nothing; dividing would blow up its rounding.
-        varies = deviation > 1e-4 * self.mean.abs()
-        scale = torch.where(varies, 1 / deviation, 0)
-        parts = (part.float().reshape(sources, -1).to(device) for part in (self.mean, scale))
-        return Standardization(*parts)
-
-
-@dataclass(eq=False)
-class LinearHeads:
-    """Heads over shared features, batched over (source, rate).
-
-    The gradient is written by hand: the features need none, and the logits of a piece of the batch
-    never leave the cache.
-    """
-
-    standardization: Standardization
-    weight: Float[Tensor, "sources values classes dim"]
-    bias: Float[Tensor, "sources values classes"]
-
-    def loss_and_gradients(
-        self,
-        features: Float[Tensor, "sources batch rows cols dim"],
-        loss: PixelLoss,
-        targets: PixelTargets,
-    ) -> tuple[Float[Tensor, "sources values"], tuple[Tensor, Tensor]]:
-        """Mean loss over the pixels of a batch that count; its gradients by weight and by bias."""
-        # A batch whose pixels are all ignored has loss and gradient zero, not 0 / 0.
-        share = 1 / targets.counted.sum().clamp(min=1)
-        losses = torch.zeros_like(self.bias[..., 0])
-        weight_gradient, bias_gradient = torch.zeros_like(self.weight), torch.zeros_like(self.bias)
-        for sources, images in self._pieces(features):
-            mean, scale = self._scale(sources)
-            x = (features[sources, images].to(mean.dtype) - mean[:, None]).mul_(scale[:, None])
-            tokens = x.flatten(1, 3)  # sources tokens dim
-            shape = (-1, self.bias.shape[-1], *x.shape[1:4])
-            bias = self.bias[sources].flatten(1).unsqueeze(2)
-            logits = torch.baddbmm(bias, self.weight[sources].flatten(1, 2), tokens.mT)
-            sums, gradient = loss.loss_and_gradient(logits.view(shape), targets.of(images))
-            losses[sources] += sums.view(-1, losses.shape[1])
-            by_class = gradient.view(logits.shape)  # sources rates*classes tokens
-            bias_gradient[sources].flatten(1).add_(by_class.sum(2))
-            weight_gradient[sources].flatten(1, 2).baddbmm_(by_class, tokens)
-        return losses * share, (weight_gradient * share, bias_gradient * share)
-
-    def folded(
-        self,
-    ) -> tuple[
-        Float[Tensor, "sources values classes dim"], Float[Tensor, "sources values classes"]
-    ]:
-        """Weight and bias of the heads for features that were not standardized."""
-        mean, scale = self._scale(slice(None))
-        weight = self.weight * scale
-        return weight, self.bias - (weight * mean).sum(-1)
-
-    def _scale(self, sources: slice) -> tuple[Tensor, Tensor]:
-        """Mean and scale of the channels of some sources, to be broadcast over two axes."""
-        parts = self.standardization
-        return parts.mean[sources, None, None], parts.scale[sources, None, None]
-
-    def _pieces(
-        self, features: Float[Tensor, "sources batch rows cols dim"]
-    ) -> Iterator[tuple[slice, slice]]:
-        """Cut (source, image) so that the logits of one piece stay in the cache."""
-        sources, batch, rows, cols, _ = features.shape
-        head_bytes = rows * cols * self.bias[0].numel() * self.bias.element_size()
-        pairs = max(1, PIECE_BYTES[features.device.type] // head_bytes)
-        some, images = max(1, pairs // batch), min(batch, pairs)
-        for source in range(0, sources, some):
-            for image in range(0, batch, images):
-                yield slice(source, source + some), slice(image, image + images)
-
-
-class ParallelHeads(LinearHeads):
-    """Heads that one optimizer moves together, each at its own rate."""
-
-    def __init__(
-        self,
-        standardization: Standardization,
-        *,
-        classes: int,
-        rates: Sequence[float],
-        optimizer: HeadOptimizer,
-        seed: int,
-    ):
-        sources, dim = standardization.mean.shape
-        self.rates = torch.tensor(rates, device=standardization.mean.device)
-        generator = torch.Generator().manual_seed(seed)
-        # One draw for all cells: they differ by features and rate, not by luck.
-        draw = torch.randn(classes, dim, generator=generator).mul_(0.01).to(self.rates.device)
-        weight = draw.expand(sources, len(rates), -1, -1).clone()
-        super().__init__(standardization, weight, weight.new_zeros(sources, len(rates), classes))
-        self._optimizer = optimizer
-        self._states: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        self._steps = 0
-
-    def step(
-        self,
-        features: Float[Tensor, "sources batch rows cols dim"],
-        loss: PixelLoss,
-        targets: PixelTargets,
-        *,
-        rate_factor: float,
-    ) -> Float[Tensor, "sources values"]:
-        """One optimizer step of every head on one batch; gives their losses before it."""
-        losses, gradients = self.loss_and_gradients(features, loss, targets)
-        self._steps += 1
-        rates = (self.rates * rate_factor)[:, None]
-        for parameter, gradient, state, shaped in zip(
-            (self.weight, self.bias),
-            gradients,
-            self._states,
-            (rates[..., None], rates),
-            strict=True,
-        ):
-            self._optimizer.update(parameter, gradient, state, shaped, self._steps)
-        return losses
-
-    def state(self) -> dict[str, Any]:
-        """Everything that steps change, not copied."""
-        return {
-            "weight": self.weight,
-            "bias": self.bias,
-            "optimizer": self._states,
-            "steps": self._steps,
-        }
-
-    def go_on(self, state: Mapping[str, Any]) -> None:
-        """Be as heads of the same shape were when they gave this state."""
-        device = self.weight.device
-        self.weight, self.bias = state["weight"].to(device), state["bias"].to(device)
-        weight, bias = (
-            {name: part.to(device) for name, part in parts.items()} for parts in state["optimizer"]
-        )
-        self._states, self._steps = (weight, bias), state["steps"]
-
-
-@dataclass(frozen=True)
-class HeadSpec:
-    """What every way to fit heads must know of them."""
-
-    loss: PixelLoss
-    standardize: bool
-    classes: int
-    seed: int
-    device: torch.device
-
-    def targets(self, batch: FeatureBatch) -> PixelTargets:
-        """The labels of a batch as the loss takes them."""
-        rows, cols = batch.features.shape[2:4]
-        return self.loss.targets(batch.labels, self.classes, (rows, cols))
-
-
-class Training:
-    """A way to fit heads, as a configuration names it: a frozen dataclass of this class.
-
-    Attributes:
-        hyperparameter: What the heads of one source differ by; its values are in the field of its
-            plural, and one of them is chosen afterwards.
-        batch_size: Images that are looked at together.
-    """
-
-    hyperparameter: ClassVar[str]
-    batch_size: Any
-
-    def __post_init__(self) -> None:
-        check_fields(self, "probe.training")
-        require_nonempty(f"probe.training.{self.hyperparameter}s", self.values)
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        return tuple(getattr(self, f"{self.hyperparameter}s"))
-
-    def settings(self) -> dict[str, Any]:
-        """What records say of it."""
-        raise NotImplementedError
-
-    def train(
-        self,
-        heads: HeadSpec,
-        features: TrainingFeatures,
-        sources: Sequence[LayerGroup],
-        entries: Int64[Tensor, " chosen"],
-        progress: Progress,
-        journal: Journal | None = None,
-    ) -> "TrainedHeads":
-        """Train one head per source and value of the hyperparameter, on the chosen entries.
-
-        If `journal` is given, an interrupted training continues from its last entry.
-        """
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class StepTraining(Training):
-    """Heads that are trained step by step; values are learning rates.
-
-    Attributes:
-        learning_rates: All are trained; which one counts is chosen afterwards.
-        batch_size: Images of a step.
-    """
-
-    learning_rates: Sequence[Rate]
-    epochs: Count
-    batch_size: Count
-
-    hyperparameter = "learning_rate"
-
-    def settings(self) -> dict[str, Any]:
-        return {**asdict(self), "learning_rates": list(self.learning_rates)}
-
-    def optimizer_and_schedule(self) -> tuple[HeadOptimizer, Schedule]:
-        """What moves the heads, and at which share of the rates."""
-        raise NotImplementedError
-
-    def train(
-        self,
-        heads: HeadSpec,
-        features: TrainingFeatures,
-        sources: Sequence[LayerGroup],
-        entries: Int64[Tensor, " chosen"],
-        progress: Progress,
-        journal: Journal | None = None,
-    ) -> "TrainedHeads":
-        """Train one head per source and learning rate. The last entry of `journal` is continued."""
-        state = journal.entries[-1] if journal and journal.entries else {}
-        start = time.monotonic() - state.get("seconds", 0.0)
-        read = features.reader([*chain(*sources)], heads.device)
-
-        in_order, done = entries.split(self.batch_size), state.get("batches", 0)
-        found = RunningStatistics.none(heads.device)
-        if done:
-            place, known = float64_device(heads.device), state["statistics"]
-            parts = (known[name].to(place) for name in ("mean", "between", "within"))
-            found = RunningStatistics(known["images"], *parts)
-        shown = progress(read(in_order[done:]), "mean and deviation", len(in_order) - done)
-        for number, batch in enumerate(shown, start=done + 1):
-            found.add(batch.features)
-            if journal and journal.is_due():
-                seconds = time.monotonic() - start
-                journal.replace({"seconds": seconds, "batches": number, "statistics": vars(found)})
-        statistics = found.standardization(len(sources), heads.device)
-
-        optimizer, schedule = self.optimizer_and_schedule()
-        bank = ParallelHeads(
-            statistics if heads.standardize else statistics.identity(),
-            classes=heads.classes,
-            rates=self.values,
-            optimizer=optimizer,
-            seed=heads.seed,
-        )
-        if "bank" in state:
-            bank.go_on(state["bank"])
-        by_epoch = seeded_batches(entries, self.batch_size, epochs=self.epochs, seed=heads.seed)
-        batches, done = [some for epoch in by_epoch for some in epoch], state.get("step", 0)
-        name = f"heads of layers {sources[0][-1]} to {sources[-1][-1]}"
-        shown = progress(read(batches[done:]), name, len(batches) - done)
-        for step, batch in enumerate(shown, start=done):
-            x = joined(batch.features, len(sources))
-            factor = schedule.factor(step, len(batches))
-            bank.step(x, heads.loss, heads.targets(batch), rate_factor=factor)
-            if journal and journal.is_due():
-                journal.replace(
-                    {
-                        "seconds": time.monotonic() - start,
-                        "batches": len(in_order),
-                        "statistics": vars(found),
-                        "step": step + 1,
-                        "bank": bank.state(),
-                    }
-                )
-        return TrainedHeads(
-            tuple(sources),
-            *bank.folded(),
-            constant_channels=statistics.constant_channels(),
-            seconds=time.monotonic() - start,
-        )
-
-
-@dataclass(frozen=True)
-class TrainedHeads:
-    """Heads for features as they come out of the encoder.
-
-    Attributes:
-        constant_channels: How many channels of each source say nothing: they do not vary.
-        unfinished: By source the number of heads that stopped before they converged; None where
-            nothing is known of that.
-        stalled: As `unfinished`, those of them that gained next to nothing any more.
-    """
-
-    sources: tuple[LayerGroup, ...]
-    weight: Float[Tensor, "sources values classes dim"]
-    bias: Float[Tensor, "sources values classes"]
-    constant_channels: Sequence[int]
-    seconds: float
-    unfinished: Sequence[int] | None = None
-    stalled: Sequence[int] | None = None
-
-    def to(self, device: torch.device) -> "TrainedHeads":
-        weight, bias = self.weight.to(device), self.bias.to(device)
-        return replace(self, weight=weight, bias=bias)
-
-    def convergence(self, index: int) -> dict[str, int | None]:
-        """Return what records say of how far the heads of one source were fitted."""
-        counts = {"unconverged_heads": self.unfinished, "stalled_heads": self.stalled}
-        return {name: None if each is None else each[index] for name, each in counts.items()}
-
-    def logits(
-        self, index: int, features: Float[Tensor, "rows cols dim"]
-    ) -> Float[Tensor, "values rows cols classes"]:
-        """Logits of all rates of one source."""
-        weight, bias = self.weight[index], self.bias[index]
-        values = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
-        return values.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
-
-
-def joined(
-    blocks: Float[Tensor, "layers batch rows cols dim"], num_sources: int
-) -> Float[Tensor, "sources batch rows cols joined_dim"]:
-    """Concatenate the channels of the layers of each source, which follow each other."""
-    by_source = blocks.unflatten(0, (num_sources, -1))
-    return by_source.movedim(1, -2).flatten(-2)

@@ -1,4 +1,4 @@
-"""Objects from the features of one image: TokenCut, and its relatives LOST and MaskCut."""
+"""TokenCut, LOST and MaskCut: find objects in the features of one image."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from probes.tokencut.eigensolver import (
     FiedlerVector,
-    cosines,
+    cosine_similarities,
     second_eigenvector,
     similarity_graph,
     solve,
@@ -20,22 +20,23 @@ from probes.tokencut.eigensolver import (
 from ssl_bench.composition.fields import Bounds, OpenFraction
 from ssl_bench.neighbours import unit_vectors
 
-TIE = 1e-6
+_TIE = 1e-6
 _OTSU_BINS = 256
 Tau = Annotated[float, Bounds(-1, 1, allow_high=False)] | Literal["otsu"]
-Side = Bool[np.ndarray, "rows cols"]
-Bipartition = tuple[Side, tuple[int, int], Side]
-"""The side of a cut that holds the seed, the seed's row and column, and the entries whose magnitude
-equals the seed's but for rounding."""
+Mask = Bool[np.ndarray, "rows cols"]
+Bipartition = tuple[Mask, tuple[int, int], Mask]
+"""The side of a cut that contains the seed, the row and column of the seed, and all patches that
+tie with the seed: their magnitudes are equal up to rounding errors."""
 
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """An image of any size in patches; those at the right and lower edge may hold padding.
+    """Patches of an image of any size. Patches at the right and lower edge may contain padding.
 
     Attributes:
-        height: Of the image in pixels, without padding.
-        width: Of the image in pixels, without padding.
+        height: Height of the image in pixels, without padding.
+        width: Width of the image in pixels, without padding.
+        patch_size: Side of a patch in pixels.
     """
 
     height: int
@@ -44,16 +45,19 @@ class PatchGrid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the padded image."""
+        """Return the rows and columns of the padded image."""
         return -(-self.height // self.patch_size), -(-self.width // self.patch_size)
 
     @property
     def inner_shape(self) -> tuple[int, int]:
-        """Rows and columns without padding; one of each stays in any case."""
+        """Return the rows and columns without patches that contain padding, at least one each."""
         return max(1, self.height // self.patch_size), max(1, self.width // self.patch_size)
 
-    def box(self, mask: Bool[np.ndarray, "rows cols"]) -> Float64[np.ndarray, " 4"]:
-        """Smallest (x0, y0, x1, y1) in pixels around a mask, clipped; zeros around nothing."""
+    def bounding_box(self, mask: Mask) -> Float64[np.ndarray, " 4"]:
+        """Return the box (x0, y0, x1, y1) of a mask in pixels, clipped to the image.
+
+        The box of an empty mask is all zeros.
+        """
         rows, cols = np.nonzero(mask)
         if not len(rows):
             return np.zeros(4)
@@ -61,42 +65,43 @@ class PatchGrid:
         box = self.patch_size * np.array([*low, *high], np.float64)
         return np.minimum(box, [self.width, self.height, self.width, self.height])
 
-    def is_padding(self, mask: Bool[np.ndarray, "rows cols"]) -> bool:
-        """Whether a mask has patches, and of each of them more is padding along one of its sides.
+    def is_padding(self, mask: Mask) -> bool:
+        """Return whether the centres of all patches of a mask lie outside the image.
 
-        Their middles lie beyond the image.
+        The result is False for an empty mask.
         """
         rows, cols = self.patch_size * (np.array(np.nonzero(mask)) + 0.5)
         return len(rows) > 0 and not ((rows <= self.height) & (cols <= self.width)).any()
 
-    def padded(
+    def pad(
         self, values: Shaped[np.ndarray, "graph_rows graph_cols"]
     ) -> Shaped[np.ndarray, "rows cols"]:
-        """Zeros for the patches that were left out of a graph."""
+        """Append zeros for the patches that are not part of a graph."""
         rows, cols = (whole - part for whole, part in zip(self.shape, values.shape, strict=True))
         return np.pad(values, ((0, rows), (0, cols)))
 
-    def pixels(self, mask: Bool[np.ndarray, "rows cols"]) -> Bool[np.ndarray, "height width"]:
-        """A mask of patches at the pixels of the image, without its padding."""
-        large = mask.repeat(self.patch_size, 0).repeat(self.patch_size, 1)
-        return large[: self.height, : self.width]
+    def to_pixels(self, mask: Mask) -> Bool[np.ndarray, "height width"]:
+        """Return a mask of patches as a mask of the pixels of the image, without padding."""
+        pixels = mask.repeat(self.patch_size, 0).repeat(self.patch_size, 1)
+        return pixels[: self.height, : self.width]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How an object is cut out of the similarity graph; the defaults are TokenCut's.
+    """Options of the similarity graph and its cut. The defaults are those of TokenCut.
 
     Attributes:
-        tau: Cosine similarity above which two patches are linked, in [-1, 1); "otsu": of each image
-            the one that splits its cosines best, see `otsu_threshold`. LOST links where products
-            are positive, and with "otsu" above this cosine.
-        eps: Weight of all other links.
-        weighted: Links weigh their cosine instead of 1.
-        centred: Subtract the image's mean feature first.
-        mask_padding: Leave patches that hold padding out of the graph.
-        connectivity: Neighbours of a patch, 4 or 8.
-        stable_seed: The seed is the first entry within 1e-6 of the largest, not the largest.
-        refuse_degenerate: No object where rounding or padding would choose it.
+        tau: Cosine similarity above which two patches are linked, in [-1, 1). With "otsu", each
+            image has the threshold that splits its cosines best. LOST uses tau only with "otsu".
+            It otherwise links patches with a positive product.
+        eps: Weight of two patches that are not linked.
+        weighted: Whether the weight of a link is the cosine instead of 1.
+        centred: Whether the mean feature of the image is subtracted first.
+        mask_padding: Whether patches with padding are left out of the graph.
+        connectivity: Number of neighbours of a patch, 4 or 8.
+        stable_seed: Whether the first of all patches that tie for the largest entry of the
+            eigenvector is the seed. Rounding errors otherwise select one of them.
+        refuse_degenerate: Whether images with a degenerate graph have no object.
     """
 
     tau: Tau = 0.2
@@ -109,13 +114,13 @@ class Cut:
     refuse_degenerate: bool = False
 
     def graph_shape(self, grid: PatchGrid) -> tuple[int, int]:
-        """Rows and columns of the patches that make up the graph."""
+        """Return the rows and columns of patches in the graph."""
         return grid.inner_shape if self.mask_padding else grid.shape
 
-    def tokens(
+    def graph_tokens(
         self, features: Float[Tensor, "rows cols dim"], grid: PatchGrid
     ) -> tuple[Float32[np.ndarray, "tokens dim"], float]:
-        """Features of the graph's patches, row by row, and the cosine above which it has links."""
+        """Return the features of the graph's patches, row by row, and the threshold tau."""
         rows, cols = self.graph_shape(grid)
         tokens = features[:rows, :cols].flatten(0, 1)
         if self.centred:
@@ -129,20 +134,21 @@ REFERENCE = Cut()
 
 @dataclass(frozen=True)
 class Discovery:
-    """An object and how sure it is.
+    """An object that was found in an image.
 
     Attributes:
-        mask: The object's patches.
-        box: (x0, y0, x1, y1) in pixels, far edges exclusive, inside the image.
-        eigenvector: 0 at patches outside of the graph; None for methods without a spectrum.
-        eigenvalue: lambda_2 of the normalised cut.
-        gap: lambda_3 - lambda_2.
-        degenerate: Rounding, the order of the patches or padding chooses the object, not the image.
-        tied_cutoff: Of LOST: which of several patches of one degree may join the seed hangs on
-            their order. The object may or may not depend on it.
+        mask: Patches of the object.
+        box: Bounding box (x0, y0, x1, y1) in pixels. x1 and y1 are exclusive.
+        eigenvector: Second eigenvector, with 0 at patches that are not in the graph. None for LOST.
+        eigenvalue: lambda_2 of the normalised cut. None for LOST.
+        gap: lambda_3 - lambda_2. None for LOST.
+        degenerate: Whether the object is arbitrary, because it depends on rounding errors, on the
+            order of the patches, or on padding.
+        tied_cutoff: Whether patches of equal degree tie for the last place among LOST's candidates.
+            The object may depend on their order.
     """
 
-    mask: Bool[np.ndarray, "rows cols"]
+    mask: Mask
     box: Float64[np.ndarray, " 4"]
     eigenvector: Float64[np.ndarray, "rows cols"] | None = None
     eigenvalue: float | None = None
@@ -154,43 +160,44 @@ class Discovery:
 def discover(
     features: Float[Tensor, "rows cols dim"], grid: PatchGrid, cut: Cut = REFERENCE
 ) -> Discovery:
-    """The object that TokenCut finds in one image.
+    """Find the object of an image with TokenCut.
 
     Raises:
-        DataError: features are not finite.
+        DataError: The features are not finite.
 
     Source: TokenCut, https://arxiv.org/abs/2202.11539, and object_discovery.py of
     https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
     """
-    tokens, tau = cut.tokens(features, grid)
-    return cut_out(
-        second_eigenvector(tokens, tau=tau, eps=cut.eps, weighted=cut.weighted), grid, cut
-    )
+    tokens, tau = cut.graph_tokens(features, grid)
+    solution = second_eigenvector(tokens, tau=tau, eps=cut.eps, weighted=cut.weighted)
+    return object_at_peak(solution, grid, cut)
 
 
-def cut_out(found: FiedlerVector, grid: PatchGrid, cut: Cut) -> Discovery:
-    """The connected component around the peak of a second eigenvector."""
-    vector = found.vector.reshape(cut.graph_shape(grid))
+def object_at_peak(solution: FiedlerVector, grid: PatchGrid, cut: Cut) -> Discovery:
+    """Return the connected component around the largest entry of a second eigenvector."""
+    vector = solution.vector.reshape(cut.graph_shape(grid))
     foreground, seed, tied = split_at_mean(vector, stable_seed=cut.stable_seed)
-    component = component_of(foreground, seed, cut.connectivity)
-    degenerate = found.degenerate or bool((tied & ~component).any()) or grid.is_padding(component)
+    component = connected_component(foreground, seed, cut.connectivity)
+    degenerate = (
+        solution.degenerate or bool((tied & ~component).any()) or grid.is_padding(component)
+    )
     if degenerate and cut.refuse_degenerate:
         component = np.zeros_like(component)
-    return _discovery(component, grid, found, degenerate)
+    return _discovery_from_mask(component, grid, solution, degenerate)
 
 
-def _discovery(
+def _discovery_from_mask(
     mask: Bool[np.ndarray, "graph_rows graph_cols"],
     grid: PatchGrid,
-    found: FiedlerVector,
+    solution: FiedlerVector,
     degenerate: bool,
 ) -> Discovery:
     return Discovery(
-        mask=grid.padded(mask),
-        box=grid.box(mask),
-        eigenvector=grid.padded(found.vector.reshape(mask.shape)),
-        eigenvalue=found.eigenvalue,
-        gap=found.gap,
+        mask=grid.pad(mask),
+        box=grid.bounding_box(mask),
+        eigenvector=grid.pad(solution.vector.reshape(mask.shape)),
+        eigenvalue=solution.eigenvalue,
+        gap=solution.gap,
         degenerate=degenerate,
     )
 
@@ -198,19 +205,17 @@ def _discovery(
 def split_at_mean(
     vector: Float64[np.ndarray, "rows cols"], *, stable_seed: bool = False
 ) -> Bipartition:
-    """Cut at the mean; the seed is the entry of largest magnitude, the first if several are."""
+    """Split the patches at the mean of the vector. The entry of largest magnitude is the seed."""
     magnitude = abs(vector)
-    tied = magnitude >= (1 - TIE) * magnitude.max()
+    tied = magnitude >= (1 - _TIE) * magnitude.max()
     flat = int(np.argmax(tied if stable_seed else magnitude))
     seed = divmod(flat, vector.shape[1])
     above = vector > vector.mean()
     return above if above[seed] else ~above, seed, tied
 
 
-def component_of(
-    foreground: Bool[np.ndarray, "rows cols"], seed: tuple[int, int], connectivity: int
-) -> Bool[np.ndarray, "rows cols"]:
-    """The connected part of a mask that holds the seed."""
+def connected_component(foreground: Mask, seed: tuple[int, int], connectivity: int) -> Mask:
+    """Return the connected component of a mask that contains the seed."""
     structure = scipy.ndimage.generate_binary_structure(2, 1 if connectivity == 4 else 2)
     labels = np.empty(foreground.shape, np.int32)
     scipy.ndimage.label(foreground, structure, output=labels)
@@ -218,17 +223,17 @@ def component_of(
 
 
 def otsu_threshold(tokens: Float[Tensor, "tokens dim"]) -> Float[Tensor, ""]:
-    """The threshold that splits the cosines of an image's pairs of tokens best.
+    """Return the threshold that splits the cosines of all pairs of tokens best.
 
-    Best is the largest variance between both sides, over the middles of 256 bins between the
-    smallest and the largest cosine; a token's cosine with itself does not count.
+    It maximises the variance between the two sides. The candidates are the centres of 256 bins
+    between the smallest and the largest cosine. Pairs of a token with itself are left out.
 
     Source: Otsu, IEEE Trans. Systems, Man and Cybernetics 9 (1979), equation 18.
     """
     unit, count = unit_vectors(tokens.float()), len(tokens)
     if count < 2:
         return unit.new_zeros(())
-    # Without the diagonal, which is every (count + 1)th entry.
+    # Every (count + 1)th entry lies on the diagonal, which is left out.
     cosines = (unit @ unit.T).flatten()[:-1].view(count - 1, count + 1)[:, 1:].flatten().double()
     least, most = cosines.aminmax()
     width = (most - least) / _OTSU_BINS
@@ -249,49 +254,50 @@ def lost(
     *,
     num_candidates: int = 100,
 ) -> Discovery:
-    """The object that LOST finds in one image: it grows from the patch that resembles the fewest.
+    """Find the object of an image with LOST, which grows from the patch with the fewest links.
 
-    Only the preparation, the connectivity and a `tau` of "otsu" apply; else patches are linked
-    where their features agree in sign. So many candidates of lowest degree may join the seed; of
-    patches of equal degree the first comes first. An object that is the whole graph is degenerate:
-    all patches resemble each other.
+    Two patches are linked if their product is positive. With a `tau` of "otsu", they are linked if
+    their cosine exceeds the threshold. `centred`, `mask_padding` and `connectivity` also apply.
+    The `num_candidates` patches of lowest degree may join the seed. If degrees are equal, the first
+    patches are selected. An object is degenerate if it covers the whole graph, or if another seed
+    of the same degree grows to another object.
 
     Source: LOST, https://arxiv.org/abs/2109.14279, equations 1 to 4, and object_discovery.py of
-    https://github.com/valeoai/LOST/tree/fcedbec. There `torch.argsort` orders patches of equal
-    degree, which promises no order and keeps none on CPUs with vector instructions; and a seed
-    whose features are zero is an error there, here an object of one patch.
+    https://github.com/valeoai/LOST/tree/fcedbec. The authors' `torch.argsort` is not stable, so
+    their order of patches of equal degree depends on the CPU. Their code fails if the features of
+    the seed are zero. This function then returns an object of one patch.
     """
-    tokens, tau = cut.tokens(features, grid)
+    tokens, tau = cut.graph_tokens(features, grid)
     shape = cut.graph_shape(grid)
     if cut.tau == "otsu":
-        products = cosines(tokens) - tau
+        products = cosine_similarities(tokens) - tau
     else:
-        # Only signs count: scaled exactly, so that small products do not become 0.
+        # Only signs matter. Scaling by a power of two prevents small products from becoming 0.
         scaled = np.ldexp(tokens, -np.frexp(np.abs(tokens).max(initial=0.0))[1])
         products = scaled @ scaled.T
-    # Other patches that agree with one.
+    # A patch is not linked to itself.
     degrees = (products > 0).sum(1) - (products.diagonal() > 0)
     by_degree = np.argsort(degrees, kind="stable")
     candidates = by_degree[:num_candidates]
 
-    def grown(seed: int) -> Bool[np.ndarray, "graph_rows graph_cols"]:
+    def grow(seed: int) -> Bool[np.ndarray, "graph_rows graph_cols"]:
         similar = candidates[products[seed, candidates] > 0]
-        resembles = (products[similar].sum(0) > 0).reshape(shape)
-        resembles.flat[seed] = True
-        return component_of(resembles, divmod(seed, shape[1]), cut.connectivity)
+        foreground = (products[similar].sum(0) > 0).reshape(shape)
+        foreground.flat[seed] = True
+        return connected_component(foreground, divmod(seed, shape[1]), cut.connectivity)
 
-    seed, *others = np.flatnonzero(degrees == degrees.min()).tolist()
-    component, tied_cutoff = grown(seed), False
+    seed, *tied_seeds = np.flatnonzero(degrees == degrees.min()).tolist()
+    component, tied_cutoff = grow(seed), False
     if num_candidates < len(degrees):
-        last, next_one = degrees[by_degree[num_candidates - 1 : num_candidates + 1]]
-        # Patches that agree with the seed tie for the last places among the candidates.
-        tied_cutoff = bool(last == next_one and (products[seed][degrees == last] > 0).any())
+        last, first_excluded = degrees[by_degree[num_candidates - 1 : num_candidates + 1]]
+        # Ties only matter among patches that are linked to the seed.
+        tied_cutoff = bool(last == first_excluded and (products[seed][degrees == last] > 0).any())
     return Discovery(
-        grid.padded(component),
-        grid.box(component),
+        grid.pad(component),
+        grid.bounding_box(component),
         degenerate=bool(component.all())
         or grid.is_padding(component)
-        or any(bool((grown(other) != component).any()) for other in others),
+        or any(bool((grow(other) != component).any()) for other in tied_seeds),
         tied_cutoff=tied_cutoff,
     )
 
@@ -303,71 +309,70 @@ def maskcut(
     *,
     num_masks: int = 3,
 ) -> list[Discovery]:
-    """Several objects of one image, in the order in which they were cut out.
+    """Find several objects of an image with MaskCut, in the order in which they are cut out.
 
-    Each round gives a mask at most. All have the threshold of the whole image, none below 0:
-    patches of earlier masks have cosine 0 with all. The paper's tau is 0.15. Of the options eps,
-    weighted, centred, mask_padding and connectivity apply.
+    Each of the `num_masks` rounds adds one mask or none. All rounds use the same threshold. It is
+    at least 0, because patches of earlier masks have cosine 0 with all patches. The paper uses a
+    tau of 0.15. `stable_seed` and `refuse_degenerate` have no effect.
 
     Source: MaskCut of CutLER, https://arxiv.org/abs/2301.11320, section 3.2, and maskcut.py of
-    https://github.com/facebookresearch/CutLER/tree/cca0a27, on the patches of the image at its own
-    size and without the conditional random field. There the corners are counted after the sign
-    that LAPACK gives the eigenvector; see `split_off_the_corners`.
+    https://github.com/facebookresearch/CutLER/tree/cca0a27. This function does not resize the
+    image and has no conditional random field. `split_away_from_corners` uses another sign.
     """
-    tokens, tau = cut.tokens(features, grid)
+    tokens, tau = cut.graph_tokens(features, grid)
     if cut.tau == "otsu":
         tau = max(0.0, tau)
     graph = similarity_graph(tokens, tau=tau, eps=cut.eps, weighted=cut.weighted)
-    return cut_repeatedly(lambda masked: solve(graph.isolated(masked)), grid, cut, num_masks)
+    return run_maskcut(lambda masked: solve(graph.isolate(masked)), grid, cut, num_masks)
 
 
-def cut_repeatedly(
-    eigenvector_without: Callable[[Bool[np.ndarray, " tokens"]], FiedlerVector],
+def run_maskcut(
+    solve_without: Callable[[Bool[np.ndarray, " tokens"]], FiedlerVector],
     grid: PatchGrid,
     cut: Cut,
     num_masks: int,
 ) -> list[Discovery]:
-    """The rounds of MaskCut, of which each is given the patches of all masks before it.
+    """Run the rounds of MaskCut. `solve_without` solves the graph without links of some patches.
 
-    They are linked to nothing in the graph of its eigenvector. A later object may hold them again;
-    its mask is reported without them.
+    A component may contain patches of earlier masks, but its mask is returned without them.
     """
-    found: list[Discovery] = []
+    objects: list[Discovery] = []
     masked = previous = np.zeros(cut.graph_shape(grid), bool)
     rounds_left = num_masks
     while rounds_left > 0 and not masked.all():
-        spectrum = eigenvector_without(masked.ravel())
-        foreground, seed, tied = split_off_the_corners(spectrum.vector.reshape(masked.shape))
-        component = component_of(foreground, seed, cut.connectivity)
+        solution = solve_without(masked.ravel())
+        foreground, seed, tied = split_away_from_corners(solution.vector.reshape(masked.shape))
+        component = connected_component(foreground, seed, cut.connectivity)
         rounds_left -= 1
         if masked.any():
             if 100 * component.sum() <= component.size:
-                # Nothing is added, so all further rounds would find it again.
+                # Nothing is masked, so all further rounds would find the same component.
                 break
             if (component & previous).sum() / (component | previous).sum() > 0.5:
-                # The next round cuts the same graph and has no mask to compare with: it keeps it.
+                # The authors' next round finds this component again and accepts it unchecked.
                 rounds_left -= 1
                 if rounds_left < 0:
                     break
         mask = component & ~masked
         masked, previous = masked | component, component
         if mask.any():
-            degenerate = spectrum.degenerate or bool((tied & ~component).any())
+            degenerate = solution.degenerate or bool((tied & ~component).any())
             degenerate |= grid.is_padding(mask)
-            found.append(_discovery(mask, grid, spectrum, degenerate))
-    return found
+            objects.append(_discovery_from_mask(mask, grid, solution, degenerate))
+    return objects
 
 
-def split_off_the_corners(vector: Float64[np.ndarray, "rows cols"]) -> Bipartition:
-    """As TokenCut splits, unless that side has three corners of the image or more: then the other.
+def split_away_from_corners(vector: Float64[np.ndarray, "rows cols"]) -> Bipartition:
+    """Split the patches as TokenCut does, unless that side contains at least three image corners.
 
-    The authors count the corners of the side above the mean, whichever sign the eigenvector has,
-    and so find either of the two objects where the side of the peak has three corners. Here the
-    peak of a `FiedlerVector` is positive, as in their paper, where the foreground holds it and is
-    turned for its corners alone. On the other side the seed is its own peak.
+    In this case, return the other side. Its largest entry by magnitude is the seed.
+
+    The authors' code counts the corners above the mean, whatever the sign of LAPACK's eigenvector.
+    The largest entry of a `FiedlerVector` is positive, so the side above the mean contains the
+    peak, as in the authors' paper.
     """
     above = vector > vector.mean()
     if above[[0, 0, -1, -1], [0, -1, 0, -1]].sum() < 3:
         return split_at_mean(vector)
     seed = divmod(int(np.argmin(vector)), vector.shape[1])
-    return ~above, seed, vector <= (1 - TIE) * vector[seed]
+    return ~above, seed, vector <= (1 - _TIE) * vector[seed]

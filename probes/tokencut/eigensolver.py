@@ -1,4 +1,4 @@
-"""Second eigenvectors of thresholded similarity graphs, without a dense eigendecomposition."""
+"""Second eigenvectors of similarity graphs, usually without a dense eigendecomposition."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ DEGENERATE_GAP = 1e-5
 _ACCEPTED_ANGLE = 1e-5
 _CONVERGED = 1e-7
 _REFINED = 1e-6
-# Below this many tokens the dense solver is the faster one.
+# The dense solver is faster for graphs of at most this many tokens.
 _DENSE_TOKENS = 64
 _MAX_PRODUCTS = 240
 _PRODUCTS_BEFORE_TESTS = 12
@@ -28,12 +28,14 @@ _MAX_REFINEMENTS = 4
 
 @dataclass(frozen=True)
 class Graph:
-    """The weights A = eps 1 1^T + scale * links of one image.
+    """A weighted graph with the weight matrix A = eps 1 1^T + scale * links.
 
     Attributes:
-        links: Symmetric; 1 (nearly the cosine where `scale` is 1) where two tokens are linked, 0
-            elsewhere.
-        degrees: Row sums of A, the diagonal included.
+        links: Symmetric matrix. It is 0 for tokens without a link. For linked tokens, it is 1, or
+            the cosine minus eps in a weighted graph.
+        degrees: Row sums of A, including the diagonal.
+        scale: Factor of `links`, which is 1 - eps, or 1 in a weighted graph.
+        eps: Weight of two tokens without a link.
     """
 
     links: Float32[np.ndarray, "tokens tokens"]
@@ -42,40 +44,43 @@ class Graph:
     eps: float
 
     @classmethod
-    def of(cls, links: Float32[np.ndarray, "tokens tokens"], scale: float, eps: float) -> "Graph":
-        """A graph with the degrees that its links make."""
+    def from_links(
+        cls, links: Float32[np.ndarray, "tokens tokens"], scale: float, eps: float
+    ) -> "Graph":
+        """Return a graph with the degrees that follow from its links."""
         if scale == 1:
             linked = links.sum(1, dtype=np.float64)
         else:
-            # Zeros and ones: counted without rounding in float32, at a fifth of the time.
+            # Zeros and ones are counted exactly in float32, which takes a fifth of the time.
             linked = (links @ np.ones(len(links), np.float32)).astype(np.float64)
         return cls(links, eps * len(links) + scale * linked, scale, eps)
 
-    def isolated(self, tokens: Bool[np.ndarray, " tokens"]) -> "Graph":
-        """The graph in which some tokens are linked to nothing, as if their features were zero."""
+    def isolate(self, tokens: Bool[np.ndarray, " tokens"]) -> "Graph":
+        """Return the graph without the links of some tokens, as if their features were zero."""
         links = self.links * ~tokens
         links[tokens] = 0
-        return Graph.of(links, self.scale, self.eps)
+        return Graph.from_links(links, self.scale, self.eps)
 
     def is_uniform(self) -> bool:
-        """Whether all tokens are linked or none, so that no partition is better than another."""
+        """Return whether all tokens are linked or none, so that all partitions are equal."""
         num_tokens = len(self.degrees)
         zero = self.eps * num_tokens
-        alone = zero + 1 - self.eps
-        return any(bool((abs(self.degrees - d) < 1e-6).all()) for d in (num_tokens, alone, zero))
+        only_itself = zero + 1 - self.eps
+        uniform_degrees = (num_tokens, only_itself, zero)
+        return any(bool((abs(self.degrees - d) < 1e-6).all()) for d in uniform_degrees)
 
     def trivial_eigenvector(self) -> Float64[np.ndarray, " tokens"]:
-        """The eigenvector of the normalised graph that is known beforehand, of unit length."""
+        """Return the first eigenvector of D^-1/2 A D^-1/2, which needs no solver."""
         return np.sqrt(self.degrees / self.degrees.sum())
 
     def normalised_product(
         self, vector: Float64[np.ndarray, " tokens"], *, exact: bool = False
     ) -> Float64[np.ndarray, " tokens"]:
-        """D^-1/2 A D^-1/2 times a vector; the links are summed in float32, in float64 if exact."""
+        """Return D^-1/2 A D^-1/2 times a vector, computed in float32, or in float64 if exact."""
         roots = np.sqrt(self.degrees)
         scaled = vector / roots
         if exact:
-            # In slices: a float64 copy of all links would triple the memory.
+            # The links are converted in slices, because a float64 copy would triple the memory.
             slices = (self.links[i : i + 64] for i in range(0, len(scaled), 64))
             linked = np.concatenate([part.astype(np.float64) @ scaled for part in slices])
         else:
@@ -86,29 +91,33 @@ class Graph:
 def similarity_graph(
     features: Float32[np.ndarray, "tokens dim"], *, tau: float, eps: float, weighted: bool = False
 ) -> Graph:
-    """Link tokens whose cosine similarity exceeds `tau`, themselves too; other pairs weigh `eps`.
+    """Return the graph that links tokens whose cosine similarity exceeds a threshold.
+
+    Each token is also linked to itself. A token with zero features has no links at all.
 
     Args:
-        features: One token a row. The cosines of a zero row are 0, also with itself.
-        tau: In [-1, 1]; compared strictly, in float32.
-        eps: Keeps the graph connected.
-        weighted: Links weigh their cosine instead of 1.
+        features: Feature of each token.
+        tau: The threshold, in [-1, 1]. It is compared in float32.
+        eps: Weight of all other pairs, which keeps the graph connected.
+        weighted: Whether the weight of a link is the cosine instead of 1.
 
     Raises:
-        DataError: a token is NaN or infinite.
+        DataError: A token is NaN or infinite.
     """
-    links = cosines(features)
-    # Exactly, because the cosine of a token with itself may round to less than 1.
+    links = cosine_similarities(features)
+    # The cosine of a token with itself may be rounded to less than 1.
     np.fill_diagonal(links, features.any(1))
     if weighted:
         links = np.where(links > tau, links - np.float32(eps), np.float32(0))
-        return Graph.of(links, scale=1.0, eps=eps)
+        return Graph.from_links(links, scale=1.0, eps=eps)
     np.greater(links, tau, out=links, casting="unsafe")
-    return Graph.of(links, scale=1 - eps, eps=eps)
+    return Graph.from_links(links, scale=1 - eps, eps=eps)
 
 
-def cosines(features: Float32[np.ndarray, "tokens dim"]) -> Float32[np.ndarray, "tokens tokens"]:
-    """Return the cosine of every token with every other, however short or long they are.
+def cosine_similarities(
+    features: Float32[np.ndarray, "tokens dim"],
+) -> Float32[np.ndarray, "tokens tokens"]:
+    """Return the cosine of each pair of tokens. The length of a token may have any magnitude.
 
     Raises:
         DataError: A token is NaN or infinite.
@@ -117,7 +126,7 @@ def cosines(features: Float32[np.ndarray, "tokens dim"]) -> Float32[np.ndarray, 
     num_broken = int((~np.isfinite(largest)).sum())
     if num_broken:
         raise DataError(f"features must be finite, {num_broken} of {len(features)} tokens are not")
-    # An exact change, after which no square leaves the range of float32.
+    # Scaling by a power of two is exact. It prevents overflow and underflow of the squares.
     scaled = np.ldexp(features, -np.frexp(largest)[1])
     norms = np.sqrt(np.einsum("td,td->t", scaled, scaled))
     unit = scaled / np.maximum(norms, np.float32(1e-12))[:, None]
@@ -126,15 +135,15 @@ def cosines(features: Float32[np.ndarray, "tokens dim"]) -> Float32[np.ndarray, 
 
 @dataclass(frozen=True)
 class FiedlerVector:
-    """Smallest non-trivial solution of (D - A) y = lambda D y.
+    """Solution of (D - A) y = lambda D y with the second smallest eigenvalue.
 
     Attributes:
-        vector: y, of unit length in the metric of D; its first largest entry by magnitude is
-            positive.
+        vector: The eigenvector y, with y^T D y = 1. The sign makes its first entry of largest
+            magnitude positive.
         eigenvalue: lambda_2, in [0, 2].
-        gap: lambda_3 - lambda_2, 0 or more; 0 where there is no lambda_3.
-        certificate: Bound on the angle between D^1/2 y and the exact vector, in radians.
-        degenerate: The gap is so small that rounding chooses the vector, not the image.
+        gap: lambda_3 - lambda_2. It is 0 if there is no third eigenvalue.
+        certificate: Upper bound of the angle between D^1/2 y and the exact vector, in radians.
+        degenerate: Whether the gap is so small that the vector depends on rounding errors.
     """
 
     vector: Float64[np.ndarray, " tokens"]
@@ -144,7 +153,7 @@ class FiedlerVector:
     degenerate: bool
 
     @classmethod
-    def of(
+    def from_eigenpair(
         cls,
         graph: Graph,
         vector: Float64[np.ndarray, " tokens"],
@@ -152,7 +161,7 @@ class FiedlerVector:
         gap: float,
         residual: float,
     ) -> "FiedlerVector":
-        """From an eigenvector and eigenvalue of the normalised graph."""
+        """Convert an eigenpair of D^-1/2 A D^-1/2. The eigenvalue is 1 - lambda_2."""
         scaled = vector / np.linalg.norm(vector) / np.sqrt(graph.degrees)
         return cls(
             vector=scaled * np.sign(scaled[np.argmax(abs(scaled))]),
@@ -166,37 +175,37 @@ class FiedlerVector:
 def second_eigenvector(
     features: Float32[np.ndarray, "tokens dim"], *, tau: float, eps: float, weighted: bool = False
 ) -> FiedlerVector:
-    """Second eigenvector of the normalised cut of one image's similarity graph.
+    """Return the second eigenvector of the normalised cut of a similarity graph.
 
-    See `similarity_graph` for the arguments and the error, `solve` for the method. Memory beyond
-    the features: 4 tokens^2 bytes. Runs without the interpreter's lock, one graph a thread.
+    The arguments and errors are those of `similarity_graph`. Beyond the features, the function
+    needs 4 tokens^2 bytes of memory. Several graphs can be solved in parallel threads.
     """
     return solve(similarity_graph(features, tau=tau, eps=eps, weighted=weighted))
 
 
 def solve(graph: Graph) -> FiedlerVector:
-    """Smallest non-trivial eigenpair of the normalised cut of a graph.
+    """Return the second eigenvector of the normalised cut of a graph.
 
-    Deflated Lanczos with full reorthogonalisation. It is started with two vectors, so that a
-    double eigenvalue shows as a gap of 0, and ends with a product in float64, so that the
-    certificate holds for the graph and not for its rounding. 12 to 60 products with the links are
-    usual; what cannot be certified goes to the dense solver, which is cubic.
+    The method is Lanczos with deflation and full reorthogonalisation. It usually needs 12 to 60
+    products with the links. Two start vectors reveal a double eigenvalue as a gap of 0. The last
+    product is in float64, so rounding errors of the other products do not affect the certificate.
+    If the certificate is not small enough, `solve_dense` solves the graph again.
 
-    Source: equation 3 of TokenCut, https://arxiv.org/abs/2202.11539; the band form of Lanczos
-    after Ruhe, Math. Comp. 33 (1979).
+    Source: equation 3 of TokenCut, https://arxiv.org/abs/2202.11539, and the band form of Lanczos
+    in Ruhe, Math. Comp. 33 (1979).
     """
     trivial = graph.trivial_eigenvector()
     if len(trivial) < 3 or graph.is_uniform():
         if len(trivial) < 3:
-            # No third eigenvalue, so no gap.
+            # There is no third eigenvalue.
             vector = trivial[::-1] * [1, -1][: len(trivial)]
         else:
-            # Every vector is right: one that is the same in every run.
+            # Every vector that is orthogonal to the trivial one is a solution.
             vector = np.random.default_rng(0).standard_normal(len(trivial))
             vector -= (trivial @ vector) * trivial
             vector /= np.linalg.norm(vector)
         value = float(vector @ graph.normalised_product(vector, exact=True))
-        return FiedlerVector.of(graph, vector, value, gap=0.0, residual=0.0)
+        return FiedlerVector.from_eigenpair(graph, vector, value, gap=0.0, residual=0.0)
     if len(trivial) > _DENSE_TOKENS:
         found = _solve_lanczos(graph)
         if found.certificate < _ACCEPTED_ANGLE:
@@ -205,40 +214,40 @@ def solve(graph: Graph) -> FiedlerVector:
 
 
 def solve_dense(graph: Graph) -> FiedlerVector:
-    """As `solve`, by LAPACK: cubic in tokens, 24 tokens^2 bytes of memory."""
+    """Solve a graph with LAPACK, in cubic time and with 24 tokens^2 bytes of memory."""
     roots = np.sqrt(graph.degrees)
     matrix = (graph.scale * graph.links.astype(np.float64) + graph.eps) / np.outer(roots, roots)
     trivial = graph.trivial_eigenvector()
-    # Moves the trivial eigenvalue from 1 to -1, the other end of the spectrum.
+    # This moves the trivial eigenvalue from 1 to -1, the other end of the spectrum.
     matrix -= 2 * np.outer(trivial, trivial)
     last = len(roots) - 1
-    # Two arrays, which scipy's own types do not say.
-    found: Any = scipy.linalg.eigh(
+    # The type stubs of scipy do not state that the result is a pair of arrays.
+    eigenpairs: Any = scipy.linalg.eigh(
         matrix, subset_by_index=[last - 1, last], overwrite_a=True, check_finite=False
     )
-    values, vectors = found
-    gap = float(values[1] - values[0])
-    return FiedlerVector.of(
-        graph, vectors[:, 1], float(values[1]), gap, residual=1e-15 * len(roots)
-    )
+    values, vectors = eigenpairs
+    value, gap = float(values[1]), float(values[1] - values[0])
+    residual = 1e-15 * len(roots)
+    return FiedlerVector.from_eigenpair(graph, vectors[:, 1], value, gap, residual)
 
 
 def _solve_lanczos(graph: Graph) -> FiedlerVector:
+    """Solve a graph with products in float32, then refine the vector in float64."""
     random = np.random.default_rng(0)
     num_tokens = len(graph.degrees)
     limit = min(_MAX_PRODUCTS, num_tokens - 4)
-    # Orthonormal: the trivial one, two to start with, then what is new in each product.
+    # Orthonormal rows: the trivial eigenvector, two start vectors, then the new part of products.
     rows = np.empty((64, num_tokens))
     rows[0] = graph.trivial_eigenvector()
     num_rows = 1
     projection = np.zeros((_MAX_PRODUCTS + 2, _MAX_PRODUCTS))
 
     def append(vector: Float64[np.ndarray, " tokens"]) -> tuple[np.ndarray, float]:
-        """Append what is orthogonal to all rows; returns the products with them and its length."""
+        """Append the part that is orthogonal to all rows. Return products and its length."""
         nonlocal rows, num_rows
         products = rows[:num_rows] @ vector
         vector = vector - products @ rows[:num_rows]
-        # Twice is enough: the first pass leaves rounding of the size of what it removed.
+        # The first pass leaves rounding errors of the size of the removed part.
         vector = vector - (rows[:num_rows] @ vector) @ rows[:num_rows]
         length = float(np.linalg.norm(vector))
         if length < 1e-14:
@@ -255,24 +264,26 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     values, vectors = np.zeros(1), np.zeros((1, 1))
     for count in range(1, limit + 1):
         products, length = append(graph.normalised_product(rows[count]))
-        # The trivial row, the first, is left out.
+        # The first row, the trivial eigenvector, is not part of the projection.
         projection[: len(products), count - 1] = [*products[1:], length]
         if count >= _PRODUCTS_BEFORE_TESTS and (count % 2 == 0 or count == limit):
             values, vectors = np.linalg.eigh(projection[:count, :count])
-            left = np.linalg.norm(projection[count : count + 2, :count] @ vectors[:, -1])
-            if left < max(_CONVERGED * float(values[-1] - values[-2]), 1e-10):
+            residual_norm = np.linalg.norm(projection[count : count + 2, :count] @ vectors[:, -1])
+            if residual_norm < max(_CONVERGED * float(values[-1] - values[-2]), 1e-10):
                 break
     basis = rows[1 : 1 + len(values)]
 
-    def residual_of(vector: Float64[np.ndarray, " tokens"]) -> tuple[np.ndarray, float, np.ndarray]:
-        """Product with a unit vector, its Rayleigh quotient, and what the two leave, in float64."""
+    def compute_residual(
+        vector: Float64[np.ndarray, " tokens"],
+    ) -> tuple[np.ndarray, float, np.ndarray]:
+        """Return the product with a unit vector, the Rayleigh quotient and the residual."""
         product = graph.normalised_product(vector, exact=True)
         value = float(vector @ product)
         return product, value, product - value * vector
 
-    # Remove what the float32 products left in the last Ritz vector.
+    # Remove the error of the float32 products from the last Ritz vector.
     gap = float(values[-1] - values[-2])
-    product, value, residual = residual_of(vectors[:, -1] @ basis)
+    product, value, residual = compute_residual(vectors[:, -1] @ basis)
     for _ in range(_MAX_REFINEMENTS):
         if np.linalg.norm(residual) < _REFINED * gap:
             break
@@ -281,18 +292,18 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
         inside[-1] = 0
         vector = (product - (vectors @ inside) @ basis) / value
         vector /= np.linalg.norm(vector)
-        product, value, residual = residual_of(vector)
-    # The product, not the vector: one power step shrinks what lies outside of the basis.
-    return FiedlerVector.of(graph, product, value, gap, float(np.linalg.norm(residual)))
+        product, value, residual = compute_residual(vector)
+    # The product is one more power step, which reduces the part outside the basis.
+    return FiedlerVector.from_eigenpair(graph, product, value, gap, float(np.linalg.norm(residual)))
 
 
 def map_graphs(function: Callable[[T], R], graphs: Iterable[T], *, num_threads: int) -> list[R]:
-    """The function's values in order, one graph a thread and one thread of BLAS each.
+    """Apply a function to graphs in parallel threads, and return the values in order.
 
-    Many small graphs in parallel are faster than one after the other with a parallel BLAS.
+    Each thread uses one BLAS thread. For many small graphs, this is faster than a parallel BLAS.
     """
     blas = ThreadpoolController().select(user_api="blas")
-    # Each thread for itself too: a BLAS built on OpenMP keeps its setting per thread.
+    # A BLAS that is built on OpenMP has a limit for each thread, so every thread sets it again.
     with (
         blas.limit(limits=1),
         ThreadPoolExecutor(num_threads, initializer=lambda: blas.limit(limits=1)) as pool,

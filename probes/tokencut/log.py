@@ -1,46 +1,41 @@
-"""What was found in each image, one line of JSON an image, so that a run can be taken up again."""
+"""Results of single images, and the log from which a killed run continues."""
 
 import base64
-import hashlib
-import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
 
+from probes.features.journal import Journal
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import MachineError
-from ssl_bench.system.files import format_checked_line, parse_checked_lines
 
 Cell = dict[str, Any]
-# Raised when lines of older files no longer say everything, or say what a method finds no more.
-_FORMAT = 5
-
-
-def cell_name(layer: int, facet: str) -> str:
-    return f"{layer}/{facet}"
+"""The objects that were found in one image with one facet of one block."""
 
 
 @dataclass(frozen=True)
 class ImageResult:
-    """One image.
+    """The objects that were found in one image, and its ground truth.
 
     Attributes:
-        num_boxes: Ground-truth boxes; None where nobody drew any.
-        largest_box: Percent of the image that the largest of them covers; 0 without boxes.
-        grid: Rows and columns of patches, of cells that `grids` does not name.
-        cells: By "LAYER/FACET": box, mask (see `unpack_mask`), hit (None without ground truth),
-            degenerate; eigenvalue and gap with a spectrum, tied_cutoff without; further_boxes and
-            further_masks where several objects were found; object with a true mask, see
+        num_boxes: Number of ground-truth boxes. None if the image has no annotation of boxes.
+        largest_box: Percentage of the image that the largest ground-truth box covers. It is 0 for
+            an image without boxes.
+        grid: Rows and columns of patches, for all cells that are not in `grids`.
+        cells: Objects by "LAYER/FACET". The entries are "box", "mask" (see `unpack_mask`), "hit"
+            (None without ground truth) and "degenerate". Methods with a spectrum add "eigenvalue"
+            and "gap", and LOST adds "tied_cutoff". If there are several objects, "further_boxes"
+            and "further_masks" contain all except the first. With a true mask, "object" contains
             `ssl_bench.scores.ObjectCounts`.
         size: Height and width in pixels.
-        true_boxes: Ground truth in pixels; None where nobody drew any.
-        pixels: CRC-32 of what was searched.
-        centre: What `object` of the centre box is; None without a true mask.
+        true_boxes: Ground-truth boxes in pixels. None if the image has no annotation of boxes.
+        pixels: CRC-32 of the image at the size that the encoder received.
+        centre: `ObjectCounts` of the centre box. None without a true mask.
+        grids: Rows and columns of patches by cell. They differ if blocks have different strides.
     """
 
     num_boxes: int | None
@@ -55,140 +50,107 @@ class ImageResult:
 
     @property
     def has_truth(self) -> bool:
-        """Whether somebody drew boxes, perhaps none, or a mask."""
+        """Return whether the image is annotated. An annotation may contain no box."""
         return self.num_boxes is not None or self.centre is not None
 
     @property
     def is_scored(self) -> bool:
-        """Whether there is something to hit."""
+        """Return whether the image has a box or a mask that the object can hit."""
         return bool(self.num_boxes) or self.centre is not None
 
-    def is_of(self, sample: Sample) -> bool:
-        """Whether this is what was found in these pixels."""
-        is_as_large = self.size == sample.image.shape[:2]
-        return is_as_large and self.pixels == zlib.crc32(sample.image.tobytes())
+    def belongs_to(self, sample: Sample) -> bool:
+        """Return whether the objects were found in exactly these pixels."""
+        same_size = self.size == sample.image.shape[:2]
+        return same_size and self.pixels == zlib.crc32(sample.image.tobytes())
+
+    def patch_masks(self, cell: str) -> Iterator[Bool[np.ndarray, "rows cols"]]:
+        """Yield the patches of each object of a cell, the scored object first."""
+        for mask in [self.cells[cell]["mask"], *self.cells[cell].get("further_masks", [])]:
+            yield unpack_mask(mask, self.grids.get(cell, self.grid))
 
 
-# Keys of a line; one with others is of a version that says something else.
-_ALWAYS = {"image", "entry", "num_boxes", "largest_box", "grid", "cells", "size"}
-_KNOWN = {"image", "entry", *(one.name for one in fields(ImageResult) if one.name != "grids")}
+def cell_name(layer: int, facet: str) -> str:
+    """Return the key of a block and facet in `ImageResult.cells`."""
+    return f"{layer}/{facet}"
 
 
 def pack_mask(mask: Bool[np.ndarray, "rows cols"]) -> str:
-    """A mask of patches as a short word of letters."""
+    """Return a mask of patches as compressed text."""
     return base64.b64encode(zlib.compress(np.packbits(mask).tobytes())).decode()
 
 
 def unpack_mask(packed: str, grid: tuple[int, int]) -> Bool[np.ndarray, "rows cols"]:
-    """What `pack_mask` was given."""
+    """Return the mask from the text that `pack_mask` returned."""
     bits = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
     return np.unpackbits(bits, count=grid[0] * grid[1]).reshape(grid).astype(bool)
 
 
 class DiscoveryLog:
-    """Results by image id, kept in a file that grows by a line an image.
-
-    The first line holds the key, whose digest is in the file's name: whatever changes a result
-    must be in the key. A line that was cut short or damaged is left out, and its image is searched
-    again.
+    """Results by image id, stored in a journal.
 
     Args:
-        folder: Where the file is.
-        key: Everything that the results depend on, but for the images.
-        entries: What each image is known by, see `entries_of`; lines of other images are passed
-            over.
-        forget: Begin anew, unless the file is among those `kept`, which it is from then on.
+        journal: Journal of the results. Each entry contains some cells of one image.
+        identities: Identity of each image file by image id, see `entries_of`. Entries of other
+            image files are ignored.
+
+    Attributes:
+        path: File of the journal.
+        results: Result of each image, with the cells of all its entries.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        key: Mapping[str, Any],
-        entries: Mapping[str, str],
-        *,
-        forget: bool = False,
-        kept: set[Path] | None = None,
-    ) -> None:
-        self._header = json.dumps({"key": dict(key), "format": _FORMAT}, sort_keys=True)
-        digest = hashlib.sha256(self._header.encode(errors="surrogateescape")).hexdigest()
-        self.path = folder / f"images_{digest[:12]}.jsonl"
-        self.images: dict[str, ImageResult] = {}
-        self._entries = entries
-        self._ids: dict[str, list[str]] = {}
-        for image_id, entry in entries.items():
-            self._ids.setdefault(entry, []).append(image_id)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if forget and self.path not in (kept or ()):
-                self.path.unlink(missing_ok=True)
-            if kept is not None:
-                kept.add(self.path)
-            content = self.path.read_bytes() if self.path.exists() else b""
-            if not content.endswith(b"\n"):
-                with self.path.open("ab") as file:
-                    file.truncate(content.rfind(b"\n") + 1)
-                self._append()
-            lines = self._lines(self.path)
-        except OSError as error:
-            raise self._cannot_write(error) from error
-        for line in lines:
-            if entries.get(line["image"]) == line["entry"]:
-                self._merge(line)
+    def __init__(self, journal: Journal, identities: Mapping[str, str]) -> None:
+        self.path = journal.path
+        self.results: dict[str, ImageResult] = {}
+        self._journal = journal
+        self._identities = identities
+        if self.path.is_file():
+            for entry in journal.read(self.path):
+                if identities.get(entry["image"]) == entry["entry"]:
+                    self._merge(entry)
 
-    def take_up(self, path: Path) -> list[tuple[str, str, list[str]]]:
-        """Have what the log of another set says of images that this one holds too.
-
-        Returns:
-            For each image its id there, its id here, and the cells that were not known here.
-        """
-        taken = []
-        for line in self._lines(path):
-            for image_id in self._ids.get(line["entry"], ()):
-                if not self.has(image_id, list(line["cells"])):
-                    self._keep({**line, "image": image_id})
-                    taken.append((line["image"], image_id, list(line["cells"])))
-        return taken
-
-    def has(self, image_id: str, cells: Sequence[str]) -> bool:
-        """Whether all cells of an image are known."""
-        known = self.images.get(image_id)
-        return known is not None and all(cell in known.cells for cell in cells)
+    def has_cells(self, image_id: str, cells: Collection[str]) -> bool:
+        result = self.results.get(image_id)
+        return result is not None and result.cells.keys() >= set(cells)
 
     def add(self, image_id: str, result: ImageResult) -> None:
-        """Keep a result; it is in the file when this returns."""
-        kept = {name: value for name, value in vars(result).items() if name != "grids"}
+        """Store a result. It is in the file when this function returns.
+
+        Raises:
+            MachineError: The file cannot be written.
+        """
+        values = {name: value for name, value in vars(result).items() if name != "grids"}
         if result.centre is None:
-            del kept["centre"]
-        self._keep({"image": image_id, "entry": self._entries[image_id], **kept})
+            del values["centre"]
+        self._store({"image": image_id, "entry": self._identities[image_id], **values})
 
-    def _keep(self, line: dict[str, Any]) -> None:
-        try:
-            self._append(format_checked_line(line))
-        except OSError as error:
-            raise self._cannot_write(error) from error
-        self._merge(line)
+    def copy_from(self, path: Path) -> list[tuple[str, str, list[str]]]:
+        """Add the results of the same image files from the log of another image set.
 
-    def _merge(self, line: dict[str, Any]) -> None:
-        known = self.images.get(line["image"])
-        cells, grids = (known.cells, known.grids) if known else ({}, {})
-        kept = {name: value for name, value in line.items() if name not in ("image", "entry")}
-        grid: tuple[int, int] = tuple(line["grid"])
-        kept |= {"grid": grid, "size": tuple(line["size"]), "cells": {**cells, **line["cells"]}}
-        grids = {**grids, **dict.fromkeys(line["cells"], grid)}
-        self.images[line["image"]] = ImageResult(**kept, grids=grids)
+        Returns:
+            Image id in the other log, image id in this log, and cells of each new result.
+        """
+        image_ids: dict[str, list[str]] = {}
+        for image_id, identity in self._identities.items():
+            image_ids.setdefault(identity, []).append(image_id)
+        copied = []
+        for entry in self._journal.read(path):
+            for image_id in image_ids.get(entry["entry"], []):
+                if not self.has_cells(image_id, entry["cells"]):
+                    self._store({**entry, "image": image_id})
+                    copied.append((entry["image"], image_id, list(entry["cells"])))
+        return copied
 
-    @staticmethod
-    def _lines(path: Path) -> list[dict[str, Any]]:
-        """Return the lines that are whole and of this version."""
-        _, lines = parse_checked_lines(path.read_bytes(), path)
-        return [line for line in lines if _ALWAYS <= line.keys() <= _KNOWN]
+    def _store(self, entry: dict[str, Any]) -> None:
+        self._journal.append(entry)
+        self._merge(entry)
 
-    def _append(self, *lines: str) -> None:
-        with self.path.open("a") as file:
-            # Of a new file, or of one that somebody took away.
-            header = () if file.tell() else (self._header,)
-            file.writelines(f"{line}\n" for line in (*header, *lines))
-
-    def _cannot_write(self, error: OSError) -> MachineError:
-        why = error.strerror or error
-        return MachineError(f"cannot write {self.path}: {why}; free space or choose another folder")
+    def _merge(self, entry: dict[str, Any]) -> None:
+        """Add an entry to the earlier cells of its image."""
+        values = {name: entry[name] for name in entry.keys() - {"image", "entry"}}
+        earlier = self.results.get(entry["image"])
+        cells, grids = (earlier.cells, earlier.grids) if earlier else ({}, {})
+        grid = values["grid"] = tuple(entry["grid"])
+        values["size"] = tuple(entry["size"])
+        values["cells"] = {**cells, **entry["cells"]}
+        values["grids"] = {**grids, **dict.fromkeys(entry["cells"], grid)}
+        self.results[entry["image"]] = ImageResult(**values)

@@ -1,4 +1,4 @@
-"""Pictures of what was found: panels of an image, contact sheets of a block, masks."""
+"""Figures of TokenCut: a panel for an image, a contact sheet for a block, and PNG masks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -10,9 +10,9 @@ import scipy.ndimage
 from jaxtyping import Bool, Float64, UInt8
 from PIL import Image, ImageDraw
 
-from probes.pictures import heading, save_png, sheet, tile_size, titled
+from probes.pictures import draw_heading, draw_tile, save_png, save_sheet, tile_size
 from probes.tokencut.cuts import Discovery, PatchGrid
-from probes.tokencut.log import ImageResult, unpack_mask
+from probes.tokencut.log import ImageResult
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.data.splits import sampled
 from ssl_bench.errors import DataError
@@ -23,12 +23,12 @@ FURTHER = (255, 160, 0)
 GROUND_TRUTH = (64, 224, 64)
 LEGEND = "magenta: found, orange: further ones, green: true; dark: no object"
 _TILES_PER_ROW = 8
-# Background and objects of a saved mask: black, white, then colours.
+# Colours of the background and of the objects in a saved mask.
 _PALETTE = [0, 0, 0, 255, 255, 255, 230, 80, 60, 70, 130, 230, 250, 200, 60]
 
 
 def sheet_path(folder: Path, cell: str) -> Path:
-    """All images of a cell, which is named as "LAYER/FACET"."""
+    """Return the path of the contact sheet of a cell "LAYER/FACET"."""
     return folder / f"{_block_name(cell)}.png"
 
 
@@ -37,9 +37,9 @@ def panel_path(folder: Path, cell: str, image_id: str) -> Path:
 
 
 def mask_path(folder: Path, cell: str, image_id: str) -> Path:
-    """Of an image without ground truth."""
-    *below, last = PurePosixPath(image_id).parts
-    return folder.joinpath("masks", _block_name(cell), *below, figure_file_name(last))
+    """Return the path of the mask of an image. Only images without ground truth have masks."""
+    *folders, last = PurePosixPath(image_id).parts
+    return folder.joinpath("masks", _block_name(cell), *folders, figure_file_name(last))
 
 
 def _block_name(cell: str) -> str:
@@ -48,33 +48,35 @@ def _block_name(cell: str) -> str:
 
 
 def draw_sheets(
-    names: Iterable[str],
+    cells: Iterable[str],
     title: tuple[str, str],
     folder: Path,
     images: ImageSet,
     results: Mapping[str, ImageResult],
     *,
     patch_size: int,
-    per_kind: int,
-    seen: Callable[[Sample], Sample],
+    per_group: int,
+    prepare: Callable[[Sample], Sample],
 ) -> None:
-    """A contact sheet a cell, from what was kept of each image; nothing is computed again.
+    """Draw a contact sheet for each cell from the stored results.
 
-    On it the title, of which a part stands before and one after layer and facet, then the kinds
-    that occur, each with its number of images, of which `per_kind` from all over the set are shown
-    as they were `seen` when they were searched.
+    Each group of `group_by_outcome` shows at most `per_group` images. `prepare` resizes an image to
+    the size that the encoder received. In the heading, block and facet follow the first title.
+
+    Raises:
+        DataError: An image was replaced after its objects were found.
     """
 
     @cache
     def thumbnail(
         image_id: str,
     ) -> tuple[UInt8[np.ndarray, "height width 3"], UInt8[np.ndarray, "height width"] | None]:
-        """A photograph and the mask of its true object at the size of a tile."""
-        sample = seen(images[images.ids.index(image_id)])
-        if not results[image_id].is_of(sample):
+        """Return an image and the mask of its true object at the size of a tile."""
+        sample = prepare(images[images.ids.index(image_id)])
+        if not results[image_id].belongs_to(sample):
             raise DataError(
-                f"{image_id} of {images.name} was replaced after its objects were "
-                "searched; run the same command again when nobody writes there"
+                f"{image_id} of {images.name} changed after its objects were found. Run the same "
+                "command again when no other program writes to the dataset"
             )
         small = Image.fromarray(sample.image).resize(tile_size(sample.image.shape))
         if sample.mask is None:
@@ -84,10 +86,8 @@ def draw_sheets(
 
     def tile(image_id: str, name: str) -> Image.Image:
         result, (image, truth) = results[image_id], thumbnail(image_id)
-        cell, grid = result.cells[name], result.grids.get(name, result.grid)
-        packed = [cell["mask"], *cell.get("further_masks", [])]
-        patches = np.any([unpack_mask(word, grid) for word in packed], axis=0)
-        mask = PatchGrid(*result.size, patch_size).pixels(patches)
+        cell, patches = result.cells[name], np.any([*result.patch_masks(name)], axis=0)
+        mask = PatchGrid(*result.size, patch_size).to_pixels(patches)
         sides = zip(image.shape[:2], result.size, strict=True)
         mask = mask[np.ix_(*(np.arange(small) * large // small for small, large in sides))]
         scale = np.tile(np.divide(image.shape[1::-1], result.size[::-1]), 2)
@@ -95,67 +95,69 @@ def draw_sheets(
             scale * np.array(boxes or [], np.float64).reshape(-1, 4)
             for boxes in (result.true_boxes, cell.get("further_boxes"))
         )
-        pixels = outlined(highlight(image, mask), truth)
+        pixels = outline_object(highlight(image, mask), truth)
         pixels = draw_boxes(pixels, true, scale * np.array(cell["box"]), further)
-        words = ["hit"] if cell["degenerate"] and cell["hit"] else []
+        notes = ["hit"] if cell["degenerate"] and cell["hit"] else []
         if "gap" in cell:
-            words += [f"lambda {cell['eigenvalue']:.3g}", f"gap {cell['gap']:.2g}"]
-        return titled(pixels, image_id, ", ".join(words))
+            notes += [f"lambda {cell['eigenvalue']:.3g}", f"gap {cell['gap']:.2g}"]
+        return draw_tile(pixels, image_id, ", ".join(notes))
 
-    for name in names:
+    for name in cells:
         layer, facet = name.split("/", 1)
         line = f"{title[0]}, block {layer}, {facet}, {title[1]}   ({LEGEND})"
-        rows: list[list[Image.Image]] = [[heading(line)]]
-        for kind, ids in kinds_of(results, name).items():
-            tiles = [tile(image_id, name) for image_id in sampled(ids, per_kind)]
-            left = f", {len(tiles)} drawn (probe.panels={len(ids)} draws all)"
-            first = left if len(tiles) < len(ids) else ""
-            rule = " (IoU of 1/2 or more)" if kind == "hits" else ""
-            rows.append([heading(f"{kind}{rule}: {len(ids)} of {len(results)} images{first}")])
+        rows: list[list[Image.Image]] = [[draw_heading(line)]]
+        for group, ids in group_by_outcome(results, name).items():
+            tiles = [tile(image_id, name) for image_id in sampled(ids, per_group)]
+            excerpt = f", {len(tiles)} drawn (probe.panels={len(ids)} draws all)"
+            shown = excerpt if len(tiles) < len(ids) else ""
+            rule = " (IoU of 1/2 or more)" if group == "hits" else ""
+            rows.append(
+                [draw_heading(f"{group}{rule}: {len(ids)} of {len(results)} images{shown}")]
+            )
             rows += [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]
-        sheet(rows, sheet_path(folder, name))
+        save_sheet(rows, sheet_path(folder, name))
 
 
-def kinds_of(results: Mapping[str, ImageResult], name: str) -> dict[str, Sequence[str]]:
-    """Image ids by what became of them, in order; only kinds that occur.
+def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str, Sequence[str]]:
+    """Return the image ids of each group that is not empty.
 
-    Degenerate images are a kind of their own, whether they hit or not.
+    All degenerate images are in the group "degenerate", also if their box is a hit.
     """
-    kinds: dict[str, list[str]] = {"hits": [], "misses": [], "not scored": [], "degenerate": []}
+    groups: dict[str, list[str]] = {"hits": [], "misses": [], "not scored": [], "degenerate": []}
     for image_id, result in results.items():
-        cell = result.cells[name]
-        hit = cell["hit"] if result.is_scored else None
-        kind = {True: "hits", False: "misses", None: "not scored"}[hit]
-        kinds["degenerate" if cell["degenerate"] else kind].append(image_id)
-    return {kind: ids for kind, ids in kinds.items() if ids}
+        hit = result.cells[cell]["hit"] if result.is_scored else None
+        group = {True: "hits", False: "misses", None: "not scored"}[hit]
+        groups["degenerate" if result.cells[cell]["degenerate"] else group].append(image_id)
+    return {group: ids for group, ids in groups.items() if ids}
 
 
-def panel(
+def draw_panel(
     sample: Sample, objects: Sequence[Discovery], title: str, grid: PatchGrid
 ) -> list[Image.Image]:
-    """Photograph with found boxes (magenta, orange) and true ones (green), mask, eigenvector."""
-    found, *others = objects
+    """Return tiles of an image with boxes, of the masks, and of the eigenvector."""
+    scored, *others = objects
     further = np.array([other.box for other in others]).reshape(-1, 4)
     boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
-    mask = grid.pixels(np.any([one.mask for one in objects], axis=0))
-    image = outlined(sample.image, sample.mask)
+    mask = grid.to_pixels(np.any([found.mask for found in objects], axis=0))
+    image = outline_object(sample.image, sample.mask)
+    note = ", degenerate" if scored.degenerate else ""
     tiles = [
-        titled(draw_boxes(image, boxes, found.box, further), sample.image_id),
-        titled(highlight(sample.image, mask), title + (", degenerate" if found.degenerate else "")),
+        draw_tile(draw_boxes(image, boxes, scored.box, further), sample.image_id),
+        draw_tile(highlight(sample.image, mask), title + note),
     ]
-    if found.eigenvector is not None:
-        # These three go together.
+    if scored.eigenvector is not None:
+        # If there is an eigenvector, there are also an eigenvalue and a gap.
         # pyrefly: ignore[invalid-format-spec]
-        numbers = f"lambda {found.eigenvalue:.3g}, gap {found.gap:.2g}"
-        tiles.append(titled(_colours(found.eigenvector), numbers))
+        numbers = f"lambda {scored.eigenvalue:.3g}, gap {scored.gap:.2g}"
+        tiles.append(draw_tile(_colour_values(scored.eigenvector), numbers))
     return tiles
 
 
-def save_masks(objects: list[Discovery], grid: PatchGrid, path: Path) -> None:
-    """Write a PNG of the image's size that holds 1 at the first object, 2 at the next, else 0."""
+def save_masks(objects: Sequence[Discovery], grid: PatchGrid, path: Path) -> None:
+    """Save a PNG with 0 for the background, 1 for the first object, 2 for the next, and so on."""
     numbers = np.zeros((grid.height, grid.width), np.uint8)
     for number, found in enumerate(objects, start=1):
-        numbers[grid.pixels(found.mask)] = number
+        numbers[grid.to_pixels(found.mask)] = number
     picture = Image.fromarray(numbers)
     picture.putpalette(_PALETTE)
     save_png(picture, path)
@@ -167,7 +169,7 @@ def draw_boxes(
     found: Float64[np.ndarray, " 4"],
     further: Float64[np.ndarray, "others 4"],
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Outline boxes inside their edges, the found one above the others."""
+    """Return the image with outlined boxes. The found box is drawn last."""
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
     width = _line_width(image)
@@ -179,10 +181,10 @@ def draw_boxes(
     return np.asarray(picture)
 
 
-def outlined(
+def outline_object(
     image: UInt8[np.ndarray, "height width 3"], truth: UInt8[np.ndarray, "height width"] | None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """The rim of a true object, class 1 of its mask; the image itself without one."""
+    """Return the image with the outline of class 1 of the true mask, if there is a mask."""
     if truth is None:
         return image
     inside, width = truth == 1, _line_width(image)
@@ -199,11 +201,11 @@ def _line_width(image: UInt8[np.ndarray, "height width 3"]) -> int:
 def highlight(
     image: UInt8[np.ndarray, "height width 3"], mask: Bool[np.ndarray, "height width"]
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Darken what lies outside of a mask."""
+    """Darken the image outside a mask."""
     return np.where(mask[..., None], image, image // 4).astype(np.uint8)
 
 
-def _colours(vector: Float64[np.ndarray, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
-    """Blue below zero, red above, white at zero."""
+def _colour_values(vector: Float64[np.ndarray, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
+    """Map negative values to blue, zero to white and positive values to red."""
     share = 0.5 + 0.5 * vector / max(abs(vector).max(), 1e-300)
     return (255 * matplotlib.colormaps["RdBu_r"](share)[..., :3]).round().astype(np.uint8)

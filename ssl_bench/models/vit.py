@@ -12,7 +12,6 @@ from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import ViTConfig
-from ssl_bench.models.graying import TokenGraying
 from ssl_bench.models.initialisers import (
     INITIALISERS,
     draw_uniform,
@@ -132,7 +131,7 @@ class Block(nn.Module):
         super().__init__()
         self.skip_attention, self.skip_mlp = config.skip_attention, config.skip_mlp
         self.drop_path = drop_path
-        self.graying = TokenGraying(config.graying, config.graying_exponent)
+        self.graying = _graying(config)
         self.norm1 = _norm(config)
         self.attn = _attention(config)
         self.norm2 = _norm(config)
@@ -230,6 +229,15 @@ def _attention(config: ViTConfig) -> Any:
     # Its matrix functions are its own; they are imported by name alone.
     orthogonal = import_module("ssl_bench.models.orthogonal")
     return orthogonal.OrthogonalAttention(config.dim, config.num_heads, basis)
+
+
+def _graying(config: ViTConfig) -> nn.Module:
+    if config.graying == "none":
+        return nn.Identity()
+    # Imported here because few encoders need it.
+    from ssl_bench.models.graying import TokenGraying
+
+    return TokenGraying(config.graying, config.graying_exponent)
 
 
 def _norm(config: ViTConfig) -> nn.Module:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import pyarrow
+import pyarrow.parquet
+
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_untrusted
 from ssl_bench.system.process import reraise_out_of_memory
-
-PACKED = "records.parquet"
-"""Name of the file of packed records."""
 
 MAX_PACKED_BYTES = 2**30
 _COLUMNS = ("file", "record", "images")
@@ -30,16 +30,14 @@ class Row(NamedTuple):
     digest: bytes | None = None
 
 
-def read_rows(root: Path) -> tuple[dict[Path, Row], dict[Path, Row]]:
-    """Return the valid rows, and the rows that do not match their digests, by the path of the file.
+def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]:
+    """Return the valid rows of a Parquet file, and the rows that do not match their digests.
+
+    The keys are the paths below `root` that the files had before packing.
 
     Raises:
         DataError: The Parquet file cannot be read, or it has a wrong number of rows.
     """
-    import pyarrow
-    import pyarrow.parquet
-
-    path = root / PACKED
     try:
         content = pyarrow.BufferReader(read_untrusted(root, path, MAX_PACKED_BYTES))
         # `read_table` is not used, because it imports pandas.
@@ -65,9 +63,6 @@ def read_rows(root: Path) -> tuple[dict[Path, Row], dict[Path, Row]]:
 
 def write_rows(file: BinaryIO, root: Path, rows: Mapping[Path, Row]) -> None:
     """Write rows to an open Parquet file. The keys are paths below `root`."""
-    import pyarrow
-    import pyarrow.parquet
-
     names = [os.fsencode(path.relative_to(root).as_posix()) for path in rows]
     digests = [
         # A damaged row keeps its stored digest, so that it is still recognised as damaged.

@@ -29,7 +29,6 @@ import yaml
 from ssl_bench.composition.choices import choices
 from ssl_bench.errors import DataError, escape_braces, format_command
 from ssl_bench.results import versions
-from ssl_bench.results.packed import MAX_PACKED_BYTES, PACKED, Row, read_rows, write_rows
 from ssl_bench.results.record import (
     INFINITY_AS_JSON,
     MAX_FILE_BYTES,
@@ -40,9 +39,11 @@ from ssl_bench.results.record import (
     ResultKey,
     describe_reading_error,
     find_encoder,
+    numeric_digest,
+    replace_settings,
     text_with_digest,
+    unify_settings,
 )
-from ssl_bench.results.settings import numeric_digest, replace_settings, unify_settings
 from ssl_bench.system.escaping import to_plain_json
 from ssl_bench.system.files import (
     NAMES,
@@ -61,6 +62,11 @@ from ssl_bench.system.progress import say
 
 if TYPE_CHECKING:
     import pandas
+
+    from ssl_bench.results.packed import Row
+
+PACKED = "records.parquet"
+"""Name of the file of packed records."""
 
 _MAX_NPZ_BYTES = 2**30
 # Three counts of eight bytes for each of 2,700 classes.
@@ -381,6 +387,8 @@ class ResultStore:
         Raises:
             DataError: The records are too large for one file.
         """
+        from ssl_bench.results.packed import MAX_PACKED_BYTES, Row, write_rows
+
         folder = os.open(self.root, os.O_RDONLY)
         try:
             # Only one process can pack at a time. It keeps the rows that earlier processes wrote.
@@ -431,23 +439,26 @@ class ResultStore:
             return read_untrusted(self.root, path, MAX_FILE_BYTES, checked_folders=checked_folders)
         return row.content
 
-    def _packed(self) -> Mapping[Path, Row]:
+    def _packed(self) -> "Mapping[Path, Row]":
         """Return the valid rows of `records.parquet` by the path of their JSON file."""
         return self._load_rows()[0]
 
-    def _unreadable_rows(self) -> Mapping[Path, Row]:
+    def _unreadable_rows(self) -> "Mapping[Path, Row]":
         """Return the rows of `records.parquet` that do not match their digests."""
         return self._load_rows()[1]
 
-    def _load_rows(self) -> tuple[Mapping[Path, Row], Mapping[Path, Row]]:
+    def _load_rows(self) -> "tuple[Mapping[Path, Row], Mapping[Path, Row]]":
         """Return the result of `read_rows`, which is cached until the file changes."""
+        path = self.root / PACKED
         try:
-            status = (self.root / PACKED).stat()
+            status = path.stat()
         except FileNotFoundError:
             return {}, {}
         state = (status.st_mtime_ns, status.st_size, status.st_ino)
         if self._packed_rows is None or self._packed_rows[0] != state:
-            self._packed_rows = state, *read_rows(self.root)
+            from ssl_bench.results.packed import read_rows
+
+            self._packed_rows = state, *read_rows(self.root, path)
         return self._packed_rows[1:]
 
     def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:

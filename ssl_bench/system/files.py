@@ -2,20 +2,18 @@
 
 import errno
 import hashlib
-import json
 import os
 import re
 import stat
 import tempfile
 import time
 import uuid
-import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ssl_bench.errors import MachineError
 from ssl_bench.system.progress import say_once
@@ -299,7 +297,7 @@ def _find_link(root: Path, path: Path) -> Path | None:
     return next((place for place in places if place.is_symlink()), None)
 
 
-# Files with checksums.
+# Files with digests.
 
 # If sha256sum reads a file in binary mode, it writes "*" before the file name.
 _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
@@ -316,47 +314,6 @@ def read_digests(sidecar: Path) -> list[tuple[str, str]]:
         return []
     matches = (_DIGEST_LINE.fullmatch(line.strip()) for line in lines)
     return [(match[1].lower(), match[2] or "") for match in matches if match]
-
-
-_CHECKSUM = "crc32"
-
-
-def format_checked_line(content: Mapping[str, Any]) -> str:
-    """Return a mapping as JSON in a single line, with a CRC-32 of its content and no line end."""
-    return json.dumps({**content, _CHECKSUM: _checksum(content)})
-
-
-def parse_checked_lines(content: bytes, path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header of a log, and the entries whose checksum is correct.
-
-    The header is JSON in the first line, and `format_checked_line` wrote the other lines. If lines
-    are damaged, a message gives their number. The last line is ignored if it has no line end,
-    because the process that writes it has not finished or was killed.
-    """
-    header, *lines = content.decode(errors="replace").split("\n")[:-1] or ["{}"]
-    entries = [entry for line in lines if (entry := _parse_checked_line(line)) is not None]
-    if damaged := len(lines) - len(entries):
-        say_once(f"{path}: {damaged} of {len(lines)} lines are damaged and ignored")
-    return _parse_json_object(header) or {}, entries
-
-
-def _parse_checked_line(line: str) -> dict[str, Any] | None:
-    content = _parse_json_object(line)
-    if content is None or content.pop(_CHECKSUM, None) != _checksum(content):
-        return None
-    return content
-
-
-def _parse_json_object(line: str) -> dict[str, Any] | None:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _checksum(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content).encode())
 
 
 # Folders that ssl-bench wrote. Datasets ignore them.

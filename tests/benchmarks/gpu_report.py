@@ -237,7 +237,7 @@ def extraction() -> None:
 def heads() -> None:
     """A step of 96 linear heads, 12 blocks at 8 rates, on features of 384 values."""
     from probes.heads.losses import HistogramLoss, UpsampledLoss
-    from probes.heads.sgd import ParallelHeads, Standardization
+    from probes.heads.sgd import LinearHeads, Standardization, update_heads
     from probes.segmentation import Segmentation
 
     for classes, side, batch in ((21, 28, 16), (150, 32, 4)) if CUDA else ((5, 4, 2),):
@@ -248,14 +248,18 @@ def heads() -> None:
                 training: Any = Segmentation().training
                 ones = torch.ones(12, 384, device=DEVICE)
                 optimizer, _ = training.optimizer_and_schedule()
-                bank = ParallelHeads(
+                rates = torch.tensor(training.values, device=DEVICE)
+                bank = LinearHeads.initialize(
                     Standardization(torch.zeros_like(ones), ones),
-                    classes=classes, rates=training.values, optimizer=optimizer, seed=0,
+                    num_values=len(rates), classes=classes, seed=0,
                 )  # fmt: skip
                 targets = loss.targets(labels, classes, (side, side))
+                heads: Any = (bank, x, loss, targets, optimizer, rates, [{}, {}])
 
-                def step(bank: Any = bank, x: Any = x, loss: Any = loss, t: Any = targets) -> None:
-                    bank.step(x, loss, t, rate_factor=1.0)
+                def step(heads: Any = heads) -> None:
+                    bank, x, loss, targets, optimizer, rates, states = heads
+                    _, gradients = bank.loss_and_gradients(x, loss, targets)
+                    update_heads(optimizer, bank.parameters, gradients, states, rates, step=1)
 
                 put(
                     f"{classes} classes, {name}",

@@ -8,10 +8,12 @@ import pytest
 from PIL import Image
 
 import ssl_bench
+from probes.pca import PCA
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.evaluation import fit_size
 from ssl_bench.features import Resize
-from ssl_bench.models import ViTConfig
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from tests.support import own_module
 from tests.support.faults import encoder_file, fails, records
 
@@ -173,5 +175,13 @@ def test_boxes_on_the_padding_of_a_thumbnail_are_no_objects(place, capsys):
 
     assert main([*asked, "--out", "results", "probe.protocol=adaptive"]) == 0
 
-    assert "small.png lies in what fills the image up" in capsys.readouterr().err
+    assert "small.png lies in the padding" in capsys.readouterr().err
     assert [record.value for record in records()] == [100.0]
+
+
+def test_squares_of_another_side_leave_the_default_size_alone():
+    encoder = encoder_from_model(build_vit(ViTConfig(144, 72, 12, 2, 2), seed=0), name="a")
+
+    fitted = fit_size(PCA(squash=144), encoder, {"squash"})
+
+    assert (fitted.image_size, fitted.own_size) == (224, 224)

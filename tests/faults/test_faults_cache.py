@@ -1,7 +1,9 @@
 """Rows 56 and 57 of the catalogue of faults: features on disk."""
 
+import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -15,11 +17,10 @@ import pytest
 import torch
 
 from probes.features.journal import Journal
-from probes.features.tiers import FeatureFile, OpenFeatures
+from probes.features.tiers import FeatureFile
 from probes.segmentation import SegmentationRun
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.fingerprints import DigestCache
-from ssl_bench.errors import MachineError
 from tests.support.colours import probe_context, quick_probe, score_values
 from tests.support.faults import (
     encoder_file,
@@ -44,17 +45,19 @@ def file_of(folder: Path, name: str = "some") -> FeatureFile:
     return FeatureFile(folder, {"name": name}, tuple(VALUES.shape))
 
 
+def write_values(put: Callable[..., None], scale: float = 1.0) -> None:
+    for layer in range(3):
+        put(layer, range(100), VALUES[layer], torch.full((100,), scale))
+
+
 def assert_whole(file: FeatureFile) -> None:
-    reader = file.open()
-    assert reader is not None
-    found = np.empty(VALUES.shape, np.float16)
-    for layer, entry in np.ndindex(3, 100):
-        reader.read(layer, entry, found[layer, entry])
-    assert (found == VALUES.numpy()).all()
+    stored = file.load(print)
+    assert stored is not None
+    assert torch.equal(stored[0], VALUES)
 
 
-def kept(cache: Path) -> Path:
-    (path,) = (cache / "features").iterdir()
+def stored_file(cache: Path, ending: str = "npy") -> Path:
+    (path,) = (cache / "features").glob(f"*.{ending}")
     return path
 
 
@@ -65,37 +68,54 @@ def flipped(content: bytes, place: float) -> bytes:
     return bytes(altered)
 
 
+# The bytes of one image in one layer of the array, which follows a header of 128 bytes.
+ROW = 4 * 4 * 24 * 2
 DAMAGES = {
-    "a bit of the first layer": lambda whole: flipped(whole, 0.001),
-    "a bit of the last layer": lambda whole: flipped(whole, 0.8),
-    "a bit of the header": lambda whole: whole.replace(b'"transform"', b'"dransform"'),
-    "a bit of the checksums": lambda whole: flipped(whole, whole.index(b"{") / len(whole) - 0.001),
-    "a bit at the end": lambda whole: flipped(whole, 1.0),
-    "zeros": lambda whole: bytes(len(whole)),
-    "zeros for features": lambda whole: bytes(2 * 4 * 16 * 12 * 2) + whole[2 * 4 * 16 * 12 * 2 :],
-    "two images for each other": lambda whole: whole[384:768] + whole[:384] + whole[768:],
-    "cut": lambda whole: whole[:-5],
-    "longer": lambda whole: whole + b"\0",
-    "empty": lambda _: b"",
-}  # fmt: skip
+    "a bit of the array's header": ("npy", lambda whole: flipped(whole, 0.0)),
+    "a bit of the first layer": ("npy", lambda whole: flipped(whole, 0.1)),
+    "a bit at the end": ("npy", lambda whole: flipped(whole, 1.0)),
+    "zeros": ("npy", lambda whole: bytes(len(whole))),
+    "zeros for features": ("npy", lambda whole: whole[:128] + bytes(len(whole) - 128)),
+    "two images for each other": (
+        "npy",
+        lambda whole: (
+            whole[:128] + whole[128 + ROW :][:ROW] + whole[128:][:ROW] + whole[128 + 2 * ROW :]
+        ),
+    ),
+    "cut": ("npy", lambda whole: whole[:-5]),
+    "longer": ("npy", lambda whole: whole + b"\0"),
+    "empty": ("npy", lambda _: b""),
+    "another header": ("json", lambda whole: whole.replace(b'"transform"', b'"dransform"')),
+    "another scale": ("json", lambda whole: whole.replace(b"[1.0, ", b"[2.0, ", 1)),
+    "another checksum": ("json", lambda whole: whole.replace(b'"checksum": ', b'"checksum": 1')),
+    "fewer scales": ("json", lambda whole: whole.replace(b"1.0, ", b"", 1)),
+    "no scales": ("json", lambda whole: whole.replace(b'"scales"', b'"stales"')),
+    "no JSON": ("json", lambda whole: whole[:-5]),
+    "other JSON": ("json", lambda _: b"[]"),
+    "an empty JSON file": ("json", lambda _: b""),
+}
 
 
-def test_fault_56_any_damage_to_kept_features_is_said_and_they_are_computed_again(tmp_path):
+def test_fault_56_any_damage_to_stored_features_is_found_before_training(tmp_path):
     probe, said = quick_probe(**SMALL, cache=str(tmp_path)), []
     context = replace(probe_context(tmp_path), say=said.append)
     before = score_values(probe.run(context))
-    path = kept(tmp_path)
-    whole = path.read_bytes()
-    for name, damage in DAMAGES.items():
+    contents = {ending: stored_file(tmp_path, ending).read_bytes() for ending in ("npy", "json")}
+    for name, (ending, damage) in DAMAGES.items():
         said.clear()
-        path.write_bytes(damage(whole))
-        assert path.read_bytes() != whole
+        path = stored_file(tmp_path, ending)
+        path.write_bytes(damage(contents[ending]))
+        assert path.read_bytes() != contents[ending], name
 
+        features = SegmentationRun(probe, context).features()
+
+        assert features.passes == 1, name
+        assert len([line for line in said if path.stem in line]) == 1, name
+        for each, content in contents.items():
+            assert stored_file(tmp_path, each).read_bytes() == content, name
+        said.clear()
         assert score_values(probe.run(context)) == before, name
-
-        (line,) = [line for line in said if str(path) in line]
-        assert line.endswith("again"), name
-        assert path.read_bytes() == whole, name
+        assert not [line for line in said if path.stem in line], name
 
 
 def to_pipe(path: Path) -> None:
@@ -106,6 +126,10 @@ def to_pipe(path: Path) -> None:
 def to_link(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
+
+
+def to_writable_by_all(path: Path) -> None:
+    path.chmod(0o666)
 
 
 @pytest.fixture
@@ -128,23 +152,32 @@ def other_owner(monkeypatch) -> Callable[[Path], None]:
     return give
 
 
-@pytest.mark.parametrize("kind", ["a pipe", "a link", "another user's"])
-def test_a_cache_file_that_others_put_there_is_computed_again(tmp_path, other_owner, kind):
+@pytest.mark.parametrize("ending", ["npy", "json"])
+@pytest.mark.parametrize("kind", ["a pipe", "a link", "another user's", "writable by all"])
+def test_feature_files_that_others_could_have_written_are_not_used(
+    tmp_path, other_owner, kind, ending
+):
     probe, said = quick_probe(**SMALL, cache=str(tmp_path)), []
     context = replace(probe_context(tmp_path), say=said.append)
     before = score_values(probe.run(context))
-    path = kept(tmp_path)
-    # Their features are well-formed, and others.
+    path = stored_file(tmp_path, ending)
+    # The content of the file is correct.
     whole = path.read_bytes()
-    {"a pipe": to_pipe, "a link": to_link, "another user's": other_owner}[kind](path)
+    change = {
+        "a pipe": to_pipe,
+        "a link": to_link,
+        "another user's": other_owner,
+        "writable by all": to_writable_by_all,
+    }[kind]
+    change(path)
     said.clear()
 
     assert score_values(probe.run(context)) == before
 
-    (line,) = [line for line in said if str(path) in line]
-    assert line.endswith("again")
+    assert len([line for line in said if path.stem in line]) == 1
     assert path.is_file()
     assert not path.is_symlink()
+    assert not path.stat().st_mode & stat.S_IWOTH
     assert path.read_bytes() == whole
 
 
@@ -185,38 +218,29 @@ def test_kept_digests_that_others_put_there_are_ignored(tmp_path, monkeypatch, o
     assert recalled(b"1" * 32) == b"1" * 32
 
 
-def test_fault_56_features_that_change_between_two_readings_are_never_used(tmp_path):
-    # Entries larger than a buffer of the operating system's reader.
-    probe, said = quick_probe(**SMALL, image_size=128, cache=str(tmp_path)), []
-    context = probe_context(tmp_path)
-    features = SegmentationRun(probe, replace(context, say=said.append)).features()
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_fault_56_features_that_are_deleted_or_replaced_while_they_are_used_stay_the_same(
+    tmp_path, is_stored
+):
+    probe, context = quick_probe(**SMALL, cache=str(tmp_path)), probe_context(tmp_path)
+    if is_stored:
+        SegmentationRun(probe, context).features()
+    features = SegmentationRun(probe, context).features()
+    assert features.passes == int(not is_stored)
     read = features.reader([3, 1], torch.device("cpu"))
     chosen = torch.arange(16).flip(0).split(5)
-
     before = [batch.features for batch in read(chosen)]
-    path = kept(tmp_path)
-    content = np.fromfile(path, np.uint8)
-    # In place, as a disk does it: whoever has the file open sees it.
-    (content ^ 255).tofile(path)
-    said.clear()
+    path = stored_file(tmp_path)
+    size = path.stat().st_size
+    path.unlink()
+    path.write_bytes(bytes(size))
 
     after = [batch.features for batch in read(chosen)]
+
+    assert before[0].any()
     assert all(one.equal(other) for one, other in zip(before, after, strict=True))
-    assert len(said) == 1
-    assert features.passes == 2
-
-
-def test_fault_56_a_disk_that_gives_back_other_bytes_right_away_is_an_error(tmp_path, monkeypatch):
-    put = OpenFeatures.put
-
-    def put_and_lie(writer: OpenFeatures, *values: object) -> None:
-        put(writer, *values)
-        writer.entries["checksum"].fill(1)
-
-    monkeypatch.setattr(OpenFeatures, "put", put_and_lie)
-
-    with pytest.raises(MachineError, match=r"right after they were written; choose another"):
-        list(quick_probe(**SMALL, cache=str(tmp_path)).run(probe_context(tmp_path)))
+    # The next run finds the replacement.
+    assert SegmentationRun(probe, context).features().passes == 1
 
 
 @pytest.fixture
@@ -243,7 +267,7 @@ def test_fault_57_a_disk_that_is_full_says_so_before_anything_is_computed(
     voc(place)
     with pytest.raises(OSError, match="No space left"):
         use_up(small_disk)
-    monkeypatch.setattr("probes.features.tiers.extract", None)
+    monkeypatch.setattr("probes.features.tiers.extract_float16", None)
 
     said = fails(capsys, from_disk(place, "out", "disk"), 5)
 
@@ -253,12 +277,13 @@ def test_fault_57_a_disk_that_is_full_says_so_before_anything_is_computed(
 
 
 def test_fault_57_a_disk_that_others_fill_meanwhile_kills_nobody(small_disk):
+    def fill(put: Callable[..., None]) -> None:
+        with pytest.raises(OSError, match="No space left"):
+            use_up(small_disk)
+        write_values(put, scale=2.0**-126)
+
     def write() -> None:
-        with file_of(small_disk).writing() as writer:
-            with pytest.raises(OSError, match="No space left"):
-                use_up(small_disk)
-            for layer in range(3):
-                writer.put(layer, range(100), VALUES[layer], torch.ones(100))
+        file_of(small_disk).write(fill)
 
     assert exit_code(fork(write)) == 0
     assert_whole(file_of(small_disk))
@@ -271,35 +296,51 @@ def test_fault_57_processes_of_one_number_that_keep_the_same_features_all_end_ri
     monkeypatch.setattr(os, "getpid", lambda: 7)
 
     def write(number: int) -> None:
+        def fill(put: Callable[..., None]) -> None:
+            time.sleep(0.003 * (number % 3))
+            write_values(put)
+
         for _ in range(10):
-            with file_of(tmp_path).writing() as writer:
-                for layer in range(3):
-                    time.sleep(0.001 * (number % 3))
-                    writer.put(layer, range(100), VALUES[layer], torch.ones(100))
+            blocks, _ = file_of(tmp_path).write(fill)
+            assert torch.equal(blocks, VALUES)
             assert_whole(file_of(tmp_path))
 
     children = [fork(lambda n=n: write(n)) for n in range(6)]
 
     assert [exit_code(child) for child in children] == [0] * 6
-    assert [path.suffix for path in tmp_path.iterdir()] == [".features"]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".npy", ".json"}
     assert_whole(file_of(tmp_path))
 
 
 def test_fault_57_what_a_killed_writer_left_goes_after_an_hour_and_of_a_living_one_never(tmp_path):
-    def die() -> None:
-        with file_of(tmp_path).writing():
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    assert exit_code(fork(die)) == -signal.SIGKILL
-    (orphan,) = tmp_path.iterdir()
-    with file_of(tmp_path, "another").writing():
-        living = next(path for path in tmp_path.iterdir() if path != orphan)
-        for path in (orphan, living):
+    def write() -> None:
+        file_of(tmp_path).write(die)
+
+    assert exit_code(fork(write)) == -signal.SIGKILL
+    orphans = [*tmp_path.iterdir()]
+    assert len(orphans) == 2
+
+    def write_another(put: Callable[..., None]) -> None:
+        living = [path for path in tmp_path.iterdir() if path not in orphans]
+        for path in (*orphans, *living):
             os.utime(path, (0, 0))
+        file_of(tmp_path).write(write_values)
+        assert not any(path.exists() for path in orphans)
+        assert all(path.exists() for path in living)
+        write_values(put)
 
-        with file_of(tmp_path).writing():
-            assert not orphan.exists()
-            assert living.exists()
+    file_of(tmp_path, "another").write(write_another)
+    assert_whole(file_of(tmp_path, "another"))
+
+
+def test_stored_features_are_a_numpy_array_that_anybody_can_load(tmp_path):
+    file_of(tmp_path).write(write_values)
+    (path,) = tmp_path.glob("*.npy")
+    assert (np.load(path) == VALUES.numpy()).all()
+    assert json.loads(path.with_suffix(".json").read_text())["header"]["name"] == "some"
 
 
 def state_of(path: Path) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def features(folder: Path, facts: Facts) -> str:
     usual = {"tier": "disk", "cache": str(folder), "image_size": 16, "holdout": 0.0}
     probe = quick_probe(**probing(facts, **usual))
     SegmentationRun(probe, context(folder, facts)).features()
-    (path,) = (folder / "features").iterdir()
+    (path,) = (folder / "features").glob("*.npy")
     return path.name
 
 
@@ -183,7 +183,7 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
             "probe.method": "lost",
             "probe.longer_side": 24,
             "probes.tokencut.probe.__version__": "0.0.0",
-            "probes.tokencut.log._FORMAT": 99,
+            "probes.tokencut.probe._LOG_FORMAT": 99,
         },
     ),
     "features": (

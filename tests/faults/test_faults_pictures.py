@@ -298,5 +298,5 @@ def test_fault_87_a_photograph_replaced_during_a_run_is_one_line(place, capsys, 
         patched.setattr(DiscoveryLog, "add", add_and_replace)
         said = fails(capsys, words, 3)
 
-    assert "0.jpg of folder was replaced after its objects were searched" in said
+    assert "0.jpg of folder changed" in said
     assert main(words) == 0

@@ -1,4 +1,4 @@
-"""Heads that pool patches by learned queries: the module, its bank, and the probe."""
+"""Heads that pool patches by learned queries, alone and in linear classification."""
 
 import math
 from dataclasses import fields
@@ -12,12 +12,12 @@ from torch import Tensor
 from probes.classification import LinearClassification
 from probes.features.tiers import StoredFeatures
 from probes.heads.attentive import (
+    LARS,
     AttentiveHeads,
     AttentivePooling,
     TrainedAttentiveHeads,
-    pooled,
+    pool_tokens,
 )
-from probes.heads.sgd import LARS
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Score
@@ -42,12 +42,12 @@ def scores(asked: LinearClassification, root: Path, **changes: Any) -> dict[tupl
 
 
 def wave(*shape: int, step: float) -> Tensor:
-    """Numbers that look like noise, to be made anywhere."""
+    """Return values that look like noise and are easy to reproduce elsewhere."""
     return (torch.arange(math.prod(shape), dtype=torch.float64) * step).sin().view(shape)
 
 
 def bank(*heads: tuple[Tensor, Tensor, Tensor, Tensor]) -> AttentiveHeads:
-    """Heads of one source, a value each."""
+    """Return heads of one source, with one value per head."""
     parts = [torch.stack(some)[None] for some in zip(*heads, strict=True)]
     dim = parts[1].shape[-1]
     running = [torch.full((1, len(heads), dim), one, dtype=parts[0].dtype) for one in (0.0, 1.0)]
@@ -61,7 +61,7 @@ def test_outputs_and_gradients_are_those_of_the_published_module():
     parts = (wave(4, 8, step=0.7), wave(8, 8, step=1.3), wave(5, 8, step=0.9), wave(5, step=2.1))
     heads, x = bank(parts), wave(3, 6, 8, step=0.37)
 
-    seen = pooled(x, parts[0][None], parts[1][None])
+    seen = pool_tokens(x, parts[0][None], parts[1][None])
     losses, gradients = heads.loss_and_gradients(0, x, torch.tensor([4, 0, 2]))
 
     assert seen[0, 1, :4].tolist() == pytest.approx(
@@ -85,10 +85,12 @@ def test_outputs_and_gradients_are_those_of_the_published_module():
 
 
 def test_a_head_has_as_many_parameters_as_published():
-    heads = AttentiveHeads.drawn(sources=1, values=1, queries=32, dim=768, classes=1000, seed=0)
+    heads = AttentiveHeads.initialize(
+        sources=1, values=1, queries=32, dim=768, classes=1000, seed=0
+    )
 
     # "1383400" of their logs, logs/dino_vitb/ep.txt.
-    assert sum(part.numel() for part in heads.trained) == 1_383_400
+    assert sum(part.numel() for part in heads.parameters) == 1_383_400
 
 
 def trained(features: StoredFeatures, *rates: float, **changes: Any) -> TrainedAttentiveHeads:
@@ -111,7 +113,7 @@ def trained(features: StoredFeatures, *rates: float, **changes: Any) -> TrainedA
 
 
 @pytest.mark.parametrize("batch_size", [4, 64])
-def test_heads_of_many_rates_and_layers_are_those_of_runs_of_their_own(batch_size):
+def test_parallel_heads_equal_separate_runs(batch_size):
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randn(2, 10, 2, 3, 6, generator=generator).half()
     masks = torch.zeros(10, 1, 1, dtype=torch.uint8)
@@ -128,7 +130,7 @@ def test_heads_of_many_rates_and_layers_are_those_of_runs_of_their_own(batch_siz
     assert not torch.allclose(both.heads.query[0, 0], both.heads.query[0, 1])
 
 
-def test_lars_moves_each_head_by_a_share_of_its_length():
+def test_lars_scales_the_update_to_the_norm_of_each_head():
     # Lengths 5 and 10 of gradients 2 and 4: a share of .001 at rates .1 and 1.
     parameter = torch.tensor([[[[3.0, 4.0]], [[6.0, 8.0]]]])
     gradient = torch.tensor([[[[2.0, 0.0]], [[0.0, 4.0]]]])
@@ -144,7 +146,7 @@ def test_lars_moves_each_head_by_a_share_of_its_length():
     assert bias.flatten().tolist() == pytest.approx([1 - 0.7, 1 - 7.0])
 
 
-def test_colours_are_told_apart_on_one_pass_from_memory_and_from_disk(root, tmp_path):
+def test_features_in_memory_and_on_disk_give_the_same_scores(root, tmp_path):
     encoder = tiny()
     counter = Counter(encoder)
 
@@ -181,7 +183,7 @@ def test_patches_without_content_are_flagged(root):
     assert found[0, "patch_attentive", "top1_oracle"].value < 50
 
 
-def test_queries_that_do_not_divide_the_channels_are_refused_with_the_nearest(root):
+def test_queries_that_do_not_divide_the_channels_are_refused(root):
     with pytest.raises(ConfigurationError) as caught:
         scores(probe(AttentivePooling()), root)
     assert caught.value.hint == ("probe.pool.queries=12",)
@@ -196,7 +198,7 @@ def test_options_without_meaning_are_refused(words):
         plan_probes(["classification"], ["class_folders"], ["probe.pool=attentive", words])
 
 
-def test_the_pool_is_chosen_by_name_and_settings_say_it():
+def test_the_pool_is_selected_by_name():
     (planned,) = plan_probes(
         ["classification"],
         ["class_folders"],

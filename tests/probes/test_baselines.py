@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from probes.clustering.agreement import image_independent
-from probes.discovery import constant_baselines, scores_of_block
+from probes.discovery import constant_baselines, score_block
 from probes.tokencut.log import ImageResult
-from probes.tokencut.probe import centre_box, corloc_score, saliency_scores
+from probes.tokencut.scores import centre_box, corloc_score, saliency_scores
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.report.drawing import draw_chart
@@ -46,7 +46,7 @@ def test_the_centre_box_is_right_where_half_of_it_and_a_true_box_is_shared():
     score = corloc_score(0, "key", images)
     average = next(
         s
-        for s in scores_of_block(0, "key", images, 1, constant_baselines(images))
+        for s in score_block(0, "key", images, 1, constant_baselines(images))
         if s.metric == "ap50"
     )
 
@@ -63,7 +63,7 @@ def test_the_whole_image_is_the_baseline_where_a_box_in_its_middle_is_wrong():
 
     scores = [
         corloc_score(0, "key", images),
-        *scores_of_block(0, "key", images, 1, constant_baselines(images)),
+        *score_block(0, "key", images, 1, constant_baselines(images)),
     ]
 
     found = {score.metric: Baseline.from_details(score.details) for score in scores}

@@ -9,6 +9,8 @@ import json
 import math
 import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -221,6 +223,39 @@ def test_an_interrupted_run_continues_with_the_same_results(task, place, monkeyp
     assert run(task, f"{task}/interrupted") == 0
 
     assert results_of(f"{task}/interrupted") == results_of(all_blocks(task, place))
+
+
+KILLED = """
+import json, os, signal, sys
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results import ResultStore
+
+save, saved = ResultStore.save, []
+
+def save_once(*arguments):
+    if saved:
+        os.kill(os.getpid(), signal.SIGKILL)
+    saved.append(arguments)
+    return save(*arguments)
+
+ResultStore.save = save_once
+sys.exit(main(json.loads(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_a_killed_run_continues_with_the_same_results(task, place):
+    words = json.dumps(["probe", *reduced_plan(task)[2], "--out", f"{task}/killed"])
+    path = os.pathsep.join([str(place / "installed"), str(ROOT)])
+    command = [sys.executable, "-c", KILLED, words]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(results_of(f"{task}/killed")) == 1
+
+    assert run(task, f"{task}/killed") == 0
+
+    assert results_of(f"{task}/killed") == results_of(all_blocks(task, place))
 
 
 @pytest.mark.parametrize("task", TASKS)

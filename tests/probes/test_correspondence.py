@@ -136,7 +136,7 @@ def test_pairs_are_averaged_by_pair_by_point_and_by_category(tmp_path):
     assert not {"warp", "strength", "num_points"} & record.settings.keys()
 
 
-def test_the_same_object_in_two_sizes_is_found_and_what_can_be_reached_is_said(tmp_path):
+def test_the_same_object_in_two_sizes_is_found_and_reachable_is_recorded(tmp_path):
     spair(tmp_path)
 
     near, far = (
@@ -152,7 +152,7 @@ def test_the_same_object_in_two_sizes_is_found_and_what_can_be_reached_is_said(t
     assert near[0].details["reachable"] == pytest.approx((0 + 50 + 100) / 3)
 
 
-def test_an_image_of_several_pairs_passes_once_while_it_is_remembered(tmp_path):
+def test_an_image_of_several_pairs_is_encoded_once_while_it_is_cached(tmp_path):
     spair(tmp_path)
     values, images = [], []
     for gib in (8.0, 0.0):

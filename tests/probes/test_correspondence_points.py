@@ -1,4 +1,4 @@
-"""Where points of a warp lie, where they are found by features, and how far that is from there."""
+"""Correspondence: points and their places in warps, matching, correct places and figures."""
 
 import math
 from collections.abc import Sequence
@@ -12,20 +12,21 @@ from PIL import Image
 from probes.correspondence import (
     GAP,
     SIDE,
+    Correspondence,
     ViewPair,
-    best_cells,
-    by_category,
-    draw,
-    drawn_points,
-    drawn_warp,
-    generator_of,
+    argmax_places,
+    cosine_similarities,
+    draw_matches,
     homography,
-    moved,
-    similarities,
-    soft_cells,
-    visible,
-    warped,
-    warped_pair,
+    image_generator,
+    is_inside,
+    make_warped_pair,
+    order_by_category,
+    sample_points,
+    sample_warp,
+    soft_argmax_places,
+    transform_points,
+    warp_image,
 )
 from probes.pictures import MARGIN
 from ssl_bench.data.samples import Sample
@@ -36,24 +37,24 @@ SQUARE = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
 
 def test_a_flip_and_a_shift_move_pixels_and_points_alike():
     image = np.random.default_rng(0).integers(0, 255, (6, 6, 3), dtype=np.uint8)
-    flip = drawn_warp("flip", 6, 0.25, generator_of(0, "a"))
+    flip = sample_warp("flip", 6, 0.25, image_generator(0, "a"))
     shift = np.array([[1.0, 0.0, -2.0], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
 
-    assert np.array_equal(warped(image, flip), image[:, ::-1])
+    assert np.array_equal(warp_image(image, flip), image[:, ::-1])
     # The first pixel goes to the end of its row.
-    assert moved(np.array([[0.5, 0.5]]), flip).tolist() == [[5.5, 0.5]]
-    assert np.array_equal(warped(image, shift)[1:, :4], image[:5, 2:])
-    assert moved(np.array([[2.5, 0.5]]), shift).tolist() == [[0.5, 1.5]]
+    assert transform_points(np.array([[0.5, 0.5]]), flip).tolist() == [[5.5, 0.5]]
+    assert np.array_equal(warp_image(image, shift)[1:, :4], image[:5, 2:])
+    assert transform_points(np.array([[2.5, 0.5]]), shift).tolist() == [[0.5, 1.5]]
 
 
 def test_what_is_shown_lies_before_the_horizon_though_a_corner_lies_behind_it():
     shown = np.array([[33.0, 33.0], [100.0, 0.0], [100.0, 100.0], [0.0, 67.0]])
 
-    found = moved(np.concatenate([shown, [[0.0, 0.0]]]), homography(shown, 100 * SQUARE))
+    found = transform_points(np.concatenate([shown, [[0.0, 0.0]]]), homography(shown, 100 * SQUARE))
 
     assert found[:4] == pytest.approx(100 * SQUARE, abs=1e-3)
     assert np.isnan(found[4]).all()
-    assert not visible(found[4:], 100).any()
+    assert not is_inside(found[4:], 100).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,16 +63,16 @@ def test_a_warp_shows_where_its_matrix_says(kind):
     size, (row, col) = 224, np.indices((224, 224))
     gradient = np.stack([col, row, 0 * row], -1).astype(np.uint8)
     for image_id in ("a", "b", "c"):
-        chance = generator_of(0, image_id)
-        matrix = drawn_warp(kind, size, 0.3, chance)
-        points = drawn_points(matrix, size, 300, chance)
-        target = moved(points, matrix)
+        generator = image_generator(0, image_id)
+        matrix = sample_warp(kind, size, 0.3, generator)
+        points = sample_points(matrix, size, 300, generator)
+        target = transform_points(points, matrix)
         # What the warp shows at the pixel of the target point, against the column and row there.
         col, row = np.floor(target).astype(int).T
-        seen = warped(gradient, matrix)[row, col, :2]
-        middles = moved(np.column_stack([col, row]) + 0.5, np.linalg.inv(matrix))
+        seen = warp_image(gradient, matrix)[row, col, :2]
+        middles = transform_points(np.column_stack([col, row]) + 0.5, np.linalg.inv(matrix))
 
-        assert visible(target, size).all()
+        assert is_inside(target, size).all()
         assert np.abs(seen + 0.5 - middles).max() < 1.6
         # A shift by half a pixel would be half a level.
         assert np.abs((seen + 0.5 - middles).mean(0)).max() < 0.1
@@ -80,8 +81,10 @@ def test_a_warp_shows_where_its_matrix_says(kind):
 @pytest.mark.parametrize("kind", ["homography", "crop"])
 def test_a_warp_shows_a_part_of_the_square_and_nothing_else(kind):
     for number in range(40):
-        matrix = drawn_warp(kind, 100, 0.33, generator_of(number, "a"))
-        corners = moved(100 * SQUARE, np.linalg.inv(matrix) / np.linalg.inv(matrix)[2, 2])
+        matrix = sample_warp(kind, 100, 0.33, image_generator(number, "a"))
+        corners = transform_points(
+            100 * SQUARE, np.linalg.inv(matrix) / np.linalg.inv(matrix)[2, 2]
+        )
 
         assert (corners > -1e-3).all()
         assert (corners < 100 + 1e-3).all()
@@ -93,7 +96,7 @@ def test_an_image_has_its_own_warp_whatever_comes_before_it():
     image = np.random.default_rng(1).integers(0, 255, (40, 50, 3), dtype=np.uint8)
 
     pairs = [
-        warped_pair(Sample(name, image), 32, seed, warp="homography", strength=0.25, num_points=20)
+        make_warped_pair(Sample(name, image), 32, seed, Correspondence(num_points=20))
         for name, seed in (("a", 0), ("a", 0), ("b", 0), ("a", 1))
     ]
 
@@ -115,26 +118,26 @@ def test_the_soft_place_is_that_of_insid3_and_half_a_patch(sigma):
     }
     scores = (torch.arange(70).double() * 37 % 71 / 71).view(1, 2, 5, 7).float()
 
-    found = soft_cells(scores, sigma=sigma, temperature=0.04)
+    found = soft_argmax_places(scores, sigma=sigma, temperature=0.04)
 
     wanted = (np.array(theirs[sigma]) + 0.5) / (7, 5)
     assert found[0].numpy() == pytest.approx(wanted, abs=1e-5)
 
 
 def test_matches_are_those_of_a_plain_loop_in_float64():
-    chance = np.random.default_rng(0)
-    source, target = chance.standard_normal((2, 4, 5, 6))
-    points = chance.random((12, 2))
+    generator = np.random.default_rng(0)
+    source, target = generator.standard_normal((2, 4, 5, 6))
+    points = generator.random((12, 2))
 
-    found = best_cells(
-        similarities(
+    found = argmax_places(
+        cosine_similarities(
             torch.from_numpy(source[None]).float(),
             torch.from_numpy(target[None]).float(),
             torch.from_numpy(points[None]).float(),
         )
     )
 
-    # Neither looks at the lengths of features.
+    # The cosine does not depend on the lengths of features.
     for point, place in zip(points, found[0].numpy(), strict=True):
         # Distance to the middles in patches, at most one patch away, none beyond the rim.
         at = np.clip(point * (5, 4) - 0.5, 0, (4, 3))
@@ -152,33 +155,33 @@ def test_features_that_tell_the_position_find_every_point():
     size, grid = 224, 14
     middles = (np.stack(np.meshgrid(*[np.arange(grid)] * 2), -1).reshape(-1, 2) + 0.5) / grid
 
-    def told(places: np.ndarray) -> torch.Tensor:
-        """Of each patch its place in the first view, on a sphere."""
+    def encode(places: np.ndarray) -> torch.Tensor:
+        """Return the place of each patch in the first view, on a sphere."""
         flat = np.column_stack([places - 0.5, np.ones(len(places))])
         return torch.from_numpy(flat).float().view(1, grid, grid, 3)
 
     for image_id in ("a", "b", "c", "d"):
         image = np.zeros((size, size, 3), np.uint8)
-        pair = warped_pair(
-            Sample(image_id, image), size, 0, warp="homography", strength=0.25, num_points=200
-        )
-        chance = generator_of(0, image_id)
-        matrix = drawn_warp("homography", size, 0.25, chance)
-        target = moved(middles * size, np.linalg.inv(matrix)) / size
+        pair = make_warped_pair(Sample(image_id, image), size, 0, Correspondence(num_points=200))
+        generator = image_generator(0, image_id)
+        matrix = sample_warp("homography", size, 0.25, generator)
+        target = transform_points(middles * size, np.linalg.inv(matrix)) / size
         points = torch.from_numpy(pair.source[None]).float()
-        found = best_cells(similarities(told(middles), told(target), points))
+        found = argmax_places(cosine_similarities(encode(middles), encode(target), points))
 
         # No further than from a corner of a patch to its middle, and what the sphere bends.
-        right = pair.right(found[0].double().numpy(), [1.25 * math.sqrt(0.5) / grid, 0.1 / grid])
+        right = pair.is_correct(
+            found[0].double().numpy(), [1.25 * math.sqrt(0.5) / grid, 0.1 / grid]
+        )
         assert right[0].all()
         assert not right[1].all()
 
 
 def view_pair(truth: Sequence[Sequence[float]], **changed: Any) -> ViewPair:
     view = torch.zeros(3, 8, 8, dtype=torch.uint8)
-    told = {"units": (100.0, 100.0), "reference": 50.0, **changed}
+    values = {"units": (100.0, 100.0), "reference": 50.0, **changed}
     places = np.array(truth, np.float64)
-    return ViewPair("pair", ("a", "b"), (view, view), places, places, **told)
+    return ViewPair("pair", ("a", "b"), (view, view), places, places, **values)
 
 
 def test_points_are_right_within_a_share_of_the_reference_in_pixels_of_the_second_image():
@@ -186,27 +189,27 @@ def test_points_are_right_within_a_share_of_the_reference_in_pixels_of_the_secon
     found = np.array([[0.24, 0.2], [0.5, 0.44]])
 
     # 4 and 6 pixels of a box of 50.
-    assert pair.right(found, [0.07, 0.1, 0.13]).mean(1).tolist() == [0.0, 0.5, 1.0]
+    assert pair.is_correct(found, [0.07, 0.1, 0.13]).mean(1).tolist() == [0.0, 0.5, 1.0]
     # Of an image that is twice as wide as high: 20 and 10 pixels.
     wide = view_pair([[0.5, 0.5], [0.5, 0.5]], units=(200.0, 100.0))
-    near = wide.right(np.array([[0.6, 0.5], [0.5, 0.6]]), [0.19, 0.21, 0.39, 0.41])
+    near = wide.is_correct(np.array([[0.6, 0.5], [0.5, 0.6]]), [0.19, 0.21, 0.39, 0.41])
     assert near.T.tolist() == [[False, False, False, True], [False, True, True, True]]
-    # One at that very distance is right, in numbers without rounding.
+    # A place at exactly the largest distance is correct. These numbers are not rounded.
     even = view_pair([[0.5, 0.5]], units=(8.0, 8.0), reference=8.0)
-    assert even.right(np.array([[0.75, 0.5]]), [0.25, 0.24]).tolist() == [[True], [False]]
+    assert even.is_correct(np.array([[0.75, 0.5]]), [0.25, 0.24]).tolist() == [[True], [False]]
 
 
 def test_pairs_of_a_category_and_of_an_image_follow_each_other():
     ids = ["1-b-c:dog", "2-z-c:cat", "3-b-a:dog", "4-a-c:cat"]
 
-    assert by_category(ids) == [3, 1, 2, 0]
+    assert order_by_category(ids) == [3, 1, 2, 0]
 
 
 def test_a_line_is_green_where_a_point_is_right_and_red_elsewhere(tmp_path):
     pair = view_pair([[0.5, 0.25], [0.5, 0.75]])
     places = np.array([[0.5, 0.25], [0.5, 0.5]])
 
-    draw(pair, places, np.array([True, False]), "title", tmp_path / "a.png")
+    draw_matches(pair, places, np.array([True, False]), "title", tmp_path / "a.png")
 
     picture = np.asarray(Image.open(tmp_path / "a.png")).astype(int)
     views = picture[picture.shape[0] - SIDE - MARGIN :, MARGIN:]

@@ -7,12 +7,12 @@ import torch
 from probes.tokencut.cuts import (
     Cut,
     PatchGrid,
-    cut_out,
-    cut_repeatedly,
     discover,
     lost,
     maskcut,
-    split_off_the_corners,
+    object_at_peak,
+    run_maskcut,
+    split_away_from_corners,
 )
 from probes.tokencut.eigensolver import FiedlerVector
 
@@ -87,7 +87,7 @@ def test_boxes_are_clipped_to_the_image_without_its_padding(height, width):
 def test_the_object_of_an_eigenvector_is_counted_by_hand(vector, cut, patches, tied):
     rows, cols = np.atleast_2d(vector).shape
 
-    found = cut_out(spectrum(vector), PatchGrid(10 * rows, 10 * cols, 10), cut)
+    found = object_at_peak(spectrum(vector), PatchGrid(10 * rows, 10 * cols, 10), cut)
 
     assert np.flatnonzero(found.mask).tolist() == patches
     assert found.degenerate == tied
@@ -189,20 +189,20 @@ def test_maskcut_finds_the_masks_of_the_authors_code(seed, masks):
     turned = maskcut(mosaic(seed).transpose(0, 1), SQUARE, PAPER)
 
     assert words(one.mask for one in found) == words(one.mask.T for one in turned) == masks
-    assert all(one.box.tolist() == SQUARE.box(one.mask).tolist() for one in found)
+    assert all(one.box.tolist() == SQUARE.bounding_box(one.mask).tolist() for one in found)
 
 
 def test_the_side_of_the_peak_yields_for_three_corners():
     vector = np.full((3, 5), 1.0)
     vector[0, 2], vector[1, 1], vector[1, 3] = 4, -2, -3
 
-    foreground, seed, tied = split_off_the_corners(vector)
+    foreground, seed, tied = split_away_from_corners(vector)
 
     assert np.argwhere(foreground).tolist() == [[1, 1], [1, 3]]
     assert seed == (1, 3)
     assert np.argwhere(tied).tolist() == [[1, 3]]
     two = np.array([[1.0, 0.5, 2], [-1, -1, -1]])
-    assert np.array_equal(split_off_the_corners(two)[0], two > 0)
+    assert np.array_equal(split_away_from_corners(two)[0], two > 0)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_the_rounds_of_maskcut(length, rounds, num_masks, masks, used):
         vector[first : last + 1] = 2
         return spectrum(vector)
 
-    found = cut_repeatedly(next_one, row_of(length), PAPER, num_masks)
+    found = run_maskcut(next_one, row_of(length), PAPER, num_masks)
 
     assert [np.flatnonzero(one.mask).tolist() for one in found] == masks
     assert len(rounds) - len(left) == used
@@ -247,7 +247,7 @@ def test_equal_peaks_in_two_places_are_flagged_by_maskcut_too():
     vector = np.full(20, -1.0)
     vector[[2, 3, 4, 10]] = 2
 
-    (found,) = cut_repeatedly(lambda _: spectrum(vector), row_of(20), PAPER, 1)
+    (found,) = run_maskcut(lambda _: spectrum(vector), row_of(20), PAPER, 1)
 
     assert found.degenerate
 

@@ -15,7 +15,7 @@ from probes.discovery import (
     ObjectDiscovery,
     constant_baselines,
     detection_counts,
-    scores_of_block,
+    score_block,
 )
 from probes.tokencut.log import ImageResult
 from ssl_bench.results.per_image import ImageCurve
@@ -52,7 +52,7 @@ def result(found: Boxes, true: Boxes | None, *, hit: bool = True) -> ImageResult
 
 
 def scored(results: Sequence[ImageResult], num_ranks: int):
-    return scores_of_block(0, "key", results, num_ranks, constant_baselines(results))
+    return score_block(0, "key", results, num_ranks, constant_baselines(results))
 
 
 def random_images(seed: int, *, images: int = 12):

@@ -84,7 +84,7 @@ def test_a_submodule_with_another_name_gives_the_scores_of_the_named_facet(task)
         ("segmentation", "key", ["probe.norm=final"], "probe.facet=token"),
         (
             "segmentation", "blocks.1.attn", ["probe.layers_mode=multi"],
-            "must name every block with * for probe.layers_mode=multi, got block 1",
+            "probe.layers_mode=multi",
         ),
     ],
 )  # fmt: skip

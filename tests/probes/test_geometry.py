@@ -142,7 +142,10 @@ def test_an_image_passes_once_for_all_blocks_and_then_in_its_views(photographs, 
     assert max(seen) == most
 
 
-def test_views_of_an_interrupted_run_are_not_computed_again(photographs, tmp_path, monkeypatch):
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_views_of_an_interrupted_run_are_not_computed_again(
+    photographs, tmp_path, monkeypatch, damaged
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     whole, model, seen = values(photographs), vit(), []
 
@@ -155,11 +158,14 @@ def test_views_of_an_interrupted_run_are_not_computed_again(photographs, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         values(photographs, model)
     assert seen == [2, 2, 2]
-    assert values(photographs, model) == pytest.approx(whole, nan_ok=True)
+    (journal,) = (tmp_path / "cache").rglob("*.jsonl")
+    header, first, second = journal.read_bytes().splitlines()
+    journal.write_bytes(b"\n".join([header, first[damaged:], second, b""]))
+    assert values(photographs, model) == pytest.approx(whole, rel=0, abs=0, nan_ok=True)
 
-    # The views of the third image, and all images as they are.
-    assert seen[3] == 2
-    assert sum(seen[4:]) == 7
+    # The views of the third image and of the damaged one, and all images as they are.
+    assert seen[3 : 4 + damaged] == [2] * (1 + damaged)
+    assert sum(seen[4 + damaged :]) == 7
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 

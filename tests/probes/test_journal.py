@@ -102,6 +102,21 @@ def test_removing_forgets_what_was_not_written(tmp_path):
     assert not first.path.exists()
 
 
+def test_a_link_in_a_cache_is_replaced_and_its_target_is_left_alone(tmp_path):
+    def cached():
+        return Journal(tmp_path, "work", {}, say=print, is_cache=True)
+
+    target = tmp_path / "elsewhere"
+    target.write_text("text of somebody else")
+    cached().path.symlink_to(target)
+    first = cached()
+    assert first.entries == []
+    first.append({"step": 1})
+
+    assert target.read_text() == "text of somebody else"
+    assert cached().entries == [{"step": 1}]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_an_error_in_one_line(tmp_path):
     tmp_path.chmod(0o500)

@@ -6,10 +6,11 @@ from probes.heads.losses import PIECE_BYTES, HistogramLoss, UpsampledLoss
 from probes.heads.sgd import (
     SGD,
     HeadAdamW,
-    ParallelHeads,
+    LinearHeads,
     RunningStatistics,
     Schedule,
     Standardization,
+    update_heads,
 )
 from tests.benchmarks.memory import LiveBytes
 
@@ -37,12 +38,12 @@ def _standardization():
     return Standardization(mean, torch.rand(SOURCES, DIM, generator=generator) + 0.5)
 
 
-def _bank(standardization, optimizer):
-    return ParallelHeads(standardization, classes=CLASSES, rates=RATES, optimizer=optimizer, seed=3)
+def _bank(standardization):
+    return LinearHeads.initialize(standardization, num_values=len(RATES), classes=CLASSES, seed=3)
 
 
 def _separate_run(source, rate, mode, batches, standardization, start, **options):
-    """One head with autograd, an optimizer of torch and upsampled logits."""
+    """Train one head with autograd, an optimizer of torch and upsampled logits."""
     weight, bias = (torch.nn.Parameter(value.clone()) for value in start)
     build = torch.optim.SGD if options else torch.optim.AdamW
     optimizer = build([weight, bias], lr=rate, weight_decay=DECAY, **options)
@@ -67,10 +68,14 @@ def _separate_run(source, rate, mode, batches, standardization, start, **options
 def test_steps_of_the_bank_equal_separate_runs(monkeypatch, loss, mode, piece_bytes, momentum):
     monkeypatch.setitem(PIECE_BYTES, "cpu", piece_bytes)
     standardization = _standardization()
-    bank = _bank(standardization, SGD(weight_decay=DECAY) if momentum else HeadAdamW(DECAY))
+    bank, states = _bank(standardization), [{}, {}]
+    optimizer = SGD(weight_decay=DECAY) if momentum else HeadAdamW(DECAY)
     start = (bank.weight[0, 0].clone(), bank.bias[0, 0].clone())
     for step, (features, labels) in enumerate(_batches(3)):
-        bank.step(features, loss, loss.targets(labels, CLASSES, GRID), rate_factor=1 / (step + 1))
+        targets = loss.targets(labels, CLASSES, GRID)
+        _, gradients = bank.loss_and_gradients(features, loss, targets)
+        rates = torch.tensor(RATES) / (step + 1)
+        update_heads(optimizer, bank.parameters, gradients, states, rates, step + 1)
     for source in range(SOURCES):
         for index, rate in enumerate(RATES):
             found = bank.weight[source, index], bank.bias[source, index]
@@ -80,21 +85,21 @@ def test_steps_of_the_bank_equal_separate_runs(monkeypatch, loss, mode, piece_by
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
-    zeros, rates = torch.zeros(6, DIM), [1e-3] * 16
+def test_upsampled_logits_of_all_heads_are_never_in_memory():
+    zeros = torch.zeros(6, DIM)
     scale = Standardization(zeros, zeros + 1)
-    bank = ParallelHeads(scale, classes=21, rates=rates, optimizer=HeadAdamW(), seed=0)
+    bank = LinearHeads.initialize(scale, num_values=16, classes=21, seed=0)
     labels, loss = torch.randint(0, 21, (1, 96, 96)).to(torch.uint8), UpsampledLoss(16)
     targets = loss.targets(labels, 21, (6, 6))
     with LiveBytes() as held:
-        bank.step(torch.randn(6, 1, 6, 6, DIM), loss, targets, rate_factor=1.0)
+        bank.loss_and_gradients(torch.randn(6, 1, 6, 6, DIM), loss, targets)
     upsampled = 6 * 16 * 21 * labels.numel() * 4
     assert held.peak < upsampled / 6
 
 
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(SIDE)])
-def test_a_batch_without_any_label_leaves_a_finite_loss_of_zero_and_no_gradient(loss):
-    bank = _bank(_standardization(), HeadAdamW())
+def test_a_batch_without_labels_has_zero_loss_and_gradient(loss):
+    bank = _bank(_standardization())
     features, labels = next(_batches(1))
     targets = loss.targets(torch.full_like(labels, 255), CLASSES, GRID)
     losses, (weight, bias) = bank.loss_and_gradients(features, loss, targets)
@@ -104,11 +109,11 @@ def test_a_batch_without_any_label_leaves_a_finite_loss_of_zero_and_no_gradient(
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_statistics_are_those_of_all_patches_however_they_are_cut(size):
+def test_statistics_do_not_depend_on_the_batch_size(size):
     blocks = torch.randn(2, 5, 3, 4, 6, generator=torch.Generator().manual_seed(0)) * 3 + 7
     blocks[:, :, :, :, 2] = 11.0
     blocks[:, 4] = 1000.0
-    statistics = RunningStatistics.none(torch.device("cpu"))
+    statistics = RunningStatistics.start(torch.device("cpu"))
     for some in blocks.half()[:, :4].split(size, 1):
         statistics.add(some)
     found = statistics.standardization(2, torch.device("cpu"))
@@ -119,7 +124,7 @@ def test_statistics_are_those_of_all_patches_however_they_are_cut(size):
     torch.testing.assert_close(found.scale.double(), expected, rtol=1e-5, atol=0)
 
 
-def test_the_rate_rises_linearly_and_falls_as_its_shape_says():
+def test_the_rate_follows_warmup_and_shape():
     factors = [Schedule().factor(step, 200) for step in range(200)]
     assert factors[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
     assert factors[10] == 1
@@ -133,9 +138,7 @@ def test_the_rate_rises_linearly_and_falls_as_its_shape_says():
 @pytest.mark.parametrize(
     ("epochs", "milestone", "per_epoch"), [(25, 20, 7), (5, 4, 1), (10, 8, 13)]
 )
-def test_a_rate_that_drops_is_that_of_multi_step_lr_stepped_every_epoch(
-    epochs, milestone, per_epoch
-):
+def test_drop_equals_multi_step_lr_with_a_step_per_epoch(epochs, milestone, per_epoch):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [milestone], gamma=0.1)
     schedule = Schedule("drop", warmup=0.0)

@@ -1,4 +1,4 @@
-"""Logistic regressions side by side are those of scikit-learn one by one."""
+"""Parallel logistic regressions against those of scikit-learn."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ def _train(entries, sources=((0,), (1,)), features=None, classes=CLASSES, **chan
 
 
 def _fitted(x, y, c):
-    """The regression of all, on channels standardized over what is fitted to; and these."""
+    """Return the fitted regression of scikit-learn, and the standardisation of its channels."""
     # As in the suite, a channel without variation says nothing.
     deviation = x.std(0)
     scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0)
@@ -54,7 +54,7 @@ def test_all_heads_equal_the_regressions_of_scikit_learn():
     entries, digits = torch.arange(2, NUM_IMAGES), _digits()
     heads = _train(entries)
     # None reached the limit: they went on until float32 has no more digits.
-    assert heads.unfinished == heads.stalled
+    assert heads.unconverged == heads.stalled
     for layer in (0, 1):
         x = digits.blocks[layer].double()
         fitted, labels = x[entries].flatten(0, 2).numpy(), digits.labels[entries].flatten().numpy()
@@ -86,18 +86,18 @@ def test_heads_of_two_classes_decide_as_the_regression_of_scikit_learn(monkeypat
 
 def test_heads_that_reach_the_limit_of_iterations_are_counted():
     heads = _train(torch.arange(NUM_IMAGES), max_iterations=2)
-    assert heads.unfinished == (len(C_VALUES),) * 2
+    assert heads.unconverged == (len(C_VALUES),) * 2
     assert heads.stalled == (0, 0)
 
 
-def test_convex_problems_end_each_in_its_own_time_and_one_without_a_minimum_costs_little():
+def test_each_convex_problem_ends_by_itself():
     scales = torch.tensor([1e-3, 1e4, 1.0], dtype=torch.float64)
     centers = torch.tensor([[3.0, -1.0], [1.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
     curvature = torch.tensor([1.0, 30.0], dtype=torch.float64)
     evaluations = 0
 
     def objective(values):
-        """Two bowls, the bottom of a third, and a floor that its gradient does not know."""
+        """Return two parabolas, one that starts at its minimum, and one with a wrong gradient."""
         nonlocal evaluations
         evaluations += 1
         away = values[:3] - centers

@@ -33,7 +33,7 @@ def _labels(pixels_per_patch, ignored=0.2, classes=CLASSES):
 
 
 def _reference(logits, labels, mode):
-    """Upsampled logits of each head against every pixel, by autograd."""
+    """Return loss and gradient of the upsampled logits of each head by autograd."""
     logits = logits.clone().requires_grad_()
     losses = []
     for head in logits:
@@ -65,7 +65,7 @@ def _modes(labels):
         (MajorityLoss(), _labels(4, ignored=0.4), "nearest", 1e-12),
     ],
 )
-def test_a_loss_equals_the_cross_entropy_of_pixels_with_upsampled_logits(loss, labels, mode, close):
+def test_losses_equal_the_cross_entropy_of_upsampled_logits(loss, labels, mode, close):
     logits = _logits()
     value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES, GRID))
     seen = _modes(labels) if isinstance(loss, MajorityLoss) else labels
@@ -107,7 +107,7 @@ def cells(side: int, scale: float = 3.0, dtype: torch.dtype = torch.float64, num
 
 
 def plain(corners, counted):
-    """Every upsampled logit, and autograd."""
+    """Return the sum and its gradient from all upsampled logits by autograd."""
     corners = corners.double().requires_grad_()
     weights = corner_weights(math.isqrt(len(counted)))
     logits = torch.einsum("pk,khcn->phcn", weights, corners)
@@ -117,7 +117,7 @@ def plain(corners, counted):
 
 
 @pytest.mark.parametrize("side", [4, 5])
-def test_normalisers_are_the_sum_over_all_upsampled_logits(monkeypatch, side):
+def test_normalisers_equal_those_of_all_upsampled_logits(monkeypatch, side):
     # One head and 64 cells a piece, the fewest there are.
     corners, counted = cells(side, number=150)
     monkeypatch.setitem(PIECE_BYTES, "cpu", 1)
@@ -127,7 +127,7 @@ def test_normalisers_are_the_sum_over_all_upsampled_logits(monkeypatch, side):
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_heads_whose_logits_jump_or_are_nan_spoil_no_other_and_stay_exact():
+def test_large_or_nan_logits_do_not_change_other_heads():
     corners, counted = cells(8, dtype=torch.float32)
     corners[:, 1] *= 1e3
     corners[0, 2, 3, 4] = math.nan

@@ -147,3 +147,17 @@ def test_counts_state_how_a_value_comes_from_them():
 
 def test_counts_behind_a_plain_number_need_no_kind_because_they_are_not_kept():
     Score(0, "token", "rank", 5.0, None, 4, per_image=np.ones((4, 2), int), unit="")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("not_settings", "excluded_from_identity"),
+        ("shown_to", "with_native_size"),
+        ("fitted_to_images", "adapt_to_images"),
+        ("protocols_by_role", "settings_for"),
+    ],
+)
+def test_attributes_of_earlier_versions_are_refused_with_their_new_names(old, new):
+    with pytest.raises(ConfigurationError, match=rf"^Older\.{old} .* {new} instead$"):
+        type("Older", (Brightness,), {old: ()})

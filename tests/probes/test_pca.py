@@ -9,13 +9,13 @@ import torch
 from PIL import Image
 
 from probes.pca import (
-    FILE,
     PCA,
+    REFERENCE_FILE,
+    find_reference,
     load_reference,
-    reference_folder,
     save_reference,
 )
-from probes.pictures import Picture, svg_sheet
+from probes.pictures import Picture, save_svg_sheet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
@@ -31,13 +31,13 @@ def encoder(name="tiny", model=None):
     return encoder_from_model(model or vit(), name=name)
 
 
-def probe(photographs, store, said=None, *, encoder=encoder(), layers=(0, 1, 2), **options):  # noqa: B008
-    asked = PCA(**{"panels": 2, "image_size": 48, **options})
-    say = (lambda _: None) if said is None else said.append
-    return evaluated(asked, photographs, store, encoder, layers, say=say)
+def probe(photographs, store, messages=None, *, encoder=encoder(), layers=(0, 1, 2), **options):  # noqa: B008
+    configured = PCA(**{"panels": 2, "image_size": 48, **options})
+    say = (lambda _: None) if messages is None else messages.append
+    return evaluated(configured, photographs, store, encoder, layers, say=say)
 
 
-SHOWN = ("b.png", "c.png")
+DRAWN = ("b.png", "c.png")
 
 
 def tile(path):
@@ -59,7 +59,7 @@ def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, prot
     (folder,) = (store.root / "pictures" / "pca" / "folder").glob(f"tiny-*/{protocol}")
     drawn = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     images = {f"block{layer:02d}/{name}.png" for layer in range(3) for name in ("b.png", "c.png")}
-    assert drawn == images | {"blocks-0-2.png", "blocks-0-2.svg", FILE}
+    assert drawn == images | {"blocks-0-2.png", "blocks-0-2.svg", REFERENCE_FILE}
 
 
 def test_the_dataset_is_fitted_as_if_it_were_one_batch(photographs, tmp_path):
@@ -74,7 +74,7 @@ def test_a_block_looks_the_same_whatever_ran_before(photographs, tmp_path, proto
     drawn = []
     for place, commands in (
         ("alone", [(1,)]),
-        # Drawn again with all others.
+        # It is drawn again with the other blocks.
         ("among", [(1,), (0, 1, 2)]),
         ("after", [(0,), (0, 1, 2), (1,)]),
     ):
@@ -90,45 +90,47 @@ def test_a_block_looks_the_same_whatever_ran_before(photographs, tmp_path, proto
 
 
 def test_colours_are_taken_over_from_another_checkpoint(photographs, tmp_path):
-    store, said = ResultStore(tmp_path / "out"), []
+    store, messages = ResultStore(tmp_path / "out"), []
     probe(photographs, store, protocol="batch")
     other = encoder("other", vit(seed=1))
     probe(photographs, store, protocol="batch", encoder=other)
     pictures = store.root / "pictures" / "pca" / "folder"
     (here,), (there,) = pictures.glob("tiny-*/batch"), pictures.glob("other-*/batch")
-    _, wanted = load_reference(here, SHOWN)
+    _, wanted = load_reference(here, DRAWN)
 
     def distance(folder):
-        pairs = zip(load_reference(folder, SHOWN)[1], wanted, strict=True)
+        pairs = zip(load_reference(folder, DRAWN)[1], wanted, strict=True)
         return sum(float((one - other).square().sum()) for one, other in pairs)
 
     before = tile(there / "blocks-0-2.png")
-    probe(photographs, store, said, protocol="batch", encoder=other, align_to="tiny")
+    probe(photographs, store, messages, protocol="batch", encoder=other, align_to="tiny")
 
     turned = there.with_name("batch-as-tiny")
     assert distance(turned) < 0.7 * distance(there)
     assert (tile(turned / "blocks-0-2.png") != before).any()
     assert (tile(there / "blocks-0-2.png") == before).all()
-    # From one that took them over itself too.
-    probe(photographs, store, said, protocol="batch", encoder=encoder("third"), align_to="other")
-    aligned = [line for line in said if "colours aligned with" in line]
+    # The reference may itself have been aligned with another checkpoint.
+    probe(
+        photographs, store, messages, protocol="batch", encoder=encoder("third"), align_to="other"
+    )
+    aligned = [line for line in messages if "colours aligned with" in line]
     assert aligned == [f"pca: colours aligned with {name}" for name in ("tiny", "other")]
 
 
-def test_a_constant_block_is_said_and_does_not_become_the_reference(photographs, tmp_path):
+def test_a_constant_block_is_reported_and_does_not_become_the_reference(photographs, tmp_path):
     model = vit(skip_mlp=False)
     with torch.no_grad():
-        # The last block answers with its bias alone and forgets what came before it.
+        # The output of the last block is its bias, whatever its input.
         model.get_parameter("blocks.2.mlp.fc2.weight").zero_()
         model.get_parameter("blocks.2.mlp.fc2.bias").fill_(1)
-    store, said, silent = ResultStore(tmp_path / "out"), [], encoder("silent", model)
+    store, messages, silent = ResultStore(tmp_path / "out"), [], encoder("silent", model)
 
-    records = probe(photographs, store, said, encoder=silent)
+    records = probe(photographs, store, messages, encoder=silent)
 
     assert (records[2].value, records[2].details["num_constant"]) == (0.0, 2)
-    assert "pca: block 2: 2 of 2 maps are constant" in said
+    assert "pca: block 2: 2 of 2 maps are constant" in messages
     (folder,) = (store.root / "pictures" / "pca" / "folder").glob("silent-*/image")
-    assert all(m.abs().sum() > 0 for m in load_reference(folder, SHOWN)[1])
+    assert all(m.abs().sum() > 0 for m in load_reference(folder, DRAWN)[1])
 
 
 def test_the_foreground_alone_is_fitted_and_shown(photographs, tmp_path):
@@ -155,16 +157,18 @@ def test_an_unknown_reference_names_the_known_ones(photographs, tmp_path):
         probe(photographs, store, align_to="tiny", protocol="batch")
 
 
-def test_a_reference_without_the_images_or_damaged_says_what_to_do(tmp_path):
+def test_a_reference_without_the_images_or_damaged_recommends_a_command(tmp_path):
     save_reference(tmp_path, "skip", {"a": torch.ones(2, 3, 3).double()})
 
     assert load_reference(tmp_path, ["a"])[1][0].shape == (2, 3, 3)
-    assert reference_folder(str(tmp_path), tmp_path / "pictures", "image") == tmp_path
-    with pytest.raises(DataError, match=r"lack the images b, c; probe that checkpoint"):
-        load_reference(tmp_path, ["b", "c"])
-    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:50])
-    with pytest.raises(DataError, match=r"cannot read .*reference\.npz"):
+    assert find_reference(str(tmp_path), tmp_path / "pictures", "image") == tmp_path
+    with pytest.raises(DataError, match=r"lack 2 of 3 images, such as b;") as lacking:
+        load_reference(tmp_path, ["a", "b", "c"])
+    assert lacking.value.hint == ("--pictures", "{number}")
+    (tmp_path / REFERENCE_FILE).write_bytes((tmp_path / REFERENCE_FILE).read_bytes()[:50])
+    with pytest.raises(DataError, match=r"reference\.npz") as damaged:
         load_reference(tmp_path, ["a"])
+    assert damaged.value.hint == ("--overwrite",)
 
 
 def test_an_svg_holds_real_text_and_every_picture_at_its_place(tmp_path):
@@ -172,7 +176,7 @@ def test_an_svg_holds_real_text_and_every_picture_at_its_place(tmp_path):
     large = np.full((300, 200, 3), 10, np.uint8)
     rows = [[Picture(large, ("a<b",)), Picture(small, ("block 1",))], [Picture(small, ("c",))]]
 
-    svg_sheet(rows, tmp_path / "grid.svg", "the heading")
+    save_svg_sheet(rows, tmp_path / "grid.svg", "the heading")
 
     root = ElementTree.parse(tmp_path / "grid.svg").getroot()
     name = "{http://www.w3.org/2000/svg}"

@@ -6,12 +6,12 @@ import torch
 from torch.nn.functional import interpolate
 
 from probes.pca import (
-    aligned,
-    as_colours,
+    align_maps,
     fit_projection,
-    foreground,
-    oriented,
-    two_means,
+    foreground_masks,
+    orient_signs,
+    to_colours,
+    two_means_threshold,
 )
 
 ROWS, COLS = 5, 7
@@ -25,7 +25,7 @@ def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
 def maps_of(features: torch.Tensor) -> torch.Tensor:
     """One map of unit variance, as `PCA` makes it before the alignment."""
     projected = fit_projection(features.flatten(0, 1)).apply(features)
-    return oriented([projected], [everywhere(projected)])[0]
+    return orient_signs([projected], [everywhere(projected)])[0]
 
 
 def everywhere(some_map):
@@ -33,7 +33,7 @@ def everywhere(some_map):
 
 
 def colours_of(some_map):
-    return as_colours([some_map], [everywhere(some_map)])[0]
+    return to_colours([some_map], [everywhere(some_map)])[0]
 
 
 def rotation(dim, seed=0):
@@ -112,8 +112,8 @@ def test_signs_order_and_mixtures_of_components_change_no_colour(name):
     reference = maps_of(anisotropic(ROWS, COLS, 5))
     block = maps_of(anisotropic(ROWS, COLS, 5) + 0.5 * anisotropic(ROWS, COLS, 5, seed=1))
 
-    first = aligned([block], [reference])[0]
-    again = aligned([block @ ARBITRARY[name]], [reference])[0]
+    first = align_maps([block], [reference])[0]
+    again = align_maps([block @ ARBITRARY[name]], [reference])[0]
 
     np.testing.assert_allclose(again, first, atol=1e-9)
     assert (colours_of(again) == colours_of(first)).all()
@@ -124,7 +124,7 @@ def test_an_alignment_is_a_turn_and_the_one_nearest_to_the_reference():
     reference = maps_of(anisotropic(ROWS, COLS, 5))
     block = maps_of(anisotropic(ROWS, COLS, 5) + anisotropic(ROWS, COLS, 5, seed=1))
 
-    turned = aligned([block], [reference])[0]
+    turned = align_maps([block], [reference])[0]
 
     np.testing.assert_allclose(turned.norm(dim=-1), block.norm(dim=-1), atol=1e-9)
     best = (turned - reference).square().sum()
@@ -137,8 +137,8 @@ def test_maps_of_several_images_are_turned_together():
     references = [maps_of(anisotropic(ROWS, COLS, 5, seed=s)) for s in range(2)]
     mixture = ARBITRARY["mixture"]
 
-    turned = aligned([r @ mixture for r in references], references)
-    alone = aligned([references[0] @ mixture, references[1]], references)
+    turned = align_maps([r @ mixture for r in references], references)
+    alone = align_maps([references[0] @ mixture, references[1]], references)
 
     np.testing.assert_allclose(turned[0], references[0], atol=1e-9)
     np.testing.assert_allclose(turned[1], references[1], atol=1e-9)
@@ -150,7 +150,7 @@ def test_a_reference_of_another_resolution_is_resized():
     fine = interpolate(coarse.permute(2, 0, 1)[None], size=(7, 12), mode="bilinear")[0]
     mixed = fine.permute(1, 2, 0) @ ARBITRARY["order"]
 
-    turned = aligned([mixed], [coarse])[0]
+    turned = align_maps([mixed], [coarse])[0]
 
     np.testing.assert_allclose(turned, fine.permute(1, 2, 0), atol=1e-9)
 
@@ -159,7 +159,7 @@ def test_colours_stretch_each_channel_over_all_maps_from_the_first_to_the_99th_p
     values = torch.arange(101, dtype=torch.float64)[:, None, None].expand(101, 1, 3)
     maps = [values[:50], values[50:]]
 
-    colours = as_colours(maps, [everywhere(one) for one in maps])
+    colours = to_colours(maps, [everywhere(one) for one in maps])
 
     low, high = (one[..., 0].flatten() for one in colours)
     assert low[:3].tolist() == [0, 0, round(255 / 98)]
@@ -168,7 +168,9 @@ def test_colours_stretch_each_channel_over_all_maps_from_the_first_to_the_99th_p
 
 
 def test_two_groups_on_a_line_are_parted_between_them():
-    assert two_means(torch.tensor([0.0, 0.1, 0.2, 5.0, 5.4]).double()) == pytest.approx(2.6)
+    assert two_means_threshold(torch.tensor([0.0, 0.1, 0.2, 5.0, 5.4]).double()) == pytest.approx(
+        2.6
+    )
     values = torch.randn(40, generator=torch.Generator().manual_seed(0)).double()
     ordered = values.sort().values.numpy()
     costs = [
@@ -177,7 +179,7 @@ def test_two_groups_on_a_line_are_parted_between_them():
         for k in range(1, 40)
     ]
     k = int(np.argmin(costs)) + 1
-    assert two_means(values) == pytest.approx((ordered[k - 1] + ordered[k]) / 2)
+    assert two_means_threshold(values) == pytest.approx((ordered[k - 1] + ordered[k]) / 2)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -185,8 +187,8 @@ def test_of_two_clusters_the_one_away_from_the_border_is_the_foreground(sign):
     features = 0.01 * torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(0))
     features[2:4, 3:6] += sign * torch.tensor([4.0, 0.0, 1.0, 0.0])
 
-    (mask,) = foreground([features])
-    (whole,) = foreground([torch.full((3, 4, 5), 2.0)])
+    (mask,) = foreground_masks([features])
+    (whole,) = foreground_masks([torch.full((3, 4, 5), 2.0)])
 
     assert whole.all(), "constant features have no background"
     expected = torch.zeros(6, 8, dtype=torch.bool)

@@ -5,11 +5,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.heads.pixels import predict_pixels, predict_upsampled
+from probes.heads.pixels import (
+    predict_pixels,
+    predict_pixels_exactly,
+    predict_pixels_upsampled,
+)
 
 
 def _logits(kind, classes, heads=3, rows=6, cols=5):
-    """Of all kinds: far apart, often equal or nearly so, far from zero, of a neighbour alike."""
+    """Return logits that are far apart, often equal, nearly equal, far from zero or smooth."""
     generator = torch.Generator().manual_seed(classes)
     noise = torch.randn(heads, rows, cols, classes, generator=generator)
     return {
@@ -24,7 +28,7 @@ def _logits(kind, classes, heads=3, rows=6, cols=5):
 
 
 def _restated(logits, height, width):
-    """Sum by sum in numpy, all pixels and classes."""
+    """Apply the definition to all pixels and classes in numpy."""
     four = []
     for size, patches in zip((height, width), logits.shape[1:3], strict=True):
         position = (torch.arange(size) + 0.5) * (patches / size) - 0.5
@@ -50,37 +54,38 @@ KINDS = ["noisy", "smooth", "whole numbers", "far from zero", "of two sizes", "d
     ("classes", "size"), [(2, (66, 150)), (21, (66, 150)), (21, (5, 3)), (255, (37, 53))]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_pixel_has_the_label_that_the_definition_gives_it(kind, classes, size):
+def test_labels_equal_the_definition_exactly(kind, classes, size):
     logits = _logits(kind, classes)
 
     assert np.array_equal(predict_pixels(logits, *size).numpy(), _restated(logits, *size))
 
 
-def test_of_equal_classes_the_first_wins_everywhere():
+def test_the_first_of_equal_classes_wins():
     assert not predict_pixels(_logits("all equal", 4), 40, 30).any()
 
 
 @pytest.mark.parametrize("size", [(37, 53), (5, 3)])
 @pytest.mark.parametrize("classes", [2, 255])
-def test_upsampled_pixels_have_the_largest_interpolated_logit(size, classes):
+@pytest.mark.parametrize("predict", [predict_pixels_exactly, predict_pixels_upsampled])
+def test_pixels_have_the_largest_interpolated_logit(predict, classes, size):
     logits = _logits("noisy", classes)
     upsampled = F.interpolate(logits.movedim(-1, 1), size, mode="bilinear")
-    predicted = predict_upsampled(logits, *size).long()
-    best = upsampled.gather(1, predicted[:, None])[:, 0]
-    torch.testing.assert_close(best, upsampled.amax(1))
+    predicted = predict(logits, *size).long()
+    largest = upsampled.gather(1, predicted[:, None])[:, 0]
+    torch.testing.assert_close(largest, upsampled.amax(1))
 
 
-def test_labels_of_a_head_do_not_depend_on_its_company(monkeypatch):
+def test_labels_of_a_head_do_not_depend_on_other_heads(monkeypatch):
     logits = _logits("noisy", 21)
-    monkeypatch.setattr("probes.heads.pixels._NODES", 1)
-    monkeypatch.setattr("probes.heads.pixels._PIECE", 1)
+    monkeypatch.setattr("probes.heads.pixels._NODE_LOGITS", 1)
+    monkeypatch.setattr("probes.heads.pixels._PIECE_PIXELS", 1)
     alone = predict_pixels(logits, 40, 70)
     monkeypatch.undo()
 
     assert torch.equal(predict_pixels(logits, 40, 70), alone)
 
 
-def test_two_threads_find_what_one_finds_and_leave_their_number_alone():
+def test_two_threads_give_the_labels_of_one_and_keep_the_thread_count():
     logits = _logits("noisy", 21).requires_grad_()
     before = torch.get_num_threads()
     try:
@@ -95,13 +100,13 @@ def test_two_threads_find_what_one_finds_and_leave_their_number_alone():
         torch.set_num_threads(before)
 
 
-def test_logits_whose_differences_overflow_have_the_labels_of_smaller_ones():
+def test_huge_logits_have_the_labels_of_smaller_ones():
     logits = _logits("noisy", 21)[:1]
     assert torch.equal(predict_pixels(logits * 2.0**126, 40, 70), predict_pixels(logits, 40, 70))
 
 
 @pytest.mark.parametrize("wild", [torch.nan, torch.inf, 1e38])
-def test_a_head_that_diverged_leaves_the_others_alone(wild):
+def test_a_diverged_head_does_not_change_other_heads(wild):
     logits = _logits("noisy", 21)
     calm = predict_pixels(logits, 40, 70)
     logits[1] *= wild

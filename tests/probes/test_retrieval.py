@@ -105,8 +105,13 @@ def test_pixels_without_a_label_are_neither_remembered_nor_counted(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "dataset", "error", "message"),
     [
-        ({"neighbours": 500}, ColourDataset(), ConfigurationError, "at most the 288 patches"),
-        ({}, ColourDataset(masks=dict.fromkeys(range(18), 255)), DataError, "no training patch"),
+        ({"neighbours": 500}, ColourDataset(), ConfigurationError, "at most 288"),
+        (
+            {},
+            ColourDataset(masks=dict.fromkeys(range(18), 255)),
+            DataError,
+            "no patch with",
+        ),
     ],
 )
 def test_what_cannot_be_retrieved_is_named(tmp_path, changes, dataset, error, message):

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from probes.tokencut.log import unpack_mask
-from probes.tokencut.probe import TokenCut, object_counts
+from probes.tokencut.probe import TokenCut
+from probes.tokencut.scores import object_counts
 from ssl_bench.cli.__main__ import main
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import Baseline, ResultStore

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ssl_bench
-from probes.features.tiers import to_float16, undo_scaling
-from probes.tokencut.eigensolver import cosines
+from probes.features.stream import to_float16, undo_scaling
+from probes.tokencut.eigensolver import cosine_similarities
 from ssl_bench.composition.choices import choices
 from ssl_bench.errors import DataError, UnfitEncoder
 from ssl_bench.neighbours import unit_vectors, zero_vectors_warning
@@ -126,7 +126,9 @@ def test_ordinary_unit_vectors_are_bit_for_bit_those_of_torch():
 @pytest.mark.parametrize("power", [-80, -42, 64])
 def test_cosines_of_tokencut_do_not_depend_on_length(power):
     tokens = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32)
-    assert np.array_equal(cosines(tokens * np.float32(2.0**power)), cosines(tokens))
+    assert np.array_equal(
+        cosine_similarities(tokens * np.float32(2.0**power)), cosine_similarities(tokens)
+    )
 
 
 def test_zero_vectors_are_reported():

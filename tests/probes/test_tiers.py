@@ -1,13 +1,13 @@
 """Features in memory, on disk or in a stream: one result; a killed fit goes on."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from probes.features.stream import KeptState
-from probes.features.tiers import GIB, StorageLimits
+from probes.features.tiers import GIB
 from probes.features.views import WholeImage, resize_mask
 from probes.segmentation import SegmentationRun
 from ssl_bench.errors import CheckpointError, MachineError
@@ -55,31 +55,46 @@ def test_a_stream_keeps_nothing_and_passes_the_encoder_once_an_epoch(tmp_path):
     # scored.
     assert counter.images == 16 * (1 + 3) + 2 + 7
     assert first.details["encoder_passes"] == 4
-    assert not list(tmp_path.rglob("*.features"))
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+# 18 images of four layers, and their labels of 4 x 4 pixels for each patch.
+_SIZE = 18 * (4 * 16 * 24 * 2 + (4 * 4) ** 2) / GIB
 
 
 @pytest.mark.parametrize(
-    ("memory_gib", "disk_gib", "is_kept", "tier"),
+    ("memory_gib", "disk_gib", "is_stored", "tier"),
     [
-        (3.0, 0.0, False, "memory"),
-        (2.9, 3.0, False, "disk"),
-        (2.9, 2.9, False, "stream"),
-        (2.9, 0.0, True, "disk"),
+        (_SIZE, 0.0, False, "memory"),
+        (0.99 * _SIZE, _SIZE, False, "disk"),
+        (0.99 * _SIZE, 0.99 * _SIZE, False, "stream"),
+        (0.99 * _SIZE, 0.0, True, "disk"),
     ],
 )
-def test_a_tier_is_the_first_that_has_the_room(tmp_path, memory_gib, disk_gib, is_kept, tier):
-    room = StorageLimits("auto", memory_gib, disk_gib, tmp_path)
-    assert room.choose(2 * GIB, GIB, lambda: is_kept) == tier
-    asked = StorageLimits("stream", memory_gib, disk_gib, tmp_path)
-    assert asked.choose(2 * GIB, GIB, lambda: is_kept) == "stream"
+def test_auto_selects_the_first_storage_that_fits(tmp_path, memory_gib, disk_gib, is_stored, tier):
+    def features(**changes):
+        probe = quick_probe(cache=str(tmp_path), **changes)
+        return SegmentationRun(probe, probe_context(tmp_path, layers=(0, 1, 2, 3))).features()
+
+    if is_stored:
+        features(tier="disk")
+    limits = {"memory_gib": memory_gib, "disk_gib": disk_gib}
+    found = features(**limits, tier="auto")
+    assert found.tier == tier
+    assert found.passes == (0 if is_stored or tier == "stream" else 1)
+    assert features(**limits, tier="stream").tier == "stream"
 
 
-def test_half_of_what_is_free_is_taken_where_nothing_is_said(tmp_path, monkeypatch):
+def test_half_of_the_free_space_is_used_by_default(tmp_path, monkeypatch):
+    said = []
     monkeypatch.setattr("probes.features.tiers.free_host_memory", lambda: 6 * GIB)
-    room = StorageLimits("auto", None, None, tmp_path / "not there" / "yet")
-    assert room.memory == 3 * GIB
-    assert 0 < room.disk < 2**60
-    assert room.said("disk", 5 * GIB).startswith("features: 5.0 GiB, tier disk (may take 3.0 GiB")
+    context = replace(probe_context(tmp_path), say=said.append)
+    probe = quick_probe(tier="auto", cache=str(tmp_path / "not there" / "yet"))
+    assert SegmentationRun(probe, context).features().tier == "memory"
+    (line,) = [line for line in said if "limits" in line]
+    assert "3.0 GiB of memory" in line
+    free = shutil.disk_usage(tmp_path).free / 2 / GIB
+    assert float(line.split("memory, ")[1].split()[0]) == pytest.approx(free, rel=0.1)
 
 
 def test_the_smallest_of_what_groups_leave_is_what_is_free(tmp_path, monkeypatch):
@@ -175,19 +190,6 @@ def test_heads_and_counts_that_were_finished_are_not_made_again(tmp_path):
     assert counter.images == 2
     assert again[0].value == first.value
     assert again[0].details["train_seconds"] == first.details["train_seconds"]
-
-
-def test_damaged_heads_are_said_and_trained_again(tmp_path):
-    said = []
-    kept = KeptState(tmp_path / "some.heads", 0.0, said.append)
-    assert kept.found == {}
-    kept.write({"step": 3, "weight": torch.ones(2)})
-    assert KeptState(kept.path, 0.0, said.append).found["step"] == 3
-    whole = kept.path.read_bytes()
-    for damaged in (whole[:-7], whole[:50], b""):
-        kept.path.write_bytes(damaged)
-        assert KeptState(kept.path, 0.0, said.append).found == {}
-        assert said.pop().endswith("is damaged; starting from the beginning")
 
 
 @pytest.mark.slow

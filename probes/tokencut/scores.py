@@ -1,0 +1,214 @@
+"""Scores of TokenCut: the result of an image, and the scores of a block."""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64, UInt8
+
+from probes.tokencut.cuts import Discovery, PatchGrid
+from probes.tokencut.log import Cell, ImageResult, cell_name, pack_mask
+from ssl_bench.data.samples import IGNORED, Sample
+from ssl_bench.errors import DataError
+from ssl_bench.evaluation import Score
+from ssl_bench.intervals import Share, mean_estimate
+from ssl_bench.results import Baseline, PerImageKind
+from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
+
+# Percentage of the image that the largest object covers.
+_OBJECT_SIZES = {
+    "below_10_percent": (0.0, 10.0),
+    "10_to_40_percent": (10.0, 40.0),
+    "from_40_percent": (40.0, np.inf),
+}
+_NUM_OBJECTS = {"1": (1.0, 2.0), "2_to_3": (2.0, 4.0), "from_4": (4.0, np.inf)}
+_PER_IMAGE_KINDS: Mapping[str, PerImageKind] = {
+    "max_f_beta": "object_f_beta",
+    "iou": "object_iou",
+    "accuracy": "object_accuracy",
+}
+
+
+def image_result(
+    sample: Sample, objects: Mapping[str, Sequence[Discovery]], grid: PatchGrid, *, has_mask: bool
+) -> ImageResult:
+    """Compare the objects of an image with its boxes, or with its mask if `has_mask` is true.
+
+    Raises:
+        DataError: The image has no mask.
+    """
+    if has_mask and sample.mask is None:
+        raise DataError(f"{sample.image_id} has no mask to score with", hint=("probe.truth=boxes",))
+    truth = sample.mask if has_mask else None
+    true_boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
+    areas = (true_boxes[:, 2:] - true_boxes[:, :2]).prod(-1)
+    return ImageResult(
+        num_boxes=None if sample.boxes is None else len(true_boxes),
+        largest_box=100 * float(areas.max(initial=0)) / (grid.height * grid.width),
+        grid=grid.shape,
+        cells={cell: _cell(found, grid, sample.boxes, truth) for cell, found in objects.items()},
+        size=(grid.height, grid.width),
+        true_boxes=None if sample.boxes is None else true_boxes.tolist(),
+        pixels=zlib.crc32(sample.image.tobytes()),
+        centre=None if truth is None else object_counts(_centre_mask(truth.shape), truth).tolist(),
+    )
+
+
+def _cell(
+    objects: Sequence[Discovery],
+    grid: PatchGrid,
+    true_boxes: Float64[np.ndarray, "boxes 4"] | None,
+    true_mask: UInt8[np.ndarray, "height width"] | None,
+) -> Cell:
+    """Return the objects of one block and facet in the format of `ImageResult.cells`.
+
+    With a true mask, a hit has an IoU of at least 0.5 with this mask.
+    """
+    first, *others = objects
+    cell: Cell = {
+        "box": first.box.astype(int).tolist(),
+        "mask": pack_mask(first.mask),
+        "hit": None if true_boxes is None else is_hit(first.box, true_boxes),
+        "degenerate": first.degenerate,
+    }
+    if first.eigenvalue is None:
+        cell["tied_cutoff"] = first.tied_cutoff
+    else:
+        cell |= {"eigenvalue": first.eigenvalue, "gap": first.gap}
+    if others:
+        cell["further_boxes"] = [other.box.astype(int).tolist() for other in others]
+        cell["further_masks"] = [pack_mask(other.mask) for other in others]
+    if true_mask is not None:
+        counts = object_counts(grid.to_pixels(first.mask), true_mask)
+        cell |= {"object": counts.tolist(), "hit": bool(object_iou(counts) >= 50)}
+    return cell
+
+
+def object_counts(
+    mask: Bool[np.ndarray, "height width"], truth: UInt8[np.ndarray, "height width"]
+) -> Int64[np.ndarray, " 4"]:
+    """Return the `ssl_bench.scores.ObjectCounts` of a mask.
+
+    Args:
+        mask: Pixels of the object that was found.
+        truth: 1 for the object, 0 for the background, `IGNORED` for pixels that are not scored.
+    """
+    is_scored, is_true = truth != IGNORED, truth == 1
+    is_found = mask & is_scored
+    parts = (is_found & is_true, is_found, is_true, is_scored)
+    return np.array([part.sum() for part in parts], np.int64)
+
+
+def _centre_mask(size: tuple[int, ...]) -> Bool[np.ndarray, "height width"]:
+    """Return the pixels whose centres lie in the centre box."""
+    height, width = size
+    x0, y0, x1, y1 = centre_box((height, width))
+    x, y = np.arange(width) + 0.5, np.arange(height) + 0.5
+    return ((y > y0) & (y < y1))[:, None] & ((x > x0) & (x < x1))
+
+
+def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
+    """Return CorLoc of a block and facet over all images with at least one true box.
+
+    A box is a hit if its IoU with any true box is at least 0.5. Degenerate images are scored too.
+    """
+    cell = cell_name(layer, facet)
+    scored = [result for result in results if result.num_boxes]
+    hits = np.array([result.cells[cell]["hit"] for result in scored])
+    true_boxes = [np.array(result.true_boxes, np.float64) for result in scored]
+    truths = list(zip([result.size for result in scored], true_boxes, strict=True))
+    constant = {
+        name: corloc(np.array([is_hit(box(size), boxes) for size, boxes in truths]))
+        for name, box in CONSTANT_BOXES.items()
+    }
+
+    def by_group(
+        groups: Mapping[str, tuple[float, float]], measure: Callable[[ImageResult], float]
+    ) -> dict[str, Any]:
+        scores = {}
+        for group, (low, high) in groups.items():
+            group_hits = hits[[low <= measure(result) < high for result in scored]]
+            if len(group_hits):
+                scores[group] = {"num_images": len(group_hits), "corloc": corloc(group_hits)}
+        return scores
+
+    details = {
+        **flag_percentages([result.cells[cell] for result in results]),
+        **Baseline.best(constant).as_details(),
+        "images_without_boxes": len(results) - len(scored),
+        "by_object_size": by_group(_OBJECT_SIZES, lambda result: result.largest_box),
+        "by_num_objects": by_group(_NUM_OBJECTS, lambda result: result.num_boxes or 0),
+    }
+    value, ci95 = corloc(hits), Share(hits).ci95()
+    return Score(layer, facet, "corloc", value, ci95, len(hits), details, per_image=hits)
+
+
+def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> Iterator[Score]:
+    """Yield the mean of each of `OBJECT_SCORES`. All images must have a true mask."""
+    cells = [result.cells[cell_name(layer, facet)] for result in results]
+    counts = np.array([cell["object"] for cell in cells], np.int64)
+    constant_counts = constant_masks(np.array([result.centre for result in results], np.int64))
+    for metric, score in OBJECT_SCORES.items():
+        estimate = mean_estimate(score(counts))
+        constant = {name: float(score(own).mean()) for name, own in constant_counts.items()}
+        details = {
+            **flag_percentages(cells),
+            **Baseline.best(constant).as_details(),
+            "images_without_object": int((counts[:, 2] == 0).sum()),
+        }
+        value, ci95, kind = estimate.value, estimate.ci95(), _PER_IMAGE_KINDS[metric]
+        yield Score(
+            layer, facet, metric, value, ci95, len(counts), details, counts, per_image_kind=kind
+        )
+
+
+def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
+    """Return the percentage of degenerate images, the only score without ground truth."""
+    flags = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
+    value, ci95 = 100 * float(flags.mean()), Share(flags).ci95()
+    return Score(layer, facet, "degenerate", value, ci95, len(flags), per_image=flags)
+
+
+def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
+    """Return the percentage of images with each flag that the method sets."""
+    percentages = {}
+    for flag in ("degenerate", "tied_cutoff"):
+        values = [cell[flag] for cell in cells if flag in cell]
+        if values:
+            percentages[f"{flag}_percent"] = 100 * float(np.mean(values))
+    return percentages
+
+
+def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
+    """Return the centred box (x0, y0, x1, y1) with half of the area and the shape of the image.
+
+    The size is (height, width) in pixels.
+    """
+    height, width = size
+    sides = np.array([width, height, width, height], np.float64)
+    return sides * (0.5 + np.sqrt(0.125) * np.array([-1.0, -1.0, 1.0, 1.0]))
+
+
+CONSTANT_BOXES: Mapping[str, Callable[[tuple[int, int]], Float64[np.ndarray, " 4"]]] = {
+    "centre box": centre_box,
+    "whole image": lambda size: np.array([0, 0, size[1], size[0]], np.float64),
+}
+"""Boxes that depend only on the size of an image. The better one is the baseline of a score."""
+
+
+def constant_masks(
+    centre_counts: Int64[np.ndarray, "images 4"],
+) -> dict[str, Int64[np.ndarray, "images 4"]]:
+    """Return the `ObjectCounts` of image-independent masks, by name.
+
+    The best mask is the baseline of a score. For pixel accuracy, this is the empty mask if objects
+    are small, and the whole image if they are large.
+    """
+    _, _, true, total = centre_counts.T
+    zero = np.zeros_like(true)
+    return {
+        "centre box": centre_counts,
+        "whole image": np.stack([true, total, true, total], 1),
+        "empty mask": np.stack([zero, zero, true, total], 1),
+    }
