@@ -3,7 +3,7 @@
 import base64
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,10 @@ def unpack_mask(packed: str, grid: tuple[int, int]) -> Bool[np.ndarray, "rows co
     return np.unpackbits(bits, count=grid[0] * grid[1]).reshape(grid).astype(bool)
 
 
+_REQUIRED = {"image", "entry", "num_boxes", "largest_box", "grid", "cells", "size"}
+_ALLOWED = {"image", "entry", *(item.name for item in fields(ImageResult) if item.name != "grids")}
+
+
 class DiscoveryLog:
     """Results by image id, stored in a journal.
 
@@ -104,7 +108,7 @@ class DiscoveryLog:
         self._journal = journal
         self._identities = identities
         if self.path.is_file():
-            for entry in journal.read(self.path):
+            for entry in self._read(self.path):
                 if identities.get(entry["image"]) == entry["entry"]:
                     self._merge(entry)
 
@@ -133,12 +137,17 @@ class DiscoveryLog:
         for image_id, identity in self._identities.items():
             image_ids.setdefault(identity, []).append(image_id)
         copied = []
-        for entry in self._journal.read(path):
+        for entry in self._read(path):
             for image_id in image_ids.get(entry["entry"], []):
                 if not self.has_cells(image_id, entry["cells"]):
                     self._store({**entry, "image": image_id})
                     copied.append((entry["image"], image_id, list(entry["cells"])))
         return copied
+
+    def _read(self, path: Path) -> list[dict[str, Any]]:
+        """Return the entries of a log. Entries with other fields are of another version."""
+        entries = self._journal.read(path)
+        return [entry for entry in entries if _REQUIRED <= entry.keys() <= _ALLOWED]
 
     def _store(self, entry: dict[str, Any]) -> None:
         self._journal.append(entry)

@@ -51,7 +51,7 @@ def test_the_picture_of_the_rooms_shows_the_contracts_of_imports():
     drawn = rooms["picture"]()
 
     assert (ROOT / "docs/rooms.svg").read_text() == drawn, "run: python docs/_rooms.py"
-    assert [drawn.count(f">{room}</text>") for room in ("ssl_bench/cli/", "knn", "mimetic")] == [
+    assert [drawn.count(f">{room}</text>") for room in ("ssl_bench/cli/", "heads", "mimetic")] == [
         1, 1, 0,
     ]  # fmt: skip
 
