@@ -28,8 +28,8 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
+from ssl_bench.system.output import say
 from ssl_bench.system.process import reraise_out_of_memory
-from ssl_bench.system.progress import say
 
 ENCODER, CONFIG, LOG = LAST, "config.yaml", "log.jsonl"
 BOARD, WANDB = "tensorboard", "wandb"

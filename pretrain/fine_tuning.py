@@ -17,7 +17,7 @@ from ssl_bench.models import (
 )
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 from ssl_bench.models.vit import resize_positions
-from ssl_bench.system.paths import expand_path, resolve_links
+from ssl_bench.system.files import expand_path, resolve_links
 
 START, SHA256 = "init_from", "init_from_sha256"
 # They say how weights are drawn and trained, or are changed on the way.

@@ -21,9 +21,8 @@ from pretrain.distributed import TrainingRanks
 from pretrain.options import TrainOptions
 from pretrain.schedules import Timeline
 from ssl_bench.errors import ConfigurationError, MachineError, join_alternatives
-from ssl_bench.system.escaping import escape_unprintable
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.progress import bar_class, format_duration
+from ssl_bench.system.output import bar_class, escape_unprintable, format_duration
 
 # A step's row starts with these, in this order.
 _FIRST = ("step", "epoch", "loss")

@@ -37,15 +37,13 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.features import central_square
 from ssl_bench.intervals import Share
-from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.models import identify_encoder
 from ssl_bench.models.encoder import Colours
-from ssl_bench.neighbours import knn_ranks
+from ssl_bench.neighbours import LabelledFeatures, knn_ranks
 from ssl_bench.results import SUPERVISED, TRAINED_ON, ResultKey, ResultStore, TrainingImages
 from ssl_bench.system.device import describe_device, evaluation_mode, to_float64
-from ssl_bench.system.paths import expand_path, resolve_links
-from ssl_bench.system.process import count_usable_cores
-from ssl_bench.system.provenance import provenance_fields
+from ssl_bench.system.files import expand_path, resolve_links
+from ssl_bench.system.process import count_usable_cores, provenance_fields
 
 KNN = "knn_top1"
 _MOST_THREADS = 16

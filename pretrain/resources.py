@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssl_bench.system.device import free_gpu_memory
+from ssl_bench.system.output import format_duration
 from ssl_bench.system.process import free_host_memory, local_world_size
-from ssl_bench.system.progress import format_duration
 
 _PRODUCTS, _ROUNDS = 4, 3
 _SIDE = {"cuda": 8_192}

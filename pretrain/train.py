@@ -56,8 +56,8 @@ from ssl_bench.models.loading.checkpoint import colours_metadata
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.endings import STOP_SIGNALS, handle_signals
 from ssl_bench.system.files import write_text_atomically
+from ssl_bench.system.output import format_size, say
 from ssl_bench.system.process import reraise_out_of_memory
-from ssl_bench.system.progress import format_size, say
 
 # Weights' worth of moments, and of SOAP's statistics and bases in a ViT, that an optimizer holds.
 _ADAMW_HOLDS, _SOAP_HOLDS = 2, 10

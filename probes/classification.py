@@ -15,7 +15,10 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from probes.features.image import IMAGE_FACETS, ImageFeatures, ImagePass
-from probes.features.split import (
+from probes.features.stream import batches, extract_float16, read_ahead, undo_scaling
+from probes.features.tiers import StoredFeatures, TrainingFeatures, TrainingPass
+from probes.features.training_images import (
+    CentralSquare,
     LayerGroup,
     ShotCounts,
     Shots,
@@ -27,9 +30,6 @@ from probes.features.split import (
     require_labels,
     shot_counts,
 )
-from probes.features.stream import batches, extract_float16, read_ahead, undo_scaling
-from probes.features.tiers import StoredFeatures, TrainingFeatures, TrainingPass
-from probes.features.views import CentralSquare
 from probes.heads.attentive import AttentivePooling, TrainedAttentiveHeads
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import LabelLoss
@@ -60,9 +60,9 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import central_square
 from ssl_bench.layers import INNER_FACETS, FacetSpec
-from ssl_bench.metrics import LabelledFeatures, class_rank
+from ssl_bench.neighbours import LabelledFeatures, class_rank
 from ssl_bench.system.device import to_device
-from ssl_bench.system.paths import cache_folder
+from ssl_bench.system.files import cache_folder
 
 ATTENTIVE_FACET = "patch_attentive"
 """Facet of attentive heads in records: patches after the final norm, pooled by each head."""

@@ -47,7 +47,7 @@ from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.neighbours import unit_vectors
 from ssl_bench.results import Baseline
 from ssl_bench.system.device import to_device, to_host
-from ssl_bench.system.paths import figure_file_name
+from ssl_bench.system.files import figure_file_name
 
 LayerFacet = tuple[int, Facet]
 ViewFeatures = Mapping[LayerFacet, Float[Tensor, "_rows _cols _dim"]]

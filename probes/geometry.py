@@ -21,7 +21,7 @@ from probes.features.image import facet_parts, image_vectors
 from probes.features.journal import Journal
 from probes.features.moments import Moments
 from probes.features.stream import batches, fetch_finite, images_per_pass, read_ahead
-from probes.features.views import ResizedCrops
+from probes.features.training_images import ResizedCrops
 from probes.spectra import alpha_req, centred_effective_rank, is_constant, lidar, rankme
 from ssl_bench.composition.fields import (
     Bounds,
@@ -42,7 +42,7 @@ from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
 from ssl_bench.neighbours import unit_vectors
 from ssl_bench.results import encoder_id
 from ssl_bench.system.device import float64_device, power_of_two, to_device, to_float64
-from ssl_bench.system.paths import cache_folder
+from ssl_bench.system.files import cache_folder
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
 TOKEN_METRICS = ("outlier_share", "cls_patch_cosine", "register_patch_cosine", "position_r2")

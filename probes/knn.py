@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any, Literal
 
 from probes.features.image import ImagePass, is_constant
-from probes.features.split import (
+from probes.features.stream import batches
+from probes.features.training_images import (
     ShotCounts,
     Shots,
     TrainingSplit,
     reject_train_images_with_shots,
     shot_counts,
 )
-from probes.features.stream import batches
 from probes.top_k import TOP_K, average_over_draws, shot_metric_name, top_k_score
 from ssl_bench.composition.compose import fill_in_guesses
 from ssl_bench.composition.fields import (
@@ -34,8 +34,7 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS
-from ssl_bench.metrics import LabelledFeatures
-from ssl_bench.neighbours import knn_ranks, unit_vectors, zero_vectors_warning
+from ssl_bench.neighbours import LabelledFeatures, knn_ranks, unit_vectors, zero_vectors_warning
 
 
 @dataclass(frozen=True)

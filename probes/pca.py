@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 
 from probes.features.moments import Moments
 from probes.features.stream import fetch_finite
-from probes.features.views import resize_bicubic
+from probes.features.training_images import resize_bicubic
 from probes.pictures import Picture, blocks_name, draw_heading, save_sheet, save_svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
@@ -29,8 +29,14 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import Resize
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS
-from ssl_bench.system.files import open_regular, write_atomically
-from ssl_bench.system.paths import encoder_folder_prefix, expand_path, figure_file_name, file_name
+from ssl_bench.system.files import (
+    encoder_folder_prefix,
+    expand_path,
+    figure_file_name,
+    file_name,
+    open_regular,
+    write_atomically,
+)
 from ssl_bench.system.process import reraise_out_of_memory
 
 REFERENCE_FILE = "reference.npz"

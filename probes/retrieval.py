@@ -16,12 +16,22 @@ from jaxtyping import Float, Float16, Int64
 from torch import Tensor
 
 from probes.features.image import is_constant
-from probes.features.split import TrainingSplit, parse_patch_facet
 from probes.features.stream import batches, extract, fetch_finite, read_ahead
 from probes.features.tiers import TrainingPass
-from probes.features.views import make_views, reject_identical_views
+from probes.features.training_images import (
+    TrainingSplit,
+    make_views,
+    parse_patch_facet,
+    reject_identical_views,
+)
 from probes.heads.losses import label_histograms
-from probes.heads.scored_images import ImageCounts, Squashed, mask_score
+from probes.heads.scored_images import (
+    ImageCounts,
+    Squashed,
+    class_counts,
+    confusion_counts,
+    mask_score,
+)
 from ssl_bench.composition.compose import fill_in_guesses
 from ssl_bench.composition.fields import Count, Engine, Pixels, PositiveOrZero, Temperature, Threads
 from ssl_bench.data.samples import Dataset, ImageSet
@@ -29,7 +39,6 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import FacetSpec
-from ssl_bench.metrics import class_counts, confusion_counts
 from ssl_bench.neighbours import faiss_nearest, prefers_faiss, unit_vectors, zero_vectors_warning
 from ssl_bench.results import Baseline
 from ssl_bench.scores import IGNORED, matched_mean_iou

@@ -19,17 +19,19 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from probes.features.journal import Journal
-from probes.features.split import (
+from probes.features.stream import batches, extract, fetch_finite, read_ahead
+from probes.features.tiers import RequestedTier, TrainingFeatures, TrainingPass
+from probes.features.training_images import (
     LayerGroup,
     TrainingSplit,
     group_layers,
     ids_sha256,
+    make_views,
     parse_patch_facet,
+    reject_identical_views,
     reject_single_block,
+    resize_mask,
 )
-from probes.features.stream import batches, extract, fetch_finite, read_ahead
-from probes.features.tiers import RequestedTier, TrainingFeatures, TrainingPass
-from probes.features.views import make_views, reject_identical_views, resize_mask
 from probes.heads.logistic import LogisticRegression
 from probes.heads.losses import PixelLoss, UpsampledLoss
 from probes.heads.scored_images import (
@@ -37,6 +39,7 @@ from probes.heads.scored_images import (
     ScoredImage,
     SlidingWindows,
     Squashed,
+    class_counts,
     mask_score,
     nan_to_none,
 )
@@ -69,11 +72,14 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import FacetSpec
-from ssl_bench.metrics import class_counts
 from ssl_bench.scores import IGNORED, mean_iou
 from ssl_bench.system.device import to_device
-from ssl_bench.system.files import remove_orphans, write_text_atomically
-from ssl_bench.system.paths import cache_folder, figure_file_name
+from ssl_bench.system.files import (
+    cache_folder,
+    figure_file_name,
+    remove_orphans,
+    write_text_atomically,
+)
 
 _HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 _CAPI_C_VALUES = (1e-6, 3.727594e-5, 1.389495e-3, 5.179475e-2, 1.930698, 71.96857, 2682.696, 1e5)

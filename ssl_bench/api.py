@@ -28,7 +28,7 @@ from ssl_bench.planning import evaluate, plan_request, require_images
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device, preserve_process_state, restore_tensor_storage
-from ssl_bench.system.progress import say_once
+from ssl_bench.system.output import say_once
 from ssl_bench.tables.depth import Pivot, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.sheets import render_tables

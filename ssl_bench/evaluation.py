@@ -31,11 +31,10 @@ from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import Record, ResultKey, ResultStore, block_stride, encoder_id, versions
 from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, PerImageKind, TrainingImages
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system import paths
 from ssl_bench.system.device import describe_device
-from ssl_bench.system.files import mark_as_output
-from ssl_bench.system.progress import say, show_progress
-from ssl_bench.system.provenance import provenance_fields
+from ssl_bench.system.files import encoder_folder, figures_folder_name, file_name, mark_as_output
+from ssl_bench.system.output import say, show_progress
+from ssl_bench.system.process import provenance_fields
 
 _CPU = torch.device("cpu")
 SIZE_FIELDS = ("image_size", "longer_side", "max_side", "squash")
@@ -50,7 +49,7 @@ _NEW_NAMES = {
 """New names of attributes that probes of earlier versions define."""
 
 Progress = Callable[..., Iterable[Any]]
-"""A function like `ssl_bench.system.progress.show_progress`. It returns the items unchanged."""
+"""A function like `ssl_bench.system.output.show_progress`. It returns the items unchanged."""
 
 
 class FeatureCache(UserDict[Any, Any]):
@@ -603,9 +602,9 @@ def _distinct_layers(keys: Sequence[ResultKey]) -> tuple[int, ...]:
 def figures_folder(
     store: ResultStore, task: str, images: ImageSet, encoder: Encoder | EncoderIdentity
 ) -> Path:
-    beginning = paths.encoder_folder(encoder.name, encoder_id(encoder.identity()))
-    folder = paths.figures_folder(beginning, images.fingerprint())
-    return store.root / "pictures" / task / paths.file_name(images.name) / folder
+    beginning = encoder_folder(encoder.name, encoder_id(encoder.identity()))
+    folder = figures_folder_name(beginning, images.fingerprint())
+    return store.root / "pictures" / task / file_name(images.name) / folder
 
 
 def result_keys(

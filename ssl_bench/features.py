@@ -28,8 +28,8 @@ from ssl_bench.errors import (
 from ssl_bench.layers import FACETS, INNER_FACETS, REGISTERS, Facet, submodule_name
 from ssl_bench.models import Encoder
 from ssl_bench.system.device import autocast, evaluation_mode, to_device, to_host
+from ssl_bench.system.output import say
 from ssl_bench.system.process import is_out_of_memory
-from ssl_bench.system.progress import say
 
 Features = dict[int, dict[Facet, Tensor]]
 Grid = tuple[int, int]

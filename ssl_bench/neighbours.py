@@ -5,6 +5,7 @@ The search uses faiss or a matrix product. Both give the same neighbours.
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from ssl_bench.composition.fields import Engine
 from ssl_bench.errors import MachineError
-from ssl_bench.metrics import LabelledFeatures, class_rank
 from ssl_bench.system.device import power_of_two, to_float64
 
 # Number of similarities in memory at a time. They take 0.25 GiB.
@@ -33,6 +33,21 @@ _FAISS_MIN_RATIO = 256
 _EXTRA_CANDIDATES = 32
 # Largest number of neighbours that faiss's GPU kernels can select.
 _FAISS_MAX_ON_GPU = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledFeatures:
+    """One feature vector and one class label for each image."""
+
+    features: Float[Tensor, "images dim"]
+    labels: Int64[Tensor, " images"]
+
+    def to(self, device: torch.device) -> "LabelledFeatures":
+        return LabelledFeatures(self.features.to(device), self.labels.to(device))
+
+    def take(self, rows: Int64[Tensor, " rows"]) -> "LabelledFeatures":
+        """Return the features and labels of some of the images."""
+        return LabelledFeatures(self.features[rows], self.labels[rows])
 
 
 def knn_ranks(
@@ -249,3 +264,18 @@ def _faiss_nearest_on_gpu(
 def _gpu_resources() -> Any:
     """Return faiss's working memory on the GPU. It exceeds 1 GiB, so it is allocated only once."""
     return importlib.import_module("faiss").StandardGpuResources()
+
+
+def class_rank(
+    scores: Float[Tensor, "*heads queries classes"], targets: Int64[Tensor, " queries"]
+) -> Int64[Tensor, "*heads queries"]:
+    """Return the rank of the true class by score. The class with the highest score has rank 0.
+
+    If scores are equal, the class with the lower index ranks first. If any score of a query is not
+    finite, its rank is the number of classes.
+    """
+    num_classes = scores.shape[-1]
+    own = scores.gather(-1, targets.expand(scores.shape[:-1])[..., None])
+    lower = torch.arange(num_classes, device=targets.device) < targets[:, None]
+    before = (scores > own) | ((scores == own) & lower)
+    return torch.where(scores.isfinite().all(-1), before.sum(-1), num_classes)

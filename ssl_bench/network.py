@@ -16,7 +16,7 @@ from typing import BinaryIO, Literal
 
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.system.files import open_regular, wait_for_lock
-from ssl_bench.system.progress import bar_class
+from ssl_bench.system.output import bar_class
 
 # This is long enough for a slow connection. Without internet, commands still fail within 5 s.
 REACH_SECONDS = 3.0

@@ -46,7 +46,7 @@ from ssl_bench.layers import select_layers
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.request import BATCH_SIZES, ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.progress import say
+from ssl_bench.system.output import say
 
 _PROTOCOL, _PICTURES = "probe.protocol", "probe.panels"
 _Pair = tuple[str, str]

@@ -10,7 +10,7 @@ from ssl_bench.composition.compose import add_data_root, compose_config, has_key
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import BrokenFile, ConfigurationError
 from ssl_bench.system.device import parse_device
-from ssl_bench.system.progress import say
+from ssl_bench.system.output import say
 
 BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
 """Config keys that `--batch-size` sets. A key is set only for tasks that have this key."""

@@ -19,7 +19,7 @@ ABSENT_CLASS_POLICY = "absent_from_both_is_nan"
 Counts = Integer[np.ndarray, "*some 3 classes"]
 """Numbers of correct, predicted and ground-truth pixels of each class.
 
-`ssl_bench.metrics.class_counts` computes them.
+`probes.heads.scored_images.class_counts` computes them.
 """
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)

@@ -40,9 +40,8 @@ from ssl_bench.request import ProbeRequest
 from ssl_bench.results import ResultKey, ResultStore, encoder_id
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.endings import Outcome, run_and_catch
-from ssl_bench.system.escaping import align_columns
+from ssl_bench.system.output import align_columns, say
 from ssl_bench.system.process import is_out_of_memory
-from ssl_bench.system.progress import say
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from probes.clustering.agreement import (
 )
 from probes.features.image import ImagePass, is_constant
 from probes.features.stream import batches, fetch_finite, read_ahead
-from probes.features.views import image_and_mask, resize_bilinear
+from probes.features.training_images import image_and_mask, resize_bilinear
 from ssl_bench.composition.fields import (
     Count,
     Pixels,

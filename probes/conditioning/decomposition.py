@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from probes.features.views import resize_bicubic
+from probes.features.training_images import resize_bicubic
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, block_tokens

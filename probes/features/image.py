@@ -13,7 +13,7 @@ from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, Features, central_square
 from ssl_bench.layers import Facet
-from ssl_bench.metrics import LabelledFeatures
+from ssl_bench.neighbours import LabelledFeatures
 from ssl_bench.results import encoder_id
 from ssl_bench.system.device import to_device
 

@@ -36,7 +36,7 @@ from probes.features.stream import (
     read_ahead,
     undo_scaling,
 )
-from probes.features.views import TrainingViews, resize_mask
+from probes.features.training_images import TrainingViews, resize_mask
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import MachineError
 from ssl_bench.evaluation import ProbeContext, Progress
@@ -44,8 +44,8 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.system.device import free_gpu_memory, to_device
 from ssl_bench.system.files import atomic_file, open_trusted, remove_orphans
+from ssl_bench.system.output import show_progress
 from ssl_bench.system.process import free_host_memory
-from ssl_bench.system.progress import show_progress
 
 Tier = Literal["memory", "disk", "stream"]
 RequestedTier = Literal["auto", "memory", "disk", "stream"]

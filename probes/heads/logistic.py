@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from probes.features.journal import Journal
-from probes.features.split import LayerGroup
 from probes.features.tiers import TrainingFeatures
+from probes.features.training_images import LayerGroup
 from probes.heads.sgd import (
     HeadSpec,
     LinearHeads,

@@ -17,9 +17,8 @@ from jaxtyping import Float, Int64, Integer, UInt8
 from torch import Tensor
 
 from ssl_bench.composition.fields import Count, Pixels, check_fields
-from ssl_bench.metrics import value_counts
 from ssl_bench.scores import IGNORED
-from ssl_bench.system.device import float64_device
+from ssl_bench.system.device import float64_device, value_counts
 
 # Size of a piece. It fits the L2 cache of a CPU core. A GPU is fastest with few large kernels.
 PIECE_BYTES = {"cpu": 2**20, "cuda": 2**28, "mps": 2**28}

@@ -20,8 +20,8 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from probes.features.journal import Journal
-from probes.features.split import LayerGroup
 from probes.features.tiers import FeatureBatch, TrainingFeatures
+from probes.features.training_images import LayerGroup
 from probes.heads.losses import PIECE_BYTES, PixelLoss, PixelTargets
 from ssl_bench.composition.fields import Count, Rate, check_fields, require_nonempty
 from ssl_bench.evaluation import Progress

@@ -16,7 +16,7 @@ from probes.tokencut.log import ImageResult
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.data.splits import sampled
 from ssl_bench.errors import DataError
-from ssl_bench.system.paths import figure_file_name
+from ssl_bench.system.files import figure_file_name
 
 FOUND = (255, 0, 255)
 FURTHER = (255, 160, 0)

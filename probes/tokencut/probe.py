@@ -52,8 +52,8 @@ from ssl_bench.features import FeatureExtractor, Resize
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.results import encoder_id, is_degenerate
 from ssl_bench.scores import OBJECT_SCORES
-from ssl_bench.system.escaping import escape_unprintable
 from ssl_bench.system.files import write_atomically
+from ssl_bench.system.output import escape_unprintable
 
 TOKENS_PER_BATCH = 8192
 _DECODERS = 4

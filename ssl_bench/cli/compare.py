@@ -18,7 +18,7 @@ from ssl_bench.cli.records import (
 )
 from ssl_bench.errors import ConfigurationError, DataError, escape_braces
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.progress import say
+from ssl_bench.system.output import say
 from ssl_bench.tables.comparison import (
     Comparison,
     EpochComparison,

@@ -31,10 +31,23 @@ from ssl_bench.errors import (
     join_alternatives,
 )
 from ssl_bench.network import download, part_of
-from ssl_bench.system.escaping import dump_json, escape_lines, escape_unprintable, to_one_line
-from ssl_bench.system.files import file_sha256, read_regular, wait_for_lock, write_text_atomically
-from ssl_bench.system.paths import expand_path, resolve_links
-from ssl_bench.system.progress import format_size, say, show_progress
+from ssl_bench.system.files import (
+    expand_path,
+    file_sha256,
+    read_regular,
+    resolve_links,
+    wait_for_lock,
+    write_text_atomically,
+)
+from ssl_bench.system.output import (
+    dump_json,
+    escape_lines,
+    escape_unprintable,
+    format_size,
+    say,
+    show_progress,
+    to_one_line,
+)
 
 MANIFEST = "SHA256SUMS"
 # A line in the output of `sha256sum`. A "*" marks a file that was read in binary mode. Paths from

@@ -21,10 +21,9 @@ from ssl_bench.composition.compose import add_data_root, build, compose_config
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
 from ssl_bench.network import OFFLINE_VARIABLES, offline_variable
-from ssl_bench.system.escaping import dump_json, escape_lines, to_one_line
-from ssl_bench.system.paths import resolve_links
-from ssl_bench.system.process import count_usable_cores
-from ssl_bench.system.provenance import source_commit
+from ssl_bench.system.files import resolve_links
+from ssl_bench.system.output import dump_json, escape_lines, to_one_line
+from ssl_bench.system.process import count_usable_cores, source_commit
 
 PACKAGES = (
     ("torch", "torch"),

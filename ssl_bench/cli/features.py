@@ -36,8 +36,8 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
+from ssl_bench.system.output import format_size, say, show_progress
 from ssl_bench.system.process import require_single_process, reraise_out_of_memory
-from ssl_bench.system.progress import format_size, say, show_progress
 
 FORMATS = ("safetensors", "npz")
 DTYPES = ("float32", "float16")

@@ -32,7 +32,7 @@ from ssl_bench.composition.fields import describe_type
 from ssl_bench.data.splits import SHARED
 from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.request import probing_config
-from ssl_bench.system.progress import say
+from ssl_bench.system.output import say
 
 _RUN_GROUPS = ("model", "objective", "optimizer", "experiment")
 _PROBING_GROUPS = ("probe", "dataset")

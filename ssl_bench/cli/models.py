@@ -10,8 +10,8 @@ from ssl_bench.errors import CheckpointError, SslBenchError
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.hub import HUB_WEIGHTS
 from ssl_bench.models.loading.layouts import LAYOUTS
-from ssl_bench.system.escaping import dump_json, escape_lines, to_one_line
 from ssl_bench.system.files import open_regular
+from ssl_bench.system.output import dump_json, escape_lines, to_one_line
 
 _MAX_NAMES = 3
 _NO_KEYS = "queries, keys and values are unknown (no attn.qkv in each block), so probes use tokens"

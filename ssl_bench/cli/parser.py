@@ -23,7 +23,7 @@ from ssl_bench.system.endings import (
     report_error,
     report_interruption,
 )
-from ssl_bench.system.paths import expand_path
+from ssl_bench.system.files import expand_path
 from ssl_bench.system.process import use_passive_openmp_waiting
 
 if TYPE_CHECKING:

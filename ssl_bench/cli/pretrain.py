@@ -9,9 +9,8 @@ from pathlib import Path
 from ssl_bench.composition.compose import add_data_root, build, compose_config, config_to_yaml
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers import in_full
-from ssl_bench.system.escaping import escape_lines
+from ssl_bench.system.output import escape_lines, say
 from ssl_bench.system.process import is_main_process
-from ssl_bench.system.progress import say
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -16,10 +16,9 @@ from ssl_bench.planning import PlannedProbe, evaluate, plan_request, require_ima
 from ssl_bench.request import ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.device import choose_device
-from ssl_bench.system.escaping import dump_json
 from ssl_bench.system.files import require_writable
+from ssl_bench.system.output import dump_json, say
 from ssl_bench.system.process import require_single_process
-from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables, print_main_tables
 
 

@@ -15,8 +15,7 @@ from ssl_bench.report.panels import (
     select_headline_panels,
 )
 from ssl_bench.results import ResultStore
-from ssl_bench.system.escaping import align_columns, quote_command
-from ssl_bench.system.progress import format_duration, say
+from ssl_bench.system.output import align_columns, format_duration, quote_command, say
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves
 

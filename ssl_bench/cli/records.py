@@ -12,9 +12,8 @@ from ssl_bench.layers import parse_layer_numbers
 from ssl_bench.results import SUPERVISED, Record, RecordedEncoder, ResultStore, encoder_id
 from ssl_bench.results.record import MAX_FILE_BYTES
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.files import read_digests, read_untrusted
-from ssl_bench.system.paths import file_name
-from ssl_bench.system.progress import say
+from ssl_bench.system.files import file_name, read_digests, read_untrusted
+from ssl_bench.system.output import say
 from ssl_bench.tables.depth import main_metrics
 from ssl_bench.tables.entries import model_names
 from ssl_bench.tables.sheets import FORMATS, Table, as_parquet, default_format, render_tables

@@ -13,9 +13,9 @@ from ssl_bench.report.pages import build_report
 from ssl_bench.report.pairs import MAX_PAIRED
 from ssl_bench.report.writing import require_replaceable, write_report
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.paths import expand_path
+from ssl_bench.system.files import expand_path
+from ssl_bench.system.output import say
 from ssl_bench.system.process import pause_garbage_collection
-from ssl_bench.system.progress import say
 
 
 def command(options: argparse.Namespace) -> int:

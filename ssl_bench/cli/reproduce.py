@@ -24,11 +24,9 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, esc
 from ssl_bench.results.record import SUPERVISED, Record, encoder_id
 from ssl_bench.results.store import ResultStore
 from ssl_bench.system.endings import Outcome, run_and_catch
-from ssl_bench.system.escaping import align_columns, escape_lines, quote_command
-from ssl_bench.system.files import read_digests
-from ssl_bench.system.paths import expand_path
+from ssl_bench.system.files import expand_path, read_digests
+from ssl_bench.system.output import align_columns, escape_lines, quote_command, say
 from ssl_bench.system.process import get_process_info
-from ssl_bench.system.progress import say
 from ssl_bench.tables.paper import PaperTable, paper_table
 from ssl_bench.tables.published import (
     RUN,

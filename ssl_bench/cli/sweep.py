@@ -21,9 +21,8 @@ from ssl_bench.sweep import (
 )
 from ssl_bench.system.device import choose_device, visible_devices
 from ssl_bench.system.endings import Outcome
-from ssl_bench.system.escaping import dump_json, quote_command
+from ssl_bench.system.output import dump_json, quote_command, say
 from ssl_bench.system.process import require_single_process
-from ssl_bench.system.progress import say
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
 """The outcome of each job, by its arguments."""

@@ -18,7 +18,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.per_image import check_values
 from ssl_bench.results.store import PACKED
-from ssl_bench.system.progress import say
+from ssl_bench.system.output import say
 from ssl_bench.tables.depth import (
     Pivot,
     depth_tables,

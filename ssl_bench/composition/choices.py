@@ -17,7 +17,7 @@ import yaml
 
 from ssl_bench.composition.fields import format_value
 from ssl_bench.errors import ConfigurationError, escape_braces, join_alternatives
-from ssl_bench.system.paths import PACKAGE
+from ssl_bench.system.files import PACKAGE
 
 MAX_NAME_LENGTH = 200
 EXTENSIBLE_GROUPS = ("probe", "dataset", "objective", "optimizer")

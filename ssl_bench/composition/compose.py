@@ -44,7 +44,7 @@ from ssl_bench.errors import (
     broken_file_error,
     escape_braces,
 )
-from ssl_bench.system.escaping import to_plain_json
+from ssl_bench.system.output import to_plain_json
 
 TARGET = "_target_"
 # Keys that have a special meaning in Hydra.

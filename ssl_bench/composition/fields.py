@@ -17,7 +17,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ssl_bench.errors import ConfigurationError, escape_braces
-from ssl_bench.system.paths import is_valid_path
+from ssl_bench.system.files import is_valid_path
 
 _MANY = 10**9
 _SHORT = reprlib.Repr()

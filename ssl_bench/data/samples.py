@@ -14,7 +14,7 @@ from jaxtyping import Float64, UInt8
 from ssl_bench.composition.choices import config_names
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.system.paths import expand_path
+from ssl_bench.system.files import expand_path
 
 IGNORED: Final = 255
 """The class of a pixel that no loss and no score counts."""

@@ -40,7 +40,7 @@ from ssl_bench.report.pictures import (
 )
 from ssl_bench.report.trends import PanelTrends, draw_severities, find_epoch_trends
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.escaping import safe_file_name
+from ssl_bench.system.output import safe_file_name
 from ssl_bench.tables.comparison import code_warning, difference_footnotes
 from ssl_bench.tables.entries import dagger_meaning, footnote, image_size_note
 from ssl_bench.tables.published import PublishedValue, find_published_values

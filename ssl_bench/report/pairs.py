@@ -12,7 +12,7 @@ from ssl_bench.report.panels import Checkpoint, Panel
 from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.results.per_image import ImageCurve, load_curve
 from ssl_bench.scores import mean_iou
-from ssl_bench.system.progress import show_progress
+from ssl_bench.system.output import show_progress
 from ssl_bench.tables.comparison import (
     Comparison,
     Difference,

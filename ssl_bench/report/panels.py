@@ -15,8 +15,8 @@ from typing import Any
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.report.drawing import Point
 from ssl_bench.results import Record
-from ssl_bench.system.escaping import safe_file_name
-from ssl_bench.system.paths import encoder_folder, natural_sort_key
+from ssl_bench.system.files import encoder_folder, natural_sort_key
+from ssl_bench.system.output import safe_file_name
 from ssl_bench.tables.entries import (
     Entry,
     baselines,

@@ -10,9 +10,14 @@ from urllib.parse import quote
 
 from ssl_bench.report.panels import Checkpoint
 from ssl_bench.results import Record
-from ssl_bench.system.escaping import safe_file_name
-from ssl_bench.system.files import open_untrusted, read_untrusted
-from ssl_bench.system.paths import figure_title, file_name, short_fingerprint
+from ssl_bench.system.files import (
+    figure_title,
+    file_name,
+    open_untrusted,
+    read_untrusted,
+    short_fingerprint,
+)
+from ssl_bench.system.output import safe_file_name
 
 MAX_STRIP_PICTURES = 4
 """Largest number of pictures in a row of the overview page. A row shows one checkpoint."""

@@ -26,15 +26,14 @@ from ssl_bench.report.pages import (
 from ssl_bench.report.pairs import compare_pairs
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.record import INFINITY_AS_JSON
-from ssl_bench.system.escaping import (
+from ssl_bench.system.files import REPORT_MARK, resolve_links
+from ssl_bench.system.output import (
     dump_json,
     escape_in_template,
     escape_unprintable,
+    show_progress,
     to_plain_json,
 )
-from ssl_bench.system.files import REPORT_MARK
-from ssl_bench.system.paths import resolve_links
-from ssl_bench.system.progress import show_progress
 
 _STATIC = ("style.css", "report.js")
 # Fields of a record, with their names in the dialog that shows the provenance of a score.

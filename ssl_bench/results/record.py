@@ -17,8 +17,8 @@ from jaxtyping import Shaped
 
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import interval_contains
-from ssl_bench.system.escaping import is_file_name, to_plain_json
-from ssl_bench.system.paths import file_name
+from ssl_bench.system.files import file_name
+from ssl_bench.system.output import is_file_name, to_plain_json
 
 PerImage = Shaped[np.ndarray, "images *values"]
 """One value, or several, for each scored image. The metric can be recomputed from them."""

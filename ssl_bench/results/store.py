@@ -44,7 +44,6 @@ from ssl_bench.results.record import (
     text_with_digest,
     unify_settings,
 )
-from ssl_bench.system.escaping import to_plain_json
 from ssl_bench.system.files import (
     NAMES,
     RECORDS,
@@ -57,8 +56,8 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
+from ssl_bench.system.output import say, to_plain_json
 from ssl_bench.system.process import pause_garbage_collection, reraise_out_of_memory
-from ssl_bench.system.progress import say
 
 if TYPE_CHECKING:
     import pandas

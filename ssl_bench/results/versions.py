@@ -9,7 +9,7 @@ from functools import cache
 import yaml
 
 from ssl_bench.composition.choices import config_folder
-from ssl_bench.system.paths import PACKAGE
+from ssl_bench.system.files import PACKAGE
 
 PIPELINE_VERSION = 1
 """Version of image decoding, transforms and feature extraction, which all probes share.

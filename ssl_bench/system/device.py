@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64, Int64, Integer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -299,3 +299,30 @@ def _tf32_settings() -> list[tuple[Any, str, Any]]:
         except RuntimeError:
             settings += [(owner, "fp32_precision", owner.fp32_precision) for owner in owners]
     return settings
+
+
+def value_counts(
+    values: Integer[Tensor, " places"],
+    size: int,
+    weights: Float[Tensor, " places"] | None = None,
+) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
+    """Count how often each number from 0 to `size` - 1 occurs, or sum the weights of each number.
+
+    `torch.bincount` is only used on a CPU, because it makes the host wait for other devices.
+    """
+    if values.device.type == "cpu":
+        return torch.bincount(values, weights, size)
+    return scatter_value_counts(values, size, weights)
+
+
+def scatter_value_counts(
+    values: Integer[Tensor, " places"],
+    size: int,
+    weights: Float[Tensor, " places"] | None = None,
+) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
+    """Return the same as `value_counts`, but use `scatter_add_` so that the host need not wait."""
+    if weights is None:
+        ones = torch.ones(1, dtype=torch.int64, device=values.device)
+        return ones.new_zeros(size).scatter_add_(0, values.long(), ones.expand(len(values)))
+    exact = to_float64(weights)
+    return exact.new_zeros(size).scatter_add_(0, values.long().to(exact.device), exact)

@@ -20,9 +20,8 @@ from ssl_bench.errors import (
     SslBenchError,
     broken_file_error,
 )
-from ssl_bench.system.escaping import to_one_line
+from ssl_bench.system.output import format_duration, to_one_line
 from ssl_bench.system.process import is_main_process, is_out_of_memory, out_of_memory_error
-from ssl_bench.system.progress import format_duration
 
 STOP_SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1")
 """Signals that stop a command. Schedulers, shutdowns and closed terminals send them."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.paths import natural_sort_key
-from ssl_bench.system.progress import say
+from ssl_bench.system.files import natural_sort_key
+from ssl_bench.system.output import say
 from ssl_bench.tables.entries import (
     Entry,
     choose_main_metric,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import MAX_DEGENERATE_PERCENT
-from ssl_bench.system.escaping import escape_matplotlib, escape_unprintable
 from ssl_bench.system.files import write_atomically
+from ssl_bench.system.output import escape_matplotlib, escape_unprintable
 from ssl_bench.tables.depth import Pivot
 from ssl_bench.tables.entries import baselines
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.paths import natural_sort_key
+from ssl_bench.system.files import natural_sort_key
 from ssl_bench.tables.depth import Pivot
 from ssl_bench.tables.entries import (
     Entry,

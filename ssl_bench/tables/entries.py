@@ -23,7 +23,7 @@ from ssl_bench.results import (
     RecordedEncoder,
     is_degenerate,
 )
-from ssl_bench.system.escaping import escape_unprintable
+from ssl_bench.system.output import escape_unprintable
 from ssl_bench.tables.sheets import NO_VALUE
 
 K = TypeVar("K", bound=Hashable)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
-from ssl_bench.system.paths import natural_sort_key
+from ssl_bench.system.files import natural_sort_key
 from ssl_bench.tables.depth import Pivot
 from ssl_bench.tables.entries import Entry, baseline_note, comparable_groups, provenance
 from ssl_bench.tables.layer_selection import (

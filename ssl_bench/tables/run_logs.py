@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import safetensors
 import yaml
 
-from ssl_bench.system.paths import expand_path
+from ssl_bench.system.files import expand_path
 
 _SECONDS_PER_DAY = 86_400.0
 

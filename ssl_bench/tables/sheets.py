@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.system.escaping import (
+from ssl_bench.system.output import (
     dump_json,
     escape_csv,
     escape_latex,

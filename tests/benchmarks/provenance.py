@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ssl_bench.system.provenance import source_commit
+from ssl_bench.system.process import source_commit
 
 
 def provenance() -> str:

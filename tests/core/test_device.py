@@ -22,8 +22,7 @@ from ssl_bench.system.device import (
     describe_device,
     free_gpu_memory,
 )
-from ssl_bench.system.process import free_host_memory
-from ssl_bench.system.provenance import source_commit
+from ssl_bench.system.process import free_host_memory, source_commit
 from tests.support.places import one_of
 from tests.support.without_torch import REPOSITORY
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from ssl_bench.system.escaping import (
+from ssl_bench.system.output import (
     dump_json,
     escape_csv,
     escape_latex,

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.system import progress
-from ssl_bench.system.progress import format_duration, say, show_progress
+from ssl_bench.system import output
+from ssl_bench.system.output import format_duration, say, show_progress
 from tests.support.faults import encoder_file, exit_code, fork, photo_folder, probing
 from tests.support.places import one_of
 
@@ -63,7 +63,7 @@ def test_the_time_left_ignores_the_first_slow_item():
 
 def test_a_log_gets_lines_with_the_time_left(capsys, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
 
     def crawl(count, seconds, total):
         items = iter(show_progress(range(count), "crawling", total))
@@ -84,7 +84,7 @@ def test_a_log_gets_lines_with_the_time_left(capsys, monkeypatch):
 
 def test_the_time_left_counts_batches_that_arrive_as_a_whole(capsys, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
 
     for number in show_progress(list(range(48)), "matching"):
         clock[0] += 80.0 if number % 16 == 15 else 0.01
@@ -136,17 +136,17 @@ def exit_code_of_say(seconds: int) -> int:
 
     def work() -> None:
         signal.alarm(seconds)
-        progress.say("still here")
+        output.say("still here")
 
     return exit_code(fork(work))
 
 
 def test_a_process_killed_while_it_prints_blocks_no_other():
-    progress.say("before")
+    output.say("before")
     ready, held = os.pipe()
 
     def hold_the_lock() -> None:
-        with progress.bar_class().external_write_mode(file=sys.stderr):
+        with output.bar_class().external_write_mode(file=sys.stderr):
             os.write(held, b"1")
             time.sleep(60)
 
@@ -161,7 +161,7 @@ def test_a_process_forked_while_a_thread_prints_can_print():
     inside, done = threading.Event(), threading.Event()
 
     def write() -> None:
-        with progress.bar_class().external_write_mode(file=sys.stderr):
+        with output.bar_class().external_write_mode(file=sys.stderr):
             inside.set()
             done.wait()
 

@@ -28,7 +28,7 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import TimmConfig, ViTConfig, build_encoder, build_vit, save_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
 from ssl_bench.request import ProbeRequest
-from ssl_bench.system.progress import say_once
+from ssl_bench.system.output import say_once
 from tests.support import own_module
 from tests.support.faults import exit_code, fails, fork, picture, unchecked_types
 

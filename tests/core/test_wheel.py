@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ssl_bench.system.provenance import source_commit
+from ssl_bench.system.process import source_commit
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +59,7 @@ def test_the_unpacked_wheel_finds_its_own_configuration_from_another_folder(unpa
     code = (
         "from ssl_bench.composition.compose import build, compose_config, config_folder\n"
         "from ssl_bench.tables.published import load_published_tables\n"
-        "from ssl_bench.system.provenance import source_commit\n"
+        "from ssl_bench.system.process import source_commit\n"
         "build(compose_config('probing', ['probe=pca']), 'probe')\n"
         "assert load_published_tables()\n"
         "print(config_folder(), source_commit())"
@@ -72,7 +72,7 @@ def test_the_unpacked_wheel_finds_its_own_configuration_from_another_folder(unpa
 
 PROVENANCE = """
 import json
-from ssl_bench.system.provenance import provenance_fields
+from ssl_bench.system.process import provenance_fields
 print(json.dumps(provenance_fields("cpu", 1.0)))
 """
 

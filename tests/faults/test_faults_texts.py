@@ -9,7 +9,7 @@ import torch
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
-from ssl_bench.system.progress import show_progress
+from ssl_bench.system.output import show_progress
 from ssl_bench.tables.published import load_published_table
 from tests.support.faults import DINO_LIKE, encoder_file, fails
 from tests.support.hostile import (

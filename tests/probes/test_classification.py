@@ -13,15 +13,15 @@ from torch import Tensor
 
 from probes.classification import LinearClassification, Momentum, score_selected_heads
 from probes.features.image import ImagePass
-from probes.features.split import TrainingSplit
 from probes.features.tiers import StoredFeatures
+from probes.features.training_images import TrainingSplit
 from probes.heads.losses import LabelLoss
 from probes.heads.sgd import HeadSpec
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Score
-from ssl_bench.metrics import class_rank
+from ssl_bench.neighbours import class_rank
 from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import (
     class_context,

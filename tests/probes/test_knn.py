@@ -17,9 +17,8 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.features import FeatureExtractor, central_square
-from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.models import ConvMixerConfig, Encoder, build_encoder, save_encoder
-from ssl_bench.neighbours import knn_ranks, nearest, vote_rank
+from ssl_bench.neighbours import LabelledFeatures, knn_ranks, nearest, vote_rank
 from tests.support.coloured_classes import class_context, flat, scored, tiny
 from tests.support.faults import class_folders, encoder_file, fails, probing, records
 

@@ -22,7 +22,7 @@ from probes.clustering.probe import (
     drawn_patches,
     patch_meetings,
 )
-from probes.features.views import image_and_mask, resize_bilinear, resize_mask
+from probes.features.training_images import image_and_mask, resize_bilinear, resize_mask
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.planning import plan_probes

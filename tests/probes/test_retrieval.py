@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.features.views import WholeImage, resize_mask
+from probes.features.training_images import WholeImage, resize_mask
 from probes.heads.scored_images import Squashed
 from probes.retrieval import Retrieval
 from ssl_bench.cli.__main__ import main

@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from probes.features.split import TrainingSplit
-from probes.heads.scored_images import Squashed
+from probes.features.training_images import TrainingSplit
+from probes.heads.scored_images import Squashed, class_counts
 from probes.segmentation import Segmentation, SegmentationRun
 from ssl_bench.composition.compose import build, compose_config, fill_in_guesses
 from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.intervals import few_images_warning
-from ssl_bench.metrics import class_counts
 from ssl_bench.scores import mean_iou
 from tests.support.colours import (
     ColourDataset,

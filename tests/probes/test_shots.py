@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from probes.classification import LinearClassification
-from probes.features.split import Shots, TrainingSplit
+from probes.features.training_images import Shots, TrainingSplit
 from probes.knn import KNN
 from probes.top_k import average_over_draws
 from ssl_bench.cli.__main__ import main

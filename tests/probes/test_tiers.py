@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from probes.features.tiers import GIB
-from probes.features.views import WholeImage, resize_mask
+from probes.features.training_images import WholeImage, resize_mask
 from probes.segmentation import SegmentationRun
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.system import process

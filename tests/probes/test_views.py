@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.features.views import (
+from probes.features.training_images import (
     ResizedCrops,
     ScaledCrops,
     WholeImage,

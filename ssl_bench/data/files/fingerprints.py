@@ -24,9 +24,8 @@ from jaxtyping import UInt64
 
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.system.files import open_trusted, write_atomically
-from ssl_bench.system.paths import cache_folder
-from ssl_bench.system.progress import say, say_once, show_progress
+from ssl_bench.system.files import cache_folder, open_trusted, write_atomically
+from ssl_bench.system.output import say, say_once, show_progress
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -21,7 +21,7 @@ from ssl_bench.data.files.fingerprints import (
 from ssl_bench.data.files.images import KINDS
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import DataError, UnreadableImage, join_alternatives
-from ssl_bench.system.progress import say, show_progress
+from ssl_bench.system.output import say, show_progress
 
 OnBadImage = Literal["fail", "skip"]
 _SHOWN = 5

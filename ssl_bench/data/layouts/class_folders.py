@@ -17,7 +17,7 @@ from ssl_bench.data.samples import ImageView, Layout, Sample, given_folder, requ
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import DataError, escape_braces
 from ssl_bench.system.files import is_output
-from ssl_bench.system.progress import say_once
+from ssl_bench.system.output import say_once
 
 _ANNOTATIONS = "val_annotations.txt"
 # An odd number of 64 bits, so that classes change many of a mark's.

@@ -19,8 +19,7 @@ from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import PublishedFile, download
 from ssl_bench.scores import index_coco
-from ssl_bench.system.files import read_regular, write_atomically
-from ssl_bench.system.paths import cache_folder, expand_path
+from ssl_bench.system.files import cache_folder, expand_path, read_regular, write_atomically
 from ssl_bench.system.process import reraise_out_of_memory
 
 # The digest is that of the file in commit fcedbec.

@@ -23,8 +23,7 @@ from ssl_bench.data.files.images import read_image, voc_colours
 from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.samples import ImageSet, Layout
 from ssl_bench.errors import MachineError
-from ssl_bench.system.files import mark_as_output
-from ssl_bench.system.paths import cache_folder
+from ssl_bench.system.files import cache_folder, mark_as_output
 
 _NumScenes = Annotated[int, Bounds(1, 100_000)]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.system.paths import PACKAGE, expand_path, resolve_links
+from ssl_bench.system.files import PACKAGE, expand_path, resolve_links
 
 LAST = "last.safetensors"
 RANDOM, COLOURS = "random", "colours"

@@ -37,7 +37,6 @@ from ssl_bench.models.encoder import (
 )
 from ssl_bench.models.loading.addresses import name_of
 from ssl_bench.models.vit import EncoderModule
-from ssl_bench.system.escaping import quote_command
 from ssl_bench.system.files import (
     file_sha256,
     open_regular,
@@ -45,6 +44,7 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
+from ssl_bench.system.output import quote_command
 from ssl_bench.system.process import reraise_out_of_memory
 
 _FORMAT = "ssl-bench"

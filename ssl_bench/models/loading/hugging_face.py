@@ -16,8 +16,7 @@ from ssl_bench.models.loading.checkpoint import IN_PYTHON, PYTHON_FILE, colour_o
 from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
 from ssl_bench.models.loading.layouts import Description
-from ssl_bench.system.files import read_regular
-from ssl_bench.system.paths import expand_path, resolve_links
+from ssl_bench.system.files import expand_path, read_regular, resolve_links
 
 _Find = Callable[[Sequence[str]], Path]
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"

@@ -37,8 +37,8 @@ from ssl_bench.models.loading.checkpoint import (
     read_metadata,
     stated_encoder,
 )
-from ssl_bench.system.paths import expand_path, resolve_links
-from ssl_bench.system.progress import format_duration, say
+from ssl_bench.system.files import expand_path, resolve_links
+from ssl_bench.system.output import format_duration, say
 
 _SEED = 0
 

@@ -53,7 +53,7 @@ from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
 from ssl_bench.models.timm_config import family_of
 from ssl_bench.models.timm_model import STAGED, TimmBackbone, shape_of_model
-from ssl_bench.system.paths import expand_path
+from ssl_bench.system.files import expand_path
 from ssl_bench.system.process import reraise_out_of_memory
 
 # Eva holds timm's ViTs with rotary positions, DINOv3 among them.

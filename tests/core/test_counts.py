@@ -6,7 +6,7 @@ import sklearn.metrics
 import torch
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from ssl_bench.metrics import class_counts, confusion_counts, scatter_value_counts
+from probes.heads.scored_images import class_counts, confusion_counts
 from ssl_bench.scores import (
     iou_per_class,
     is_hit,
@@ -14,6 +14,7 @@ from ssl_bench.scores import (
     mean_iou,
     pixel_accuracy,
 )
+from ssl_bench.system.device import scatter_value_counts
 
 
 def _masks(*rows):
