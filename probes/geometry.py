@@ -212,6 +212,14 @@ class Geometry(Probe):
             empty = replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
             return torch.stack([crops.view(empty, n, side)[0] for n in range(crops.count)])
 
+        unsaved: list[int] = []
+
+        def save() -> None:
+            for index in unsaved:
+                journal.append({"image": index, "vectors": vectors[index]})
+            journal.flush()
+            unsaved.clear()
+
         samples = read_ahead(images, remaining, crop, workers=self.num_workers)
         label = f"geometry, {self.views} views of each image"
         progress = context.progress(samples, label, len(remaining))
@@ -224,9 +232,12 @@ class Geometry(Probe):
                     ids = [images.ids[index]] * len(batch)
                     parts.append(fetch_finite(extractor, sums, ids, by_facet))
                 vectors[index] = [torch.cat(part, 1) for part in zip(*parts, strict=True)]
-                journal.append({"image": index, "vectors": vectors[index]})
+                unsaved.append(index)
+                # Entries are created only here, because this takes milliseconds for each image.
+                if journal.is_due():
+                    save()
         except BaseException:
-            journal.flush()
+            save()
             raise
         stacked = map(torch.stack, zip(*(vectors[index] for index in indices), strict=True))
         return {
