@@ -1,4 +1,7 @@
-"""How well clusters agree with classes, from how often they meet, and how sure that is."""
+"""Agreement of clusters and classes, computed from their contingency table, with intervals.
+
+A contingency table counts the images, or pixels, of each cluster and class.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -15,229 +18,251 @@ from ssl_bench.intervals import FEW_IMAGES, Interval, Jackknife
 from ssl_bench.results import Baseline
 from ssl_bench.scores import iou_from_counts, mean_without_nan
 
-Met = Int64[np.ndarray, "*some clusters classes"]
-"""How many images, or pixels, of each class are in each cluster."""
-Standing = Int64[np.ndarray, "*some clusters"]
-Scores = Float64[np.ndarray, "*some"]
+Table = Int64[np.ndarray, "*tables clusters classes"]
+"""Contingency table: number of images, or pixels, of each cluster and class."""
+Assignment = Int64[np.ndarray, "*tables clusters"]
+"""Class that each cluster predicts, or -1 for none."""
+Scores = Float64[np.ndarray, "*tables"]
 
-IMAGES_A_PAIR = 3
-# Nats below which a difference of entropies is rounding.
-_NOTHING = 1e-12
+IMAGES_PER_PAIR = 3
+"""Smallest number of images for each pair of a cluster and a class, for an interval."""
+# Differences of entropies below this number of nats are rounding errors.
+_ROUNDING_NATS = 1e-12
+# Larger tables are compared with fewer random tables.
 _MANY_CELLS = 10_000
-_CELLS_AT_ONCE = 2_000_000
-# By chance, without a draw.
-_KNOWN = ("ami", "ari", "nmi")
-# Of a hypergeometric count: so many deviations from its mean nothing is left of 64 bits.
-_DEVIATIONS, _MORE = 10, 30
-# From this mean on the terms of a Taylor series that are left out are below 1e-6 of a count.
+# Maximum number of table cells, or terms of a sum, that are in memory at the same time.
+_MAX_CELLS = _MAX_TERMS = 2_000_000
+# Metrics whose expected value for random clusters has a closed form.
+_KNOWN_EXPECTATION = ("ami", "ari", "nmi")
+# A hypergeometric count is below the precision of 64 bits beyond this many standard deviations,
+# plus a constant, from its mean.
+_DEVIATIONS, _MARGIN = 10, 30
+# For larger means, the omitted terms of the Taylor series are below 1e-6 of a count.
 _LARGE_MEAN = 1000
-_TERMS_AT_ONCE = 2_000_000
 
 
-def meetings(
+def contingency_table(
     clusters: Int64[np.ndarray, " images"],
     classes: Int64[np.ndarray, " images"],
     num_clusters: int,
     num_classes: int,
-) -> Met:
+) -> Table:
     """Count the images of each cluster and class."""
     cells = clusters * num_classes + classes
     counts = np.bincount(cells, minlength=num_clusters * num_classes)
     return counts.reshape(num_clusters, num_classes).astype(np.int64)
 
 
-def nmi(met: Met) -> Scores:
-    """Mutual information in percent of the mean of both entropies; NaN where there is one class.
+def nmi(table: Table) -> Scores:
+    """Return the normalised mutual information in percent, or NaN if there is only one class.
 
-    Grows with the number of clusters and of classes, the more so the fewer images there are: 44 for
-    random clusters of 1,000 classes of 50 images.
+    The mutual information is divided by the mean of both entropies. It grows with the number of
+    clusters and classes, in particular for few images. It is 44 for random clusters of 1,000
+    classes with 50 images each.
     """
-    shared, mean = _information(met)
-    several = _has_classes(met)
-    return np.where(several, 100.0 * np.maximum(0.0, shared) / np.where(several, mean, 1.0), np.nan)
+    information, mean = _information(table)
+    is_defined = _has_classes(table)
+    return np.where(
+        is_defined, 100.0 * np.maximum(0.0, information) / np.where(is_defined, mean, 1.0), np.nan
+    )
 
 
-def ami(met: Met) -> Scores:
-    """Mutual information beyond chance, in percent of the most there could be beyond chance.
+def ami(table: Table) -> Scores:
+    """Return the adjusted mutual information in percent.
 
-    Chance is the mean over all ways to give out the same sizes of clusters: random clusters have 0
-    on average, and single ones less. Of very many images it is `nmi`. NaN where there is one class,
-    or where chance leaves nothing to gain, as where each image has a class of its own.
+    The expected mutual information of random clusters of the same sizes is subtracted, so random
+    clusters have 0 on average. For very many images it equals `nmi`. It is NaN if there is only one
+    class, or if random clusters reach the maximum, such as for one image per class.
 
     Source: Vinh, Epps and Bailey, Journal of Machine Learning Research 11, 2010, with the mean of
     both entropies.
     """
-    shared, mean = _information(met)
-    by_chance = expected_information(met.sum(-1), met.sum(-2))
-    known = _has_classes(met) & (mean - by_chance > _NOTHING)
+    information, mean = _information(table)
+    expected = expected_information(table.sum(-1), table.sum(-2))
+    is_defined = _has_classes(table) & (mean - expected > _ROUNDING_NATS)
     return np.where(
-        known, 100 * (shared - by_chance) / np.where(known, mean - by_chance, 1), np.nan
+        is_defined,
+        100 * (information - expected) / np.where(is_defined, mean - expected, 1),
+        np.nan,
     )
 
 
-def ari(met: Met) -> Scores:
-    """Adjusted Rand index: 1 for equal partitions, 0 by chance, and below 0 for less than that.
+def ari(table: Table) -> Scores:
+    """Return the adjusted Rand index: 1 for equal partitions, and 0 on average for random clusters.
 
-    NaN where there is one class.
+    It is NaN if there is only one class.
 
     Source: Hubert and Arabie, Journal of Classification 2, 1985.
     """
-    pairs, of_clusters, of_classes = (
-        _pairs(counts).sum(-1) for counts in (_flat(met), met.sum(-1), met.sum(-2))
+    pairs, cluster_pairs, class_pairs = (
+        _pairs(counts).sum(-1) for counts in (_flat(table), table.sum(-1), table.sum(-2))
     )
-    by_chance = of_clusters * (of_classes / np.maximum(_pairs(met.sum((-2, -1))), 1.0))
-    best = (of_clusters + of_classes) / 2
-    known = _has_classes(met) & (best != by_chance)
-    return np.where(known, (pairs - by_chance) / np.where(known, best - by_chance, 1.0), np.nan)
+    expected = cluster_pairs * (class_pairs / np.maximum(_pairs(table.sum((-2, -1))), 1.0))
+    best = (cluster_pairs + class_pairs) / 2
+    is_defined = _has_classes(table) & (best != expected)
+    return np.where(
+        is_defined, (pairs - expected) / np.where(is_defined, best - expected, 1.0), np.nan
+    )
 
 
-def purity(met: Met) -> Scores:
-    """Percent that is of the most frequent class of its cluster; 100 with one cluster each."""
-    return np.asarray(100.0 * met.max(-1).sum(-1) / np.maximum(met.sum((-2, -1)), 1))
+def purity(table: Table) -> Scores:
+    """Return the percentage of images that have the most frequent class of their cluster.
 
-
-def matched(met: Met) -> Standing:
-    """Which class each cluster stands for, one cluster a class at most; -1 for those left over.
-
-    So that as much as possible is right (Hungarian).
+    It is 100 if each image has its own cluster.
     """
-    standing = np.full(met.shape[:-1], -1)
-    for where in np.ndindex(met.shape[:-2]):
-        clusters, classes = linear_sum_assignment(met[where], maximize=True)
-        standing[where][clusters] = classes
-    return standing
+    return np.asarray(100.0 * table.max(-1).sum(-1) / np.maximum(table.sum((-2, -1)), 1))
 
 
-def majority(met: Met) -> Standing:
-    """The class that most of each cluster is of, so that several may share a class.
+def match_clusters(table: Table) -> Assignment:
+    """Assign at most one cluster to each class, with the highest accuracy (Hungarian algorithm)."""
+    assignment = np.full(table.shape[:-1], -1)
+    for index in np.ndindex(table.shape[:-2]):
+        clusters, classes = linear_sum_assignment(table[index], maximize=True)
+        assignment[index][clusters] = classes
+    return assignment
 
-    Inflated by many clusters: with one for each image all are right.
+
+def majority_classes(table: Table) -> Assignment:
+    """Assign each cluster to its most frequent class. Several clusters may share a class.
+
+    Many clusters inflate scores with this assignment. They are perfect with one cluster per image.
     """
-    return met.argmax(-1)
+    return table.argmax(-1)
 
 
-def ious(met: Met, standing: Standing) -> Float64[np.ndarray, "*some classes"]:
-    """In percent: 0 for classes without a cluster, NaN for those that do not occur.
+def class_ious(table: Table, assignment: Assignment) -> Float64[np.ndarray, "*tables classes"]:
+    """Return the IoU of each class in percent: 0 without a cluster, NaN if it does not occur.
 
-    Images of clusters that stand for no class are wrong, and no class of their own, as they
-    are in https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py.
+    Images of clusters without a class count as wrong. They do not form a class of their own, as
+    they do in https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py.
     """
-    stands = standing[..., None] == np.arange(met.shape[-1])
-    right = (met * stands).sum(-2)
-    given = (met.sum(-1, keepdims=True) * stands).sum(-2)
-    true = met.sum(-2)
-    return np.where(true > 0, iou_from_counts(right, given + true - right), np.nan)
+    is_assigned = assignment[..., None] == np.arange(table.shape[-1])
+    correct = (table * is_assigned).sum(-2)
+    predicted = (table.sum(-1, keepdims=True) * is_assigned).sum(-2)
+    true = table.sum(-2)
+    return np.where(true > 0, iou_from_counts(correct, predicted + true - correct), np.nan)
 
 
-def miou(met: Met, standing: Standing) -> Scores:
-    """Mean IoU in percent over the classes that occur."""
-    return mean_without_nan(ious(met, standing))
+def miou(table: Table, assignment: Assignment) -> Scores:
+    """Return the mean IoU in percent over the classes that occur."""
+    return mean_without_nan(class_ious(table, assignment))
 
 
-def accuracy(met: Met, standing: Standing) -> Scores:
-    """Percent that is in a cluster of its class."""
-    stands = standing[..., None] == np.arange(met.shape[-1])
-    return np.asarray(100.0 * (met * stands).sum((-2, -1)) / met.sum((-2, -1)))
+def accuracy(table: Table, assignment: Assignment) -> Scores:
+    """Return the percentage of images, or pixels, in a cluster of their class."""
+    is_assigned = assignment[..., None] == np.arange(table.shape[-1])
+    return np.asarray(100.0 * (table * is_assigned).sum((-2, -1)) / table.sum((-2, -1)))
 
 
-SCORES: Mapping[str, Callable[[Met], Scores]] = MappingProxyType(
+SCORES: Mapping[str, Callable[[Table], Scores]] = MappingProxyType(
     {
         "ami": ami,
         "nmi": nmi,
         "ari": ari,
         "purity": purity,
-        "miou_matched": lambda met: miou(met, matched(met)),
-        "accuracy_matched": lambda met: accuracy(met, matched(met)),
-        "miou_majority": lambda met: miou(met, majority(met)),
+        "miou_matched": lambda table: miou(table, match_clusters(table)),
+        "accuracy_matched": lambda table: accuracy(table, match_clusters(table)),
+        "miou_majority": lambda table: miou(table, majority_classes(table)),
     }
 )
-"""By name; the matching is the one that fits the counts best."""
+"""Functions that compute each metric, by name."""
 
 
-def image_independent(met: Met, metrics: Sequence[str]) -> dict[str, Baseline]:
-    """Return by metric the better one of two answers without a look at the images.
+def image_independent_baselines(table: Table, metrics: Sequence[str]) -> dict[str, Baseline]:
+    """Return the better one of two baselines that do not depend on the images, by metric.
 
-    One gives out clusters of the same sizes at random. On average `ami` and `ari` are 0 then, and
-    `nmi` is known too; the others are the mean of 100 such tables, of ten where a table is large.
-    The other one puts all into a single cluster, which agrees more where one class is frequent and
-    each cluster stands for another class. What is no number is left out.
+    The first baseline are random clusters of the same sizes. Their expected `ami` and `ari` are 0,
+    and `nmi` has a closed form. Other metrics are averaged over 100 random tables, or 10 if the
+    table is large. The second baseline is a single cluster. It has a high score if one class is
+    frequent. Metrics without a defined value are left out.
     """
-    some = met[met.sum(1) > 0][:, met.sum(0) > 0]
-    draws = 100 if some.size <= _MANY_CELLS else 10
-    # With one row or column there is one table; scipy's has negative counts then.
-    tables = some[None]
-    if 1 not in some.shape:
-        shuffled = random_table(some.sum(1), some.sum(0))
-        tables = shuffled.rvs(draws, random_state=np.random.default_rng(0))
-    asked = [name for name in metrics if name not in _KNOWN]
-    scores = {name: float(SCORES[name](tables).mean()) for name in asked}
-    single = {name: float(SCORES[name](met.sum(0, keepdims=True))) for name in asked}
-    if _has_classes(met):
-        by_chance, mean = expected_information(some.sum(1), some.sum(0)), _information(some)[1]
-        scores |= {"ami": 0.0, "ari": 0.0, "nmi": float(100 * by_chance / mean)}
-    of_one = {name: {"single cluster": value} for name, value in single.items()}
+    used = table[table.sum(1) > 0][:, table.sum(0) > 0]
+    draws = 100 if used.size <= _MANY_CELLS else 10
+    # With a single row or column there is only one table, and scipy returns negative counts.
+    tables = used[None]
+    if 1 not in used.shape:
+        distribution = random_table(used.sum(1), used.sum(0))
+        tables = distribution.rvs(draws, random_state=np.random.default_rng(0))
+    drawn = [name for name in metrics if name not in _KNOWN_EXPECTATION]
+    random = {name: float(SCORES[name](tables).mean()) for name in drawn}
+    single = {name: float(SCORES[name](table.sum(0, keepdims=True))) for name in drawn}
+    if _has_classes(table):
+        expected, mean = expected_information(used.sum(1), used.sum(0)), _information(used)[1]
+        random |= {"ami": 0.0, "ari": 0.0, "nmi": float(100 * expected / mean)}
     return {
-        name: Baseline.best({"random clusters": value} | of_one.get(name, {}))
-        for name, value in scores.items()
+        name: Baseline.best(
+            {
+                "random clusters": value,
+                **({"single cluster": single[name]} if name in single else {}),
+            }
+        )
+        for name, value in random.items()
     }
 
 
-def _information(met: Met) -> tuple[Scores, Scores]:
-    """Mutual information of clusters and classes, and the mean of both entropies."""
-    of_clusters, of_classes, joint = (
-        _entropy(counts) for counts in (met.sum(-1), met.sum(-2), _flat(met))
+def _information(table: Table) -> tuple[Scores, Scores]:
+    """Return the mutual information of clusters and classes, and the mean of both entropies."""
+    cluster_entropy, class_entropy, joint_entropy = (
+        _entropy(counts) for counts in (table.sum(-1), table.sum(-2), _flat(table))
     )
-    shared = of_clusters + of_classes - joint
-    return np.asarray(shared), np.asarray((of_clusters + of_classes) / 2)
+    information = cluster_entropy + class_entropy - joint_entropy
+    return np.asarray(information), np.asarray((cluster_entropy + class_entropy) / 2)
 
 
-def _flat(met: Met) -> Int64[np.ndarray, "*some cells"]:
-    return met.reshape(*met.shape[:-2], -1)
+def _flat(table: Table) -> Int64[np.ndarray, "*tables cells"]:
+    return table.reshape(*table.shape[:-2], -1)
 
 
-def _has_classes(met: Met) -> np.ndarray | np.bool_:
-    """Whether there are two classes or more."""
-    return (met.sum(-2) > 0).sum(-1) > 1
+def _has_classes(table: Table) -> np.ndarray | np.bool_:
+    """Return whether at least two classes occur."""
+    return (table.sum(-2) > 0).sum(-1) > 1
 
 
-def _entropy(counts: Int64[np.ndarray, "*some cells"]) -> Real[np.ndarray, "*some"] | np.float64:
-    # Where one image is left out of one, nothing is left.
+def _entropy(
+    counts: Int64[np.ndarray, "*tables cells"],
+) -> Real[np.ndarray, "*tables"] | np.float64:
+    # A table is empty if its only image is left out.
     shares = counts / np.maximum(counts.sum(-1, keepdims=True), 1)
     return -xlogy(shares, shares).sum(-1)
 
 
 def _pairs(counts: np.ndarray | np.int64) -> np.ndarray | np.float64:
-    # As floats: the pairs of 10^10 pixels are more than an int64 holds.
+    # Floats are needed, because the pairs of 10^10 pixels exceed an int64.
     return counts * (counts - 1.0) / 2
 
 
 def expected_information(
-    rows: Int64[np.ndarray, "*some rows"], cols: Int64[np.ndarray, "*some cols"]
-) -> Float64[np.ndarray, "*some"] | np.float64:
-    """Mean mutual information in nats of two partitions with parts of these sizes, by chance.
+    rows: Int64[np.ndarray, "*tables rows"], cols: Int64[np.ndarray, "*tables cols"]
+) -> Float64[np.ndarray, "*tables"] | np.float64:
+    """Return the expected mutual information in nats of two random partitions.
 
-    Over all permutations. Of many tables that share sizes each pair of sizes is computed once.
+    The mean is over all permutations. A term that many tables share is computed only once.
+
+    Args:
+        rows: Sizes of the parts of the first partition.
+        cols: Sizes of the parts of the second partition.
 
     Source: Vinh, Epps and Bailey, Journal of Machine Learning Research 11, 2010, equation 24.
     """
     sizes = rows[..., :, None], cols[..., None, :], rows.sum(-1)[..., None, None]
-    known, places = zip(*(np.unique(one, return_inverse=True) for one in sizes), strict=True)
-    if np.prod([len(one) for one in known]) > np.prod(np.broadcast_shapes(*map(np.shape, sizes))):
-        return _shared(*sizes).sum((-2, -1))
-    where = tuple(place.reshape(one.shape) for place, one in zip(places, sizes, strict=True))
-    return _shared(*np.ix_(*known))[where].sum((-2, -1))
+    distinct, places = zip(*(np.unique(part, return_inverse=True) for part in sizes), strict=True)
+    num_distinct = np.prod([len(part) for part in distinct])
+    if num_distinct > np.prod(np.broadcast_shapes(*map(np.shape, sizes))):
+        return _expected_terms(*sizes).sum((-2, -1))
+    where = tuple(place.reshape(part.shape) for place, part in zip(places, sizes, strict=True))
+    return _expected_terms(*np.ix_(*distinct))[where].sum((-2, -1))
 
 
-def _shared(*sizes: Int64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
-    """What a row and a column of a table contribute on average, by their sizes and the whole's."""
-    row, col, total = (one.astype(float) for one in np.broadcast_arrays(*sizes))
+def _expected_terms(*sizes: Int64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
+    """Return the expected contribution of a row and a column, from their sizes and the total."""
+    row, col, total = (part.astype(float) for part in np.broadcast_arrays(*sizes))
     mean = row * col / np.maximum(total, 1)
-    large, small = mean > _LARGE_MEAN, (mean > 0) & (mean <= _LARGE_MEAN)
-    small &= (row <= total) & (col <= total)
-    shared = np.zeros(mean.shape)
-    shared[large] = _by_series(row[large], col[large], total[large])
-    shared[small] = _by_terms(row[small], col[small], total[small])
-    return shared
+    is_large, is_small = mean > _LARGE_MEAN, (mean > 0) & (mean <= _LARGE_MEAN)
+    is_small &= (row <= total) & (col <= total)
+    terms = np.zeros(mean.shape)
+    terms[is_large] = _expand_terms(row[is_large], col[is_large], total[is_large])
+    terms[is_small] = _sum_terms(row[is_small], col[is_small], total[is_small])
+    return terms
 
 
 Sizes = Float64[np.ndarray, " pairs"]
@@ -248,165 +273,183 @@ def _variance(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
     return spread / np.maximum(total - 1, 1)
 
 
-def _by_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
-    """Mean of x / total * log(x * total / (row * col)), x the size of what two parts share."""
+def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
+    """Return the mean of x / total * log(x * total / (row * col)) for a hypergeometric count x."""
     mean = row * col / total
-    wide = _DEVIATIONS * np.sqrt(_variance(row, col, total)) + _MORE
-    low = np.maximum(np.maximum(row + col - total, 0), np.floor(mean - wide))
-    high = np.minimum(np.minimum(row, col), np.ceil(mean + wide))
-    found, order = np.empty(len(mean)), np.argsort(high - low)
+    width = _DEVIATIONS * np.sqrt(_variance(row, col, total)) + _MARGIN
+    low = np.maximum(np.maximum(row + col - total, 0), np.floor(mean - width))
+    high = np.minimum(np.minimum(row, col), np.ceil(mean + width))
+    terms, order = np.empty(len(mean)), np.argsort(high - low)
     while len(order):
-        # Those that are nearly as long as the longest that is left.
+        # Sums of similar length are computed together, the longest ones first.
         length = int(high[order[-1]] - low[order[-1]]) + 1
-        order, now = np.split(order, [max(0, len(order) - max(1, _TERMS_AT_ONCE // length))])
-        a, b, n, last = (one[now, None] for one in (row, col, total, high))
+        order, now = np.split(order, [max(0, len(order) - max(1, _MAX_TERMS // length))])
+        a, b, n, last = (part[now, None] for part in (row, col, total, high))
         x = low[now, None] + np.arange(length)
-        # Of one probability to the one before; none is 0 up to the last.
+        # Ratio of each probability to the previous one, which is positive up to the last count.
         ratio = (a - x + 1) * (b - x + 1) / np.maximum(x * (n - a - b + x), 1)
         ratio[:, 0] = 1
-        inside = x <= last
-        logs = np.where(inside, np.log(np.where(inside, ratio, 1)).cumsum(1), -np.inf)
-        chance = np.exp(logs - logs.max(1, keepdims=True))
-        found[now] = (chance * xlogy(x, x * n / (a * b))).sum(1) / chance.sum(1)
-    return found / total
+        is_valid = x <= last
+        logs = np.where(is_valid, np.log(np.where(is_valid, ratio, 1)).cumsum(1), -np.inf)
+        probability = np.exp(logs - logs.max(1, keepdims=True))
+        terms[now] = (probability * xlogy(x, x * n / (a * b))).sum(1) / probability.sum(1)
+    return terms / total
 
 
-def _by_series(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
-    """The same from three moments, where x varies little beside its mean."""
+def _expand_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
+    """Return the same mean from a Taylor series with three moments, for counts with large means."""
     mean, variance = row * col / total, _variance(row, col, total)
     skew = variance * (total - 2 * row) * ((total - 2 * col) / total) / (total - 2)
     return (variance / (2 * mean) - skew / (6 * mean**2) + variance**2 / (4 * mean**3)) / total
 
 
-def entropy_of_more(
-    counts: Int64[np.ndarray, "*some cells"],
-) -> Float64[np.ndarray, "*some"]:
-    """Entropy in nats of what counts were drawn from, with cells that were not seen.
+def estimate_entropy(
+    counts: Int64[np.ndarray, "*tables cells"],
+) -> Float64[np.ndarray, "*tables"]:
+    """Estimate the entropy in nats of the distribution of a sample, including unseen cells.
 
-    How many those are is told by the cells that were seen once and twice.
+    The cells that occur once and twice determine the estimated contribution of unseen cells.
 
     Source: Chao, Wang and Jost, Methods in Ecology and Evolution 4, 2013.
     """
     total = np.asarray(counts.sum(-1), float)
     terms = counts * (digamma(total)[..., None] - digamma(np.maximum(counts, 1)))
     once, twice = (np.asarray((counts == number).sum(-1), float) for number in (1, 2))
-    # Without a cell that was seen twice, as if one of those that were seen once had been.
-    once_of, twice_of = np.where(twice > 0, once, once - 1), 2 * np.maximum(twice, 1)
-    share = np.where(once > 0, twice_of / ((total - 1) * np.maximum(once_of, 0) + twice_of), 1.0)
-    return np.asarray(terms.sum(-1) / total + once / total * _beyond(share, total))
+    # If no cell occurs twice, the estimate treats one of the cells that occur once as such a cell.
+    adjusted_once = np.where(twice > 0, once, once - 1)
+    adjusted_twice = 2 * np.maximum(twice, 1)
+    denominator = (total - 1) * np.maximum(adjusted_once, 0) + adjusted_twice
+    share = np.where(once > 0, adjusted_twice / denominator, 1.0)
+    return np.asarray(terms.sum(-1) / total + once / total * _sum_tail(share, total))
 
 
-def _beyond(
-    share: Float64[np.ndarray, "*some"], total: Float64[np.ndarray, "*some"]
-) -> Float64[np.ndarray, "*some"] | np.float64:
-    """Sum over r >= total of (1 - share)^(r - total + 1) / r, as an integral over exp(v)."""
+def _sum_tail(
+    share: Float64[np.ndarray, "*tables"], total: Float64[np.ndarray, "*tables"]
+) -> Float64[np.ndarray, "*tables"] | np.float64:
+    """Sum (1 - share)^(r - total + 1) / r over r >= total, as an integral over exp(v)."""
     v = np.linspace(-50, 5, 500)
-    s, left = np.exp(v) / total[..., None], 1 - share[..., None]
-    terms = left * s * np.exp(-np.exp(v)) / (share[..., None] - left * np.expm1(-s))
+    s, rest = np.exp(v) / total[..., None], 1 - share[..., None]
+    terms = rest * s * np.exp(-np.exp(v)) / (share[..., None] - rest * np.expm1(-s))
     return terms.sum(-1) * (v[1] - v[0])
 
 
-# 95 % intervals of agreements over images, of clusters that stay what they are. They hold the score
-# of very many images in these clusters, in which `ami` and `nmi` are one, and what other sets of as
-# many images have on average. A score of few images lies far from the former: none sees most of
-# the pairs of clusters and classes that there are. So there is an interval only of three images or
-# more for each pair, and of 60 in all; how often they hold the truth in simulations is in
-# results/tables/clustering_intervals.md.
+# 95 % intervals over images, for fixed clusters.
+#
+# An interval contains the score of infinitely many images, for which `ami` and `nmi` are equal, and
+# the mean score of other sets of as many images. With few images, most pairs of a cluster and a
+# class do not occur in the sample, and the score is far from that limit. Intervals are therefore
+# only computed for at least three images per pair, and 60 images in total. How often they contain
+# the true value in simulations is in results/tables/clustering_intervals.md.
 
 
-def few_images_warning(met: Met, images: int) -> list[str]:
-    """Why there is no interval, where these are too few images for one."""
-    pairs = int((met.sum(1) > 0).sum() * (met.sum(0) > 0).sum())
-    least = max(FEW_IMAGES, IMAGES_A_PAIR * pairs)
-    if images >= least:
+def few_images_warning(table: Table, images: int) -> list[str]:
+    """Return a warning with the reason if there are too few images for an interval."""
+    pairs = int((table.sum(1) > 0).sum() * (table.sum(0) > 0).sum())
+    required = max(FEW_IMAGES, IMAGES_PER_PAIR * pairs)
+    if images >= required:
         return []
-    return [f"no interval: {images} images, and {least} are needed of {pairs} pairs of a cluster "
-            "and a class"]  # fmt: skip
+    return [
+        f"no interval: {images} images, and {required} are needed of {pairs} pairs of a cluster "
+        "and a class"
+    ]
 
 
-def image_intervals(met: Met) -> dict[str, Interval | None]:
-    """Of `ami` and `ari`, from images of one class each.
+def image_intervals(table: Table) -> dict[str, Interval | None]:
+    """Return intervals of `ami` and `ari` for images with one class each.
 
-    `nmi`, `purity` and the matched mean IoU have none: of few images they are so much too large
-    that intervals around them would not hold what they tell of very many.
+    `nmi`, `purity` and the matched mean IoU have no interval. For few images their bias is so large
+    that an interval would not contain the score of very many images.
     """
-    cells = np.argwhere(met)
-    times = met[tuple(cells.T)]
-    if few_images_warning(met, int(times.sum())):
+    cells = np.argwhere(table)
+    repeats = table[tuple(cells.T)]
+    if few_images_warning(table, int(repeats.sum())):
         return {}
 
-    def each() -> Iterator[Met]:
-        for some in _at_once(len(cells), met.size):
-            one = np.zeros((len(cells[some]), *met.shape), np.int64)
-            one[np.arange(len(one)), *cells[some].T] = 1
+    def single_images() -> Iterator[Table]:
+        for batch in _batch_slices(len(cells), table.size):
+            one = np.zeros((len(cells[batch]), *table.shape), np.int64)
+            one[np.arange(len(one)), *cells[batch].T] = 1
             yield one
 
-    scores = {"ami": SCORES["ami"], "ari": SCORES["ari"], "of many": _information_of_many}
-    found = {
-        name: Jackknife(one.value, np.repeat(one.leave_one_out, times))
-        for name, one in _without_each(met, each(), scores).items()
+    scores = {"ami": SCORES["ami"], "ari": SCORES["ari"], "limit": _estimate_limit}
+    jackknives = {
+        name: Jackknife(one.value, np.repeat(one.leave_one_out, repeats))
+        for name, one in _leave_one_out(table, single_images(), scores).items()
     }
-    many = found["of many"]
+    limit = jackknives["limit"]
     return {
-        "ami": _spanned("ami", found["ami"], many.value, many.margin),
-        "ari": _corrected("ari", found["ari"]),
+        "ami": _span_interval("ami", jackknives["ami"], limit.value, limit.margin),
+        "ari": _corrected_interval("ari", jackknives["ari"]),
     }
 
 
-def patch_intervals(met: Met, by_image: csr_array) -> dict[str, Interval | None]:
-    """Of all scores but `miou_majority`, from pixels by cluster and class, a row for each image.
+def patch_intervals(table: Table, by_image: csr_array) -> dict[str, Interval | None]:
+    """Return intervals of all metrics except `miou_majority`, for pixels.
 
-    Each set of all images but one has a matching of its own, because a matching is fitted to the
-    labels that are scored. A single image may turn the majority of a cluster, which changes that
-    score more than the margin of its interval says.
+    Clusters are matched again for each left-out image, because the matching is fitted to the scored
+    labels. `miou_majority` has no interval, because a single image can change the majority of a
+    cluster, and thereby the score by more than the margin of an interval.
+
+    Args:
+        table: Contingency table of the pixels of all images.
+        by_image: Flattened contingency table of each image, one row per image.
     """
     images = len(by_image.indptr) - 1
-    if few_images_warning(met, images):
+    if few_images_warning(table, images):
         return {}
-    indexed: Any = by_image
-    rows = (indexed[some].toarray().reshape(-1, *met.shape) for some in _at_once(images, met.size))
+    rows: Any = by_image
+    tables = (
+        rows[batch].toarray().reshape(-1, *table.shape)
+        for batch in _batch_slices(images, table.size)
+    )
     scores = {name: score for name, score in SCORES.items() if name != "miou_majority"}
-    found = _without_each(met, rows, scores)
-    return {name: _corrected(name, one) for name, one in found.items()}
+    jackknives = _leave_one_out(table, tables, scores)
+    return {name: _corrected_interval(name, one) for name, one in jackknives.items()}
 
 
-def _at_once(number: int, cells: int) -> Iterator[slice]:
-    step = max(1, _CELLS_AT_ONCE // cells)
+def _batch_slices(number: int, cells: int) -> Iterator[slice]:
+    step = max(1, _MAX_CELLS // cells)
     return (slice(start, start + step) for start in range(0, number, step))
 
 
-def _without_each(
-    met: Met, images: Iterable[Met], scores: Mapping[str, Callable[[Met], Scores]]
+def _leave_one_out(
+    table: Table, images: Iterable[Table], scores: Mapping[str, Callable[[Table], Scores]]
 ) -> dict[str, Jackknife]:
-    """Scores of all, and of all but each of the images."""
-    without: dict[str, list[Scores]] = {name: [] for name in scores}
-    for some in images:
+    """Compute each score for all images, and for all images except one."""
+    left_out: dict[str, list[Scores]] = {name: [] for name in scores}
+    for batch in images:
         for name, score in scores.items():
-            without[name].append(score(met - some))
+            left_out[name].append(score(table - batch))
     return {
-        name: Jackknife(float(score(met)), np.concatenate(without[name]))
+        name: Jackknife(float(score(table)), np.concatenate(left_out[name]))
         for name, score in scores.items()
     }
 
 
-def _information_of_many(met: Met) -> Scores:
-    """What `nmi` would be of very many images."""
-    of_clusters, of_classes, joint = (
-        entropy_of_more(counts) for counts in (met.sum(-1), met.sum(-2), _flat(met))
+def _estimate_limit(table: Table) -> Scores:
+    """Estimate `nmi` for infinitely many images."""
+    cluster_entropy, class_entropy, joint_entropy = (
+        estimate_entropy(counts) for counts in (table.sum(-1), table.sum(-2), _flat(table))
     )
-    mean = (of_clusters + of_classes) / 2
-    return np.asarray(100 * (2 * mean - joint) / np.where(mean > 0, mean, np.nan))
+    mean = (cluster_entropy + class_entropy) / 2
+    return np.asarray(100 * (2 * mean - joint_entropy) / np.where(mean > 0, mean, np.nan))
 
 
-def _corrected(name: str, found: Jackknife) -> Interval | None:
-    """From the value to what it would be without its bias, and the margin of both."""
-    return _spanned(name, found, found.value + found.correction, found.margin)
+def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
+    """Return an interval from the value to the value without bias, with the margin of both."""
+    center = jackknife.value + jackknife.correction
+    return _span_interval(name, jackknife, center, jackknife.margin)
 
 
-def _spanned(name: str, found: Jackknife, center: float, margin: float) -> Interval | None:
-    """From the value to another estimate, with the margins of both, within what a score can be."""
-    low = min(found.value - found.margin, center - margin)
-    high = max(found.value + found.margin, center + margin)
+def _span_interval(
+    name: str, jackknife: Jackknife, center: float, margin: float
+) -> Interval | None:
+    """Return an interval that covers the value and another estimate, each with its margin.
+
+    It is clipped to the range of the metric.
+    """
+    low = min(jackknife.value - jackknife.margin, center - margin)
+    high = max(jackknife.value + jackknife.margin, center + margin)
     if np.isnan(low + high):
         return None
     most = 1.0 if name == "ari" else 100.0

@@ -1,4 +1,8 @@
-"""Clustering: do classes come out when nobody says what they are?"""
+"""Clustering: how well do k-means clusters of the features of each block agree with the classes?
+
+No labels are used for the clusters. The protocol "images" clusters the scored images. The protocol
+"patches" clusters patches of training images, and predicts the cluster of each scored pixel.
+"""
 
 import itertools
 import math
@@ -16,13 +20,13 @@ from torch import Tensor
 
 from probes.clustering.agreement import (
     SCORES,
-    Met,
+    Table,
+    class_ious,
+    contingency_table,
     few_images_warning,
-    image_independent,
+    image_independent_baselines,
     image_intervals,
-    ious,
-    matched,
-    meetings,
+    match_clusters,
     patch_intervals,
 )
 from probes.features.image import ImagePass, is_constant
@@ -54,26 +58,34 @@ Cell = tuple[int, str]
 METRICS = ("ami", "nmi", "ari", "purity", "miou_matched")
 PATCH_METRICS = (*METRICS, "accuracy_matched")
 MAJORITY = "miou_majority"
-"""Of patches in more clusters than classes."""
+"""Metric of patches that is added if there are more clusters than classes."""
 
 
 @dataclass(frozen=True)
 class Clustering(Probe):
-    """K-means without labels, and how well its clusters agree with the classes.
+    """Cluster features with k-means, and score the agreement of clusters and classes.
+
+    All features are normalised to unit length.
 
     Attributes:
-        protocol: "images": of images that have a class as a whole. "patches": of the patches of
-            training images; each pixel of the scored ones is in the cluster of the patch over it.
-        facet: What stands for an image, as for k-NN, or for a patch, as in correspondence; one or
-            several, brought to length 1.
-        clusters_per_class: One or several numbers; 1 is as many clusters as classes.
-        num_restarts: K-means begins so often, and the tightest clusters are taken.
-        fit_patches: For patches: so many training patches at most are clustered, drawn with the
-            seed.
-        image_size: Side in pixels; of images the encoder's own without it, of patches 512.
-        crop_share: For images: side of the central square that is looked at, relative to the
-            shorter side.
-        memory_gib: For the features; layers that do not fit wait for another pass.
+        protocol: "images" clusters images that have a class label. "patches" clusters patches of
+            the training images and scores the pixels of other images.
+        facet: Features of an image as in `knn`, or of a patch as in `correspondence`. One or
+            several names.
+        clusters_per_class: Number of clusters divided by the number of classes, one or several
+            numbers.
+        num_restarts: Number of initialisations of k-means. The clusters with the lowest inertia are
+            used.
+        fit_patches: Maximum number of training patches to cluster, drawn at random. Only for
+            patches.
+        image_size: Side in pixels of the square images that the encoder receives. For images the
+            default is the encoder's native size, for patches it is 512.
+        crop_share: Side of the central square crop, relative to the shorter side of the image. Only
+            for images.
+        batch_size: Number of images in a forward pass of the encoder.
+        memory_gib: Maximum size of the features in GiB. If the features of all layers exceed it,
+            the images pass the encoder several times.
+        num_workers: Number of threads that decode images.
     """
 
     protocol: Literal["images", "patches"] = "images"
@@ -111,27 +123,27 @@ class Clustering(Probe):
         return (*named, *INNER_FACETS)
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """Of clusters a class, each once."""
+    def cluster_factors(self) -> tuple[int, ...]:
+        """Return the distinct values of `clusters_per_class`."""
         return tuple(dict.fromkeys(self.clusters_per_class))
 
-    def metrics(self, times: int) -> tuple[str, ...]:
-        """What is scored with so many clusters a class."""
+    def metrics(self, factor: int) -> tuple[str, ...]:
+        """Return the names of the metrics for a number of clusters per class."""
         if self.protocol == "images":
             return METRICS
-        return PATCH_METRICS if times == 1 else (*PATCH_METRICS, MAJORITY)
+        return PATCH_METRICS if factor == 1 else (*PATCH_METRICS, MAJORITY)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [
-            (layer, facet, metric_name(metric, times))
+            (layer, facet, metric_name(metric, factor))
             for layer in sorted(layers)
             for facet in self.facets
-            for times in self.numbers
-            for metric in self.metrics(times)
+            for factor in self.cluster_factors
+            for metric in self.metrics(factor)
         ]
 
     def training_images(self, dataset: Dataset) -> ImageSet | None:
-        """Whole images are clustered where they are scored."""
+        """Return the images whose patches are clustered. Whole images need no training images."""
         return None if self.protocol == "images" else dataset.train()
 
     def settings(self) -> dict[str, Any]:
@@ -139,94 +151,108 @@ class Clustering(Probe):
         return {name: value for name, value in super().settings().items() if name != unused}
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers; a pass over the images serves as many as fit into `memory_gib`.
+        """Cluster and score all layers.
 
         Raises:
-            ConfigurationError: more clusters are asked for than there are images or patches, or
-                the encoder has no [CLS] token.
-            DataError: no scored image has a labelled pixel.
+            ConfigurationError: There are fewer images or patches than clusters, or the encoder has
+                no [CLS] token.
+            DataError: No scored image has a labelled pixel.
         """
-        of = self._scores_of_patches if self.protocol == "patches" else self._scores_of_images
-        yield from of(context, self.split(context.dataset))
+        if self.protocol == "patches":
+            yield from self._score_patches(context, self.split(context.dataset))
+        else:
+            yield from self._score_images(context, self.split(context.dataset))
 
-    def _scores_of_images(self, context: ProbeContext, images: ImageSet) -> Iterator[Score]:
+    def _require_at_most(self, most: int, classes: int, items: str, advice: str) -> None:
+        """Raise an error if there are more clusters than items to cluster."""
+        if (clusters := max(self.cluster_factors) * classes) > most:
+            raise ConfigurationError(
+                f"probe.clusters_per_class gives {clusters} clusters, expected at most {most}, the "
+                f"number of {items}. Use fewer clusters, {advice}"
+            )
+
+    # Images.
+
+    def _score_images(self, context: ProbeContext, images: ImageSet) -> Iterator[Score]:
         classes = len(images.class_names)
-        what = f"images of {images.name} {images.split}"
-        self._require_at_most(len(images), classes, what, "images")
+        items = f"images of {images.name} {images.split}"
+        self._require_at_most(len(images), classes, items, "or more images")
         image_pass = ImagePass(self, context, self.batch_size)
-        at_once = image_pass.layers_per_pass(len(images), self.memory_gib)
-        for layers in batches(sorted(context.layers), at_once):
-            found = image_pass.run(images, range(len(images)), layers)
+        layers_per_pass = image_pass.layers_per_pass(len(images), self.memory_gib)
+        for layers in batches(sorted(context.layers), layers_per_pass):
+            features = image_pass.run(images, range(len(images)), layers)
             cells = list(itertools.product(layers, self.facets))
             for cell in context.progress(cells, "clustering", len(cells)):
-                labelled = found.select(*cell)
-                directions = unit_vectors(labelled.features)
-                unit = directions.double().numpy()
+                labelled = features.select(*cell)
+                unit = unit_vectors(labelled.features)
+                vectors = unit.double().numpy()
                 details = {
-                    "constant_features": is_constant(directions),
-                    "warnings": zero_vectors_warning(directions),
+                    "constant_features": is_constant(unit),
+                    "warnings": zero_vectors_warning(unit),
                 }
-                for times in self.numbers:
-                    kmeans = clustered(unit, times * classes, self.num_restarts, context.seed)
-                    clusters = np.asarray(kmeans.labels_, np.int64)
-                    met = meetings(clusters, labelled.labels.numpy(), times * classes, classes)
-                    intervals = image_intervals(met)
-                    yield from self._scores(cell, times, met, intervals, len(unit), details)
+                for factor in self.cluster_factors:
+                    clusters = factor * classes
+                    kmeans = fit_kmeans(vectors, clusters, self.num_restarts, context.seed)
+                    assigned = np.asarray(kmeans.labels_, np.int64)
+                    table = contingency_table(assigned, labelled.labels.numpy(), clusters, classes)
+                    intervals = image_intervals(table)
+                    yield from self._scores(cell, factor, table, intervals, len(images), details)
 
-    def _scores_of_patches(self, context: ProbeContext, val: ImageSet) -> Iterator[Score]:
+    # Patches.
+
+    def _score_patches(self, context: ProbeContext, val: ImageSet) -> Iterator[Score]:
         train, classes = context.dataset.train(), len(val.class_names)
-        side = self._size(context) // context.encoder.patch_size
-        chosen = drawn_patches(len(train) * side**2, self.fit_patches, context.seed)
-        what = f"patches of {train.name} {train.split}"
-        self._require_at_most(len(chosen), classes, what, "images or a larger probe.fit_patches")
-        every = context.extractor(sorted(context.layers), *self.facets)
-        width = sum(map(every.width, self.facets))
-        at_once = max(1, int(self.memory_gib * 2**30 / (2 * width * len(chosen))))
-        for layers in batches(every.layers, at_once):
+        side = self._image_size(context) // context.encoder.patch_size
+        chosen = draw_patches(len(train) * side**2, self.fit_patches, context.seed)
+        items = f"patches of {train.name} {train.split}"
+        self._require_at_most(
+            len(chosen), classes, items, "more images or a larger probe.fit_patches"
+        )
+        extractor = context.extractor(sorted(context.layers), *self.facets)
+        width = sum(map(extractor.width, self.facets))
+        layers_per_pass = max(1, int(self.memory_gib * 2**30 / (2 * width * len(chosen))))
+        for layers in batches(extractor.layers, layers_per_pass):
             extractor = context.extractor(layers, *self.facets)
-            vectors = self._training_vectors(context, extractor, train, chosen, side**2)
-            centres: dict[Cell, list[Float[Tensor, "_centres _dim"]]] = {}
+            vectors = self._extract_training_patches(context, extractor, train, chosen, side**2)
+            centers: dict[Cell, list[Float[Tensor, "_centers _dim"]]] = {}
             details: dict[Cell, dict[str, Any]] = {}
             for cell in context.progress(list(vectors), "clustering", len(vectors)):
                 unit = vectors.pop(cell).float()
-                fitted = [
-                    clustered(unit.numpy(), times * classes, self.num_restarts, context.seed)
-                    for times in self.numbers
-                ]
-                centres[cell] = [
-                    torch.from_numpy(one.cluster_centers_).float().to(context.device)
-                    for one in fitted
+                centers[cell] = [
+                    torch.from_numpy(
+                        fit_kmeans(
+                            unit.numpy(), factor * classes, self.num_restarts, context.seed
+                        ).cluster_centers_
+                    )
+                    .float()
+                    .to(context.device)
+                    for factor in self.cluster_factors
                 ]
                 details[cell] = {
                     "num_fit_patches": len(unit),
                     "constant_features": is_constant(unit),
                     "warnings": zero_vectors_warning(unit),
                 }
-            labels, clusters = self._clusters_of_scored(context, extractor, val, centres, side)
+            labels, clusters = self._assign_scored_patches(context, extractor, val, centers, side)
             if not len(labels.pixels):
                 raise DataError(f"{val.name} {val.split} has no labelled pixel")
-            for cell, by_number in clusters.items():
-                for times, found in zip(self.numbers, by_number, strict=True):
-                    met, by_image = patch_meetings(labels, found, times * classes, classes)
-                    by_class = zip(val.class_names, ious(met, matched(met)).tolist(), strict=True)
-                    more = {"iou_by_class": {n: None if math.isnan(x) else x for n, x in by_class}}
-                    intervals = patch_intervals(met, by_image)
-                    told = details[cell] | more
-                    yield from self._scores(cell, times, met, intervals, len(val), told)
+            for cell, by_factor in clusters.items():
+                for factor, assigned in zip(self.cluster_factors, by_factor, strict=True):
+                    table, by_image = patch_contingency(labels, assigned, factor * classes, classes)
+                    ious = class_ious(table, match_clusters(table)).tolist()
+                    iou_by_class = {
+                        name: None if math.isnan(iou) else iou
+                        for name, iou in zip(val.class_names, ious, strict=True)
+                    }
+                    intervals = patch_intervals(table, by_image)
+                    more = details[cell] | {"iou_by_class": iou_by_class}
+                    yield from self._scores(cell, factor, table, intervals, len(val), more)
 
-    def _require_at_most(self, most: int, classes: int, what: str, more: str) -> None:
-        asked = max(self.numbers) * classes
-        if asked > most:
-            raise ConfigurationError(
-                f"probe.clusters_per_class must give at most the {most} clusters that {what} can "
-                f"make, got {asked}; ask for fewer, or for more {more}"
-            )
-
-    def _size(self, context: ProbeContext) -> int:
-        """Side in pixels of the squares that images are squashed to."""
+    def _image_size(self, context: ProbeContext) -> int:
+        """Return the side in pixels of the square images that the encoder receives."""
         return self.resize.square_side(context.encoder.native_size)
 
-    def _training_vectors(
+    def _extract_training_patches(
         self,
         context: ProbeContext,
         extractor: FeatureExtractor,
@@ -234,142 +260,162 @@ class Clustering(Probe):
         chosen: Int64[Tensor, " chosen"],
         patches: int,
     ) -> dict[Cell, Float16[Tensor, "chosen _dim"]]:
-        """Chosen patches at unit length, in host memory; only images that have one are encoded."""
-        found = {
+        """Return the unit vectors of the chosen patches. Only images that have one are encoded.
+
+        Args:
+            context: Context of the run.
+            extractor: Extractor of all facets.
+            images: The training images.
+            chosen: Ascending numbers of patches, counted over all images.
+            patches: Number of patches of each image.
+        """
+        vectors = {
             (layer, facet): torch.empty(len(chosen), extractor.width(facet), dtype=torch.float16)
             for layer, facet in itertools.product(extractor.layers, self.facets)
         }
         indices, counts = (chosen // patches).unique_consecutive(return_counts=True)
         within = (chosen % patches).split(counts.tolist())
-        size = self._size(context)
+        size = self._image_size(context)
 
-        def prepared(sample: Sample) -> Float[Tensor, "3 side side"]:
+        def prepare(sample: Sample) -> Float[Tensor, "3 side side"]:
             return resize_bilinear(image_and_mask(sample)[0], size, size)
 
-        pixels = read_ahead(images, indices.tolist(), prepared, workers=self.num_workers)
-        shown = context.progress(pixels, "clustered images", len(indices))
-        first = 0
-        for batch in batches(enumerate(shown), self.batch_size):
-            together = to_device(torch.stack([pixels for _, pixels in batch]), context.device)
-            features, sums = extractor.extract_unchecked(together)
+        pixels = read_ahead(images, indices.tolist(), prepare, workers=self.num_workers)
+        pixels = context.progress(pixels, "clustered images", len(indices))
+        start = 0
+        for batch in batches(enumerate(pixels), self.batch_size):
+            inputs = to_device(torch.stack([image for _, image in batch]), context.device)
+            features, sums = extractor.extract_unchecked(inputs)
             numbers = [number for number, _ in batch]
             places = [within[number] + patches * n for n, number in enumerate(numbers)]
-            where = to_device(torch.cat(places), context.device)
+            rows = to_device(torch.cat(places), context.device)
             ids = [images.ids[indices[number]] for number in numbers]
-            parts = [patch_directions(features, cell)[where].half() for cell in found]
+            parts = [unit_patches(features, cell)[rows].half() for cell in vectors]
             parts = fetch_finite(extractor, sums, ids, parts)
-            for values, part in zip(found.values(), parts, strict=True):
-                values[first : first + len(part)] = part
-            first += len(where)
-        return found
+            for values, part in zip(vectors.values(), parts, strict=True):
+                values[start : start + len(part)] = part
+            start += len(rows)
+        return vectors
 
-    def _clusters_of_scored(
+    def _assign_scored_patches(
         self,
         context: ProbeContext,
         extractor: FeatureExtractor,
         images: ImageSet,
-        centres: Mapping[Cell, Sequence[Float[Tensor, "_centres _dim"]]],
+        centers: Mapping[Cell, Sequence[Float[Tensor, "_centers _dim"]]],
         side: int,
     ) -> tuple["PatchLabels", dict[Cell, Integer[np.ndarray, "kmeans images patches"]]]:
-        """Labels of all images, and the nearest of the centres for each of their patches."""
-        size, labels = self._size(context), list[PatchLabels]()
+        """Return the labels of all images, and the nearest center of each patch in each k-means.
 
-        def prepared(sample: Sample) -> tuple[Float[Tensor, "3 side side"], PatchLabels]:
+        `side` is the number of patches along a side of an image.
+        """
+        size, labels = self._image_size(context), list[PatchLabels]()
+
+        def prepare(sample: Sample) -> tuple[Float[Tensor, "3 side side"], PatchLabels]:
             image, mask = image_and_mask(sample)
-            return resize_bilinear(image, size, size), PatchLabels.of_mask(mask.numpy(), side, side)
+            patch_labels = PatchLabels.from_mask(mask.numpy(), side, side)
+            return resize_bilinear(image, size, size), patch_labels
 
-        found: dict[Cell, list[Tensor]] = {cell: [] for cell in centres}
-        items = read_ahead(images, range(len(images)), prepared, workers=self.num_workers)
-        shown = context.progress(items, "scored images", len(images))
-        for batch in batches(shown, self.batch_size):
-            together = to_device(torch.stack([pixels for pixels, _ in batch]), context.device)
-            features, sums = extractor.extract_unchecked(together)
+        assigned: dict[Cell, list[Tensor]] = {cell: [] for cell in centers}
+        items = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)
+        items = context.progress(items, "scored images", len(images))
+        for batch in batches(items, self.batch_size):
+            inputs = to_device(torch.stack([image for image, _ in batch]), context.device)
+            features, sums = extractor.extract_unchecked(inputs)
             parts = [
-                nearest(patch_directions(features, cell), some) for cell, some in centres.items()
+                nearest_centers(unit_patches(features, cell), sets)
+                for cell, sets in centers.items()
             ]
             ids = images.ids[len(labels) : len(labels) + len(batch)]
             parts = fetch_finite(extractor, sums, ids, parts)
-            labels += [of_patches for _, of_patches in batch]
-            for known, part in zip(found.values(), parts, strict=True):
-                known.append(part.unflatten(1, (len(batch), -1)))
-        return PatchLabels.joined(labels, side**2), {
-            cell: torch.cat(known, 1).numpy() for cell, known in found.items()
+            labels += [patch_labels for _, patch_labels in batch]
+            for earlier, part in zip(assigned.values(), parts, strict=True):
+                earlier.append(part.unflatten(1, (len(batch), -1)))
+        return PatchLabels.concatenate(labels, side**2), {
+            cell: torch.cat(parts, 1).numpy() for cell, parts in assigned.items()
         }
 
     def _scores(
         self,
         cell: Cell,
-        times: int,
-        met: Met,
+        factor: int,
+        table: Table,
         intervals: Mapping[str, Interval | None],
         num_images: int,
         details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """All metrics of one block and facet in so many clusters a class; some have an interval."""
-        baselines = image_independent(met, self.metrics(times))
-        counted = {
-            "num_clusters": len(met),
-            "empty_clusters": int((met.sum(1) == 0).sum()),
-            "warnings": [*few_images_warning(met, num_images), *details.get("warnings", ())],
+        """Yield all metrics of one block and facet, for one number of clusters per class."""
+        baselines = image_independent_baselines(table, self.metrics(factor))
+        more = {
+            "num_clusters": len(table),
+            "empty_clusters": int((table.sum(1) == 0).sum()),
+            "warnings": [*few_images_warning(table, num_images), *details.get("warnings", ())],
         }
-        for metric in self.metrics(times):
+        for metric in self.metrics(factor):
             baseline = baselines[metric].as_details() if metric in baselines else {}
-            name, value = metric_name(metric, times), float(SCORES[metric](met))
-            ci95, unit = intervals.get(metric), "" if metric == "ari" else "%"
-            more = {**details, **counted, **baseline}
-            yield Score(*cell, name, value, ci95, num_images, more, unit=unit)
+            yield Score(
+                *cell,
+                metric_name(metric, factor),
+                float(SCORES[metric](table)),
+                intervals.get(metric),
+                num_images,
+                {**details, **more, **baseline},
+                unit="" if metric == "ari" else "%",
+            )
 
 
-def metric_name(metric: str, times: int) -> str:
-    """With the number of clusters a class where that is not one."""
-    return metric if times == 1 else f"{metric}_x{times}"
+def metric_name(metric: str, factor: int) -> str:
+    """Return the name of a metric, with the number of clusters per class if it is above 1."""
+    return metric if factor == 1 else f"{metric}_x{factor}"
 
 
-def clustered(
+def fit_kmeans(
     unit: Float[np.ndarray, "vectors dim"], count: int, restarts: int, seed: int
 ) -> "KMeans":
-    """The tightest of several k-means; as many clusters may be empty as vectors are equal.
+    """Fit k-means with several initialisations, and return the fit with the lowest inertia.
 
-    Costs vectors * dim * count for each step.
+    Clusters are empty if there are fewer distinct vectors than clusters.
     """
-    # Here, because a plan need not wait for scikit-learn.
+    # Imported here, so that planning a run does not import scikit-learn.
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
     kmeans = KMeans(count, n_init=restarts, random_state=seed)
     with warnings.catch_warnings():
-        # Fewer clusters than asked for, of features that are the same: the details say so.
+        # scikit-learn warns about equal vectors. The details of the score state empty clusters.
         warnings.simplefilter("ignore", ConvergenceWarning)
         return kmeans.fit(unit)
 
 
-def drawn_patches(total: int, most: int, seed: int) -> Int64[Tensor, " chosen"]:
-    """Patches that are clustered, counted over all images, ascending."""
+def draw_patches(total: int, most: int, seed: int) -> Int64[Tensor, " chosen"]:
+    """Draw at most `most` of `total` patches, and return their numbers in ascending order."""
     return torch.tensor(sorted(random.Random(seed).sample(range(total), min(total, most))))
 
 
-def patch_directions(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]:
-    """Return the patches of a batch, row by row, at length 1, as one block and facet has them."""
+def unit_patches(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]:
+    """Return the unit vectors of all patches of a batch, row by row, for one block and facet."""
     layer, facet = cell
     return unit_vectors(features[layer][facet].flatten(0, 2))
 
 
-def nearest(
-    unit: Float[Tensor, "patches dim"], centres: Sequence[Float[Tensor, "_centres dim"]]
+def nearest_centers(
+    unit: Float[Tensor, "patches dim"], centers: Sequence[Float[Tensor, "_centers dim"]]
 ) -> Int32[Tensor, "kmeans patches"]:
-    """The cluster of each vector in each k-means; of equally near ones the first."""
-    together = torch.cat([*centres])
-    # |x - c|^2 without what is the same for all centres.
-    nearness = unit @ together.T - together.square().sum(1) / 2
-    parts = nearness.split([len(some) for some in centres], 1)
-    return torch.stack([some.argmax(1) for some in parts]).int()
+    """Return the nearest center of each vector in each k-means, the first of equally near ones."""
+    joined = torch.cat([*centers])
+    # In |x - c|^2, the squared length of x is left out, because it is equal for all centers.
+    nearness = unit @ joined.T - joined.square().sum(1) / 2
+    parts = nearness.split([len(part) for part in centers], 1)
+    return torch.stack([part.argmax(1) for part in parts]).int()
 
 
 class PatchLabels(NamedTuple):
-    """How many pixels of a class lie under a patch, for all pairs that meet.
+    """Number of pixels of each class in each patch. Pairs without pixels are left out.
 
     Attributes:
-        patches: Row by row; of several images one image after the other.
+        patches: Number of the patch, row by row. Images follow one another.
+        classes: Class of the pixels.
+        pixels: Number of pixels of this class in this patch.
     """
 
     patches: Int64[np.ndarray, " pairs"]
@@ -377,12 +423,12 @@ class PatchLabels(NamedTuple):
     pixels: Int64[np.ndarray, " pairs"]
 
     @classmethod
-    def of_mask(
+    def from_mask(
         cls, mask: UInt8[np.ndarray, "height width"], rows: int, cols: int
     ) -> "PatchLabels":
-        """Of one image, at the size of its mask: each pixel lies under the patch over its middle.
+        """Count the pixels of one image at the resolution of its mask.
 
-        Pixels of class 255 lie under none.
+        A pixel belongs to the patch that contains its center. Pixels of class 255 are ignored.
         """
         down, across = (
             (2 * np.arange(length) + 1) * cells // (2 * length)
@@ -395,8 +441,8 @@ class PatchLabels(NamedTuple):
         return cls(patches, classes, counts[patches, classes].astype(np.int64))
 
     @classmethod
-    def joined(cls, images: Sequence["PatchLabels"], patches: int) -> "PatchLabels":
-        """Of all images, each of so many patches."""
+    def concatenate(cls, images: Sequence["PatchLabels"], patches: int) -> "PatchLabels":
+        """Join the counts of images with the same number of patches."""
         return cls(
             np.concatenate([one.patches + patches * n for n, one in enumerate(images)]),
             np.concatenate([one.classes for one in images]),
@@ -404,13 +450,17 @@ class PatchLabels(NamedTuple):
         )
 
 
-def patch_meetings(
+def patch_contingency(
     labels: PatchLabels,
     clusters: Integer[np.ndarray, "images patches"],
     num_clusters: int,
     num_classes: int,
-) -> tuple[Met, csr_array]:
-    """Pixels by cluster and class: of all images, and a row for each, classes along clusters."""
+) -> tuple[Table, csr_array]:
+    """Count the pixels of each cluster and class.
+
+    Returns:
+        The contingency table of all images, and the flattened table of each image as one row.
+    """
     cells = clusters.ravel()[labels.patches].astype(np.int64) * num_classes + labels.classes
     images = labels.patches // clusters.shape[1]
     shape = (len(clusters), num_clusters * num_classes)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from probes.clustering.agreement import image_independent
+from probes.clustering.agreement import image_independent_baselines
 from probes.discovery import constant_baselines, score_block
 from probes.tokencut.log import ImageResult
 from probes.tokencut.scores import centre_box, corloc_score, saliency_scores
@@ -118,7 +118,7 @@ def test_a_single_cluster_is_the_baseline_where_one_class_is_frequent():
     # Random halves, each standing for another class, are right in about half of the images.
     met = np.array([[48, 2], [42, 8]])
 
-    found = image_independent(met, ["accuracy_matched", "miou_matched", "purity", "ami"])
+    found = image_independent_baselines(met, ["accuracy_matched", "miou_matched", "purity", "ami"])
 
     assert found["accuracy_matched"] == Baseline("single cluster", 90.0)
     assert found["miou_matched"] == Baseline("single cluster", 45.0)

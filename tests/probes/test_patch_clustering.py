@@ -19,8 +19,8 @@ from probes.clustering.probe import (
     METRICS,
     Clustering,
     PatchLabels,
-    drawn_patches,
-    patch_meetings,
+    draw_patches,
+    patch_contingency,
 )
 from probes.features.training_images import image_and_mask, resize_bilinear, resize_mask
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
@@ -139,7 +139,7 @@ def test_drawn_patches_alone_are_clustered_as_the_seed_says(tmp_path):
         assert scores[3, "nmi"].details["num_fit_patches"] == 5
 
     assert passed[0].passes == passed[1].passes != passed[2].passes
-    drawn = drawn_patches(18 * 16, 5, 0)
+    drawn = draw_patches(18 * 16, 5, 0)
     assert drawn.unique().tolist() == drawn.tolist()
 
 
@@ -184,7 +184,7 @@ def test_one_class_and_one_image_have_no_agreement_and_no_interval(tmp_path):
     [
         (
             {"clusters_per_class": [1, 73]}, ColourDataset(), ConfigurationError,
-            r"at most the 288 clusters that patches of colours train can make, got 292; ask for",
+            r"292 clusters, expected at most 288",
         ),
         ({"fit_patches": 3}, ColourDataset(), ConfigurationError, "larger probe.fit_patches"),
         ({"image_size": 36}, ColourDataset(), ConfigurationError, "patch size 8, got 36"),
@@ -250,9 +250,9 @@ def test_masks_of_any_size_are_counted_as_clusters_grow_to_them(size):
     generator = np.random.default_rng(0)
     masks = generator.choice([0, 1, 2, IGNORED], (2, *size)).astype(np.uint8)
     clusters = generator.integers(4, size=(2, 5, 6))
-    labels = PatchLabels.joined([PatchLabels.of_mask(mask, 5, 6) for mask in masks], 5 * 6)
+    labels = PatchLabels.concatenate([PatchLabels.from_mask(mask, 5, 6) for mask in masks], 5 * 6)
 
-    met, by_image = patch_meetings(labels, clusters.reshape(2, -1), 4, 3)
+    met, by_image = patch_contingency(labels, clusters.reshape(2, -1), 4, 3)
 
     for row, mask, image in zip(by_image.toarray(), masks, clusters, strict=True):
         grown = resize_mask(torch.from_numpy(image).to(torch.uint8), *size).numpy()
