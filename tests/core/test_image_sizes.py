@@ -185,4 +185,4 @@ def test_squares_of_another_side_leave_the_default_size_alone():
     fitted = fit_size(PCA(squash=144), encoder, {"squash"})
 
     assert fitted.image_size == 224
-    assert "px" not in fitted.kind
+    assert fitted.figure_folder == "image"
