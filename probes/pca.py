@@ -565,13 +565,13 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
     except Exception as error:
         reraise_out_of_memory(error)
         raise DataError(
-            f"cannot read {path}; probe the checkpoint in probe.align_to first",
+            f"cannot read {path}. Probe the checkpoint in probe.align_to again",
             hint=("--overwrite",),
         ) from error
     if missing := [image for image in images if image not in maps]:
         raise DataError(
             f"the maps of {source} lack {len(missing)} of {len(images)} images, such as "
-            f"{missing[0]}; probe that checkpoint on the same images first",
+            f"{missing[0]}. Probe that checkpoint on the same images first",
             hint=("--pictures", "{number}"),
         )
     return source, [maps[image] for image in images]
@@ -607,6 +607,6 @@ def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
             return folders[0]
     raise ConfigurationError(
         f"probe.align_to must be a folder with {REFERENCE_FILE}, or match exactly one checkpoint "
-        f"with maps {figure_folder!r} of the same images in {artifacts.parent}, got {align_to!r}; "
-        f"there are: {', '.join(dict.fromkeys(known)) or 'none'}"
+        f"with maps {figure_folder!r} of the same images in {artifacts.parent}, got {align_to!r} "
+        f"(available: {', '.join(dict.fromkeys(known)) or 'none'})"
     )

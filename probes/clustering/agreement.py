@@ -349,8 +349,8 @@ def few_images_warning(table: Table, images: int) -> list[str]:
     if images >= required:
         return []
     return [
-        f"no interval: {images} images, and {required} are needed of {pairs} pairs of a cluster "
-        "and a class"
+        f"no interval: {images} images, expected at least {required} for {pairs} pairs of a "
+        "cluster and a class"
     ]
 
 

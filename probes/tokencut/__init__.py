@@ -1,4 +1,4 @@
-"""TokenCut and its relatives; the cut of any features is `discover`."""
+"""TokenCut and similar methods. `discover` applies it to the features of one image."""
 
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover
 

@@ -168,7 +168,7 @@ def test_too_few_images_for_their_pairs_have_no_interval_and_say_so():
     assert image_intervals(met)["ami"]
     # A class and a cluster more: 3 for each of 30 pairs.
     _, _, met = drawn(images=89, clusters=6, classes=5)
-    assert "89 images, and 90 are needed of 30 pairs" in few_images_warning(met, 89)[0]
+    assert "89 images, expected at least 90 for 30 pairs" in few_images_warning(met, 89)[0]
 
 
 def test_equal_partitions_are_perfect_and_one_class_says_nothing():

@@ -151,9 +151,9 @@ def test_an_unknown_reference_names_the_known_ones(photographs, tmp_path):
     store = ResultStore(tmp_path / "out")
     probe(photographs, store)
 
-    with pytest.raises(ConfigurationError, match="there are: tiny-"):
+    with pytest.raises(ConfigurationError, match="available: tiny-"):
         probe(photographs, store, align_to="tinny")
-    with pytest.raises(ConfigurationError, match="there are: none"):
+    with pytest.raises(ConfigurationError, match="available: none"):
         probe(photographs, store, align_to="tiny", protocol="batch")
 
 
