@@ -162,7 +162,7 @@ def test_a_reference_without_the_images_or_damaged_recommends_a_command(tmp_path
 
     assert load_reference(tmp_path, ["a"])[1][0].shape == (2, 3, 3)
     assert find_reference(str(tmp_path), tmp_path / "pictures", "image") == tmp_path
-    with pytest.raises(DataError, match=r"lack 2 of 3 images, such as b;") as lacking:
+    with pytest.raises(DataError, match=r"lack 2 of 3 images, such as b\.") as lacking:
         load_reference(tmp_path, ["a", "b", "c"])
     assert lacking.value.hint == ("--pictures", "{number}")
     (tmp_path / REFERENCE_FILE).write_bytes((tmp_path / REFERENCE_FILE).read_bytes()[:50])
