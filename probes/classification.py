@@ -129,16 +129,17 @@ class LinearClassification(Probe):
         training: Training of the heads, a file of configs/probe/classification/training.
         standardise: Whether each channel is standardised over the training images.
         holdout: Fraction of the training images that select C or the learning rate. After the
-            selection, linear heads are trained again on all training images. With 0, only the
-            oracle is scored.
+            selection, linear heads are trained again on all training images, unless `shots` is
+            set. With 0, only the oracle is scored.
         train_images: Maximum number of training images, drawn with the seed. The default is all.
         shots: Number n of training images of each class, or several numbers. Unless `holdout` is 0,
             min(n, 4) further images of each class select C or the learning rate.
         draws: Number of random draws of the shots. Scores are means over the draws.
         image_size: Side of the square input in pixels (default: the encoder's native size).
         crop_share: Side of the central square crop, relative to the shorter side of the image.
-        memory_gib: Memory limit for the features. If the features of all layers exceed it, the
-            images pass the encoder several times. Patches are then stored on disk.
+        memory_gib: Memory limit for the features in GiB. If the vectors of all layers exceed it,
+            the images pass the encoder several times. The patches that attentive heads need are
+            then stored on disk instead.
         guesses: Choices that the authors do not specify, and differences from their code.
     """
 

@@ -129,8 +129,8 @@ class KNN(Probe):
         NaN if there are fewer than five classes.
 
         Raises:
-            ConfigurationError: There are fewer training images than neighbours, or the encoder has
-                no [CLS] token.
+            ConfigurationError: There are fewer training images than neighbours that the user set,
+                or the encoder has no [CLS] token. Default numbers that are too large are dropped.
             DataError: A class has fewer images than shots.
         """
         train, val = self.training_images(context.dataset), self.split(context.dataset)

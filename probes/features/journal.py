@@ -76,7 +76,7 @@ class Journal:
         return entries
 
     def read(self, path: Path) -> list[dict[str, Any]]:
-        """Return the valid entries of this journal, or of one with another header.
+        """Return the valid entries of a file, whatever its header.
 
         Raises:
             OSError: The file cannot be read.

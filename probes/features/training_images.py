@@ -2,8 +2,8 @@
 
 `TrainingSplit` holds some training images out, to choose a hyperparameter. `Shots` draws a few
 training images of each class. Both depend only on the images, the settings and the seed. A view is
-a square input of the encoder, made of an image and its mask. The features of all views are computed
-once and stored, so random crops are not drawn again in each epoch.
+a square input of the encoder, made of an image and its mask. Random crops depend only on the seed
+and the image, so each epoch uses the same views, whether their features are stored or not.
 """
 
 from collections.abc import Sequence
