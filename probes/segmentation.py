@@ -162,7 +162,7 @@ class Segmentation(Probe):
         views: Number of crops of each training image, drawn once. With "whole", the second view is
             the mirror image.
         holdout: Fraction of the training images that select the learning rate or C. They are not
-            used for training.
+            used for training, unless `training.refit` is true.
         train_images: Maximum number of training images, drawn at random. None for all images.
         panels: Number of scored images to draw, spread over the whole set.
         tier: Storage of the training features: "memory", "disk", or "stream", which computes them
@@ -267,7 +267,7 @@ class Segmentation(Probe):
     @property
     def _file_prefix(self) -> str:
         features: list[str] = [] if self.layers_mode == "single" else [self.layers_mode]
-        if not features or self.facet != "token":
+        if not features or self.scored_facet != "token":
             features.append(self.scored_facet)
         return "-".join([self.protocol, *features])
 

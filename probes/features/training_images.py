@@ -295,7 +295,9 @@ class CentralSquare(TrainingViews):
 
 @dataclass(frozen=True)
 class ResizedCrops(TrainingViews):
-    """Crops of random area and aspect ratio, resized to a square. Half of them are mirrored.
+    """Crops of random area and aspect ratio, resized to a square.
+
+    Each crop is mirrored with probability 0.5.
 
     Attributes:
         seed: Seed of the crops.
@@ -333,7 +335,7 @@ class ResizedCrops(TrainingViews):
 
 @dataclass(frozen=True)
 class ScaledCrops(TrainingViews):
-    """Square crops of the image scaled by a random factor. Half of them are mirrored.
+    """Square crops of the image scaled by a random factor. Each is mirrored with probability 0.5.
 
     The shorter side of the scaled image is `factor` times the side of the crop, and its longer side
     is at most four times that. If the image is smaller than the crop, the rest of the crop has the
@@ -343,8 +345,8 @@ class ScaledCrops(TrainingViews):
         seed: Seed of the crops.
         mean: Mean colour, RGB in [0, 1].
         factor: Range of the factor.
-        dominance: A crop is drawn again, up to ten times, if one class has at least this share of
-            its labelled pixels, or if it has no labelled pixel.
+        dominance: A crop is drawn again if one class has at least this share of its labelled
+            pixels, or if it has no labelled pixel. At most ten crops are drawn.
 
     Source: Resize, RandomCrop, RandomFlip and Pad of https://github.com/open-mmlab/mmsegmentation,
     with the settings for linear heads of https://github.com/facebookresearch/dinov2.

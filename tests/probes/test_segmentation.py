@@ -352,3 +352,10 @@ def test_the_ids_of_the_training_images_lie_beside_the_pictures_with_their_diges
     ids = path.read_text().split()
     assert len(set(ids)) == 5
     assert sha256(path.read_bytes()).hexdigest() == scores[0].details["train_ids_sha256"]
+
+
+def test_figures_of_the_final_norm_have_names_of_their_own():
+    names = {
+        Segmentation(layers_mode="multi", norm=norm).list_name(0) for norm in ("none", "final")
+    }
+    assert len(names) == 2
