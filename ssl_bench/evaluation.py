@@ -4,6 +4,7 @@
 are missing from the store, and saves each record as soon as its score is computed.
 """
 
+import math
 import time
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -563,8 +564,12 @@ def find_pending(
     finished = {}
     for key in keys:
         record = store.load(key)
+        if record is None:
+            continue
         with_images = probe.keeps_images and key.metric not in probe.metrics_of_sets
-        if record and not (with_images and record.unit == "%" and not store.has_per_image(key)):
+        # An undefined score may have no per-image values.
+        is_percentage = record.unit == "%" and not math.isnan(record.value)
+        if not (with_images and is_percentage) or store.has_per_image(key):
             finished[key] = record
     pending = frozenset(key for key in keys if key not in finished)
     layers = {key.layer for key in pending}

@@ -161,3 +161,21 @@ def test_counts_behind_a_plain_number_need_no_kind_because_they_are_not_kept():
 def test_attributes_of_earlier_versions_are_refused_with_their_new_names(old, new):
     with pytest.raises(ConfigurationError, match=rf"^Older\.{old} .* {new} instead$"):
         type("Older", (Brightness,), {old: ()})
+
+
+@dataclass(frozen=True)
+class Undefined(Coin):
+    """A percentage that no image defines."""
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        for layer in context.layers:
+            why = {"undefined": "there is no coin"}
+            yield Score(layer, "token", self.metric, float("nan"), None, 1, details=why)
+
+
+def test_an_undefined_percentage_is_not_computed_again(probed):
+    probed(probe=Undefined())
+
+    (line,) = probed(probe=Undefined())
+
+    assert "skipping 2 of 2 results" in line
