@@ -364,9 +364,9 @@ def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[
     """Draw the indices of the images for each purpose, in ascending order.
 
     "views" are encoded as random views. "pairs" are compared for uniformity. "train", "selection"
-    and "test" are disjoint parts of all images for the position regression: it is trained on the
-    first, the second selects its penalty, and the third is scored. With fewer than three images,
-    all are in "train".
+    and "test" are disjoint parts of all images for the position regression: the second
+    selects its penalty, the first two train the final regression, and the third is scored. With
+    fewer than three images, all are in "train".
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_images, generator=generator).tolist()

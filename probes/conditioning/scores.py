@@ -99,9 +99,9 @@ def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
     """Return the median over images and values, and its 95 % interval from the sign test.
 
     Infinite numbers are larger than all others. The ends of the interval are medians of single
-    images. The interval makes no assumption about the distribution. With two to five images, it
-    extends from the smallest to the largest image. It then covers the true median with a
-    probability of only 1 - 2^(1 - images).
+    images. The interval makes no assumption about the distribution. With two to eight images, it
+    extends from the smallest to the largest image, and covers the true median with a probability of
+    1 - 2^(1 - images). This is below 95 % for fewer than six images.
 
     Returns:
         The median, and its interval. The median is NaN if any number is NaN. The interval is None
