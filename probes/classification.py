@@ -113,7 +113,7 @@ class FixedPooling:
 class LinearClassification(Probe):
     """Train linear heads on the frozen features of each block, and score their accuracy.
 
-    The heads of all blocks and of all values of C, or all learning rates, are trained side by side.
+    One head is trained for each block and each value of C (or each learning rate), all at once.
 
     Attributes:
         protocol: Name of the preset.

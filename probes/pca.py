@@ -260,7 +260,7 @@ class PCA(Probe):
         return block
 
     def _groups(self, values: Sequence[T]) -> list[Sequence[T]]:
-        """Split values of images into groups that share components and colours."""
+        """Group values, one for each image, by images that share components and colours."""
         return [[value] for value in values] if self.protocol == "image" else [values]
 
     def _score(self, layer: int, block: "BlockMaps", num_images: int) -> Score:

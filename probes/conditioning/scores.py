@@ -313,7 +313,8 @@ def stack_outputs(records: Sequence[BlockRecord]) -> Float64[Tensor, "images tok
 class CkaMatrix:
     """Linear CKA of each pair of representations, with the names of rows and columns.
 
-    `other` is the name of the encoder in the columns. It is empty for the encoder in the rows.
+    `other` is the name of the encoder that the columns belong to. It is empty if rows and columns
+    belong to the same encoder.
     """
 
     values: Float64[np.ndarray, "rows columns"]

@@ -142,5 +142,5 @@ def image_vectors(features: Features, facet: str) -> Float[Tensor, "layers batch
 
 
 def is_constant(unit: Float[Tensor, "images dim"]) -> bool:
-    """Return whether vectors of length 1 are equal for all images."""
+    """Return whether the unit vectors of all images are equal."""
     return bool((unit - unit[0]).abs().max() < _TOLERANCE)

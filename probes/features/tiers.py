@@ -403,8 +403,8 @@ class FeatureFile:
     another host deletes the file on a network file system, the operating system stops the process
     with SIGBUS.
 
-    Several processes may write the same features. Each of them continues with its own array. The
-    last one that renames its files leaves them for later runs. If the processes have computed
+    Several processes may write the same features. Each of them continues with its own array.
+    Later runs find the files of the process that finished last. If the processes have computed
     different bits, the two files may not belong together. The checksum is then wrong, and the next
     run computes the features again.
 

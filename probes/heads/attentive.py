@@ -125,7 +125,7 @@ class AttentivePooling:
 
 @dataclass(frozen=True)
 class AttentiveHeads:
-    """Attentive heads of all sources and values. A source is a layer, a value a learning rate.
+    """One attentive head for each layer (source) and each learning rate (value).
 
     The attention of a query to the patches is the softmax of scaled products with the patches,
     which are not projected into keys. Each query pools its own part of the channels of the value

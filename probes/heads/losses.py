@@ -289,7 +289,7 @@ def _add_corners(
 def summed_logsumexp(
     corners: Float[Tensor, "4 heads classes cells"], counted: Float[Tensor, "pixels cells"]
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes cells"]]:
-    """Return the sum of the log-normalisers of all pixels, and its gradient for each corner.
+    """Return the sum of the log-normalisers of all pixels, and the gradient of this sum.
 
     Logits of pixels are the product of bilinear weights and corners. They are computed for so few
     heads, cells and pixels at a time that they fit the cache.

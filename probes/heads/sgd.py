@@ -284,7 +284,7 @@ class RunningStatistics:
     def start(
         cls, device: torch.device, state: Mapping[str, Any] | None = None
     ) -> "RunningStatistics":
-        """Return statistics of no images, or those whose `vars` are `state`."""
+        """Return empty statistics, or restore them from the `vars` of earlier statistics."""
         zero = torch.zeros(1, 1, dtype=torch.float64)
         state = state or {"num_images": 0, "mean": zero, "between": zero, "within": zero}
         device = float64_device(device)

@@ -55,7 +55,7 @@ class ImageResult:
 
     @property
     def is_scored(self) -> bool:
-        """Return whether the image has a box or a mask that the object can hit."""
+        """Return whether the image has a ground-truth box or mask to compare with."""
         return bool(self.num_boxes) or self.centre is not None
 
     def belongs_to(self, sample: Sample) -> bool:

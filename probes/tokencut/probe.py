@@ -299,7 +299,7 @@ class _Search:
             self._copy_from_other_sets(task_folder, images)
 
     def _copy_from_other_sets(self, task_folder: Path, images: ImageSet) -> None:
-        """Copy results of the same image files, for example after an image was added."""
+        """Copy the results of image files that another image set also contains."""
         pattern = f"*/*/{glob.escape(self.folder.name)}/{self.log.path.name}"
         for path in sorted(task_folder.glob(pattern)):
             is_complete = all(self.log.has_cells(image_id, self._cells) for image_id in images.ids)

@@ -202,8 +202,8 @@ def constant_masks(
 ) -> dict[str, Int64[np.ndarray, "images 4"]]:
     """Return the `ObjectCounts` of image-independent masks, by name.
 
-    The best mask is the baseline of a score. For pixel accuracy, this is the empty mask if objects
-    are small, and the whole image if they are large.
+    Each metric uses the mask with the highest score as its baseline. For pixel accuracy, this is
+    the empty mask if objects are small, and the whole image if they are large.
     """
     _, _, true, total = centre_counts.T
     zero = np.zeros_like(true)
