@@ -68,13 +68,13 @@ def test_fault_76_other_probes_and_objectives_still_run(tmp_path):
         shutil.copytree(ROOT / name, suite / name)
     for path, text in FILES.items():
         (suite / path).write_text(text)
-    for path in ("probes/norms.py", "pretrain/objectives/rotation.py"):
+    for path in ("probes/reconstruction.py", "pretrain/objectives/rotation.py"):
         (suite / path).write_text("import nopackage\n" + (suite / path).read_text())
     encoder_file(place / "runs/x/last.safetensors")
     broken = {
-        ("probe", "--task", "norms"): "probes/norms.py",
-        ("probe", "--task", "norms,pca", *SMALL): "probes/norms.py",
-        ("keys", "probe.norms"): "probes/norms.py",
+        ("probe", "--task", "reconstruction"): "probes/reconstruction.py",
+        ("probe", "--task", "reconstruction,pca", *SMALL): "probes/reconstruction.py",
+        ("keys", "probe.reconstruction"): "probes/reconstruction.py",
         ("pretrain", "objective=rotation", "--dry-run"): "pretrain/objectives/rotation.py",
     }
     whole = [["--help"], ["keys"], ["keys", "probe.pca"], ["doctor"], ["completion", "bash"]]
@@ -87,7 +87,7 @@ def test_fault_76_other_probes_and_objectives_still_run(tmp_path):
     for line, file in zip(said, broken.values(), strict=False):
         assert line.count("\n") == 1
         assert f"{suite / file}, line 1" in line
-    assert [one.count("left out: norms: ") for one in said[-4:]] == [0, 1, 1, 0]
+    assert [one.count("left out: reconstruction: ") for one in said[-4:]] == [0, 1, 1, 0]
     assert len(list((place / "results/records").glob("*"))) >= 4
 
 
