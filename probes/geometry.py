@@ -72,9 +72,10 @@ _UNDEFINED = {
     "register_patch_cosine": "the encoder has no registers",
     "position_r2": "images of a single patch",
 }
-# Parts of the images for the position regression. "selection" and "test" each have this fraction
-# of the images.
-_PARTS, _HOLDOUT = ("train", "selection", "test"), 0.2
+# Parts of the images for the position regression.
+_PARTS = ("train", "selection", "test")
+# Fraction of the images that "selection" and "test" each have.
+_HOLDOUT = 0.2
 PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 # A channel with a smaller standard deviation, relative to its mean, varies only by rounding.
 _CONSTANT_CHANNEL = 1e-6
@@ -212,14 +213,6 @@ class Geometry(Probe):
             empty = replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
             return torch.stack([crops.view(empty, n, side)[0] for n in range(crops.count)])
 
-        unsaved: list[int] = []
-
-        def save() -> None:
-            for index in unsaved:
-                journal.append({"image": index, "vectors": vectors[index]})
-            journal.flush()
-            unsaved.clear()
-
         samples = read_ahead(images, remaining, crop, workers=self.num_workers)
         label = f"geometry, {self.views} views of each image"
         progress = context.progress(samples, label, len(remaining))
@@ -232,12 +225,9 @@ class Geometry(Probe):
                     ids = [images.ids[index]] * len(batch)
                     parts.append(fetch_finite(extractor, sums, ids, by_facet))
                 vectors[index] = [torch.cat(part, 1) for part in zip(*parts, strict=True)]
-                unsaved.append(index)
-                # Entries are created only here, because this takes milliseconds for each image.
-                if journal.is_due():
-                    save()
+                journal.append({"image": index, "vectors": vectors[index]})
         except BaseException:
-            save()
+            journal.flush()
             raise
         stacked = map(torch.stack, zip(*(vectors[index] for index in indices), strict=True))
         return {
@@ -364,9 +354,9 @@ def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[
     """Draw the indices of the images for each purpose, in ascending order.
 
     "views" are encoded as random views. "pairs" are compared for uniformity. "train", "selection"
-    and "test" are disjoint parts of all images for the position regression: the second
-    selects its penalty, the first two train the final regression, and the third is scored. With
-    fewer than three images, all are in "train".
+    and "test" are disjoint parts of all images for the position regression: the second selects its
+    penalty, the first two train the final regression, and the third is scored. With fewer than
+    three images, all are in "train".
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_images, generator=generator).tolist()

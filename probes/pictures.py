@@ -28,8 +28,8 @@ _SVG_JPEG_QUALITY = 90
 class Picture:
     """An image with titles above it.
 
-    In a figure, its height is `TILE_HEIGHT` and its width at most `LONGEST_TILE`. Small maps keep
-    sharp patches.
+    In a figure, its height is `TILE_HEIGHT`. An image that would be wider than `LONGEST_TILE` is
+    reduced to this width. Small maps keep sharp patches.
 
     Attributes:
         image: RGB image with values from 0 to 255.

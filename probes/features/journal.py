@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from contextlib import suppress
 from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -54,8 +55,9 @@ class Journal:
         digest = hashlib.sha256(self._header.encode(errors="surrogateescape")).hexdigest()
         self.path = folder / f"{name}_{digest[:12]}.jsonl"
         self._say, self._seconds, self._is_cache = say, 60 * minutes, is_cache
-        self._unwritten = list[str]()
+        self._unwritten = list[Mapping[str, Any]]()
         self._written_at = time.monotonic()
+        self._has_written = False
 
     @cached_property
     def entries(self) -> list[dict[str, Any]]:
@@ -99,12 +101,12 @@ class Journal:
         """Add an entry. It is written as soon as `is_due` is true.
 
         Args:
-            entry: JSON types and tensors.
+            entry: JSON types and tensors. Do not modify it afterwards.
 
         Raises:
             MachineError: The file cannot be written.
         """
-        self._unwritten.append(_format(entry))
+        self._unwritten.append(entry)
         if self.is_due():
             self.flush()
 
@@ -119,14 +121,10 @@ class Journal:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+") as file:
-                lines = self._unwritten
-                if not file.tell():
-                    lines = [self._header, *lines]
-                else:
-                    # A killed process may have left a line without its end.
-                    file.seek(-1, 2)
-                    if file.read(1) != b"\n":
-                        lines = ["", *lines]
+                if not self._has_written:
+                    _remove_unfinished_line(file)
+                is_new = not file.seek(0, os.SEEK_END)
+                lines = [*([self._header] if is_new else []), *map(_format, self._unwritten)]
                 file.write("".join(f"{line}\n" for line in lines).encode())
         except OSError as error:
             raise MachineError(
@@ -134,6 +132,7 @@ class Journal:
                 "choose another folder"
             ) from error
         self._unwritten, self._written_at = [], time.monotonic()
+        self._has_written = True
 
     def replace(self, entry: Mapping[str, Any]) -> None:
         """Write a file that contains only this entry. A crash keeps the old file.
@@ -149,6 +148,14 @@ class Journal:
         """Delete the file, because the computation is complete."""
         self._unwritten = []
         self.path.unlink(missing_ok=True)
+
+
+def _remove_unfinished_line(file: BinaryIO) -> None:
+    """Remove the last line if a killed process did not write its end."""
+    file.seek(0)
+    content = file.read()
+    if not content.endswith(b"\n"):
+        file.truncate(content.rfind(b"\n") + 1)
 
 
 def _format(entry: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ssl_bench.data.files.readable import faults_of, require_readable
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.layouts.coco_stuff import read_classes
 from ssl_bench.data.layouts.voc import CLASS_NAMES
-from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.samples import SPLITS_OF_ROLES, Dataset, ImageSet
 from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.data.splits import shared_values
 from ssl_bench.errors import (
@@ -56,12 +57,6 @@ _MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 _MARKER_FOLDER = ".ssl-bench"
 _SAMPLE_SIZE = 64
 _ROLES = ("segmentation", "classification", "correspondence", "discovery", "saliency", "images")
-_ROLES_OF_SPLITS: Mapping[str, tuple[str, ...]] = {
-    "train": ("segmentation", "classification"),
-    "val": ("segmentation", "classification", "correspondence", "saliency"),
-    "discovery": ("discovery",),
-}
-"""Roles that use each split. `data check` opens a split if the dataset has one of its roles."""
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -288,10 +283,12 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if getattr(unread, "leaves_out_unreadable", False):
         return _check_photographs(source.name, dataset.images(), as_json=options.json)
     counts = {} if options.subset else source.counts
-    splits = [
-        split for split, roles in _ROLES_OF_SPLITS.items() if dataset.supports.intersection(roles)
-    ]
-    states = [_check_split(dataset, split, counts.get(split)) for split in splits or ["images"]]
+    # The images without annotations are only checked if the dataset has no others.
+    roles = [role for role in SPLITS_OF_ROLES if role in dataset.supports and role != "images"]
+    splits = dict.fromkeys(
+        chain.from_iterable(SPLITS_OF_ROLES[role] for role in roles or ["images"])
+    )
+    states = [_check_split(dataset, split, counts.get(split)) for split in splits]
     if options.json:
         print(dump_json({"dataset": source.name, "splits": states}))
     else:

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from ssl_bench import __version__
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import add_data_root, build, compose_config
-from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.samples import SPLITS_OF_ROLES, Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
 from ssl_bench.network import OFFLINE_VARIABLES, offline_variable
 from ssl_bench.system.files import resolve_links
@@ -47,14 +47,6 @@ EXTRAS = (
 needs the package."""
 CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", *OFFLINE_VARIABLES, "TORCH_HOME", "XDG_CACHE_HOME")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
-SPLITS_OF_ROLES = {
-    "segmentation": ("train", "val"),
-    "classification": ("train", "val"),
-    "correspondence": ("val",),
-    "discovery": ("discovery",),
-    "saliency": ("val",),
-    "images": ("images",),
-}
 
 
 class Finding(NamedTuple):

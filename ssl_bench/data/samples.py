@@ -202,6 +202,18 @@ OFFERED = {
 }
 """What a dataset holds that has a role."""
 
+SPLITS_OF_ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "segmentation": ("train", "val"),
+        "classification": ("train", "val"),
+        "correspondence": ("val",),
+        "saliency": ("val",),
+        "discovery": ("discovery",),
+        "images": ("images",),
+    }
+)
+"""Methods of `Dataset` that return the images of a role."""
+
 PUBLISHED: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "voc2012": {"train": 1464, "val": 1449, "discovery": 11540},

@@ -6,23 +6,9 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record, ResultStore
-from tests.support.faults import class_folders, encoder_file, fails, voc
+from tests.support.faults import SMALL, class_folders, encoder_file, fails, voc
 
-SMALL = {
-    "segmentation": (
-        "probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2",
-        "probe.tier=disk", "probe.cache=cache",
-    ),
-    "retrieval": ("probe.image_size=32", "probe.neighbours=5"),
-    "tokencut": (),
-    "discovery": (),
-    "pca": ("probe.image_size=32",),
-    "correspondence": ("probe.image_size=32", "probe.num_points=16"),
-    "geometry": ("probe.image_size=32", "probe.views=2"),
-    "knn": ("probe.neighbours=[1,2]",),
-    "clustering": ("probe.num_restarts=1",),
-    "classification": ("probe.training.c_values=[0.01,1.0]",),
-}  # fmt: skip
+STORED = ["probe.tier=disk", "probe.cache=cache"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +24,7 @@ def words(task: str, facet: str, *more: str) -> list[str]:
     classes = task in ("knn", "classification", "clustering")
     found = ["probe", "--task", task, "--dataset", "class_folders" if classes else "voc2012"]
     found += ["--data-root", ".", "--checkpoint", "encoder.safetensors"]
+    found += STORED if task == "segmentation" else []
     return [*found, *SMALL[task], f"probe.facet={facet}", *more]
 
 

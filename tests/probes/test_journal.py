@@ -67,23 +67,27 @@ def test_entries_wait_until_a_write_is_due_or_flushed(tmp_path):
     assert journal(tmp_path).entries == [{"step": 1}]
 
 
-@pytest.mark.parametrize("cut", [-9, -40, 14])
-def test_a_damaged_line_is_ignored_and_the_next_one_is_kept(tmp_path, cut):
+@pytest.mark.parametrize("cut", [-1, -9, -40, 14, 5])
+def test_a_line_that_was_cut_off_is_removed_and_the_next_one_is_kept(tmp_path, cut):
     said, first = [], journal(tmp_path)
     first.append({"image": "a", "value": 0.25})
     whole = first.path.read_bytes()
     first.path.write_bytes(whole[:cut])
-    journal(tmp_path).append({"image": "b"})
+    second = journal(tmp_path)
+    second.append({"image": "b"})
+    second.append({"image": "c"})
 
-    assert journal(tmp_path, said).entries == [{"image": "b"}]
-    assert any("damaged" in line for line in said)
+    assert journal(tmp_path, said).entries == [{"image": "b"}, {"image": "c"}]
+    assert not any("damaged" in line for line in said)
+    assert second.path.read_bytes().startswith(whole.split(b"\n")[0])
 
 
 def test_a_changed_digit_is_noticed(tmp_path):
-    first = journal(tmp_path)
+    said, first = [], journal(tmp_path)
     first.append({"value": 0.25})
     first.path.write_bytes(first.path.read_bytes().replace(b"0.25", b"0.35"))
-    assert journal(tmp_path).entries == []
+    assert journal(tmp_path, said).entries == []
+    assert any("damaged" in line for line in said)
 
 
 def test_entries_after_the_file_was_deleted_have_a_header(tmp_path):
