@@ -433,10 +433,12 @@ def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> li
         say(f"left out: {_describe_missing(unsupported)}")
     elif unsupported:
         kind = ConfigurationError if supported else DataError
-        role = unsupported[0].probe.role
-        fitting = ", ".join(datasets_with(role))
+        fitting = ". ".join(
+            f"Datasets with {OFFERED[role]}: {', '.join(datasets_with(role))}"
+            for role in dict.fromkeys(planned.probe.role for planned in unsupported)
+        )
         raise kind(
-            f"{_describe_missing(unsupported)}. Datasets with {OFFERED[role]}: {fitting}",
+            f"{_describe_missing(unsupported)}. {fitting}",
             hint=("--dataset", "{dataset}"),
         )
     return supported
