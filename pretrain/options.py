@@ -33,6 +33,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.splits import limited
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
+from ssl_bench.system.output import say_once
 from ssl_bench.system.process import count_usable_cores, local_world_size
 
 _MOST_WORKERS = 16
@@ -106,6 +107,10 @@ class DataOptions:
         if self.root is not None and is_webdataset(self.root):
             shards = WebDataset(self.root)
             images = shards.to_learn_from() if self.labels else shards.images()
+            say_once(
+                f"found {len(images):,} images in tar files, which are read in place; --resume "
+                "continues at the next image"
+            )
         elif self.labels:
             images = ClassFolders(self.root).to_learn_from()
         else:

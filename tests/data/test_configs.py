@@ -17,6 +17,7 @@ from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.data.layouts.toy import Toy, ToyObjects
 from ssl_bench.data.layouts.voc import Voc
+from ssl_bench.data.layouts.webdataset import WebDataset
 from ssl_bench.data.samples import Dataset, datasets_with
 from ssl_bench.errors import ConfigurationError, DataError
 
@@ -30,6 +31,7 @@ DEFAULTS = {
     "spair71k": Spair71k("/data"),
     "folder": ImageFolder("/data"),
     "class_folders": ClassFolders("/data"),
+    "webdataset": WebDataset("/data"),
     "paired_folders": ImageMaskFolders("/data"),
     "toy": Toy(),
     "toy_objects": ToyObjects(),
@@ -56,7 +58,7 @@ def test_roles_are_found_by_looking_at_the_datasets():
     own = {"ade20k", "coco_stuff", "paired_folders", "toy", "voc2007", "voc2012"}
     assert datasets_with("segmentation") == sorted(own | {"camvid", "cityscapes"})
     assert datasets_with("saliency") == ["ecssd"]
-    assert datasets_with("classification") == ["class_folders", "toy_objects"]
+    assert datasets_with("classification") == ["class_folders", "toy_objects", "webdataset"]
     assert datasets_with("correspondence") == ["spair71k"]
     assert datasets_with("discovery") == ["coco20k", "folder", "toy", "voc2007", "voc2012"]
     assert datasets_with("images") == sorted(DEFAULTS | DESCRIBED)

@@ -83,8 +83,7 @@ def find_shards(pattern: str | Path) -> list[Path]:
     shards, missing = set[Path](), list[str]()
     names = list(_expand_braces(str(path)))
     for name in map(Path, names):
-        below = Path(name.anchor).glob(str(name.relative_to(name.anchor)))
-        matches = [name] if name.is_file() else [match for match in below if match.is_file()]
+        matches = [name] if name.is_file() else _glob(name)
         shards.update(matches)
         if not matches:
             missing.append(str(name))
@@ -95,6 +94,14 @@ def find_shards(pattern: str | Path) -> list[Path]:
             else f"no tar file matches {pattern}"
         )
     return sorted(shards)
+
+
+def _glob(pattern: Path) -> list[Path]:
+    # "**" is only valid as the whole name of a folder.
+    with suppress(ValueError):
+        below = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+        return [path for path in below if path.is_file()]
+    return []
 
 
 def has_braces(text: str) -> bool:
@@ -213,8 +220,10 @@ def _images_in(file: BufferedReader, shard: Path) -> list[Member]:
                     f"{shard}/{member.name} is a link or sparse; write the tar file with "
                     "`tar --dereference --hard-dereference`"
                 )
-            if key in (labels if extension == "cls" else images):
-                raise DataError(f"{shard} has two {extension} members of the sample {key}")
+            if key in labels and extension == "cls":
+                raise DataError(f"{shard} has {member.name} twice")
+            if key in images and extension != "cls":
+                raise DataError(f"{shard} has two images {images[key].name} and {member.name}")
             if extension == "cls":
                 file.seek(member.offset_data)
                 label = _LABEL.fullmatch(file.read(min(member.size, _MAX_LABEL_BYTES)))

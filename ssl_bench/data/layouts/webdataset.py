@@ -169,7 +169,7 @@ def _with_labels(images: TarImages) -> LabelledImages:
 def _class_numbers(images: TarImages) -> list[int]:
     numbers: list[int] = images.places[:, -1].tolist()
     for value, problem in (
-        (NO_LABEL, "no class number, expected a member KEY.cls"),
+        (NO_LABEL, "no member KEY.cls with a class number (unpack tar files of class folders)"),
         (INVALID_LABEL, "a member KEY.cls that is not a class number such as 7"),
     ):
         if value in numbers:
