@@ -109,7 +109,7 @@ class DataOptions:
             images = shards.to_learn_from() if self.labels else shards.images()
             say_once(
                 f"found {len(images):,} images in tar files, which are read in place; --resume "
-                "continues at the next image"
+                "continues with the next batch"
             )
         elif self.labels:
             images = ClassFolders(self.root).to_learn_from()

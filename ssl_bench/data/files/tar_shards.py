@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt64
@@ -128,24 +128,21 @@ def _expand_braces(text: str) -> Iterator[str]:
             yield text[: match.start()] + option + rest
 
 
-class Member(NamedTuple):
-    """An image in a tar file.
+class ShardIndex(NamedTuple):
+    """The images in a tar file.
 
     Attributes:
-        name: Path in the tar file.
-        offset: Position of its first byte in the tar file.
-        size: Number of bytes.
-        label: Class number, `NO_LABEL` without a `.cls` member, or `INVALID_LABEL`.
+        names: Paths in the tar file, sorted.
+        places: For each image its offset and size in bytes, and its class number, `NO_LABEL`
+            without a `.cls` member, or `INVALID_LABEL`.
     """
 
-    name: str
-    offset: int
-    size: int
-    label: int
+    names: list[str]
+    places: Int64[np.ndarray, "images 3"]
 
 
-def index_shard(shard: Path) -> tuple[list[Member], tuple[int, int]]:
-    """Return the images of a tar file by name, and the size and modification time of the file.
+def index_shard(shard: Path) -> tuple[ShardIndex, tuple[int, int]]:
+    """Return the index of a tar file, and the size and modification time of the file.
 
     The index is cached until the tar file changes.
 
@@ -154,38 +151,52 @@ def index_shard(shard: Path) -> tuple[list[Member], tuple[int, int]]:
             a sample has no image.
     """
     begin_ns, state = time.time_ns(), file_state(shard)
-    key = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()[:32]
-    cache = None
+    cache, index = None, None
     try:
+        key = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()[:32]
         cache = cache_folder(None) / "tars" / key
-        if (stored := _load_index(cache)) and tuple(stored["state"]) == state:
-            return [Member(*member) for member in stored["members"]], state[:2]
-        members = _scan(shard)
-        if file_state(shard) != state:
-            raise DataError(f"{shard} changes while it is read; wait until it is complete")
-        # A file that was written just now could change again without another time.
-        if max(state[1:3]) < begin_ns - _RECENT_NS:
-            body = json.dumps({"state": state, "members": members}).encode()
-            content = _CACHE_HEADER + hashlib.sha256(body).digest() + body
-            write_atomically(cache, lambda file: file.write(content))
+        index = _load_index(cache, state)
     except MachineError as error:
-        say_once(f"the index of tar files is not cached: {error}; XDG_CACHE_HOME=DIR moves it")
-        members = _scan(shard)
-    return members, state[:2]
+        _report_no_cache(error)
+    if index is not None:
+        return index, state[:2]
+    index = _scan(shard)
+    if file_state(shard) != state:
+        raise DataError(f"{shard} changes while it is read; wait until it is complete")
+    # A file that was written just now could change again without another time.
+    if cache is not None and max(state[1:3]) < begin_ns - _RECENT_NS:
+        content = {"state": state, "names": index.names, "places": index.places.tolist()}
+        body = json.dumps(content).encode()
+        signed = _CACHE_HEADER + hashlib.sha256(body).digest() + body
+        try:
+            write_atomically(cache, lambda file: file.write(signed))
+        except MachineError as error:
+            _report_no_cache(error)
+    return index, state[:2]
 
 
-def _load_index(cache: Path) -> dict[str, Any] | None:
-    """Return a cached index, or None if it is missing or damaged."""
+def _report_no_cache(error: MachineError) -> None:
+    say_once(f"the index of tar files is not cached: {error}; XDG_CACHE_HOME=DIR moves the cache")
+
+
+def _load_index(cache: Path, state: tuple[int, ...]) -> ShardIndex | None:
+    """Return a cached index, or None if it is missing, damaged or outdated."""
     start = len(_CACHE_HEADER) + hashlib.sha256().digest_size
     with suppress(OSError), open_trusted(cache) as file:
         content = file.read()
         body = content[start:]
         if content[:start] == _CACHE_HEADER + hashlib.sha256(body).digest():
-            return json.loads(body)
+            stored = json.loads(body)
+            if tuple(stored["state"]) == state:
+                return ShardIndex(stored["names"], _to_array(stored["places"]))
     return None
 
 
-def _scan(shard: Path) -> list[Member]:
+def _to_array(places: Sequence[Sequence[int]]) -> Int64[np.ndarray, "images 3"]:
+    return np.array(places, np.int64).reshape(-1, 3)
+
+
+def _scan(shard: Path) -> ShardIndex:
     """Read the headers of a tar file."""
     try:
         with open_regular(shard) as file:
@@ -197,7 +208,7 @@ def _scan(shard: Path) -> list[Member]:
         raise DataError(f"{shard} is not a tar file or is damaged ({error})") from error
 
 
-def _images_in(file: BufferedReader, shard: Path) -> list[Member]:
+def _images_in(file: BufferedReader, shard: Path) -> ShardIndex:
     start = file.peek(8)
     for magic, command in _COMPRESSED.items():
         if start.startswith(magic):
@@ -205,7 +216,8 @@ def _images_in(file: BufferedReader, shard: Path) -> list[Member]:
                 f"{shard} is compressed, so its images cannot be read one by one; "
                 f"decompress it: {command} {shard}"
             )
-    images, labels, keys = dict[str, Member](), dict[str, int](), dict[str, str]()
+    # By key: the name and place of the image, the class number, and the name of the first member.
+    images, labels, keys = dict[str, tuple[str, int, int]](), dict[str, int](), dict[str, str]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             match = _MEMBER.fullmatch(member.name)
@@ -223,14 +235,13 @@ def _images_in(file: BufferedReader, shard: Path) -> list[Member]:
             if key in labels and extension == "cls":
                 raise DataError(f"{shard} has {member.name} twice")
             if key in images and extension != "cls":
-                raise DataError(f"{shard} has two images {images[key].name} and {member.name}")
+                raise DataError(f"{shard} has two images {images[key][0]} and {member.name}")
             if extension == "cls":
                 file.seek(member.offset_data)
                 label = _LABEL.fullmatch(file.read(min(member.size, _MAX_LABEL_BYTES)))
                 labels[key] = int(label[1]) if label else INVALID_LABEL
             else:
-                name = f"{key}.{match[2]}"
-                images[key] = Member(name, member.offset_data, member.size, NO_LABEL)
+                images[key] = f"{key}.{match[2]}", member.offset_data, member.size
         # tarfile also stops at a damaged header.
         file.seek(tar.offset)
     end = file.read(_MAX_PADDING)
@@ -241,8 +252,8 @@ def _images_in(file: BufferedReader, shard: Path) -> list[Member]:
             f"{shard} has {len(without)} samples without an image, such as {keys[without[0]]}; "
             f"expected {without[0]}.jpg, .jpeg, .png or .webp"
         )
-    members = (image._replace(label=labels.get(key, NO_LABEL)) for key, image in images.items())
-    return sorted(members, key=lambda image: image.name)
+    found = sorted((*image, labels.get(key, NO_LABEL)) for key, image in images.items())
+    return ShardIndex([name for name, *_ in found], _to_array([place for _, *place in found]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,18 +289,18 @@ class TarImages:
             DataError: As in `index_shard`, or there is no image.
         """
         folder = Path(os.path.commonpath([shard.absolute().parent for shard in shards]))
-        ids, states, rows = list[str](), list[tuple[int, int]](), list[tuple[int, ...]]()
+        ids, states, places = list[str](), list[tuple[int, int]](), list[np.ndarray]()
         progress = show_progress(shards, f"index of {name} {split}", len(shards))
         with closing(in_threads(index_shard, progress)) as indices:
-            for number, (shard, (members, state)) in enumerate(indices):
+            for number, (shard, (index, state)) in enumerate(indices):
                 states.append(state)
                 prefix = shard.absolute().relative_to(folder).as_posix()
-                ids += [f"{prefix}/{member.name}" for member in members]
-                rows += [(number, *member[1:]) for member in members]
+                ids += [f"{prefix}/{member}" for member in index.names]
+                places.append(np.insert(index.places, 0, number, axis=1))
         if not ids:
             raise DataError(f"{folder} has no image in its {len(shards)} tar files")
-        places = np.array(rows, np.int64)
-        return cls(name, split, folder, tuple(ids), tuple(shards), tuple(states), places)
+        rows = np.concatenate(places)
+        return cls(name, split, folder, tuple(ids), tuple(shards), tuple(states), rows)
 
     def __len__(self) -> int:
         return len(self.ids)
