@@ -87,6 +87,15 @@ def test_trainaug_takes_the_other_masks_and_val_keeps_the_original_ones(devkit):
     assert mask_of(dataset.val()[0]).tolist() == MASK
 
 
+def test_a_list_of_a_class_leaves_out_images_without_it(devkit):
+    lists = devkit / "VOCdevkit/VOC2012/ImageSets/Main"
+    (lists / "person_trainval.txt").write_text("a  1\nb  0\nc -1\n")
+
+    images = Voc(devkit, discovery_split="person_trainval").discovery()
+
+    assert (images.ids, images.name) == (("a", "b"), "voc2012-3")
+
+
 def test_the_palette_is_that_of_voc():
     # As published: aeroplane, tvmonitor, and the rim.
     assert voc_colours()[[1, 20, 255]].tolist() == [[128, 0, 0], [0, 64, 128], [224, 224, 192]]

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ from jaxtyping import Int64, UInt8
 from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, format_value
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
 from ssl_bench.data.files.images import read_mask_colours
+from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import IGNORED, PUBLISHED, Layout, find_root, lacking, name_of_images
-from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
+from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.system.files import list_files
 
@@ -249,9 +250,7 @@ class ImageMaskFolders(PairedFolders):
         if self.lists is None:
             return super()._listed(split, images, masks)
         source = self._root() / self.lists.replace(_SPLIT, Split.parse(split).name)
-        # A list may name an image by its file, with all that follows the common part.
-        ending = PurePosixPath(self.image_suffix).stem
-        return source, [name.removesuffix(ending) for name in read_list(source)]
+        return source, find_image_ids(read_list(source), images)
 
     def _counted(self) -> dict[str, Files]:
         root, folder = self._root(), self.image_folder

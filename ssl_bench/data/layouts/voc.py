@@ -18,8 +18,9 @@ from ssl_bench.data.files.file_sets import (
     Masks,
     checked_boxes,
 )
+from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import IGNORED, Layout, find_root, name_of_images
-from ssl_bench.data.splits import Split, read_list, require_disjoint
+from ssl_bench.data.splits import Split, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
 
@@ -31,6 +32,7 @@ CLASS_NAMES = (
 )
 # fmt: on
 _DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+_CLASS_FLAG = re.compile(r"\s(-1|0|1)$", re.ASCII)
 _LISTS = {
     "train": "Segmentation/train.txt",
     "val": "Segmentation/val.txt",
@@ -150,12 +152,20 @@ class VocFolder:
             name=self.name,
             split=split,
             source=source,
-            ids=share.cut(read_list(source)),
+            ids=share.cut(_read_ids(source, self.path)),
             images=Files(self.path / "JPEGImages", ".jpg"),
             class_names=self.class_names,
             masks=masks,
             boxes=boxes,
         )
+
+
+def _read_ids(source: Path, folder: Path) -> list[str]:
+    """Read a list of images. Lists of a class, such as person_val.txt, mark other images by -1."""
+    lines = read_list(source)
+    if all(_CLASS_FLAG.search(line) for line in lines):
+        lines = [line for line in lines if not line.endswith("-1")]
+    return find_image_ids(lines, Files(folder / "JPEGImages", ".jpg"))
 
 
 @dataclass(frozen=True)
@@ -214,5 +224,5 @@ class Voc(Layout):
         if re.fullmatch(r"VOC\d{4}", path.name) and path.name != year:
             raise DataError(f"{path} is not {self.name}", hint=("--dataset", path.name.lower()))
         lists = {role: path / "ImageSets" / file for role, file in _LISTS.items()}
-        found = {role: set(read_list(file)) for role, file in lists.items() if file.is_file()}
+        found = {role: set(_read_ids(file, path)) for role, file in lists.items() if file.is_file()}
         return VocFolder(path, name_of_images(self.name, found), CLASS_NAMES)
