@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -174,9 +173,8 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
         raise DataError(f"{annotations} does not exist; docs/data.md says where to get it")
     digest = digest_of(annotations)
     index = cache / f"coco-boxes-2-{digest[:16]}.npz"
-    # A damaged index is made again; where none can be written the JSON is parsed each time.
-    damage = (OSError, ValueError, KeyError, EOFError, BadZipFile)
-    with suppress(*damage), np.load(index, allow_pickle=False) as stored:
+    # If the index is missing or damaged in any way, it is made again.
+    with suppress(Exception), np.load(index, allow_pickle=False) as stored:
         return CocoBoxes(annotations, *(stored[name] for name in _STORED))
     boxes = parse_boxes(annotations)
     if digest_of(annotations) != digest:

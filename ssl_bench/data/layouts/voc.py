@@ -23,6 +23,7 @@ from ssl_bench.data.samples import IGNORED, Layout, find_root, name_of_images
 from ssl_bench.data.splits import Split, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
+from ssl_bench.system.process import reraise_out_of_memory
 
 # fmt: off
 CLASS_NAMES = (
@@ -32,6 +33,7 @@ CLASS_NAMES = (
 )
 # fmt: on
 _DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+_XML_ENCODING = re.compile(rb"""\s*<\?xml[^>]*\sencoding\s*=\s*["']([\w.:-]+)""", re.ASCII)
 _CLASS_FLAG = re.compile(r"\s(-1|0|1)$", re.ASCII)
 _LISTS = {
     "train": "Segmentation/train.txt",
@@ -61,7 +63,7 @@ class VocBoxes(Boxes):
         """
         path = self.files.path(image_id)
         try:
-            root = ElementTree.fromstring(read_regular(path))
+            root = _parse_xml(read_regular(path))
             if root.tag != "annotation":
                 raise ValueError(f"it is about {root.tag}")
             objects = {
@@ -72,7 +74,8 @@ class VocBoxes(Boxes):
             corners = [_corners(one, count) for count, one in objects.items()]
             told = [root.findtext(f"size/{key}") for key in ("height", "width")]
             height, width = (0.0 if text is None else _number(text) for text in told)
-        except (ElementTree.ParseError, LookupError, OSError, ValueError) as error:
+        except Exception as error:
+            reraise_out_of_memory(error)
             raise DataError(f"{path} is not an annotation of VOC ({error})") from error
         # A file need not say the size, or says 0.
         stated = (height, width) if height and width else None
@@ -81,6 +84,18 @@ class VocBoxes(Boxes):
     def meaning(self, image_id: str) -> str:
         del image_id
         return f"exclude_difficult={self.exclude_difficult}"
+
+
+def _parse_xml(data: bytes) -> ElementTree.Element:
+    """Parse XML in any encoding that Python knows. Undecodable characters are replaced."""
+    try:
+        return ElementTree.fromstring(data)
+    except (ElementTree.ParseError, ValueError):
+        # The parser does not support Chinese and Japanese encodings, which some tools write, even
+        # into files that declare UTF-8.
+        encoding = _XML_ENCODING.match(data)
+        text = data.decode(encoding[1].decode() if encoding else "utf-8", errors="replace")
+        return ElementTree.fromstring(text)
 
 
 def _corners(one: ElementTree.Element, count: int) -> list[float]:
