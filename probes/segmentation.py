@@ -360,7 +360,7 @@ class SegmentationRun:
     def features(self) -> TrainingFeatures:
         """Compute the features of the training images, or load them from the cache.
 
-        With the tier "stream", features are not computed here, but each time that they are read.
+        With the tier "stream", features are computed later, each time that they are read.
         """
         probe = self.probe
         return self.training_pass.run(
@@ -505,7 +505,7 @@ class SegmentationRun:
     ) -> tuple[
         UInt8[Tensor, "sources values height width"], Int64[Tensor, "sources values 3 classes"]
     ]:
-        """Return the predicted class of each pixel of one image, and their `class_counts`."""
+        """Return the predicted class of each pixel of one image, and the `class_counts`."""
         by_source = []
         for index, source in enumerate(heads.sources):
             windows = torch.cat([features[layer].float() for layer in source], -1)
@@ -634,7 +634,7 @@ class SegmentationRun:
 
 
 def _best_index(by_value: Float64[np.ndarray, " values"]) -> int:
-    """Return the index of the highest mean IoU. The first one wins a tie."""
+    """Return the index of the highest mean IoU. A tie goes to the first index."""
     return int(np.nan_to_num(by_value, nan=-1.0).argmax())
 
 

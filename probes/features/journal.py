@@ -178,7 +178,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _encode(value: Any) -> Any:
-    """Convert a tensor to JSON types. A value that is no tensor raises a TypeError."""
+    """Convert a tensor to JSON types. Any other value raises a TypeError."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{type(value).__name__} is neither a tensor nor a JSON type")
     values = value.detach().cpu().contiguous()

@@ -404,13 +404,13 @@ class FeatureFile:
     The checksum is verified once, when a run opens the files. Then the array is memory-mapped. If
     another process deletes or replaces the files, the run keeps the old array. Later changes inside
     the array file are not noticed. If the array file is truncated or the disk cannot be read, the
-    operating system stops the process with SIGBUS. It also does so if another host deletes the file
-    on a network file system.
+    operating system stops the process with SIGBUS. It also stops the process if another host
+    deletes the file on a network file system.
 
-    Several processes may write the same features. Each of them continues with its own array.
-    Later runs find the files of the process that finished last. If the processes computed different
-    bits, the array and the JSON file may come from different processes. The checksum is then wrong,
-    and the next run computes the features again.
+    Several processes may write the same features. Each process continues with its own array. Later
+    runs find the files of the process that finished last. If the processes computed different bits,
+    the array and the JSON file may come from different processes. The checksum is then wrong, and
+    the next run computes the features again.
 
     Args:
         folder: Folder of the files.
@@ -553,7 +553,7 @@ def _create_label_file(
 
 
 def _allocate(file: IO[bytes], size: int) -> None:
-    """Reserve space on the disk, so that a full disk fails now instead of after hours of work."""
+    """Reserve space on the disk, so that a full disk raises an error before hours of work."""
     # macOS lacks `posix_fallocate`, so a full disk is found when the features are written.
     if hasattr(os, "posix_fallocate"):
         try:

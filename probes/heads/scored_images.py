@@ -108,13 +108,13 @@ class ByPatch(Squashed):
 
 @dataclass(frozen=True)
 class SlidingWindows:
-    """Square windows of the image, after its shorter side is resized to the side of a window.
+    """Square windows of an image whose shorter side is resized to the side of a window.
 
     The stride is two thirds of the side. Upsampled logits of overlapping windows are averaged, and
     then resized to the size of the mask.
 
-    Source: test mode "slide" of https://github.com/open-mmlab/mmsegmentation, with the values of
-    the linear heads of https://github.com/facebookresearch/dinov2 (512 pixels, stride 341).
+    Source: test mode "slide" of https://github.com/open-mmlab/mmsegmentation, with the settings for
+    linear heads of https://github.com/facebookresearch/dinov2 (512 pixels, stride 341).
     """
 
     def settings(self) -> dict[str, Any]:

@@ -263,8 +263,8 @@ class Standardization:
 class RunningStatistics:
     """Mean and variance of the channels of each layer, in float64, updated batch by batch.
 
-    All images have the same number of patches. So the variance of a channel is the mean variance
-    within the images, plus the variance of the image means.
+    All images have the same number of patches. The variance of a channel is therefore the mean
+    variance within the images plus the variance of the image means.
 
     Attributes:
         num_images: Number of images so far.
@@ -272,8 +272,8 @@ class RunningStatistics:
         between: Sum of the squared distances of the image means from `mean`.
         within: Sum of the variances within the images.
 
-    Source: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
-    Sample Variances" (1979), for the variance of the image means.
+    Source of the variance of the image means: Chan, Golub and LeVeque, "Updating Formulae and a
+    Pairwise Algorithm for Computing Sample Variances" (1979).
     """
 
     num_images: int
@@ -420,7 +420,7 @@ def update_heads(
     rates: Float[Tensor, " values"],
     step: int,
 ) -> None:
-    """Update the parameters of all heads in place, each head at its own learning rate.
+    """Update the parameters of all heads in place. Each head has its own learning rate.
 
     The first two axes of each parameter are sources and learning rates.
     """
