@@ -97,7 +97,7 @@ class Correspondence(Probe):
         warp: Kind of warp, for the protocol "warps" only. "homography" moves the four corners
             independently. "crop" enlarges a random square. "flip" mirrors the image horizontally.
         strength: Largest move of a corner inwards along x and along y, relative to the side, for
-            homography. The square for crop has at least 1 - 2 * `strength` of the side.
+            homography. For crop, the side of the square is at least 1 - 2 * `strength`.
         num_points: Number of points to match in each image, for the protocol "warps" only.
         prediction: How the place of a point is predicted. "cell" takes the middle of the most
             similar patch. "soft" takes the mean of the middles of patches around it, weighted by
@@ -105,7 +105,7 @@ class Correspondence(Probe):
         sigma: Standard deviation of the Gaussian around the most similar patch, in patches, for
             "soft" only.
         temperature: Similarities are divided by this value, for "soft" only.
-        panels: Number of pairs to draw. They are taken from the whole dataset.
+        panels: Number of pairs to draw. They are spread over the whole dataset.
         batch_size: Number of pairs in each batch.
         memory_gib: Memory in GiB for features of images that occur in several annotated pairs.
         num_workers: Number of threads that read images.
@@ -378,7 +378,8 @@ class PairCounts:
 def order_by_category(ids: Sequence[str]) -> list[int]:
     """Return indices of annotated pairs, sorted by category and then by the first image.
 
-    Ids have the form "NUMBER-SOURCE-TARGET:CATEGORY". Pairs that share images become neighbours.
+    Ids have the form "NUMBER-SOURCE-TARGET:CATEGORY". After sorting, pairs that share images are
+    adjacent.
     """
 
     def sort_key(index: int) -> tuple[str, str]:
@@ -391,7 +392,7 @@ def order_by_category(ids: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class ViewPair:
-    """Two square views, with points of the first and their true places in the second.
+    """Two square views, with points in the first view and their true places in the second view.
 
     Attributes:
         pair_id: Id of the sample.
@@ -500,7 +501,7 @@ def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Gen
 def homography(source: Float64[np.ndarray, "4 2"], target: Float64[np.ndarray, "4 2"]) -> Matrix:
     """Return the matrix that maps four source points to four target points.
 
-    Points between the source points have a positive third homogeneous coordinate.
+    Its sign gives points between the source points a positive third homogeneous coordinate.
     """
     matrix = cv2.getPerspectiveTransform(source.astype(np.float32), target.astype(np.float32))
     # The four points define the matrix up to a factor. Its sign decides which points are visible.
@@ -529,7 +530,7 @@ def transform_points(points: Points, matrix: Matrix) -> Points:
 
 
 def is_inside(points: Points, size: int) -> Bool[np.ndarray, " _points"]:
-    """Return which points lie inside a square. Points that are NaN do not."""
+    """Return which points lie inside a square. Points that are NaN are outside."""
     x, y = points.T
     return (x >= 0) & (x < size) & (y >= 0) & (y < size)
 
@@ -594,7 +595,8 @@ def cosine_similarities(
     """Return the cosine similarity of the source features at each point with every target patch.
 
     `points` are relative to the sides of the source map. Features are interpolated bilinearly
-    between the middles of patches. Beyond the outermost middles, the outermost patch is used.
+    between the middles of patches. A point beyond the outermost middles gets the features of the
+    outermost patch.
     """
     # If `align_corners` is false, -1 and 1 are the edges of the map, which are 0 and 1 in `points`.
     sampled_features = F.grid_sample(

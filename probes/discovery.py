@@ -127,7 +127,7 @@ def score_block(
 
 
 def constant_baselines(results: Sequence[ImageResult]) -> dict[str, Baseline]:
-    """Return the best constant box for each metric. Its score is the same for all blocks."""
+    """Return the best constant box for each metric. It does not depend on the block."""
     annotated = select_annotated(results)
     true = [as_boxes(result.true_boxes) for result in annotated]
     scores: dict[str, dict[str, float]] = {metric: {} for metric in (*_METRICS, COCO)}

@@ -1,7 +1,7 @@
 """Geometry probe: how are the features of a dataset distributed in each block?
 
-`Geometry` encodes random views of some images and the central square of every image. It then yields
-the scores. `ImageStatistics` collects statistics of the central squares. `PositionRegression` is a
+`Geometry` yields the scores. It encodes random views of some images, and the central square of
+every image. `ImageStatistics` collects statistics of the central squares. `PositionRegression` is a
 ridge regression that predicts the position of a patch from its token. Ranks are defined in
 `probes/spectra.py`.
 """
@@ -92,8 +92,8 @@ LayerMetric = tuple[int, str]
 class Geometry(Probe):
     """Ranks, spectra and similarity of image vectors, and properties of patch tokens.
 
-    The probe needs no labels. All images are encoded once as central squares. Some images are drawn
-    with the seed and also encoded as random views.
+    The probe needs no labels. All images are encoded once as central squares. The seed selects some
+    images that are also encoded as random views.
 
     Attributes:
         facet: Facets that represent an image by one vector: "cls", "patch_mean", or the mean patch
@@ -354,10 +354,10 @@ def _score(
 def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[int]]:
     """Draw images for each purpose at random, and return their indices in ascending order.
 
-    "views" are encoded as random views. "pairs" are compared for uniformity. "train", "selection"
-    and "test" split all images for the position regression. "selection" selects its penalty.
-    "train" and "selection" train the final regression. "test" is scored. If there are fewer than
-    three images, all of them are in "train".
+    "views" are encoded as random views. All pairs of images in "pairs" are compared for uniformity.
+    "train", "selection" and "test" split all images for the position regression. "selection"
+    selects its penalty. "train" and "selection" train the final regression. Its predictions for
+    "test" are scored. If there are fewer than three images, all of them are in "train".
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_images, generator=generator).tolist()
@@ -398,7 +398,7 @@ class ImageStatistics:
         indices: Sequence[int],
         part: str,
     ) -> None:
-        """Encode a batch of images of one part and update all statistics."""
+        """Encode a batch of images of one part, such as "train", and update all statistics."""
         features, sums = extractor.extract_unchecked(pixels)
         rows = [row for row, index in enumerate(indices) if index in self._paired_indices]
         paired: list[Tensor] = []

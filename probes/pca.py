@@ -40,7 +40,7 @@ from ssl_bench.system.files import (
 from ssl_bench.system.process import reraise_out_of_memory
 
 REFERENCE_FILE = "reference.npz"
-"""File next to the figures. Maps of other checkpoints can be aligned with its maps."""
+"""File of maps next to the figures. Maps of other checkpoints can be aligned with them."""
 NUM_COMPONENTS = 3
 PERCENTILES = (1.0, 99.0)
 LOW_VARIANCE = 10.0
@@ -73,7 +73,7 @@ class PCA(Probe):
             With "batch" and "dataset", a colour means the same in every image.
         facet: Facet to project: token, token_normed, key, query, value, attn_out, attn_skip,
             mlp_hidden, mlp_out, or a submodule of a block.
-        panels: Number of images to project and draw. They are taken from the whole dataset.
+        panels: Number of images to project and draw. They are spread over the whole dataset.
         image_size: Longer side of the images in pixels, a multiple of the patch size. The shorter
             side is rounded to a multiple of the patch size. Null for the larger of 224 and the
             encoder's native size.
@@ -243,7 +243,7 @@ class PCA(Probe):
         return features, moments
 
     def _fit(self, features: Sequence[PatchFeatures], moments: Moments | None) -> "BlockMaps":
-        """Fit the components to `moments`, or else to `features`, and project the features."""
+        """Fit components to `moments` if given, otherwise to `features`. Project the features."""
         block = BlockMaps([], [], [])
         for group in self._groups(features):
             masks = [torch.ones(f.shape[:2], dtype=torch.bool) for f in group]
@@ -382,7 +382,7 @@ class Projection:
         return not bool(self.explained.any())
 
     def apply(self, features: Float[Tensor, "rows cols dim"]) -> Map:
-        """Project features, and divide by the standard deviations. Constant components are 0."""
+        """Project features, and divide by the standard deviations. Constant components become 0."""
         if self.is_constant:
             return torch.zeros(*features.shape[:2], NUM_COMPONENTS, dtype=torch.float64)
         projected = (features.double() - self.mean) @ self.components.T
@@ -429,9 +429,9 @@ def _pad_components(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " 
 def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
     """Split the patches of all images by their first principal component, and return one side.
 
-    The threshold separates the two most compact groups (exact 2-means in one dimension). The
-    returned side is rarer on the image borders than in the whole images. This rule assumes that
-    objects are near the centre. The result is no segmentation.
+    The threshold separates the two most compact groups (exact 2-means in one dimension). Patches of
+    the returned side are less frequent on the image borders than elsewhere. This rule assumes that
+    objects are near the centre. The result is not a segmentation.
 
     Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1. Its authors choose threshold and
     side by hand.
@@ -504,8 +504,9 @@ def align_maps(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
 
     All maps are multiplied by the orthogonal matrix that minimises their squared distance to the
     reference (orthogonal Procrustes). The signs of components are arbitrary in each fit. The order
-    and mixture of components with nearly equal variance are arbitrary too. After alignment, they
-    agree with the reference. Each channel of the result is a mixture of the three components.
+    and mixture of components with nearly equal variance are arbitrary too. After alignment, signs,
+    order and mixture agree with the reference. Each channel of the result is a mixture of the three
+    components.
 
     The reference contains maps of the same images, at any resolution.
 
@@ -523,7 +524,7 @@ def align_maps(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
 
 
 def to_colours(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Colours]:
-    """Return maps as RGB images. All maps share the range of values of each channel.
+    """Return maps as RGB images. Each channel has the same range of values in all maps.
 
     The range is from the 1st to the 99th percentile, so that single extreme patches do not reduce
     the contrast. Constant channels are grey, and patches outside the masks are black.

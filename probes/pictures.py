@@ -35,8 +35,8 @@ class Picture:
         image: RGB image with values from 0 to 255.
         titles: Lines of text. Titles that are wider than `LONGEST_TILE` are shortened.
         shape: Height and width that define the aspect ratio in the figure. None for the aspect
-            ratio of `image`. For an image that was resized to a square, it can restore the original
-            aspect ratio.
+            ratio of `image`. Set it to the original height and width of an image that was resized
+            to a square.
     """
 
     image: UInt8[np.ndarray, "height width 3"]
@@ -60,7 +60,7 @@ class Picture:
 
     @property
     def width(self) -> int:
-        """Return the larger of the widths of the image and its longest title in the figure."""
+        """Return the width of the tile, which fits both the image and its titles."""
         return max([self.size[0], *(2 + round(_length(line)) for line in self.lines)])
 
     def tile(self) -> Image.Image:
@@ -183,7 +183,7 @@ def blocks_name(layers: Sequence[int]) -> str:
 
 
 def save_png(image: Image.Image, path: Path) -> None:
-    """Save a PNG atomically."""
+    """Save an image as PNG. The file is written atomically."""
     buffer = io.BytesIO()
     # Level 4 takes half the time of Pillow's default 6, and the file is 3 % larger.
     image.save(buffer, format="PNG", compress_level=4)

@@ -115,7 +115,7 @@ def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[in
 
 
 def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
-    """Return LiDAR, the effective rank of differences between images relative to their views.
+    """Return LiDAR: the effective rank of the means of images, relative to the spread of views.
 
     LiDAR is exp(-sum p ln p) with p = l / sum(l) + 1e-7. Here, l are the eigenvalues of the matrix
     W^-1/2 B W^-1/2. B is the covariance of the mean of each image. W is the covariance of the views
@@ -125,7 +125,7 @@ def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
     The result is NaN for a single image, and if all images have the same mean.
 
     Source: Thilak et al., "LiDAR", ICLR 2024, https://arxiv.org/abs/2312.04000. The paper adds a
-    constant to the shares without stating its value. 1e-7 is the constant of RankMe and of
+    constant to the shares without stating its value. The value 1e-7 is that of RankMe and of
     https://github.com/arnab39/reptrix.
     """
     count, num_views, dim = views.shape

@@ -225,8 +225,8 @@ def connected_component(foreground: Mask, seed: tuple[int, int], connectivity: i
 def otsu_threshold(tokens: Float[Tensor, "tokens dim"]) -> Float[Tensor, ""]:
     """Return the threshold that splits the cosines of all pairs of tokens best.
 
-    It maximises the variance between the cosines on its two sides. Candidates are the centres of
-    256 bins between the smallest and the largest cosine. Pairs of a token with itself are left out.
+    It maximises the between-class variance of the cosines. Candidates are the centres of 256 bins
+    between the smallest and the largest cosine. Pairs of a token with itself are left out.
 
     Source: Otsu, IEEE Trans. Systems, Man and Cybernetics 9 (1979), equation 18.
     """
@@ -267,7 +267,7 @@ def lost(
     Source: LOST, https://arxiv.org/abs/2109.14279, equations 1 to 4, and object_discovery.py of
     https://github.com/valeoai/LOST/tree/fcedbec. The authors' `torch.argsort` is not stable, so
     their order of patches of equal degree depends on the CPU. Their code fails if the features of
-    the seed are zero. This function then returns an object of one patch.
+    the seed are zero. In this case, `lost` returns an object of one patch.
     """
     tokens, tau = cut.graph_tokens(features, grid)
     shape = cut.graph_shape(grid)

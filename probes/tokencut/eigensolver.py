@@ -32,7 +32,7 @@ class Graph:
 
     Attributes:
         links: Symmetric matrix. An entry is 0 for two tokens without a link, and 1 for linked
-            tokens. In a weighted graph, it is their cosine minus eps instead of 1.
+            tokens. In a weighted graph, the entry of linked tokens is their cosine minus eps.
         degrees: Row sums of A, including the diagonal.
         scale: Factor of `links`. It is 1 in a weighted graph, and 1 - eps in other graphs.
         eps: Weight of two tokens without a link.
@@ -178,8 +178,8 @@ def second_eigenvector(
 ) -> FiedlerVector:
     """Return the second eigenvector of the normalised cut of a similarity graph.
 
-    The arguments and errors are those of `similarity_graph`. Beyond the features, the function
-    needs 4 tokens^2 bytes of memory. Several graphs can be solved in parallel threads.
+    The arguments and errors are those of `similarity_graph`. Besides the features, the function
+    needs 4 * tokens^2 bytes of memory. Several graphs can be solved in parallel threads.
     """
     return solve(similarity_graph(features, tau=tau, eps=eps, weighted=weighted))
 
@@ -188,10 +188,10 @@ def solve(graph: Graph) -> FiedlerVector:
     """Return the second eigenvector of the normalised cut of a graph.
 
     The method is Lanczos with deflation and full reorthogonalisation. It usually needs 12 to 60
-    products with the links. The iteration starts from two vectors, so that a double eigenvalue
-    shows as a gap of 0. The last product is in float64, so rounding errors of earlier products do
-    not affect the certificate. If the certificate is not small enough, `solve_dense` solves the
-    graph again.
+    products of the matrix of links with a vector. The iteration starts from two vectors, so that a
+    double eigenvalue shows as a gap of 0. The last product is in float64, so rounding errors of
+    earlier products do not affect the certificate. If the certificate is not small enough,
+    `solve_dense` solves the graph again.
 
     Source: Equation 3 of TokenCut, https://arxiv.org/abs/2202.11539. The band form of Lanczos is by
     Ruhe, Math. Comp. 33 (1979).

@@ -65,7 +65,7 @@ class ImageResult:
         return same_size and self.pixels == zlib.crc32(sample.image.tobytes())
 
     def patch_masks(self, cell: str) -> Iterator[Bool[np.ndarray, "rows cols"]]:
-        """Yield the patch mask of each object of a cell. The scored object comes first."""
+        """Yield the patch mask of each object of "LAYER/FACET". The scored object comes first."""
         for mask in [self.cells[cell]["mask"], *self.cells[cell].get("further_masks", [])]:
             yield unpack_mask(mask, self.grids.get(cell, self.grid))
 
@@ -156,7 +156,7 @@ class DiscoveryLog:
         self._merge(entry)
 
     def _merge(self, entry: dict[str, Any]) -> None:
-        """Merge the cells of an entry with the earlier cells of its image."""
+        """Add the objects of an entry to the result of its image."""
         values = {name: entry[name] for name in entry.keys() - {"image", "entry"}}
         earlier = self.results.get(entry["image"])
         cells, grids = (earlier.cells, earlier.grids) if earlier else ({}, {})

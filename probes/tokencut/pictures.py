@@ -136,7 +136,7 @@ def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str,
 def draw_panel(
     sample: Sample, objects: Sequence[Discovery], title: str, grid: PatchGrid
 ) -> list[Image.Image]:
-    """Return tiles of an image with boxes, of the masks, and of the eigenvector."""
+    """Return tiles of the image with boxes, the masks, and the eigenvector if there is one."""
     scored, *others = objects
     further = np.array([other.box for other in others]).reshape(-1, 4)
     boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes

@@ -71,8 +71,9 @@ class TokenCut(Cut, Probe):
         protocol: "reference" follows the authors' code. "adaptive" sets tau to "otsu", so each
             image has its own threshold. Tables show changed options after the protocol.
         truth: "boxes" scores CorLoc of the box. "masks" scores maximal F-beta, IoU and accuracy of
-            the mask. "none" counts degenerate graphs. The default is "boxes". It is "masks" for
-            datasets with masks of one object and no boxes, and "none" for datasets with neither.
+            the mask. "none" counts degenerate graphs. The default is "boxes" for datasets with
+            boxes, "masks" for datasets with masks of one object and no boxes, and "none" for
+            datasets with neither.
         facet: Features of the graph, one or several of key, query, value, token, token_normed,
             attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
         method: tokencut, lost or maskcut. The first mask of maskcut is scored.
@@ -266,7 +267,7 @@ class _Search:
 
     Attributes:
         folder: Folder of the log and the figures.
-        log: Results of all images that were searched before.
+        log: Results of all images that have been searched.
     """
 
     def __init__(
@@ -299,7 +300,7 @@ class _Search:
             self._copy_from_other_sets(task_folder, images)
 
     def _copy_from_other_sets(self, task_folder: Path, images: ImageSet) -> None:
-        """Copy the results of image files that another image set also contains."""
+        """Copy the results of the same image files from the logs of other image sets."""
         pattern = f"*/*/{glob.escape(self.folder.name)}/{self.log.path.name}"
         for path in sorted(task_folder.glob(pattern)):
             is_complete = all(self.log.has_cells(image_id, self._cells) for image_id in images.ids)
@@ -354,7 +355,7 @@ def _search_images(context: ProbeContext, images: ImageSet, searches: Sequence[_
     extractor = context.extractor(context.layers, *first.facets)
 
     def shape(sample: Sample) -> tuple[int, ...]:
-        """Return the rows and columns of the patch grid, and those of each probe's graph."""
+        """Return the rows and columns of the patch grid, and of each probe's graph."""
         grid = patch_grid(sample, extractor.patch_size)
         return *grid.shape, *itertools.chain(*(probe.graph_shape(grid) for probe in probes))
 
@@ -409,7 +410,7 @@ def batch_by_shape(
 def find_in_batch(
     probes: Sequence[TokenCut], extractor: FeatureExtractor, samples: Sequence[Sample]
 ) -> list[list[dict[str, list[Discovery]]]]:
-    """Return the objects of each image, as a dictionary by cell for each probe.
+    """Return the objects of each image: for each probe, a dictionary by block and facet.
 
     All images must have the same patch grid. Their graphs are cut on the CPU in parallel threads.
 
@@ -501,7 +502,7 @@ def _warn_about_padding(
     results: Mapping[str, ImageResult],
     cells: Sequence[str],
 ) -> None:
-    """Print the images whose object lies entirely in the padding. They are usually small."""
+    """Print the images whose object lies entirely in the padding. Most are small."""
     patch_size = context.encoder.patch_size
     image_ids = [
         escape_unprintable(image_id)

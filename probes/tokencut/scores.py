@@ -171,7 +171,7 @@ def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> 
 
 
 def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
-    """Return the percentage of images for each flag, such as "degenerate", that cells contain."""
+    """Return the percentage of images with each flag that occurs, such as "degenerate"."""
     percentages = {}
     for flag in ("degenerate", "tied_cutoff"):
         values = [cell[flag] for cell in cells if flag in cell]
