@@ -119,12 +119,12 @@ class LinearClassification(Probe):
     Attributes:
         protocol: Name of the preset.
         facet: Feature that represents an image, or a list of features. "cls" is the [CLS] token,
-            and "patch_mean" is the mean of the patches. "cls_patch_mean" concatenates the two. The
-            encoder's final norm is applied to these features. The facets attn_out, attn_skip,
+            and "patch_mean" is the mean of the patches. "cls_patch_mean" concatenates the two.
+            These three are taken after the encoder's final norm. The facets attn_out, attn_skip,
             mlp_hidden, mlp_out and submodules of a block are means of the patches without a norm.
         pool: Pooling of the patches, a file name in configs/probe/classification/pool. With
             "fixed", heads receive the vector that `facet` selects. With "attentive", each head
-            learns to pool the patches, to which the encoder's final norm is applied.
+            learns to pool the patches. The patches are taken after the encoder's final norm.
         layers_mode: "single" for one head per block, or "last4" for one head on the concatenated
             features of the last requested block and the three blocks before it.
         training: Method that trains the heads, a file name in
@@ -453,7 +453,7 @@ class TrainingDraws:
 
     Attributes:
         images: The training set.
-        indices: Positions in the training set, in ascending order, of the images in any draw.
+        indices: Positions in the training set of the images of all draws, in ascending order.
         by_shots: Draws for each number of training images per class. If `shots` is not set, the
             only key is None, with a single draw.
     """

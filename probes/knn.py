@@ -46,8 +46,8 @@ class KNN(Probe):
         neighbours: Number k of nearest training images that vote, or a list of numbers.
         temperature: Each vote has the weight exp(cosine similarity / temperature).
         facet: Feature that represents an image, or a list of features. "cls" is the [CLS] token,
-            and "patch_mean" is the mean of the patches. The encoder's final norm is applied to
-            these two features. The facets attn_out, attn_skip, mlp_hidden, mlp_out and submodules
+            and "patch_mean" is the mean of the patches. These two are taken after the
+            encoder's final norm. The facets attn_out, attn_skip, mlp_hidden, mlp_out and submodules
             of a block are means of the patches without a norm.
         image_size: Side of the square input in pixels (default: the encoder's native size).
         crop_share: Side of the central square crop, relative to the shorter side of the image.
@@ -159,7 +159,7 @@ class KNN(Probe):
                     yield from average_over_draws(by_draw, count)
 
     def _neighbours_up_to(self, num_images: int) -> list[int]:
-        """Return the values of `neighbours` up to `num_images`, or this number if none is left."""
+        """Return all `neighbours` up to `num_images`, or `num_images` itself if there are none."""
         return [k for k in self.neighbours if k <= num_images] or [num_images]
 
     def _neighbours_with(self, shots: int) -> tuple[int, ...]:

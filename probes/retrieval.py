@@ -1,8 +1,8 @@
 """Dense retrieval: how well do the patches of each block find patches of the same class?
 
 A memory stores patches of the training images and the classes of their pixels. The nearest
-neighbours of a scored patch in the memory vote for its class. The predicted masks are scored like
-those of a segmentation.
+neighbours of a scored patch in the memory vote for its class. The predicted masks are scored as in
+the probe `segmentation`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,7 +79,7 @@ class Retrieval(Probe):
             the layers are split into groups, and the images pass the encoder once per group.
         num_workers: Number of threads that decode images.
         engine: Library that finds neighbours, "faiss" or "torch". "auto" selects faiss for large
-            searches on a CPU. The similarities that they compute may differ in the last bit.
+            searches on a CPU. Similarities of faiss and torch may differ in the last bit.
         guesses: Settings that the authors of the protocol do not specify, and differences from
             their settings.
 
@@ -124,7 +124,7 @@ class Retrieval(Probe):
 
     @property
     def has_matched_metric(self) -> bool:
-        """Return whether to add scores for predicted classes that are matched to true classes."""
+        """Return whether a further metric matches the predicted classes to the true classes."""
         return self.protocol == "hbird"
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -187,7 +187,7 @@ class Retrieval(Probe):
         )
 
     def _draw_patches(self, training_pass: TrainingPass, seed: int) -> Int64[Tensor, " memory"]:
-        """Draw patches of the memory. They are numbered over all views of all training images."""
+        """Draw patches for the memory, and return their numbers from `find_labelled_patches`."""
         labelled = find_labelled_patches(training_pass)
         if not len(labelled):
             images = training_pass.images

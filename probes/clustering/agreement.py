@@ -25,7 +25,7 @@ Assignment = Int64[np.ndarray, "*tables clusters"]
 Scores = Float64[np.ndarray, "*tables"]
 
 IMAGES_PER_PAIR = 3
-"""Number of images per pair of a cluster and a class that an interval requires."""
+"""Minimum number of images per pair of a cluster and a class that an interval requires."""
 # Differences of entropies below this number of nats are rounding errors.
 _ROUNDING_NATS = 1e-12
 # Larger tables are compared with fewer random tables.
@@ -37,7 +37,7 @@ _KNOWN_EXPECTATION = ("ami", "ari", "nmi")
 # If a hypergeometric count differs from its mean by more than _DEVIATIONS standard deviations plus
 # _MARGIN, its probability is negligible in float64.
 _DEVIATIONS, _MARGIN = 10, 30
-# Larger means allow a Taylor series, whose omitted terms are below 1e-6 of a count.
+# For a mean above this value, the omitted terms of the Taylor series are below 1e-6 of a count.
 _LARGE_MEAN = 1000
 
 
@@ -72,8 +72,8 @@ def ami(table: Table) -> Scores:
 
     The score subtracts the expected mutual information of random clusters of the same sizes. Random
     clusters therefore score 0 on average. For very many images, the score equals `nmi`. It is NaN
-    if there is only one class, or if random clusters reach the maximum. Random clusters do so, for
-    example, if each class has one image.
+    if there is only one class, or if random clusters reach the maximum. Random clusters reach it,
+    for example, if each class has one image.
 
     Source: Vinh, Epps and Bailey, Journal of Machine Learning Research 11, 2010. This is their
     variant with the mean of the entropies of clusters and classes.
@@ -136,8 +136,8 @@ def class_ious(table: Table, assignment: Assignment) -> Float64[np.ndarray, "*ta
     """Return the IoU of each class in percent.
 
     The IoU is 0 for a class without a cluster, and NaN for a class that does not occur. Images of
-    clusters without a class count as wrong. Such images form a further class in
-    https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py.
+    clusters without a class count as wrong. The code of STEGO treats such images as a
+    further class (https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py).
     """
     is_assigned = assignment[..., None] == np.arange(table.shape[-1])
     correct = (table * is_assigned).sum(-2)
@@ -394,9 +394,9 @@ def image_intervals(table: Table) -> dict[str, Interval | None]:
 def patch_intervals(table: Table, by_image: csr_array) -> dict[str, Interval | None]:
     """Return the intervals of all metrics of pixels except `miou_majority`.
 
-    The matching of clusters and classes is fitted to the labels that are scored. It is therefore
-    repeated whenever an image is left out. `miou_majority` has no interval: one image can change
-    the majority class of a cluster, which can change the score by more than the margin.
+    The matching of clusters and classes is fitted to the labels that are scored. The matching is
+    therefore repeated for each left-out image. `miou_majority` has no interval: one image can
+    change the majority class of a cluster, and the score can then change by more than the margin.
 
     Args:
         table: Contingency table of the pixels of all images.

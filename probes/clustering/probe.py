@@ -70,8 +70,8 @@ class Clustering(Probe):
     Attributes:
         protocol: "images" clusters images that have a class label. "patches" clusters patches of
             the training images and scores the pixels of other images.
-        facet: Feature, or a list of features. For images they are those of the probe `knn`, and for
-            patches those of the probe `correspondence`.
+        facet: Feature, or a list of features. Images have the features of the probe `knn`. Patches
+            have the features of the probe `correspondence`.
         clusters_per_class: Number of clusters divided by the number of classes, or a list of such
             numbers.
         num_restarts: Number of initialisations of k-means. The clusters with the lowest inertia are

@@ -42,7 +42,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """Softmax attention that uses the weights of a layer, and returns its attention matrices.
+    """Softmax attention with the weights of a layer. Its attention matrices are accessible.
 
     Attributes:
         layer: The attention layer. If it has norms of queries and keys, they are applied.
@@ -91,7 +91,7 @@ class PreNormBlock:
         mlp: MLP, including its LayerScale.
         skip_attention: Whether the input of attention is added to its output.
         skip_mlp: Whether the input of the MLP is added to its output.
-        heads: Attention that also returns its matrices. None if it is not plain softmax attention.
+        heads: Attention with accessible matrices. None if it is not plain softmax attention.
     """
 
     graying: Function
@@ -196,7 +196,7 @@ def record_blocks(
 
 
 def _copy_module(module: nn.Module) -> nn.Module:
-    """Copy a module. Activations that it stores are detached first, because deepcopy needs this."""
+    """Copy a module. Stored activations are detached first, because deepcopy rejects gradients."""
     detached = {
         id(leaf): leaf.detach()
         for part in module.modules()
@@ -211,8 +211,8 @@ def decompose_block(
 ) -> tuple[PreNormBlock | None, str]:
     """Split a block into its parts, and check that the parts reproduce the output of the block.
 
-    This is impossible for parallel blocks, for post-norm blocks, and for blocks with further
-    arguments, such as rotary positions.
+    Parallel blocks and post-norm blocks cannot be split. Blocks with further arguments, such as
+    rotary positions, cannot be split either.
 
     Args:
         block: The block.

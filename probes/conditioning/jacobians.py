@@ -138,7 +138,10 @@ class SingularValueBounds:
 
     @property
     def condition_number_at_least(self) -> float:
-        """Return a certain lower bound of the condition number, infinite for singular matrices."""
+        """Return a lower bound of the condition number that holds for all start vectors.
+
+        The bound is infinite if the matrix is singular.
+        """
         ends = torch.tensor([self.largest, self.smallest], dtype=torch.float64)
         return float(condition_number(ends, self.size))
 
@@ -159,8 +162,8 @@ def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, S
     """Bound the extreme singular values of every Jacobian of a block, by facet."""
     bounds = {}
     for facet, (function, point) in block_functions(record).items():
-        # A norm removes the mean of each token. If a block begins with a norm and has no skip, its
-        # output does not change if a constant is added to all channels of a token. It is singular.
+        # A norm removes the mean of each token. The Jacobian of a block that begins with a norm and
+        # has no skip is therefore singular. It maps a constant shift of all channels to zero.
         shift = torch.zeros_like(point)
         shift[0] = 1
         jacobian = jacobian_map(function, point)
@@ -205,8 +208,8 @@ def bound_singular_values(
     """Bound the extreme singular values of a matrix by Lanczos iterations from a random vector.
 
     After k steps, the bidiagonal matrix B has k singular values. They lie between the smallest and
-    the largest singular value of A. The condition number of B is therefore a lower bound of that of
-    A. The upper bound is finite only if the condition number of A is at most about (k / 5)^2.
+    the largest singular value of A. The condition number of A is therefore at least that of B. The
+    upper bound is finite only if the condition number of A is at most about (k / 5)^2.
 
     Args:
         matrix: The matrix A.
@@ -257,8 +260,8 @@ def _estimate_effective_rank(
 ) -> float:
     """Estimate the effective rank by quadrature.
 
-    It is exp(log S - T / S), where S is the sum of s and T the sum of s log s over all singular
-    values s.
+    The effective rank is exp(log S - T / S). S is the sum of all singular values s, and T is the
+    sum of s log s.
     """
     total = size * (weights * values).sum()
     if not total > 0:
@@ -279,7 +282,7 @@ def bidiagonalise(
     Returns:
         The diagonal of the upper bidiagonal matrix B, and the entries above the diagonal. The last
         entry of the diagonal is 0 if the iterations find that A is singular. The second tensor has
-        b as an additional last entry. It is 0 if the iterations have exhausted the space.
+        b as an additional last entry. b is 0 if the iterations have exhausted the space.
 
     Source: Golub and Kahan, 1965; Golub and Van Loan, "Matrix Computations", section 10.4.
     """

@@ -52,9 +52,9 @@ SPECTRA_ENDING, CKA_ENDING = "-spectra.npz", "-cka.npy"
 
 @dataclass(frozen=True)
 class Conditioning(Probe):
-    """Compute condition numbers, effective ranks, token cosines, Jacobian norms and CKA by block.
+    """Compute condition numbers, effective ranks, token cosines, Jacobian norms and CKA of blocks.
 
-    All computations are in float64. Scores except for CKA are medians over images and heads.
+    All computations are in float64. All scores except CKA are medians over images and heads.
 
     Attributes:
         protocol: What is scored. "spectra": attention matrices and outputs of the sub-blocks, and
@@ -69,7 +69,7 @@ class Conditioning(Probe):
         num_steps: Number of Lanczos iterations.
         compare_to: Address of the other encoder, for the protocol "checkpoints".
         at_initialisation: Whether to score a checkpoint of `ssl-bench pretrain` with its initial
-            weights. They are drawn again with the seed, for the configuration in the checkpoint.
+            weights. The configuration in the checkpoint and the seed determine these weights.
     """
 
     protocol: Literal[
@@ -318,7 +318,7 @@ def _initialise(encoder: Encoder, seed: int) -> Encoder:
 
 
 def _name_and_id(encoder: Encoder | EncoderIdentity) -> str:
-    """Return the name and the hash of an encoder. The hash changes if its file changes."""
+    """Return the name and the hash of an encoder. The hash changes if the file changes."""
     return f"{encoder.name} {encoder_id(encoder.identity())[:16]}"
 
 

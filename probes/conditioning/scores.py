@@ -172,7 +172,7 @@ def _matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows col
 
 
 def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str, Any]:
-    """Return the median over images and heads of each singular value relative to the largest one.
+    """Divide singular values by the largest one, and return the medians over images and heads.
 
     At most `_STORED_VALUES` of the medians are returned, together with their 0-based ranks.
     """
@@ -327,7 +327,7 @@ class CkaMatrix:
 def cka_matrix(
     rows: Mapping[str, Tokens], columns: Mapping[str, OtherTokens], other: str = ""
 ) -> CkaMatrix:
-    """Compute the linear CKA of each row and column. Keys are the names of representations."""
+    """Compute the linear CKA of each pair of a row and a column. The keys are their names."""
     values = np.array([[linear_cka(x, y) for y in columns.values()] for x in rows.values()])
     return CkaMatrix(values, list(rows), list(columns), other)
 
@@ -357,8 +357,8 @@ def linear_cka_ci95(x: Tokens, y: OtherTokens) -> Interval | None:
     Returns:
         The interval. It is None for a single image, for equal tokens, and if the CKA is 1. It is
         also None if the bias correction exceeds the margin. In this case there are too few tokens
-        to estimate the bias. An interval would contain neither `linear_cka` nor its limit for many
-        images.
+        to estimate the bias. An interval would contain neither `linear_cka` nor the limit of
+        the CKA for many images.
     """
     count = len(x)
     x, y = _centre(x), _centre(y)
