@@ -493,9 +493,8 @@ class TrainingDraws:
             classes, images = labels[draw.fit].unique().tolist(), self.images
             if len(classes) < 2:
                 raise DataError(
-                    f"all {len(draw.fit)} images of {images.name} {images.split} that train heads "
-                    f"have the class {images.class_names[classes[0]]}, expected at least two "
-                    "classes",
+                    f"heads train on {len(draw.fit)} images of {images.name} {images.split}, all "
+                    f"of class {images.class_names[classes[0]]}, expected at least two classes",
                     hint=("probe.train_images={larger}",),
                 )
 

@@ -211,7 +211,7 @@ class ImageCounts:
     def extend(self, entry: Mapping[str, Any]) -> None:
         """Append the counts of an entry if its images are the next ones. Otherwise, change nothing.
 
-        They are not the next ones if an earlier entry was damaged, or if two processes wrote the
+        An entry has other images if an earlier entry was damaged, or if two processes wrote the
         file.
         """
         if entry["first"] != len(self):
