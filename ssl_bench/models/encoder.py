@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, UnfitEncoder
-from ssl_bench.models.config import KINDS, EncoderConfig, of_kind
+from ssl_bench.models.config import EncoderConfig
 from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
 from ssl_bench.system.device import evaluation_mode, preserve_process_state
 
@@ -599,15 +599,8 @@ def require_images(config: EncoderConfig, address: str) -> None:
 
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
-    """An encoder that `config` and `seed` alone decide; the global RNG is left alone."""
-    _, _, build = KINDS[config.kind]
-    return of_kind(build)(config, seed=seed)
-
-
-def empty_encoder(config: EncoderConfig) -> EncoderModule:
-    """An encoder whose weights are yet to be loaded."""
-    _, empty, _ = KINDS[config.kind]
-    return of_kind(empty)(config)
+    """Return an encoder with initial weights, which depend only on `config` and `seed`."""
+    return config.build(seed=seed)
 
 
 def encoder_from_model(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces
-from ssl_bench.models.config import EncoderConfig, config_of
+from ssl_bench.models.config import EncoderConfig, config_from_dict
 from ssl_bench.models.encoder import (
     IMAGENET_COLOURS,
     Colours,
@@ -31,7 +31,6 @@ from ssl_bench.models.encoder import (
     Encoder,
     EncoderIdentity,
     configured,
-    empty_encoder,
     encoder_from_model,
     require_images,
 )
@@ -134,7 +133,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
                 f"{path} has format version {metadata.get('version')}, this program reads "
                 f"{_VERSION}; install a newer ssl-bench"
             )
-        model = empty_encoder(_stated_config(path, metadata))
+        model = _stated_config(path, metadata).build_empty()
         load_weights(model, usable(read_weights(path), path), path)
     return model, digest
 
@@ -216,7 +215,7 @@ def _stated_colours(path: Path, metadata: Mapping[str, str]) -> Colours:
 def _stated_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
     try:
         kind = metadata.get("kind", _UNNAMED_KIND)
-        return config_of(kind, json.loads(metadata["config"]))
+        return config_from_dict(kind, json.loads(metadata["config"]))
     except (KeyError, TypeError, json.JSONDecodeError, ConfigurationError) as error:
         raise CheckpointError(
             f"{path} holds a model configuration that cannot be read ({error}); "
