@@ -316,7 +316,8 @@ class OwnModule(nn.Module):
     def __init__(self, module: nn.Module, blocks: str, norm: nn.Module) -> None:
         super().__init__()
         self.module, self.norm = module, norm
-        self.blocks = module.get_submodule(blocks)
+        # A new list, because layers are counted, but children of a Sequential may have names.
+        self.blocks = nn.ModuleList(module.get_submodule(blocks).children())
 
     def forward(self, images: Tensor) -> Any:
         """Whatever the module gives; blocks are heard while it runs."""

@@ -18,6 +18,7 @@ import pytest
 import safetensors.numpy
 import timm
 import torch
+import torchvision
 from PIL import Image
 from torch import Tensor, nn
 
@@ -56,6 +57,21 @@ def test_a_module_of_ones_own_is_found_out():
     with torch.no_grad():
         module.get_parameter("trunk.0.mlp.0.bias").add_(1)
     assert ssl_bench.Encoder.from_module(module).sha256 != encoder.sha256
+
+
+def test_blocks_with_names_are_counted_like_blocks_with_numbers():
+    module = torchvision.models.VisionTransformer(32, 8, 3, 2, 16, 32).eval()
+    encoder = ssl_bench.Encoder.from_module(module, mean=0, std=1)
+    images, outputs = torch.rand(2, 3, 32, 32), list[Tensor]()
+    (block,) = list(module.encoder.layers)[1:2]
+    handle = block.register_forward_hook(lambda *found: outputs.append(found[-1]))
+    with torch.no_grad():
+        module(images)
+    handle.remove()
+
+    found = ssl_bench.extract_features(encoder, images, layers=[1])
+
+    torch.testing.assert_close(found[1]["token"].flatten(1, 2), outputs[0][:, 1:])
 
 
 def test_the_only_size_of_a_module_is_that_of_its_positions():
