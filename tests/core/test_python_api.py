@@ -74,6 +74,27 @@ def test_blocks_with_names_are_counted_like_blocks_with_numbers():
     torch.testing.assert_close(found[1]["token"].flatten(1, 2), outputs[0][:, 1:])
 
 
+@pytest.mark.parametrize(
+    ("module", "blocks", "expected"),
+    [
+        (torchvision.models.resnet50, None, (16, 6, 1024)),
+        (torchvision.models.resnet18, "layer4", (32, 2, 512)),
+        (torchvision.models.convnext_tiny, None, (16, 9, 384)),
+        (torchvision.models.swin_t, None, (16, 6, 384)),
+        (torchvision.models.mobilenet_v3_small, "features", None),
+    ],
+)
+def test_the_patch_of_maps_is_their_stride(module, blocks, expected):
+    if expected is None:
+        with pytest.raises(CheckpointError, match=r"same: blocks='NAME'"):
+            ssl_bench.Encoder.from_module(module(), blocks=blocks)
+        return
+
+    encoder = ssl_bench.Encoder.from_module(module(), blocks=blocks)
+
+    assert (encoder.patch_size, encoder.depth, encoder.dim) == expected
+
+
 def test_the_only_size_of_a_module_is_that_of_its_positions():
     module = own_module.own()
     module.positions = nn.Parameter(torch.randn(1, 1 + 9**2, 16))
@@ -292,6 +313,7 @@ def _by_columns(tokens: Tensor) -> Tensor:
         (own_module.Own(), {"image_size": 48}, "takes no images .* of 48 x 48"),
         (own_module.Own(), {"norm": "nothing"}, "no module 'nothing'"),
         (own_module.Own(), {"patch_size": 32, "image_size": 48}, "takes no images"),
+        (torchvision.models.resnet18(), {"blocks": "layer3", "patch_size": 4}, "patch_size=16"),
         (own_module.Own(), {"mean": [0.5]}, r"mean of three numbers or one, got \[0.5\]"),
         (own_module.Own(), {"std": 0.0}, "expected std above 0, got 0.0"),
     ],

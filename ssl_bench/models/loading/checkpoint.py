@@ -10,7 +10,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces
+from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models.config import EncoderConfig, config_of
 from ssl_bench.models.encoder import (
     IMAGENET_COLOURS,
@@ -375,7 +375,9 @@ def usable(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     return dict(weights)
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], path: Path, *, hint: Sequence[str] = ()
+) -> None:
     """Copy `weights` into `model`; every name and shape must fit."""
     wanted = model.state_dict()
     wrong = {
@@ -392,8 +394,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
         fitting = len(wanted) - len(wrong["missing"]) - len(wrong["of another shape"])
         raise CheckpointError(
             f"{path} does not fit the encoder: {fitting}/{len(wanted)} keys fit; "
-            f"{'; '.join(faults)}; of another architecture take timm's name",
-            hint=("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"),
+            f"{'; '.join(faults)}",
+            hint=hint,
         )
     model.load_state_dict(dict(weights))
 
