@@ -241,8 +241,9 @@ class Encoder(_Identified):
             patch = patch_size or stride or kernel
             if patch is None:
                 raise CheckpointError(
-                    f"{called} has no convolution of three channels into patches, so the size of "
-                    "a patch is not known; say it: Encoder.from_module(module, patch_size=16)"
+                    f"{called} has no convolution of three channels into patches, and its blocks "
+                    f"give {_shapes_text(outputs)}; say patch_size=16, or name a list of blocks "
+                    "that all give the same: Encoder.from_module(module, blocks='NAME')"
                 )
             try:
                 _heard(own, (size[0] + patch, size[1] + 2 * patch))
@@ -485,19 +486,23 @@ def _anatomy(
         return [output.shape[1] for output in outputs], 0, False
     if all(output.ndim == 4 and tuple(output.shape[1:3]) == grid for output in outputs):
         return [output.shape[-1] for output in outputs], 0, True
-    came = list(dict.fromkeys(" x ".join(map(str, output.shape)) for output in outputs))
     if first.ndim == 3 and first.shape[1] == 2:
         what = "put the batch first"
     elif stride is not None:
         what = f"say patch_size={stride}"
-    elif len(came) > 1:
+    elif len(shapes) > 1:
         what = "name a list of blocks that all give the same: blocks='NAME'"
     else:
         what = "name another list of blocks, or the true patch_size"
     raise CheckpointError(
         f"{called}: expected blocks that give tokens (batch x tokens x dim) or maps of "
-        f"{grid[0]} x {grid[1]} patches for two images, came {' and '.join(came[:3])}; {what}"
+        f"{grid[0]} x {grid[1]} patches for two images, came {_shapes_text(outputs)}; {what}"
     )
+
+
+def _shapes_text(outputs: Sequence[Tensor]) -> str:
+    shapes = dict.fromkeys(" x ".join(map(str, output.shape)) for output in outputs)
+    return " and ".join(list(shapes)[:3])
 
 
 class _Seen(Exception):

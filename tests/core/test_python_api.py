@@ -86,7 +86,7 @@ def test_blocks_with_names_are_counted_like_blocks_with_numbers():
 )
 def test_the_patch_of_maps_is_their_stride(module, blocks, expected):
     if expected is None:
-        with pytest.raises(CheckpointError, match=r"same: blocks='NAME'"):
+        with pytest.raises(CheckpointError, match=r"blocks='NAME'"):
             ssl_bench.Encoder.from_module(module(), blocks=blocks)
         return
 
@@ -444,6 +444,20 @@ def test_features_on_disk_are_those_of_python_and_written_anew_when_damaged(
     assert main(features(tmp_path / "out", "--format", form)) == 2
 
 
+@pytest.mark.parametrize("form", ["safetensors", "npz"])
+def test_features_of_an_image_whose_name_is_no_text_are_indexed(tmp_path, monkeypatch, form):
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    photographs(tmp_path / "photos", 2)
+    Path("photos/001.png").rename(os.fsdecode(b"photos/\xff\xfe.png"))
+
+    for _ in range(2):
+        assert main(features(tmp_path / "out", "--format", form)) == 0
+
+    index = pandas.read_parquet("out/index.parquet")
+    assert list(index["image_id"]) == ["000.png", r"\udcff\udcfe.png"]
+
+
 def test_a_photograph_is_turned_as_its_camera_says(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (24, 40, 3), dtype=np.uint8)
     exif = Image.Exif()
@@ -581,7 +595,7 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
             "own, size = nn.Linear(2, 2), 3\nmake = functools.partial(Linear, 2, 2)\n",
             "has no owm; it has own, make",
         ),
-        ("mine.py:own", "import nothing_of_this_name", "line 1, cannot be imported"),
+        ("mine.py:own", "import nothing_of_this_name", "pip install nothing_of_this_name"),
         ("mine.py:own", "def own():\n    return 1 / 0", "line 2, cannot be imported"),
         ("mine.py:own", "own = (", "line 1, cannot be imported"),
         (
