@@ -242,7 +242,9 @@ def _decode_usual_jpeg(data: bytes, name: str | Path) -> UInt8[np.ndarray, "heig
     """
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
+    # It raises KeyError for chroma subsampling that it does not know, such as 4:4:1.
+    except Exception as error:
+        reraise_out_of_memory(error)
         return None
     if int(height) * int(width) > MAX_PIXELS:
         return None
