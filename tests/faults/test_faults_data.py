@@ -33,7 +33,8 @@ SPOILT = {
     "empty": "is empty",
     "half": "is damaged or cut short",
     "last2": "is damaged or cut short",
-    "html": "is a text file, perhaps a web page",
+    "html": "is a web page",
+    "lfs": "is a Git LFS pointer",
 }
 
 

@@ -15,7 +15,7 @@ from PIL import Image, TiffImagePlugin, UnidentifiedImageError, features
 from PIL.TiffImagePlugin import ImageFileDirectory_v2 as Directory
 
 from ssl_bench.errors import DataError, UnreadableImage
-from ssl_bench.system.files import read_regular
+from ssl_bench.system.files import describe_substitute, read_regular
 from ssl_bench.system.process import reraise_out_of_memory
 
 MAX_PIXELS = 89_478_485
@@ -194,12 +194,8 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
         for (remedy, kind), brands in zip(KINDS.items(), (_HEIC, _AVIF), strict=True):
             if _brand(data) in brands and _formats(data) is _FORMATS:
                 raise UnreadableImage(f"{name} is {kind}, which {remedy} reads", remedy) from error
-        start, what = data[:64].lstrip(), "is not an image"
-        if not start:
-            what = "is empty"
-        elif start.startswith(b"<"):
-            what = "is a text file, perhaps a web page in place of the download"
-        raise UnreadableImage(f"{name} {what}; fetch it again") from error
+        problem = describe_substitute(data[:64]) or "is not an image; download it again"
+        raise UnreadableImage(f"{name} {problem}") from error
     # Damaged files make the decoders raise OSError, SyntaxError, struct.error, IndexError ...
     except Exception as error:
         reraise_out_of_memory(error)

@@ -38,6 +38,7 @@ from ssl_bench.models.encoder import (
 from ssl_bench.models.loading.addresses import name_of
 from ssl_bench.models.vit import EncoderModule
 from ssl_bench.system.files import (
+    describe_substitute,
     file_sha256,
     open_regular,
     read_digests,
@@ -248,15 +249,13 @@ def check_readable(path: Path) -> None:
     """Refuse what cannot be a weights file."""
     try:
         with open_regular(path) as file:
-            start = file.read(256).lstrip()
+            substitute = describe_substitute(file.read(256))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path} ({error.strerror}); give a weights file or a run folder"
         ) from error
-    if not start:
-        raise CheckpointError(f"{path} is empty; copy or download it again")
-    if start.startswith(b"<"):
-        raise CheckpointError(f"{path} is a web page, not weights; download the file itself")
+    if substitute:
+        raise CheckpointError(f"{path} {substitute}")
 
 
 @contextmanager
