@@ -21,6 +21,12 @@ from ssl_bench.system.process import reraise_out_of_memory
 MAX_PIXELS = 89_478_485
 """Larger files are refused before a pixel is decoded: a quarter of a gigabyte as RGB."""
 
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".dib"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".tif", ".tiff", ".avif", ".heic", ".heif", ".hif"),
+)
+"""Suffixes of the files that `read_image` decodes, in lower case."""
+
 _EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _SIXTEEN_BIT = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I"})
 _COLOUR = frozenset({"RGB", "RGBA", "RGBX"})
