@@ -68,7 +68,7 @@ def test_a_folder_is_looked_through_before_a_model_is_loaded(place, capsys, monk
     assert ignored == "probe.image_size=32 is ignored by tokencut"
     assert first == (
         "taken: 3 photographs of folder; 2 cannot be read: 1.jpg, 3.jpg; "
-        "1 is HEIC, which pip install 'ssl-bench[heic]' reads: phone.HEIC"
+        "1 needs pip install 'ssl-bench[heic]': phone.HEIC"
     )
     assert second.startswith("encoder ")
     gone = {"count": 3, "first": ["1.jpg", "3.jpg", "phone.HEIC"]}

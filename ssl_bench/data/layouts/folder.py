@@ -47,11 +47,11 @@ class ImageFolder(Layout):
             raise DataError("expected a folder of images", hint=("--data-root", "{folder}"))
         root = given_folder(self.root)
         if not root.is_dir():
-            raise DataError(f"{root} is not a folder; expected one with pictures in it")
+            raise DataError(f"{root} is not a folder; expected a folder of images")
         names = list(list_files(root))
         ids = tuple(sorted(filter(_has_image_suffix, names)))
         if not ids:
-            raise DataError(f"{root} has no image, expected {', '.join(IMAGE_SUFFIXES)}")
+            raise DataError(f"{root} has no images; expected suffixes: {', '.join(IMAGE_SUFFIXES)}")
         if len(ids) < len(names):
             say_once(_describe_left_out(root, set(names).difference(ids)))
         return FileImageSet(
