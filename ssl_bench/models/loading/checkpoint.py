@@ -37,6 +37,7 @@ from ssl_bench.models.encoder import (
 from ssl_bench.models.loading.addresses import name_of
 from ssl_bench.models.vit import EncoderModule
 from ssl_bench.system.files import (
+    describe_substitute,
     file_sha256,
     open_regular,
     read_digests,
@@ -271,15 +272,13 @@ def check_readable(path: Path) -> None:
     reject_parts(path)
     try:
         with open_regular(path) as file:
-            start = file.read(256).lstrip()
+            substitute = describe_substitute(file.read(256))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path} ({error.strerror}); give a weights file or a run folder"
         ) from error
-    if not start:
-        raise CheckpointError(f"{path} is empty; copy or download it again")
-    if start.startswith(b"<"):
-        raise CheckpointError(f"{path} is a web page, not weights; download the file itself")
+    if substitute:
+        raise CheckpointError(f"{path} {substitute}")
 
 
 @contextmanager
