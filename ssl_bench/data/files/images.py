@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -360,6 +361,25 @@ def _stored(image: Image.Image, data: bytes, path: Path) -> Integer[np.ndarray, 
     if image.format == "PPM" or full < 255:
         return (values.astype(np.int64) * full + spread // 2) // spread
     return values
+
+
+def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
+    """Return the number of each colour that occurs once in a palette. Other files have none.
+
+    Only the header is decoded. A file without a header has no palette either.
+    """
+    try:
+        with Image.open(io.BytesIO(_bytes_of(path)), formats=_FORMATS) as image:
+            palette = image.palette.palette if image.mode == "P" and image.palette else b""
+    except DataError:
+        raise
+    # Damaged files make Pillow raise anything. `read_indices` reports them.
+    except Exception as error:
+        reraise_out_of_memory(error)
+        return {}
+    colours = [(*palette[i : i + 3],) for i in range(0, len(palette) - 2, 3)]
+    counts = Counter(colours)
+    return {(r, g, b): n for n, (r, g, b) in enumerate(colours) if counts[r, g, b] == 1}
 
 
 def voc_colours() -> UInt8[np.ndarray, "256 3"]:
