@@ -78,8 +78,15 @@ def read_image(
             values leave open what is white.
     """
     data = _bytes_of(path)
-    pixels = decode_image(data, path, bits)
-    orientation = _orientation_of(data) if upright else 1
+    return decode_upright(data, path, bits) if upright else decode_image(data, path, bits)
+
+
+def decode_upright(
+    data: bytes, name: str | Path, bits: int | None = None
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Decode a photograph as `decode_image` does, and turn it as EXIF says."""
+    pixels = decode_image(data, name, bits)
+    orientation = _orientation_of(data)
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
     down = -1 if orientation in (3, 4, 7, 8) else 1
