@@ -232,7 +232,7 @@ def test_fault_08_a_palette_mask_is_read_as_the_numbers_it_stores(place, capsys)
     colours.save(base / "SegmentationClass/t0.png")
 
     said = fails(capsys, probing("segmentation", "voc2012", place), 3)
-    assert "SegmentationClass/t0.png holds colours" in said
+    assert "SegmentationClass/t0.png stores colours" in said
 
 
 @pytest.mark.parametrize("split", ["t0", "v0"])

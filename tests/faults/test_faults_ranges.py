@@ -176,6 +176,8 @@ def test_fault_80_what_a_file_states_is_taken(place):
     for content in (tif(deep, extratags=tag), tif(deep, extratags=others), pnm(deep, 4095)):
         for bits in (None, 10, 16):
             assert np.array_equal(read_image(put(content), bits), grey)
+    commented = pnm(deep, 4095).replace(b"# 9 9 9", b"#" + b" 9" * 1000)
+    assert np.array_equal(read_image(put(commented)), grey)
     coloured = tif(stretched(COLOURS, 12), photometric="rgb", extratags=in_three)
     assert np.array_equal(read_image(put(coloured)), COLOURS)
     # Such values are shifted up, as PNG says.
@@ -255,7 +257,7 @@ OTHERS: dict[str, tuple[bytes, str]] = {
     "floating": (tif(GREY.astype("float64")), "floating-point numbers of 64 bits"),
     "signed": (tif(GREY.astype("int8") - 9), "signed numbers of 8 bits"),
     "deep planes": (tif(stretched(COLOURS, 16).transpose(2, 0, 1).copy(), photometric="rgb",
-                        planarconfig="separate"), "16 bits with its 3 bands apart"),
+                        planarconfig="separate"), "16 bits with its 3 bands in separate"),
 }  # fmt: skip
 
 
@@ -316,7 +318,7 @@ def masks_of_every_layout(root: Path, content: bytes) -> list[Any]:
 LOSSY: dict[str, tuple[str, dict[str, Any]]] = {
     "JPEG": ("JPEG", {}),
     "lossy WebP": ("WEBP", {}),
-    "TIFF of lossy parts": ("TIFF", {"compression": "jpeg"}),
+    "lossy TIFF": ("TIFF", {"compression": "jpeg"}),
 }
 
 
@@ -329,7 +331,7 @@ def test_fault_81_masks_of_every_layout_are_lossless(tmp_path, called, mode):
 
     for dataset in masks_of_every_layout(tmp_path, buffer.getvalue()):
         for images in (dataset.train(), dataset.val()):
-            with pytest.raises(DataError, match=rf"\.png is a {called}, which changes"):
+            with pytest.raises(DataError, match=rf"\.png is a {called}\b"):
                 images[0]
 
 
@@ -354,13 +356,13 @@ def test_fault_81_a_palette_in_another_order_is_seen(place, capsys, rims, order)
     said = fails(capsys, probing("segmentation", "voc2012", place), 3)
 
     assert "SegmentationClass/t2.png stores" in said
-    assert "palette in another order" in said
+    assert "palette is in another order" in said
 
 
 def test_fault_81_elsewhere_the_colour_of_rims_tells_such_palettes(tmp_path):
     path = tmp_path / "mask.png"
     reordered(mask(), [0, 8, 255]).save(path)
-    with pytest.raises(DataError, match="palette in another order"):
+    with pytest.raises(DataError, match="palette is in another order"):
         read_indices(path)
 
 
@@ -398,7 +400,7 @@ def test_fault_81_masks_of_few_bits_hold_the_numbers_they_store(place, encode):
 
 
 def test_fault_81_masks_with_zero_for_white_are_refused(place):
-    with pytest.raises(DataError, match="zero for white"):
+    with pytest.raises(DataError, match="zero is white"):
         read_indices(put(tif(GREY % 3, photometric="miniswhite")))
 
 
