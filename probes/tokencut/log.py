@@ -94,7 +94,7 @@ class DiscoveryLog:
 
     Args:
         journal: Journal of the results. Each entry contains some cells of one image.
-        identities: Identity of each image file by image id, see `entries_of`. Entries of other
+        identities: Identity of each image file by image id, see `sample_hashes`. Entries of other
             image files are ignored.
 
     Attributes:

@@ -13,7 +13,7 @@ import tifffile
 from PIL import Image
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.fingerprints import ReadOptions, read_as
+from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
 from ssl_bench.data.files.images import read_image, read_indices, voc_colours
 from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.data.layouts.class_folders import ClassFolders
@@ -216,7 +216,8 @@ def test_fault_80_the_range_is_part_of_every_fingerprint(tmp_path):
 
     for images in sets:
         plain, ten, twelve, whole = (
-            read_as(images, ReadOptions(bits=bits)).fingerprint() for bits in (None, 10, 12, 16)
+            with_read_options(images, ReadOptions(bits=bits)).fingerprint()
+            for bits in (None, 10, 12, 16)
         )
         assert plain == whole == images.fingerprint()
         assert len({plain, ten, twelve}) == 3
@@ -366,22 +367,22 @@ def test_fault_81_elsewhere_the_colour_of_rims_tells_such_palettes(tmp_path):
         read_indices(path)
 
 
-@pytest.mark.parametrize("of_voc", [True, False])
-def test_fault_81_palettes_of_others_are_read_as_numbers(tmp_path, of_voc):
+@pytest.mark.parametrize("has_voc_palette", [True, False])
+def test_fault_81_palettes_of_others_are_read_as_numbers(tmp_path, has_voc_palette):
     path = tmp_path / "mask.png"
     whole = Image.fromarray(mask())
     ramp = np.arange(256).repeat(3).reshape(256, 3)
     random = np.random.default_rng(0).integers(1, 255, (256, 3))
     palettes = [voc_colours(), ramp, random, np.zeros((256, 3), int)]
-    if not of_voc:
+    if not has_voc_palette:
         # Maroon and green, which are VOC's first and second class.
         palettes.append(np.where(np.arange(256)[:, None] == 8, [0, 128, 0], random))
     for palette in palettes:
         whole.putpalette(palette.ravel().tolist())
         whole.save(path)
-        assert np.array_equal(read_indices(path, of_voc=of_voc), mask())
+        assert np.array_equal(read_indices(path, has_voc_palette=has_voc_palette), mask())
     save_mask(path, mask())
-    assert np.array_equal(read_indices(path, of_voc=of_voc), mask())
+    assert np.array_equal(read_indices(path, has_voc_palette=has_voc_palette), mask())
 
 
 @pytest.mark.parametrize(

@@ -111,13 +111,15 @@ def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
         return _to_rgb(_open_mask(data, path), data, path, bits=16)
 
 
-def read_indices(path: Path, *, of_voc: bool = False) -> Integer[np.ndarray, "height width"]:
+def read_indices(
+    path: Path, *, has_voc_palette: bool = False
+) -> Integer[np.ndarray, "height width"]:
     """Read the numbers that a mask stores. A palette is not applied.
 
     Args:
         path: The mask file.
-        of_voc: Compare the palette with VOC's. For other masks, it is only compared if it contains
-            the colour of VOC's object borders, which no other dataset uses.
+        has_voc_palette: Compare the palette with VOC's. For other masks, it is only compared if it
+            contains the colour of VOC's object borders, which no other dataset uses.
 
     Raises:
         DataError: As for `read_image`, or the file was saved with a lossy compression, stores
@@ -132,7 +134,7 @@ def read_indices(path: Path, *, of_voc: bool = False) -> Integer[np.ndarray, "he
                 "the masks as published"
             )
         if image.mode == "P":
-            _check_voc_palette(image, path, of_voc=of_voc)
+            _check_voc_palette(image, path, has_voc_palette=has_voc_palette)
         return _stored_numbers(image, data, path)
 
 
@@ -277,14 +279,12 @@ def _scale_to_8_bits(
     White is the largest sample that the header allows. A header that only gives 16 bits does not
     say whether all of them are used, so white is 2**bits - 1 there.
     """
-    white: int | None = _largest_sample(image, data)
-    is_colour = len(image.getbands()) > 1
-    if image.format == "PPM" and white < _16_BITS:
+    allowed, is_colour = _largest_sample(image, data), len(image.getbands()) > 1
+    if image.format == "PPM" and allowed < _16_BITS:
         # Pillow has scaled the samples to 8 bits for colour and to 16 bits for grey.
         return image if is_colour else _divide(np.asarray(image), _16_BITS)
-    is_stated = white < _16_BITS or b"sBIT" in data[: data.find(b"IDAT")]
-    if not is_stated:
-        white = None if bits is None else 2**bits - 1
+    is_stated = allowed < _16_BITS or b"sBIT" in data[: data.find(b"IDAT")]
+    white = allowed if is_stated else 2**bits - 1 if bits else None
     if is_colour and white == _16_BITS:
         # Pillow has dropped the lower 8 bits.
         return image
@@ -378,7 +378,7 @@ def voc_colours() -> UInt8[np.ndarray, "256 3"]:
     return np.packbits(rows, axis=1)[:, 0]
 
 
-def _check_voc_palette(image: Image.Image, path: Path, *, of_voc: bool) -> None:
+def _check_voc_palette(image: Image.Image, path: Path, *, has_voc_palette: bool) -> None:
     """Refuse a mask whose palette has VOC's colours at other numbers.
 
     Image editors sort or compress palettes. The colours stay equal, but the numbers change.
@@ -395,7 +395,7 @@ def _check_voc_palette(image: Image.Image, path: Path, *, of_voc: bool) -> None:
         if (palette[number] == voc[voc_class]).all()
     }
     moved = [number for number, voc_class in meanings.items() if number != voc_class]
-    if moved and (of_voc or 255 in meanings.values()):
+    if moved and (has_voc_palette or 255 in meanings.values()):
         number = moved[0]
         raise DataError(
             f"{path} stores {number} for the colour {palette[number].tolist()}, which is "
