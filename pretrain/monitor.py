@@ -30,8 +30,8 @@ from ssl_bench.composition.fields import (
     Temperature,
     check_fields,
 )
-from ssl_bench.data.files.fingerprints import extended
-from ssl_bench.data.files.readable import counts_and_first, shared_files, some_of
+from ssl_bench.data.files.fingerprints import extend_fingerprint
+from ssl_bench.data.files.readable import count_shared_files, select_images, summarize_left_out
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
 from ssl_bench.data.samples import ImageSet
@@ -137,7 +137,7 @@ class Monitor:
         if self.knn_epochs is not None:
             fitted.append(observer.train)
         observer.fitted_and_scored = max(
-            (shared_files(own, observer.val, allowed=data.allow_overlap) for own in fitted),
+            (count_shared_files(own, observer.val, allowed=data.allow_overlap) for own in fitted),
             default=0,
         )
         if self.accuracy_epochs is None:
@@ -258,7 +258,7 @@ class Observer(Measuring):
         encoder, count = identify_encoder(str(weights)), self.fitted_and_scored
         fingerprint = self.all_val.fingerprint()
         if len(self.val) < len(self.all_val):
-            fingerprint = extended(fingerprint, self.val.ids)
+            fingerprint = extend_fingerprint(fingerprint, self.val.ids)
         gone = {trained_on.split: left_out}
         for most, right in found.items():
             hits = right.cpu().numpy()
@@ -291,7 +291,7 @@ class Observer(Measuring):
                 details={
                     "training": recipe_of(description, self.timeline),
                     "configuration": {k: v for k, v in description.items() if k not in _PLACES},
-                    **({"left_out": counts_and_first(gone)} if left_out else {}),
+                    **({"left_out": summarize_left_out(gone)} if left_out else {}),
                 },
                 **provenance_fields(
                     describe_device(next(self.learner.parameters()).device), seconds
@@ -329,7 +329,7 @@ class Observer(Measuring):
 def drawn(images: ImageSet, at_most: int) -> ImageSet:
     """Some images of a set, the same in every run."""
     order = np.random.default_rng(0).permutation(len(images))
-    return some_of(images, images.name, sorted(order[:at_most].tolist()))
+    return select_images(images, images.name, sorted(order[:at_most].tolist()))
 
 
 def class_ranks(

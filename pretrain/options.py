@@ -23,8 +23,8 @@ from ssl_bench.composition.fields import (
     Workers,
     check_fields,
 )
-from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, read_as
-from ssl_bench.data.files.readable import faults_of, said_unreadable
+from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, with_read_options
+from ssl_bench.data.files.readable import describe_unreadable, find_unreadable
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
@@ -115,15 +115,15 @@ class DataOptions:
             images = ClassFolders(self.root).to_learn_from()
         else:
             images = (Toy() if self.root is None else ImageFolder(self.root)).images()
-        images = read_as(images, ReadOptions(self.fingerprint, self.bits))
+        images = with_read_options(images, ReadOptions(self.fingerprint, self.bits))
         return limited(images, self.limit) if self.limit else images
 
     def unreadable(self, images: ImageSet) -> str:
         """Which images of a small set a run will not learn from, in a line; empty for none."""
         if self.root is None or len(images) > _FEW:
             return ""
-        faults = faults_of(images, {})
-        broken = said_unreadable(images, faults)
+        faults = find_unreadable(images, {})
+        broken = describe_unreadable(images, faults)
         if not broken:
             return ""
         outcome = "others come in their place"

@@ -24,7 +24,13 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-from ssl_bench.data.files.fingerprints import Part, ReadOptions, file_state, identities, in_threads
+from ssl_bench.data.files.fingerprints import (
+    Part,
+    ReadOptions,
+    file_state,
+    identify_parts,
+    map_in_threads,
+)
 from ssl_bench.data.files.images import decode_upright
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
@@ -291,7 +297,7 @@ class TarImages:
         folder = Path(os.path.commonpath([shard.absolute().parent for shard in shards]))
         ids, states, places = list[str](), list[tuple[int, int]](), list[np.ndarray]()
         progress = show_progress(shards, f"index of {name} {split}", len(shards))
-        with closing(in_threads(index_shard, progress)) as indices:
+        with closing(map_in_threads(index_shard, progress)) as indices:
             for number, (shard, (index, state)) in enumerate(indices):
                 states.append(state)
                 prefix = shard.absolute().relative_to(folder).as_posix()
@@ -317,11 +323,11 @@ class TarImages:
         image = decode_upright(data, self.folder / image_id, options.bits)
         return Sample(image_id, image)
 
-    def read_as(self, options: ReadOptions) -> "TarImages":
+    def with_read_options(self, options: ReadOptions) -> "TarImages":
         """Return the same images with other options."""
         return replace(self, options=options)
 
-    def some(self, name: str, kept: Sequence[int]) -> "TarImages":
+    def select(self, name: str, kept: Sequence[int]) -> "TarImages":
         """Return the images with these indices under another name."""
         ids = tuple(self.ids[index] for index in kept)
         return replace(self, name=name, ids=ids, places=self.places[list(kept)])
@@ -334,11 +340,11 @@ class TarImages:
         """
         return self._identity[0]
 
-    def marks(self) -> UInt64[np.ndarray, " images"]:
+    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
         """Return a number for each image that depends on its bytes."""
         return self._identity[1]
 
-    def entries(self) -> list[str]:
+    def sample_hashes(self) -> list[str]:
         """Return the identity of each image, whatever else the set contains."""
         return [f"{entry:016x}" for entry in self._identity[2].tolist()]
 
@@ -350,15 +356,15 @@ class TarImages:
                 f"{' '.join(map(str, self.states[shard]))} {offset} {size}"
                 for shard, offset, size, _ in self.places.tolist()
             )
-            return self.options.known_by([], zip(self.ids, digests, strict=True))
+            return self.options.hash_rows([], zip(self.ids, digests, strict=True))
         parts = (
             Part(self.shards[shard], self.ids[index], partial(self._read, index))
             for index, shard in enumerate(self.places[:, 0].tolist())
         )
         title = f"{self.name} {self.split}"
-        found = identities(parts, "content", title=title, folder=self.folder, total=len(self))
+        found = identify_parts(parts, "content", title=title, folder=self.folder, total=len(self))
         with closing(found) as digests:
-            return self.options.known_by([], zip(self.ids, digests, strict=True))
+            return self.options.hash_rows([], zip(self.ids, digests, strict=True))
 
     def _read(self, index: int) -> bytes:
         """Return the bytes of an image."""

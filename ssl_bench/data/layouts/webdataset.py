@@ -93,7 +93,7 @@ class WebDataset(Layout):
         known = {int(name): label for label, name in enumerate(self._train.class_names)}
         if self.known_only:
             kept = [index for index, number in enumerate(numbers) if number in known]
-            images = images.some(images.name, kept)
+            images = images.select(images.name, kept)
             numbers = [numbers[index] for index in kept]
         if unknown := sorted(set(numbers).difference(known)):
             raise DataError(
