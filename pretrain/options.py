@@ -48,9 +48,9 @@ class DataOptions:
     """The images to learn from.
 
     Attributes:
-        root: Folder of images, including its subfolders. Or tar files in the format of WebDataset:
-            one file, a folder of them, or a pattern such as `shards/{000..099}.tar`. Without a
-            root, the images are the toy scenes.
+        root: Folder of images, or tar files of WebDataset such as `shards/{000..099}.tar`. Images
+            in subfolders are included. The tar files are one file, a folder of them, or a pattern.
+            Without a root, the images are the toy scenes.
         image_size: Side of the large crops in pixels, and size the encoder is built for; without
             it that of the model.
         in_memory: Decode all images once and keep them, for sets that fit.

@@ -115,8 +115,9 @@ def test_the_first_missing_tar_file_is_named(tars):
     for pattern in ("x*.tar", "x.tar", "**x.tar"):
         with pytest.raises(DataError, match=r"x\*?\.tar"):
             find_shards(tars / pattern)
-    with pytest.raises(ConfigurationError):
-        find_shards(tars / "{0..999999999}.tar")
+    for pattern in ("{0..999999999}.tar", "{0..9999}{0..9999}.tar"):
+        with pytest.raises(ConfigurationError):
+            find_shards(tars / pattern)
 
 
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.gz", "x.tgz", "{0..3}", "x?.tar"])
@@ -174,6 +175,14 @@ def test_a_compressed_tar_file_is_refused_with_the_command_that_helps(tars):
 
     with pytest.raises(DataError, match=rf"gunzip {path}\.gz"):
         WebDataset(tars).images()
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"x" * 99])
+def test_other_files_in_place_of_a_tar_file_are_refused(tmp_path, content):
+    (tmp_path / "x.tar").write_bytes(content)
+
+    with pytest.raises(DataError, match="LFS" if b"lfs" in content else "not a tar file"):
+        opened(tmp_path / "x.tar")
 
 
 @pytest.mark.parametrize("length", [0, 10, 512, 700, 1024, 1536, 2048, 2500])
@@ -279,7 +288,7 @@ def test_the_fingerprint_follows_the_bytes_or_the_times(tars):
 
 
 def test_some_images_are_those_of_the_indices(tars):
-    images = opened(*find_shards(tars)).some("few", [2, 0])
+    images = opened(*find_shards(tars)).select("few", [2, 0])
 
     assert images.name == "few"
     assert images.ids == ("002.tar/2.jpg", "000.tar/0.jpg")

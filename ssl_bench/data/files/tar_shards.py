@@ -13,11 +13,12 @@ import os
 import re
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,11 +32,12 @@ from ssl_bench.data.files.fingerprints import (
     identify_parts,
     map_in_threads,
 )
-from ssl_bench.data.files.images import decode_upright
+from ssl_bench.data.files.images import IMAGE_SUFFIXES, decode_upright
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
 from ssl_bench.system.files import (
     cache_folder,
+    describe_substitute,
     expand_path,
     list_files,
     open_regular,
@@ -53,7 +55,6 @@ _COMPRESSED = {
     b"(\xb5/\xfd": "unzstd",
 }
 NO_LABEL, INVALID_LABEL = -1, -2
-_IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 # WebDataset skips members whose file name starts with a dot or has no dot.
 _MEMBER = re.compile(r"(?:\./)*((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 _LABEL = re.compile(rb"\s*(\d{1,9})\s*")
@@ -64,7 +65,7 @@ _MAX_SHARDS = 1_000_000
 # Zeros that a tar file ends with: two blocks, and padding to the size of a record.
 _BLOCK, _MAX_PADDING = 512, 2**20
 # Increase the number when the format of cached indices changes.
-_CACHE_HEADER = b"ssl-bench index of a tar file 1\n"
+_CACHE_HEADER = b"ssl-bench index of a tar file 2\n"
 # The coarsest file system counts time in steps of two seconds.
 _RECENT_NS = 2 * 10**9
 
@@ -87,7 +88,9 @@ def find_shards(pattern: str | Path) -> list[Path]:
             raise DataError(f"{path} has no tar file")
         return sorted(shards)
     shards, missing = set[Path](), list[str]()
-    names = list(_expand_braces(str(path)))
+    names = list(islice(_expand_braces(str(path)), _MAX_SHARDS + 1))
+    if len(names) > _MAX_SHARDS:
+        raise ConfigurationError(f"{pattern} stands for more than {_MAX_SHARDS:,} tar files")
     for name in map(Path, names):
         matches = [name] if name.is_file() else _glob(name)
         shards.update(matches)
@@ -121,14 +124,12 @@ def _expand_braces(text: str) -> Iterator[str]:
     if match is None:
         yield text
         return
-    options = match[1].split(",") if "," in match[1] else [match[0]]
+    options: Iterable[str] = match[1].split(",") if "," in match[1] else [match[0]]
     if numbers := _RANGE.fullmatch(match[1]):
         first, last = sorted(map(int, numbers.groups()))
-        if last - first >= _MAX_SHARDS:
-            raise ConfigurationError(f"{match[0]} stands for more than {_MAX_SHARDS:,} tar files")
         is_padded = any(number[0] == "0" and len(number) > 1 for number in numbers.groups())
         width = max(map(len, numbers.groups())) if is_padded else 1
-        options = [f"{number:0{width}}" for number in range(first, last + 1)]
+        options = (f"{number:0{width}}" for number in range(first, last + 1))
     for option in options:
         for rest in _expand_braces(text[match.end() :]):
             yield text[: match.start()] + option + rest
@@ -215,7 +216,9 @@ def _scan(shard: Path) -> ShardIndex:
 
 
 def _images_in(file: BufferedReader, shard: Path) -> ShardIndex:
-    start = file.peek(8)
+    start = file.peek(64)[:64]
+    if problem := describe_substitute(start):
+        raise DataError(f"{shard} {problem}")
     for magic, command in _COMPRESSED.items():
         if start.startswith(magic):
             raise DataError(
@@ -229,20 +232,20 @@ def _images_in(file: BufferedReader, shard: Path) -> ShardIndex:
             match = _MEMBER.fullmatch(member.name)
             if match is None or member.isdir():
                 continue
-            key, extension = match[1], match[2].lower()
+            key, extension = match[1], f".{match[2].lower()}"
             keys.setdefault(key, member.name)
-            if extension not in (*_IMAGE_EXTENSIONS, "cls"):
+            if extension not in (".cls", *IMAGE_SUFFIXES):
                 continue
             if not member.isreg() or member.issparse() or member.size < 0:
                 raise DataError(
                     f"{shard}/{member.name} is a link or sparse; write the tar file with "
                     "`tar --dereference --hard-dereference`"
                 )
-            if key in labels and extension == "cls":
+            if key in labels and extension == ".cls":
                 raise DataError(f"{shard} has {member.name} twice")
-            if key in images and extension != "cls":
+            if key in images and extension != ".cls":
                 raise DataError(f"{shard} has two images {images[key][0]} and {member.name}")
-            if extension == "cls":
+            if extension == ".cls":
                 file.seek(member.offset_data)
                 label = _LABEL.fullmatch(file.read(min(member.size, _MAX_LABEL_BYTES)))
                 labels[key] = int(label[1]) if label else INVALID_LABEL
@@ -256,7 +259,7 @@ def _images_in(file: BufferedReader, shard: Path) -> ShardIndex:
     if without := sorted(keys.keys() - images.keys()):
         raise DataError(
             f"{shard} has {len(without)} samples without an image, such as {keys[without[0]]}; "
-            f"expected {without[0]}.jpg, .jpeg, .png or .webp"
+            f"expected {without[0]}.jpg or another image"
         )
     found = sorted((*image, labels.get(key, NO_LABEL)) for key, image in images.items())
     return ShardIndex([name for name, *_ in found], _to_array([place for _, *place in found]))
