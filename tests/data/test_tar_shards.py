@@ -331,6 +331,8 @@ def test_classes_of_the_scored_images_must_have_training_images(tmp_path):
         WebDataset(root).val()
     assert caught.value.hint == ("dataset.known_only=true",)
     assert len(WebDataset(root, known_only=True).val()) == 6
+    with pytest.raises(DataError):
+        WebDataset(root, val_split="val/more.tar", known_only=True).val()
 
 
 @pytest.mark.parametrize(
@@ -353,7 +355,7 @@ def test_labels_need_class_numbers(tmp_path, members, word):
 def test_splits_that_are_not_there_or_share_a_tar_file_are_refused(tars):
     with pytest.raises(DataError) as caught:
         WebDataset(tars).train()
-    assert caught.value.hint == ("dataset.train_split={pattern}",)
+    assert "dataset.train_split={folder}" in caught.value.hint
     with pytest.raises(DataError):
         WebDataset(tars / "*.tar").train()
     write_tar(tars / "001.tar", {"1.jpg": JPEG, "1.cls": b"1"})

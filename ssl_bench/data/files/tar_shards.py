@@ -238,8 +238,8 @@ def _images_in(file: BufferedReader, shard: Path) -> ShardIndex:
                 continue
             if not member.isreg() or member.issparse() or member.size < 0:
                 raise DataError(
-                    f"{shard}/{member.name} is a link or sparse; write the tar file with "
-                    "`tar --dereference --hard-dereference`"
+                    f"{shard}/{member.name} is a link or a sparse file; write the tar file with "
+                    "copies of the images"
                 )
             if key in labels and extension == ".cls":
                 raise DataError(f"{shard} has {member.name} twice")

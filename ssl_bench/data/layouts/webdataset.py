@@ -21,6 +21,7 @@ from ssl_bench.data.samples import Layout, require_own_name
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import expand_path, list_files
 
+_CHOOSE_SPLITS = ("dataset.train_split={folder}", "dataset.val_split={folder}")
 _TRAIN_NAMES, _VAL_NAMES = ("train",), ("val", "test")
 
 
@@ -86,13 +87,15 @@ class WebDataset(Layout):
         if shared := sorted({*shards}.intersection(self._train_shards)):
             raise DataError(
                 f"{shared[0]} belongs to both splits",
-                hint=("dataset.train_split={pattern}", "dataset.val_split={pattern}"),
+                hint=_CHOOSE_SPLITS,
             )
         images = self._open(shards, self.val_split or _VAL_NAMES[0])
         numbers = _class_numbers(images)
         known = {int(name): label for label, name in enumerate(self._train.class_names)}
         if self.known_only:
             kept = [index for index, number in enumerate(numbers) if number in known]
+            if not kept:
+                raise DataError(f"{images.folder} has no image of a class with training images")
             images = images.select(images.name, kept)
             numbers = [numbers[index] for index in kept]
         if unknown := sorted(set(numbers).difference(known)):
@@ -132,14 +135,17 @@ class WebDataset(Layout):
     def _shards(self, split: str | None, names: Sequence[str]) -> list[Path]:
         """Return the tar files of a split, which by default has one of these names."""
         if not self._root.is_dir():
-            raise DataError(f"{self._root} is not a folder with tar files of two splits")
+            raise DataError(
+                f"{self._root} is not a folder, expected one with train/*.tar and val/*.tar",
+                hint=("--data-root", "{folder}"),
+            )
         if split is not None:
             return find_shards(self._root / split)
         if shards := self._find(names):
             return shards
         raise DataError(
             f"{self._root} has neither {names[0]}/*.tar nor *{names[0]}*.tar",
-            hint=(f"dataset.{'train' if names is _TRAIN_NAMES else 'val'}_split={{pattern}}",),
+            hint=_CHOOSE_SPLITS,
         )
 
     def _find(self, names: Sequence[str]) -> list[Path]:
