@@ -236,13 +236,13 @@ def test_an_index_is_cached_until_the_tar_file_changes(tars, cache, monkeypatch)
     # The change time of the inode is never old in a test.
     monkeypatch.setattr(tar_shards, "_RECENT_NS", -(10**12))
     first = index_shard(path)
-    assert index_shard(path)[0].names == first[0].names
+    assert index_shard(path).names == first.names
     assert len(scans) == 1
     write_tar(path, {"other.jpg": PNG})
-    assert index_shard(path)[0].names[0] == "other.jpg"
+    assert index_shard(path).names[0] == "other.jpg"
     for index in (cache.parent / "tars").iterdir():
         index.write_bytes(index.read_bytes()[:-1] + b"x")
-    assert index_shard(path)[0].names[0] == "other.jpg"
+    assert index_shard(path).names[0] == "other.jpg"
     assert len(scans) == 3
 
 

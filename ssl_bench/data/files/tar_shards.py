@@ -96,11 +96,11 @@ def find_shards(pattern: str | Path) -> list[Path]:
         shards.update(matches)
         if not matches:
             missing.append(str(name))
+    if missing and len(names) == 1:
+        raise DataError(f"no tar file matches {pattern}")
     if missing:
         raise DataError(
             f"{len(missing)} of {len(names)} tar files are missing, the first is {missing[0]}"
-            if len(names) > 1
-            else f"no tar file matches {pattern}"
         )
     return sorted(shards)
 
@@ -111,11 +111,6 @@ def _glob(pattern: Path) -> list[Path]:
         below = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
         return [path for path in below if path.is_file()]
     return []
-
-
-def has_braces(text: str) -> bool:
-    """Return whether a path is a pattern with braces."""
-    return _BRACES.search(text) is not None
 
 
 def _expand_braces(text: str) -> Iterator[str]:
@@ -142,72 +137,71 @@ class ShardIndex(NamedTuple):
         names: Paths in the tar file, sorted.
         places: For each image its offset and size in bytes, and its class number, `NO_LABEL`
             without a `.cls` member, or `INVALID_LABEL`.
+        state: Size in bytes and modification time in nanoseconds of the tar file.
     """
 
     names: list[str]
     places: Int64[np.ndarray, "images 3"]
+    state: tuple[int, int]
 
 
-def index_shard(shard: Path) -> tuple[ShardIndex, tuple[int, int]]:
-    """Return the index of a tar file, and the size and modification time of the file.
-
-    The index is cached until the tar file changes.
+def index_shard(shard: Path) -> ShardIndex:
+    """List the images in a tar file. The list is cached until the tar file changes.
 
     Raises:
         DataError: The file is no uncompressed tar file, is damaged or changes while it is read, or
             a sample has no image.
     """
     begin_ns, state = time.time_ns(), file_state(shard)
-    cache, index = None, None
-    try:
-        key = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()[:32]
-        cache = cache_folder(None) / "tars" / key
-        index = _load_index(cache, state)
-    except MachineError as error:
-        _report_no_cache(error)
-    if index is not None:
-        return index, state[:2]
-    index = _scan(shard)
-    if file_state(shard) != state:
-        raise DataError(f"{shard} changes while it is read; wait until it is complete")
-    # A file that was written just now could change again without another time.
-    if cache is not None and max(state[1:3]) < begin_ns - _RECENT_NS:
-        content = {"state": state, "names": index.names, "places": index.places.tolist()}
-        body = json.dumps(content).encode()
-        signed = _CACHE_HEADER + hashlib.sha256(body).digest() + body
-        try:
-            write_atomically(cache, lambda file: file.write(signed))
-        except MachineError as error:
-            _report_no_cache(error)
-    return index, state[:2]
+    names_and_places = _load_index(shard, state)
+    if names_and_places is None:
+        names_and_places = _scan(shard)
+        if file_state(shard) != state:
+            raise DataError(f"{shard} changes while it is read. Wait until it is complete")
+        # If a file was written just now, its next change might not change its times.
+        if max(state[1:3]) < begin_ns - _RECENT_NS:
+            _save_index(shard, state, *names_and_places)
+    return ShardIndex(*names_and_places, state[:2])
 
 
-def _report_no_cache(error: MachineError) -> None:
-    say_once(f"the index of tar files is not cached: {error}; XDG_CACHE_HOME=DIR moves the cache")
+def _cache_file(shard: Path) -> Path:
+    digest = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()
+    return cache_folder(None) / "tars" / digest[:32]
 
 
-def _load_index(cache: Path, state: tuple[int, ...]) -> ShardIndex | None:
-    """Return a cached index, or None if it is missing, damaged or outdated."""
+def _load_index(shard: Path, state: tuple[int, ...]) -> tuple[list[str], np.ndarray] | None:
+    """Return cached names and places, or None if they are missing, damaged or outdated."""
     start = len(_CACHE_HEADER) + hashlib.sha256().digest_size
-    with suppress(OSError), open_trusted(cache) as file:
+    with suppress(OSError), open_trusted(_cache_file(shard)) as file:
         content = file.read()
         body = content[start:]
         if content[:start] == _CACHE_HEADER + hashlib.sha256(body).digest():
             stored = json.loads(body)
             if tuple(stored["state"]) == state:
-                return ShardIndex(stored["names"], _to_array(stored["places"]))
+                return stored["names"], _to_array(stored["places"])
     return None
+
+
+def _save_index(
+    shard: Path, state: tuple[int, ...], names: list[str], places: Int64[np.ndarray, "images 3"]
+) -> None:
+    body = json.dumps({"state": state, "names": names, "places": places.tolist()}).encode()
+    content = _CACHE_HEADER + hashlib.sha256(body).digest() + body
+    try:
+        write_atomically(_cache_file(shard), lambda file: file.write(content))
+    except MachineError as error:
+        say_once(f"cannot cache the index of tar files ({error}). XDG_CACHE_HOME=DIR moves it")
 
 
 def _to_array(places: Sequence[Sequence[int]]) -> Int64[np.ndarray, "images 3"]:
     return np.array(places, np.int64).reshape(-1, 3)
 
 
-def _scan(shard: Path) -> ShardIndex:
-    """Read the headers of a tar file."""
+def _scan(shard: Path) -> tuple[list[str], Int64[np.ndarray, "images 3"]]:
+    """Return the names and places of the images in a tar file."""
     try:
         with open_regular(shard) as file:
-            return _images_in(file, shard)
+            return _list_images(file, shard)
     except DataError:
         raise
     # Damaged headers raise TarError, OSError, ValueError, OverflowError and others.
@@ -215,20 +209,24 @@ def _scan(shard: Path) -> ShardIndex:
         raise DataError(f"{shard} is not a tar file or is damaged ({error})") from error
 
 
-def _images_in(file: BufferedReader, shard: Path) -> ShardIndex:
+def _list_images(
+    file: BufferedReader, shard: Path
+) -> tuple[list[str], Int64[np.ndarray, "images 3"]]:
     start = file.peek(64)[:64]
     if problem := describe_substitute(start):
         raise DataError(f"{shard} {problem}")
     for magic, command in _COMPRESSED.items():
         if start.startswith(magic):
             raise DataError(
-                f"{shard} is compressed, so its images cannot be read one by one; "
-                f"decompress it: {command} {shard}"
+                f"{shard} is compressed, so its images cannot be read one by one. Decompress it: "
+                f"{command} {shard}"
             )
     # By key: the name and place of the image, the class number, and the name of the first member.
     images, labels, keys = dict[str, tuple[str, int, int]](), dict[str, int](), dict[str, str]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
+            if member.size < 0:
+                raise DataError(f"{shard} is damaged: {member.name} has a negative size")
             match = _MEMBER.fullmatch(member.name)
             if match is None or member.isdir():
                 continue
@@ -236,9 +234,9 @@ def _images_in(file: BufferedReader, shard: Path) -> ShardIndex:
             keys.setdefault(key, member.name)
             if extension not in (".cls", *IMAGE_SUFFIXES):
                 continue
-            if not member.isreg() or member.issparse() or member.size < 0:
+            if not member.isreg() or member.issparse():
                 raise DataError(
-                    f"{shard}/{member.name} is a link or a sparse file; write the tar file with "
+                    f"{shard}/{member.name} is a link or a sparse file. Write the tar file with "
                     "copies of the images"
                 )
             if key in labels and extension == ".cls":
@@ -256,20 +254,21 @@ def _images_in(file: BufferedReader, shard: Path) -> ShardIndex:
     end = file.read(_MAX_PADDING)
     if len(end) < _BLOCK or any(end):
         raise DataError(f"{shard} is damaged or incomplete after byte {tar.offset:,}")
-    if without := sorted(keys.keys() - images.keys()):
+    if incomplete := sorted(keys.keys() - images.keys()):
+        key = incomplete[0]
         raise DataError(
-            f"{shard} has {len(without)} samples without an image, such as {keys[without[0]]}; "
-            f"expected {without[0]}.jpg or another image"
+            f"{shard} has {len(incomplete)} samples without an image, such as {keys[key]}. "
+            f"Expected {key}.jpg or another image"
         )
-    found = sorted((*image, labels.get(key, NO_LABEL)) for key, image in images.items())
-    return ShardIndex([name for name, *_ in found], _to_array([place for _, *place in found]))
+    rows = sorted((*image, labels.get(key, NO_LABEL)) for key, image in images.items())
+    return [name for name, *_ in rows], _to_array([place for _, *place in rows])
 
 
 @dataclass(frozen=True, eq=False)
 class TarImages:
-    """An `ImageSet` over the images in tar files, which are turned upright as EXIF says.
+    """An `ImageSet` over the images in tar files. Images are turned upright as EXIF says.
 
-    The id of an image is the path of its tar file, relative to `folder`, and its name in there.
+    The id of an image is `TAR/NAME`: the path of its tar file below `folder`, and its name in it.
 
     Attributes:
         folder: Folder above all tar files.
@@ -301,8 +300,8 @@ class TarImages:
         ids, states, places = list[str](), list[tuple[int, int]](), list[np.ndarray]()
         progress = show_progress(shards, f"index of {name} {split}", len(shards))
         with closing(map_in_threads(index_shard, progress)) as indices:
-            for number, (shard, (index, state)) in enumerate(indices):
-                states.append(state)
+            for number, (shard, index) in enumerate(indices):
+                states.append(index.state)
                 prefix = shard.absolute().relative_to(folder).as_posix()
                 ids += [f"{prefix}/{member}" for member in index.names]
                 places.append(np.insert(index.places, 0, number, axis=1))
@@ -354,30 +353,28 @@ class TarImages:
     @cached_property
     def _identity(self) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
         if self.options.fingerprint == "stat":
-            # A tar file is stated once, not once for each of its images.
             digests = (
                 f"{' '.join(map(str, self.states[shard]))} {offset} {size}"
                 for shard, offset, size, _ in self.places.tolist()
             )
             return self.options.hash_rows([], zip(self.ids, digests, strict=True))
         parts = (
-            Part(self.shards[shard], self.ids[index], partial(self._read, index))
-            for index, shard in enumerate(self.places[:, 0].tolist())
+            Part(self.shards[shard], f"{offset} {size}", partial(self._read, index))
+            for index, (shard, offset, size, _) in enumerate(self.places.tolist())
         )
         title = f"{self.name} {self.split}"
-        found = identify_parts(parts, "content", title=title, folder=self.folder, total=len(self))
-        with closing(found) as digests:
+        hashing = identify_parts(parts, "content", title=title, folder=self.folder, total=len(self))
+        with closing(hashing) as digests:
             return self.options.hash_rows([], zip(self.ids, digests, strict=True))
 
     def _read(self, index: int) -> bytes:
-        """Return the bytes of an image."""
         number, offset, size, _ = self.places[index].tolist()
         shard = self.shards[number]
         try:
             with open_regular(shard) as file:
                 status = os.fstat(file.fileno())
                 if (status.st_size, status.st_mtime_ns) != self.states[number]:
-                    raise DataError(f"{shard} has changed since it was opened; start again")
+                    raise DataError(f"{shard} has changed since it was opened. Start again")
                 file.seek(offset)
                 return file.read(size)
         except OSError as error:

@@ -1,6 +1,5 @@
 """Tar files as WebDataset writes them: images, and perhaps their class numbers."""
 
-import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,6 @@ from ssl_bench.data.files.tar_shards import (
     SHARD_SUFFIXES,
     TarImages,
     find_shards,
-    has_braces,
 )
 from ssl_bench.data.layouts.class_folders import LabelledImages
 from ssl_bench.data.layouts.folder import pictures_below
@@ -29,8 +27,7 @@ def is_webdataset(root: str | Path) -> bool:
     """Return whether a path is a tar file, a pattern, or a folder with tar files but no images."""
     path = expand_path(root)
     if not path.is_dir():
-        is_pattern = has_braces(str(path)) or glob.has_magic(str(path))
-        return is_pattern or path.name.lower().endswith(SHARD_SUFFIXES)
+        return not set("*?[{").isdisjoint(str(path)) or path.name.lower().endswith(SHARD_SUFFIXES)
     if next(pictures_below(path), None) is not None:
         return False
     return any(name.lower().endswith(SHARD_SUFFIXES) for name in list_files(path))
@@ -175,10 +172,10 @@ def _with_labels(images: TarImages) -> LabelledImages:
 def _class_numbers(images: TarImages) -> list[int]:
     numbers: list[int] = images.places[:, -1].tolist()
     for value, problem in (
-        (NO_LABEL, "no member KEY.cls with a class number (unpack tar files of class folders)"),
+        (NO_LABEL, "no member KEY.cls with a class number"),
         (INVALID_LABEL, "a member KEY.cls that is not a class number such as 7"),
     ):
         if value in numbers:
             first = images.folder / images.ids[numbers.index(value)]
-            raise DataError(f"{numbers.count(value)} images have {problem}; the first is {first}")
+            raise DataError(f"{numbers.count(value)} images have {problem}, such as {first}")
     return numbers
