@@ -33,6 +33,7 @@ from ssl_bench.composition.fields import (
 from ssl_bench.data.files.fingerprints import extend_fingerprint
 from ssl_bench.data.files.readable import count_shared_files, select_images, summarize_left_out
 from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.features import central_square
@@ -56,8 +57,8 @@ class Monitor:
     """What is measured, how often and on which images. Nothing by default.
 
     Attributes:
-        root: Folder of `train/CLASS/PICTURE` and `val/CLASS/PICTURE`, or of `CLASS/PICTURE`;
-            `data.root` without it.
+        root: Folder of `train/CLASS/PICTURE` and `val/CLASS/PICTURE`, of `CLASS/PICTURE`, or of
+            `train/*.tar` and `val/*.tar`. The default is `data.root`.
         train_split: Without it `train`.
         val_split: Without it `val`, else `test`.
         known_only: Leave out validation images of classes that the training split lacks, where
@@ -121,9 +122,10 @@ class Monitor:
             raise ConfigurationError(
                 "expected a folder with train/CLASS/PICTURE in it", hint=("monitor.root={folder}",)
             )
-        folders = ClassFolders(root, self.train_split, self.val_split, self.known_only)
+        layout = WebDataset if is_webdataset(root) else ClassFolders
+        dataset = layout(root, self.train_split, self.val_split, self.known_only)
         try:
-            observer = Observer(self, folders, learner, timeline, data.colours)
+            observer = Observer(self, dataset, learner, timeline, data.colours)
         except DataError as error:
             # Its keys are the dataset's, under another name.
             raise DataError(
@@ -165,16 +167,16 @@ class Observer(Measuring):
     def __init__(
         self,
         options: Monitor,
-        folders: ClassFolders,
+        dataset: ClassFolders | WebDataset,
         learner: Learner,
         timeline: Timeline,
         colours: Colours,
     ) -> None:
         self.options, self.learner, self.timeline = options, learner, timeline
-        self.colours, self.all_val = colours, folders.val()
-        self.root = expand_path(folders.root or Path()).absolute()
+        self.colours, self.all_val = colours, dataset.val()
+        self.root = expand_path(dataset.root or Path()).absolute()
         self.val = drawn(self.all_val, options.val_images)
-        self.train = drawn(folders.train(), options.train_images)
+        self.train = drawn(dataset.train(), options.train_images)
         self.fitted_and_scored = 0
         most = len(self.train)
         if options.knn_epochs is not None and options.neighbours > most:

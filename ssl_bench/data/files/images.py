@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -63,8 +64,15 @@ def read_image(
             of its values is unknown.
     """
     data = _read_bytes(path)
-    pixels = decode_image(data, path, bits)
-    orientation = _read_orientation(data) if upright else 1
+    return decode_upright(data, path, bits) if upright else decode_image(data, path, bits)
+
+
+def decode_upright(
+    data: bytes, name: str | Path, bits: int | None = None
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Decode an image like `decode_image`, and apply its EXIF orientation."""
+    pixels = decode_image(data, name, bits)
+    orientation = _read_orientation(data)
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
     row_step = -1 if orientation in (3, 4, 7, 8) else 1
@@ -367,6 +375,25 @@ def _stored_numbers(
     if image.format == "PPM" or largest < 255:
         return (np.asarray(image).astype(np.int64) * largest + scaled_to // 2) // scaled_to
     return np.array(image)
+
+
+def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
+    """Return the number of each colour that occurs once in a palette. Other files have none.
+
+    Only the header is decoded. A file without a header has no palette either.
+    """
+    try:
+        with Image.open(io.BytesIO(_read_bytes(path)), formats=_FORMATS) as image:
+            palette = image.palette.palette if image.mode == "P" and image.palette else b""
+    except DataError:
+        raise
+    # Damaged files make Pillow raise anything. `read_indices` reports them.
+    except Exception as error:
+        reraise_out_of_memory(error)
+        return {}
+    colours = [(*palette[i : i + 3],) for i in range(0, len(palette) - 2, 3)]
+    counts = Counter(colours)
+    return {(r, g, b): n for n, (r, g, b) in enumerate(colours) if counts[r, g, b] == 1}
 
 
 def voc_colours() -> UInt8[np.ndarray, "256 3"]:
