@@ -208,7 +208,7 @@ def validate_boxes(
         assert stated is not None
         raise DataError(
             f"{file} is about an image of {stated[1]:g} x {stated[0]:g}, which is {size[1]} x "
-            f"{size[0]}; use both as published"
+            f"{size[0]}. Use both as published"
         )
     boxes = []
     for name, row in zip(names, rows, strict=True):
@@ -227,7 +227,7 @@ def validate_boxes(
                     raise ValueError(f"the box {box} is not in its image, {axis} from 0 to {side}")
         except ValueError as error:
             raise DataError(
-                f"{file}, object {name}: {error}; correct or download the file"
+                f"{file}, object {name}: {error}. Correct or download the file"
             ) from error
         boxes.append(box)
     return np.array(boxes, np.float64).reshape(-1, 4)
@@ -288,7 +288,7 @@ class FileSet:
             raise DataError(f"{self.source} gives no {kind} for the split {self.split}")
         if len(set(self.ids)) < len(self.ids):
             article = "an" if kind == "image" else "a"
-            raise DataError(f"{self.source} names {article} {kind} twice; remove repeated lines")
+            raise DataError(f"{self.source} names {article} {kind} twice. Remove repeated lines")
 
     def require_files(self, files: "Files | Boxes", ids: Sequence[str], kind: str) -> None:
         """Raise DataError if the file of an id is missing. No file is opened."""
@@ -334,7 +334,7 @@ class FileImageSet(FileSet):
         if self.masks and mask is not None and mask.shape != image.shape[:2]:
             raise DataError(
                 f"{self.masks.files.path(image_id)} is {mask.shape[1]} x {mask.shape[0]} but its "
-                f"image {path} is {image.shape[1]} x {image.shape[0]}; use both as published"
+                f"image {path} is {image.shape[1]} x {image.shape[0]}. Use both as published"
             )
         boxes = self.boxes.read(image_id, image.shape[:2]) if self.boxes else None
         return Sample(image_id, image, mask, boxes)

@@ -257,7 +257,7 @@ def file_state(path: Path) -> tuple[int, int, int, int]:
     except OSError as error:
         raise _file_error(path, error) from error
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path} is not a regular file; move it out of the folder")
+        raise DataError(f"{path} is not a regular file. Move it out of the folder")
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
@@ -303,7 +303,7 @@ class DigestCache:
         after = [file_state(path) for path in files]
         for path, old, new in zip(files, before, after, strict=True):
             if old[:2] != new[:2]:
-                raise DataError(f"{path} changes while it is read; wait until it is complete")
+                raise DataError(f"{path} changes while it is read. Wait until it is complete")
         # Store the digest only if a later change of a file will certainly change its state.
         last_change_ns = max(time_ns for _, *times, _ in before for time_ns in times)
         if after == before and last_change_ns < start - _RACY_NS:
