@@ -163,7 +163,7 @@ def test_fault_80_one_picture_of_fewer_bits_does_not_stop_a_folder(place, capsys
     said = "1 needs data.bits=12: cells.png"
     assert said in capsys.readouterr().err
     assert main([*words, "data.bits=12"]) == 0
-    assert "taken: 6 photographs of folder" in capsys.readouterr().err
+    assert "using 6 images of folder" in capsys.readouterr().err
 
 
 def test_fault_80_what_a_file_states_is_taken(place):
