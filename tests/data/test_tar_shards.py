@@ -2,7 +2,9 @@
 
 import gzip
 import os
+import shutil
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 from PIL import Image
 
 from ssl_bench.data.files import tar_shards
-from ssl_bench.data.files.fingerprints import ReadOptions
+from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
+from ssl_bench.data.files.readable import count_shared_files, find_read_errors
 from ssl_bench.data.files.tar_shards import TarImages, find_shards, index_shard
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -361,3 +364,29 @@ def test_splits_that_are_not_there_or_share_a_tar_file_are_refused(tars):
     write_tar(tars / "001.tar", {"1.jpg": JPEG, "1.cls": b"1"})
     with pytest.raises(DataError, match="both splits"):
         WebDataset(tars, train_split="00[01].tar", val_split="00[12].tar").val()
+
+
+@pytest.mark.parametrize("fingerprint", ["content", "stat"])
+def test_scored_images_that_are_training_images_are_found(tmp_path, fingerprint):
+    root, options = split_tars(tmp_path), ReadOptions(fingerprint)
+    shutil.copy2(root / "train/000.tar", root / "val/copy.tar")
+    dataset = WebDataset(root)
+    train, val = (with_read_options(images, options) for images in (dataset.train(), dataset.val()))
+
+    with pytest.raises(DataError, match=r"train/000\.tar/cat/0\.jpg.*val/copy\.tar/cat/0\.jpg"):
+        count_shared_files(train, val, allowed=False)
+    assert count_shared_files(train, val, allowed=True) == 4
+    photos = with_read_options(ClassFolders(tmp_path / "photos").train(), ReadOptions())
+    if fingerprint == "content":
+        assert count_shared_files(photos, val, allowed=True) == 4
+
+
+def test_images_that_were_read_are_not_decoded_again(tars, cache, monkeypatch):
+    write_tar(tars / "003.tar", {"damaged.jpg": JPEG[:200]})
+    time.sleep(0.05)
+    images = WebDataset(tars).images()
+    errors = find_read_errors(images, {})
+    assert [error is None for error in errors] == [True, True, True, False]
+    monkeypatch.setattr(TarImages, "__getitem__", lambda *_: pytest.fail("decoded"))
+
+    assert find_read_errors(WebDataset(tars / "00[0-2].tar").images(), {}) == [None] * 3

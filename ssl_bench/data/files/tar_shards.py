@@ -320,10 +320,8 @@ class TarImages:
             UnreadableImage: The image is damaged.
             DataError: The tar file cannot be read or has changed.
         """
-        image_id, options = self.ids[index], self.options
-        data = self._read(index)
-        image = decode_upright(data, self.folder / image_id, options.bits)
-        return Sample(image_id, image)
+        image = decode_upright(self._read(index), self.path(index), self.options.bits)
+        return Sample(self.ids[index], image)
 
     def with_read_options(self, options: ReadOptions) -> "TarImages":
         """Return the same images with other options."""
@@ -333,6 +331,18 @@ class TarImages:
         """Return the images with these indices under another name."""
         ids = tuple(self.ids[index] for index in kept)
         return replace(self, name=name, ids=ids, places=self.places[list(kept)])
+
+    def path(self, index: int) -> Path:
+        """Return the path of an image as messages show it, with its name in the tar file."""
+        return self.folder / self.ids[index]
+
+    def files(self, index: int) -> tuple[Path, ...]:
+        """Return the path of the tar file of an image."""
+        return (self.shards[int(self.places[index, 0])],)
+
+    def content_sha256(self, index: int) -> str:
+        """Return the SHA-256 of an image, however files are identified."""
+        return hashlib.sha256(self._read(index)).hexdigest()
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over the ids and the bytes of the images, or over sizes and times.
