@@ -45,7 +45,7 @@ class EncoderConfig(ABC):
         training_fields: Names of the fields that affect training but not the forward pass. They are
             not part of the identity of a trained encoder.
         image_size: Side of training images in pixels.
-        patch_size: Side of a patch in pixels. It is 0 if the model reads tokens instead of images.
+        patch_size: Side of a patch in pixels, or 0 if the model reads tokens instead of images.
         dim: Width of the tokens.
         depth: Number of blocks.
         num_heads: Attention heads of a block, or 0 if there is no attention.
@@ -125,10 +125,6 @@ class ViTConfig(EncoderConfig):
     Attributes:
         image_size: Side in pixels of the images for which positions are stored. For other sizes,
             the positions are resized.
-        patch_size: Side of a patch in pixels.
-        dim: Width of the tokens, a multiple of `num_heads`.
-        depth: Number of blocks.
-        num_heads: Attention heads of a block.
         mlp_ratio: Hidden width of the MLP divided by `dim`.
         attention: Attention of all blocks. "linear" is attention without a softmax. The kinds that
             begin with "osa" are orthogonal self-attention, which has no biases.

@@ -38,7 +38,7 @@ class TokenGraying(nn.Module):
     parameters and computes in float32 or float64.
 
     Args:
-        kind: "svd" changes singular values, "dct" cosine coefficients, and "none" nothing.
+        kind: "svd" changes singular values, and "dct" cosine coefficients.
         exponent: Exponent in (0, 1] of the values divided by the largest value. 1 changes nothing.
 
     Source: Ji et al., "Always Skip Attention", algorithms 1 and 2. The paper does not state the
@@ -57,8 +57,6 @@ class TokenGraying(nn.Module):
         return cls(config.graying, config.graying_exponent)
 
     def forward(self, x: Tokens) -> Tokens:
-        if self.kind == "none":
-            return x
         # Probes compute in float64, where only the decomposition is exact.
         is_fast = x.is_cuda and x.dtype != torch.float64
         by_svd = gray_by_cholesky if is_fast else gray_by_svd

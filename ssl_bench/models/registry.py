@@ -9,8 +9,6 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Annotated, Any
 
-from torch import nn
-
 from ssl_bench.composition.choices import entry_points, load_entry_point
 from ssl_bench.errors import ConfigurationError
 
@@ -59,7 +57,7 @@ def find_registered(group: str, name: str) -> Any:
     raise ConfigurationError(f"expected {expected}, got {name!r} as the name of a {group}")
 
 
-def build_part(group: str, config: Any) -> nn.Module:
+def build_part(group: str, config: Any) -> Any:
     """Build the attention or the graying that a configuration names."""
     return find_registered(group, getattr(config, group))(config)
 

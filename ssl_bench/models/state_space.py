@@ -80,8 +80,6 @@ class StateSpaceConfig(EncoderConfig):
     Attributes:
         version: "mamba1" has a step for each channel, and a decay for each number in its state.
             "mamba2" has one step and one decay for each head.
-        dim: Width of the tokens.
-        depth: Number of blocks.
         num_states: Size of the state of a channel. The thesis uses 32 for Mamba 1.
         head_width: Channels of a head of Mamba 2.
         num_tokens: Size of the vocabulary, including marks that are not letters.
@@ -355,13 +353,8 @@ def scan_channels(
 
     Matrices would take ten times as long, because each channel has its own.
 
-    Args:
-        inputs: Values x of each token.
-        steps: Positive steps Delta of each token and channel.
-        decay: Numbers A <= 0 of each channel and state.
-        keys: Keys B of each token.
-        queries: Queries C of each token.
-        chunk: Number of tokens whose states are in memory at the same time, at least 1.
+    The steps are positive, and the decay A is at most 0. The states of `chunk` tokens are in memory
+    at the same time.
     """
     outputs = []
     state = inputs.new_zeros(len(inputs), *decay.shape)
@@ -398,16 +391,8 @@ def scan_heads(
 ) -> Float[Tensor, "batch tokens heads width"]:
     """Compute the output of Mamba 2 by matrices within chunks and by the recurrence between chunks.
 
-    The memory grows with the square of the chunk size. A single chunk is the matrix form, and
-    chunks of one token are the recurrence.
-
-    Args:
-        inputs: Values x of each token and head.
-        steps: Positive steps Delta of each token and head.
-        decay: Numbers A <= 0 of each head.
-        keys: Keys B of each token.
-        queries: Queries C of each token.
-        chunk: Number of tokens in a chunk, at least 1.
+    The steps are positive, and the decay A is at most 0. The memory grows with the square of the
+    chunk size. A single chunk is the matrix form, and chunks of one token are the recurrence.
     """
     outputs = []
     batch, _, heads, width = inputs.shape

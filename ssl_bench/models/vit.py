@@ -294,7 +294,7 @@ def resize_positions(
     new_size: tuple[int, int],
     margin: float = DINO_MARGIN,
 ) -> Float[Tensor, "1 new_tokens dim"]:
-    """Resize the positions of the patches, and keep the positions of [CLS] before them.
+    """Resize the positions of the patches, and keep the positions before them, such as [CLS].
 
     Args:
         positions: Position embedding, in which the positions of the patches come last.
