@@ -45,10 +45,10 @@ class EncoderConfig(ABC):
         training_fields: Names of the fields that affect training but not the forward pass. They are
             not part of the identity of a trained encoder.
         image_size: Side of training images in pixels.
-        patch_size: Side of a patch in pixels, or 0 if the model reads tokens instead of images.
+        patch_size: Side of a patch in pixels. It is 0 if the model reads tokens instead of images.
         dim: Width of the tokens.
         depth: Number of blocks.
-        num_heads: Attention heads of a block, or 0 if there is no attention.
+        num_heads: Number of attention heads. It is 0 if there is no attention.
         num_prefix_tokens: Number of tokens before the patches: [CLS] and registers.
         num_registers: Number of prefix tokens that are registers.
         shape: Width and stride of each block, if they differ between blocks, as in timm's Swin.

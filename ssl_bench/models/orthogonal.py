@@ -61,11 +61,11 @@ class OrthogonalAttention(nn.Module):
             values, so A is only approximately orthogonal.
         alpha: Initial value of the factor alpha, which each head learns.
 
-    Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Only the gradients
-    through QR differ. Those of the paper divide by the diagonal of R and explode near rank
-    deficiency. Since exp(S) does not depend on the basis, the basis is held fixed here. Components
-    outside its span are included to first order, which gives the same derivative without a
-    division.
+    Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Only the gradients of the
+    QR decomposition differ from the paper. There they are divided by the diagonal of R and explode
+    near rank deficiency. Since exp(S) does not depend on the basis, the basis is constant here.
+    Components outside its span are included to first order, which gives the same derivative without
+    a division.
     """
 
     def __init__(self, dim: int, num_heads: int, basis: Basis = "qr", alpha: float = 0.1) -> None:
@@ -165,8 +165,8 @@ def newton_schulz_basis(
 def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
     """Return an orthonormal basis of a space that contains the columns. It has no gradients.
 
-    The method is Householder QR. In float32 on CUDA, where PyTorch decomposes one matrix after the
-    other, it is `cholesky_basis`.
+    The method is Householder QR. In float32 on CUDA, `cholesky_basis` is used instead, because
+    PyTorch would decompose the matrices of a batch one by one.
     """
     if m.is_cuda and m.dtype == torch.float32:
         return cholesky_basis(m)

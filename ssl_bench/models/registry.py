@@ -1,7 +1,7 @@
 """Find encoders and parts of their blocks by the names in configurations and checkpoints.
 
-A name of ssl-bench itself has an import path in `_BUILT_IN`. Its module is imported when the name
-is first used. Installed packages add names with entry points (docs/extending.md).
+`_BUILT_IN` maps the names of ssl-bench to import paths, so that a module is only imported when its
+name is used. Installed packages add names with entry points (docs/extending.md).
 """
 
 from collections.abc import Mapping

@@ -24,10 +24,10 @@ of a layer, so that it resembles linear attention whose queries equal its keys:
 4. "convolution": the last tap is 1, and all other taps and the bias are 0. With the first tap
    instead, the convolution would delay its input by three tokens.
 
-Source: section 3.3.2 of Trockman's thesis, with c = 8. The thesis writes A = -exp(-c A_log), which
-could also be a permanent formula. Here A_log is changed once, before training. The thesis does not
-define "W_Delta near 0". Here it is 1/100 of the drawn weights. In Mamba 1 it applies only to the
-second factor of W_Delta, because two factors of zero would never be trained.
+Source: section 3.3.2 of Trockman's thesis, with c = 8. The formula A = -exp(-c A_log) of the thesis
+could also hold during training. Here A_log is multiplied by -c once, before training. The thesis
+does not define "W_Delta near 0". Here it means 1/100 of the drawn weights. In Mamba 1, only the
+second factor of W_Delta is reduced, because two factors of zero would never be trained.
 """
 
 import math
@@ -177,7 +177,7 @@ class Mamba1Mixer(nn.Module):
 
     @property
     def step_weight(self) -> Tensor:
-        """Return the matrix from `rank` numbers of a token to the steps of its channels."""
+        """Return the matrix that maps `rank` numbers of a token to the steps of its channels."""
         return self.step.weight
 
     @property
@@ -392,7 +392,8 @@ def scan_heads(
     """Compute the output of Mamba 2 by matrices within chunks and by the recurrence between chunks.
 
     The steps are positive, and the decay A is at most 0. The memory grows with the square of the
-    chunk size. A single chunk is the matrix form, and chunks of one token are the recurrence.
+    chunk size. With a single chunk, this is the matrix form, and with chunks of one token, the
+    recurrence.
     """
     outputs = []
     batch, _, heads, width = inputs.shape
