@@ -192,9 +192,10 @@ class ViTConfig(EncoderConfig):
         check_divisible(self, "dim", "num_heads")
         if self.position_embedding == "sinusoidal" and self.dim % 4:
             step = math.lcm(4, self.num_heads)
+            width = -(-self.dim // step) * step
             raise ConfigurationError(
                 f"model.dim must be a multiple of 4 for sinusoidal positions, got {self.dim}",
-                hint=(f"model.dim={-(-self.dim // step) * step}",),
+                hint=(f"model.dim={width}",),
             )
         check_layers("graying_layers", self.graying_layers, self.depth)
         if self.drop_path and not (self.skip_attention and self.skip_mlp):
@@ -211,11 +212,10 @@ class ViTConfig(EncoderConfig):
         with torch.device("meta"):
             build_part("attention", self)
         initialiser = make_initialiser(INITIALISERS, self.init, self.init_options)
-        if self.num_heads < initialiser.min_heads:
+        if self.num_heads < (min_heads := initialiser.min_heads):
             raise ConfigurationError(
-                f"model.init={self.init} needs at least {initialiser.min_heads} heads, got "
-                f"{self.num_heads}",
-                hint=(f"model.num_heads={initialiser.min_heads}",),
+                f"model.init={self.init} needs at least {min_heads} heads, got {self.num_heads}",
+                hint=(f"model.num_heads={min_heads}",),
             )
 
     def _move_former_options(self) -> None:

@@ -52,10 +52,11 @@ class ConvMixerConfig(EncoderConfig):
         super().__post_init__()
         check_divisible(self, "image_size", "patch_size")
         if self.kernel_size % 2 == 0:
+            near = self.kernel_size + 1
             raise ConfigurationError(
                 "model.kernel_size must be odd, so that filters have a central pixel, got "
                 f"{self.kernel_size}",
-                hint=(f"model.kernel_size={self.kernel_size + 1}",),
+                hint=(f"model.kernel_size={near}",),
             )
         make_initialiser(FILTER_INITIALISERS, self.init, self.init_options)
 
