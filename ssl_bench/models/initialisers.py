@@ -467,7 +467,8 @@ def positive_root(covariance: Covariance) -> Covariance:
 def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
     """Return the initialiser with a name, or raise ConfigurationError for an illegal option."""
     if name not in kinds:
-        raise ConfigurationError(f"model.init must be one of {', '.join(kinds)}, got {name!r}")
+        message = f"unknown model.init={name}"
+        raise unknown_name_error(message, name, kinds, hint=("model.init={near}",))
     known = {item.name: item for item in fields(kinds[name])}  # pyrefly: ignore[bad-argument-type]
     for key, value in options.items():
         if key not in known:

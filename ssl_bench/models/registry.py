@@ -54,7 +54,10 @@ def find_registered(group: str, name: str) -> Any:
     if name in (points := entry_points(group)):
         return load_entry_point(points[name])
     expected = " or ".join(registered_names(group))
-    raise ConfigurationError(f"expected {expected}, got {name!r} as the name of a {group}")
+    raise ConfigurationError(
+        f"expected {expected} as the name of a {group}, got {name!r}, which may need a package "
+        "that is not installed"
+    )
 
 
 def build_part(group: str, config: Any) -> Any:

@@ -68,7 +68,7 @@ class PatchEmbed(nn.Module):
         if height % self.patch_size or width % self.patch_size:
             raise ConfigurationError(
                 f"image sides must be multiples of the patch size {self.patch_size}, "
-                f"got {height} x {width}; pad or resize the image"
+                f"got {height} x {width}. Pad or resize the image"
             )
         if not images.is_cuda:
             return self.proj(images)

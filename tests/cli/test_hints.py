@@ -86,6 +86,7 @@ NEAREST = {
     "--data-root ": "voc2012",
     "--paper ": "table2",
     "corrupt=": "fog",
+    "model.init=": "skipless",
     "model.init_options.": "alpha",
     "ssl-bench data list ": "voc2012",
     "ssl-bench keys ": "train",
