@@ -124,7 +124,8 @@ def _rotate_in_span(m: QueriesKeys, v: HeadTokens, scale: Float[Tensor, "heads 1
     """Return A V with a fixed orthonormal basis of the columns of M.
 
     The value of `outside` is 0 up to rounding, but its derivative is not. With `outside`, the
-    derivative is that of exp(S) V = V + M phi(J M^T M) J M^T V, where S = M J M^T.
+    derivative is that of exp(S) V = V + M phi(J M^T M) J M^T V, where S = M J M^T and
+    M J = scale [-K, Q].
     """
     basis = orthonormal_basis(m)
     inside = basis.mT @ m
