@@ -8,9 +8,10 @@ import safetensors.torch
 import torch
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.cli.models import ADDRESSES, TIMM_PATTERNS
+from ssl_bench.cli.models import TIMM_PATTERNS
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
 from ssl_bench.models.loading.hub import HUB_WEIGHTS
+from ssl_bench.models.loading.load import ADDRESSES
 from ssl_bench.system.files import file_sha256
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2, num_registers=3)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ssl_bench.composition.choices import entry_points
 from ssl_bench.errors import CheckpointError
 from ssl_bench.system.files import PACKAGE, expand_path, resolve_links
 
@@ -112,13 +113,15 @@ def is_baseline(uri: str) -> bool:
     return uri.partition(":")[0] in (RANDOM, COLOURS)
 
 
-def with_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
-    """The same encoders, each before it was trained, and colours in patches of their sizes.
+def has_random_weights(uri: str) -> bool:
+    """Whether `random:URI` exists. Only the loaders of this package know how weights begin."""
+    is_external = uri.partition(":")[0] in entry_points("encoder")
+    return not (is_baseline(uri) or OWN.fullmatch(uri) or is_external)
 
-    How modules of one's own begin is not known: `FILE.py:NAME` has no other before it.
-    """
-    trained = [uri for uri in uris if not is_baseline(uri) and not OWN.fullmatch(uri)]
-    drawn = [f"{RANDOM}:{uri}" for uri in trained]
+
+def with_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
+    """Add each encoder with random weights, and raw colours of patches of all their sizes."""
+    drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_weights(uri)]
     colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]
     return list(dict.fromkeys([*uris, *drawn, *colours]))
 

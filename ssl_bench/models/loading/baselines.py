@@ -16,6 +16,7 @@ from ssl_bench.models.encoder import (
     encoder_from_model,
     state_dict_sha256,
 )
+from ssl_bench.models.loading.load import load_encoder
 from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
 _SEED = 0
@@ -23,12 +24,13 @@ _NATIVE_SIZE = 224
 _LARGEST_PATCH = 256
 
 
-def random_encoder(trained: Encoder, uri: str) -> Encoder:
-    """The architecture of an encoder with weights that its initialiser draws, always the same.
+def load_random(uri: str) -> Encoder:
+    """Load `random:URI`: the encoder of URI with initial weights, drawn with seed 0.
 
-    Of ours as the run began with seed 0; files of others begin as this suite's default does, and
-    timm's as timm does. Mean and deviation are those of the trained one.
+    Encoders of this suite and of timm are initialised as for training. Weights files in other
+    layouts get the default initialisation of this suite. Mean and standard deviation are kept.
     """
+    trained = load_encoder(uri.partition(":")[2])
     colours = (trained.mean, trained.std)
     if isinstance(trained.module, EncoderModule):
         model = (
@@ -104,7 +106,7 @@ class _Threefold(nn.Module):
         return tokens.repeat(*[1] * (tokens.ndim - 1), 3)
 
 
-def colour_patches(uri: str) -> Encoder:
+def load_colours(uri: str) -> Encoder:
     """Load `colours:PATCH`, such as `colours:16` for patches of 16 x 16 pixels."""
     size = uri.removeprefix("colours:")
     if not re.fullmatch(r"[0-9]{1,3}", size) or not 1 <= int(size) <= _LARGEST_PATCH:

@@ -181,18 +181,23 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     # While the weights are replaced two lines stand there; others may speak of other files.
     is_single = [name for _, name in stated] == [path.name]
     digest = stated[0][0] if is_single else verified_sha256(path)
+    mean, std = _stated_colours(path, metadata)
+    is_staged = len(set(strides)) > 1
     return EncoderIdentity(
-        uri,
-        name_of(path),
-        digest,
-        configured(config, strides=strides),
-        *_stated_colours(path, metadata),
-        depth=len(strides) if strides else config.depth,
+        uri=uri,
+        name=name_of(path),
+        sha256=digest,
+        architecture=configured(config, strides=strides),
         patch_size=strides[0] if strides else config.patch_size,
-        native_size=(config.image_size, config.image_size),
+        depth=len(strides) if strides else config.depth,
         num_heads=None if strides else config.num_heads,
-        is_staged=(is_staged := len(set(strides)) > 1),
-        has_cls=not is_staged and config.num_prefix_tokens > config.num_registers,
+        # timm knows them, and has none in hierarchical encoders.
+        num_prefix_tokens=0 if is_staged else config.num_prefix_tokens,
+        native_size=(config.image_size, config.image_size),
+        mean=mean,
+        std=std,
+        num_registers=0 if is_staged else config.num_registers,
+        strides=tuple(strides),
     )
 
 

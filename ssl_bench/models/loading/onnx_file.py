@@ -150,10 +150,10 @@ def _numbers(
 ) -> Sequence[int | None]:
     """A shape, with None for what is known only when the graph runs."""
     maker = makers.get(name)
-    is_joined = name not in constants and maker is not None and maker.op_type == "Concat"
+    is_constant = name in constants or maker is None or maker.op_type != "Concat"
     return [
         number
-        for part in (maker.input if is_joined else [name])
+        for part in ([name] if is_constant else maker.input)
         for number in (constants[part].reshape(-1).tolist() if part in constants else [None])
     ]
 
