@@ -18,21 +18,21 @@ from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 Colours = tuple[tuple[float, float, float], tuple[float, float, float]]
-"""Mean and deviation of training images, RGB in [0, 1]."""
+"""Mean and standard deviation of training images, as RGB in [0, 1]."""
 IMAGENET_COLOURS: Colours = (IMAGENET_MEAN, IMAGENET_STD)
 ASSUMED = "assumed, the file does not say"
 DINO_NAMES = "DINO, timm"
-"""Layout of files whose tensors are named as here."""
+"""Name of the layout whose tensor names are those of this suite."""
 NORM_EPS = 1e-6
-# They decide how the weights came about, not what is done with them.
+# Fields of configurations that affect the weights, but not the forward pass.
 OF_TRAINING = frozenset(
     {
         *("init", "init_options", "truncated_tokens", "drop_path", "frozen_filters"),
-        # Positions are weights: their scale is in them.
+        # The scale of positions is part of their weights.
         *("position_scale", "mlp_mean", "mlp_input_std"),
     }
 )
-# The same sums on another path: timm decides it by the machine.
+# Attributes that depend on the machine or the mode, but not on the architecture.
 _OF_MACHINE = frozenset({"training", "fused_attn"})
 
 
@@ -229,11 +229,11 @@ class Encoder(EncoderIdentity):
 
 
 def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:
-    """Architecture of somebody else's model: its name there, and a digest of all of its modules.
+    """Return the architecture of a model of another library: its name and a digest of its modules.
 
-    Of each module these are its class, and the numbers, texts and functions that it holds beside
-    its weights, such as epsilons. A class of one's own goes by its name alone: the file that it is
-    in is called otherwise in a notebook, in a script and by `--checkpoint FILE.py:NAME`.
+    The digest covers the class of each module and its numbers, texts and functions, such as
+    epsilons. If the library is "module", classes are users' classes. They count by their name
+    without their file, because notebooks, scripts and `FILE.py:NAME` name the file differently.
     """
     lines = [
         json.dumps(
@@ -262,7 +262,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def state_dict_sha256(module: nn.Module) -> str:
-    """Hexadecimal sha256 over names, shapes and bytes of all weights, sorted by name."""
+    """Return the sha256 of names, types, shapes and bytes of all tensors, sorted by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         value = tensor.detach().cpu().contiguous()
@@ -274,29 +274,31 @@ def state_dict_sha256(module: nn.Module) -> str:
 def configured(
     config: EncoderConfig, *, norm_eps: float = NORM_EPS, strides: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Architecture of an encoder of ours in plain JSON types: what it computes but for its weights.
+    """Return the architecture of an encoder of this suite as JSON types, for its identity.
 
-    All whole numbers, and what else differs from a plain encoder of its kind. `strides` are the
-    pixels along a side of what a token of each block stands for, where blocks may differ in it.
+    It consists of all integers of the configuration and of other values that differ from their
+    defaults. Values that only training uses are left out. `strides` are the strides of all blocks
+    in pixels, for encoders whose blocks may differ in them.
     """
-    plain = type(config)().to_dict()
-    described = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in OF_TRAINING and (type(value) is int or value != plain[name])
-    }
-    eps = {} if norm_eps == NORM_EPS else {"norm_eps": norm_eps}
-    said = {"strides": strides} if strides else {}
-    return json.loads(json.dumps({"kind": config.kind, **described, **eps, **said}))
+    defaults = type(config)().to_dict()
+    architecture: dict[str, Any] = {"kind": config.kind}
+    for name, value in config.to_dict().items():
+        if name not in OF_TRAINING and (type(value) is int or value != defaults[name]):
+            architecture[name] = value
+    if norm_eps != NORM_EPS:
+        architecture["norm_eps"] = norm_eps
+    if strides:
+        architecture["strides"] = strides
+    return json.loads(json.dumps(architecture))
 
 
 def require_images(config: EncoderConfig, address: str) -> None:
-    """Refuse a model that no probe can look at."""
+    """Raise an error if a model does not take images, such as a Mamba that copies tokens."""
     if config.patch_size == 0:
         version = getattr(config, "version", config.kind)
         raise CheckpointError(
-            f"expected an encoder of images, got {address}, a {version} that reads tokens; "
-            "what it can is in the log of its run"
+            f"expected an encoder of images, but {address} is a {version} that reads tokens. Its "
+            "scores are in the log of its run"
         )
 
 
@@ -323,11 +325,22 @@ def encoder_from_model(
     colours: Colours = IMAGENET_COLOURS,
     colours_from: str = "ssl-bench",
 ) -> Encoder:
-    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file."""
+    """Freeze a model of this suite as an encoder.
+
+    Args:
+        model: The model with its weights.
+        name: Name of the encoder in tables.
+        uri: Address that the model was loaded from.
+        sha256: Digest of its weights file. By default that of its state dict.
+        keys: Number of tensors of the file that are used, and number of all its tensors.
+        contents: What else the loader found in the file.
+        colours: Mean and standard deviation of the training images.
+        colours_from: Source of `colours`.
+    """
     config: EncoderConfig = model.config
     require_images(config, uri)
     shape = config.shape
-    # Norms of others may have another epsilon than those of this suite.
+    # Loaded weights may need another epsilon than the default one.
     epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
     (eps,) = epsilons if epsilons and shape is None else {NORM_EPS}
     described = configured(config, norm_eps=eps, strides=shape.strides if shape else ())

@@ -236,5 +236,5 @@ def test_strides_of_a_file_that_are_no_numbers_are_refused(tmp_path, strides):
     path = tmp_path / "one.safetensors"
     save_encoder(path, build_vit(TINY, seed=0), {"strides": strides})
 
-    with pytest.raises(CheckpointError, match="states strides that are no whole numbers"):
+    with pytest.raises(CheckpointError, match="states strides that are not positive integers"):
         identify_encoder(str(path))
