@@ -133,5 +133,5 @@ def test_an_architecture_of_timm_has_no_file(capsys):
 
 def test_what_is_left_out_is_named_with_its_reason(dinov2, capsys):
     said = shown(capsys, str(dinov2))
-    assert "mask_token: stands for masked patches" in said
+    assert "mask_token: token of masked patches" in said
     assert "https://github.com/facebookresearch/dinov2" in said

@@ -71,11 +71,11 @@ def place(tmp_path, monkeypatch):
 def test_a_module_of_ones_own_has_no_random_weights_but_those_it_draws(place, capsys):
     Path("mine.py").write_text("from tests.support.own_module import own\n")
 
-    with pytest.raises(CheckpointError, match="give a second name of its file, of a function"):
+    with pytest.raises(CheckpointError, match="initialisation of this encoder is unknown"):
         load_encoder("random:mine.py:own")
     words = ["probe", "--task", "pca", "--checkpoint", "mine.py:own", "--dataset", "folder"]
     assert main([*words, "--data-root", "photos", "--baselines", "--layer", "0"]) == 0
-    assert "without random weights of mine.py:own: name a function" in capsys.readouterr().err
+    assert "without random weights of mine.py:own" in capsys.readouterr().err
     assert {record.model for record in records()} == {"mine.own", "colours of 8 x 8 pixels"}
 
 

@@ -30,7 +30,6 @@ from ssl_bench.models.loading.checkpoint import (
     verified_sha256,
     with_model_args,
 )
-from ssl_bench.models.loading.hub import HUB_WEIGHTS, downloaded_file
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
     Backbone,
@@ -120,17 +119,6 @@ def load_foreign(
         colours=colours,
         colours_from=colours_from,
     )
-
-
-def load_torch_hub(uri: str) -> Encoder:
-    """Load `torchhub:REPOSITORY:NAME`. A branch may follow the repository, as in torch.hub."""
-    match = re.fullmatch(r"torchhub:([^:]+):(?:[^:]+:)?([^:]+)", uri)
-    repository, name = (match[1], match[2]) if match else ("", "")
-    url = HUB_WEIGHTS.get(repository, {}).get(name)
-    if url is None:
-        known = [f"torchhub:{repo}:{key}" for repo, names in HUB_WEIGHTS.items() for key in names]
-        raise CheckpointError(f"unknown {uri!r}; known are {', '.join(known)}")
-    return load_foreign(downloaded_file(url), uri=uri, name=name)
 
 
 def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:

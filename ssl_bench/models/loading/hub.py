@@ -12,6 +12,8 @@ import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ssl_bench.errors import CheckpointError, DataError, join_alternatives
+from ssl_bench.models.encoder import Encoder
+from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.network import DownloadError, PublishedFile, download, open_url
 from ssl_bench.system.files import file_sha256, open_regular
 
@@ -48,6 +50,17 @@ _LOCAL_WAYS = join_alternatives(
     ("--checkpoint", "demo:skip"),
 )
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def load_torch_hub(uri: str) -> Encoder:
+    """Load `torchhub:REPOSITORY:NAME`. A branch may follow the repository, as in torch.hub."""
+    match = re.fullmatch(r"torchhub:([^:]+):(?:[^:]+:)?([^:]+)", uri)
+    repository, name = (match[1], match[2]) if match else ("", "")
+    url = HUB_WEIGHTS.get(repository, {}).get(name)
+    if url is None:
+        known = [f"torchhub:{repo}:{key}" for repo, names in HUB_WEIGHTS.items() for key in names]
+        raise CheckpointError(f"unknown {uri!r}; known are {', '.join(known)}")
+    return load_foreign(downloaded_file(url), uri=uri, name=name)
 
 
 def downloaded_file(url: str) -> Path:

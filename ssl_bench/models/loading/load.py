@@ -110,7 +110,7 @@ SCHEMES: Mapping[str, Scheme] = {
         ),
     ),
     "torchhub": Scheme(
-        "foreign.load_torch_hub",
+        "hub.load_torch_hub",
         (
             Address(
                 "torchhub:REPOSITORY:NAME",

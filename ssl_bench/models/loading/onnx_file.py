@@ -151,10 +151,10 @@ def _numbers(
 ) -> Sequence[int | None]:
     """Return a shape, with None for sizes that depend on the input."""
     maker = makers.get(name)
-    is_constant = name in constants or maker is None or maker.op_type != "Concat"
+    joined = [] if name in constants or maker is None or maker.op_type != "Concat" else maker.input
     return [
         number
-        for part in ([name] if is_constant else maker.input)
+        for part in joined or [name]
         for number in (constants[part].reshape(-1).tolist() if part in constants else [None])
     ]
 
