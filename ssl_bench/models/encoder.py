@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.config import KINDS, EncoderConfig, of_kind
+from ssl_bench.models.config import EncoderConfig
 from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -24,14 +24,6 @@ ASSUMED = "assumed, the file does not say"
 DINO_NAMES = "DINO, timm"
 """Name of the layout whose tensor names are those of this suite."""
 NORM_EPS = 1e-6
-# Fields of configurations that affect the weights, but not the forward pass.
-OF_TRAINING = frozenset(
-    {
-        *("init", "init_options", "truncated_tokens", "drop_path", "frozen_filters"),
-        # The scale of positions is part of their weights.
-        *("position_scale", "mlp_mean", "mlp_input_std"),
-    }
-)
 # Attributes that depend on the machine or the mode, but not on the architecture.
 _OF_MACHINE = frozenset({"training", "fused_attn"})
 
@@ -283,7 +275,7 @@ def configured(
     defaults = type(config)().to_dict()
     architecture: dict[str, Any] = {"kind": config.kind}
     for name, value in config.to_dict().items():
-        if name not in OF_TRAINING and (type(value) is int or value != defaults[name]):
+        if name not in config.training_fields and (type(value) is int or value != defaults[name]):
             architecture[name] = value
     if norm_eps != NORM_EPS:
         architecture["norm_eps"] = norm_eps
@@ -303,15 +295,8 @@ def require_images(config: EncoderConfig, address: str) -> None:
 
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
-    """An encoder that `config` and `seed` alone decide; the global RNG is left alone."""
-    _, _, build = KINDS[config.kind]
-    return of_kind(build)(config, seed=seed)
-
-
-def empty_encoder(config: EncoderConfig) -> EncoderModule:
-    """An encoder whose weights are yet to be loaded."""
-    _, empty, _ = KINDS[config.kind]
-    return of_kind(empty)(config)
+    """Return an encoder with initial weights, which depend only on `config` and `seed`."""
+    return config.build(seed=seed)
 
 
 def encoder_from_model(
@@ -340,12 +325,13 @@ def encoder_from_model(
     config: EncoderConfig = model.config
     require_images(config, uri)
     shape = config.shape
-    # Loaded weights may need another epsilon than the default one.
-    epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
-    (eps,) = epsilons if epsilons and shape is None else {NORM_EPS}
-    described = configured(config, norm_eps=eps, strides=shape.strides if shape else ())
+    described = configured(config, strides=shape.strides if shape else ())
     native_size = (config.image_size, config.image_size)
     if isinstance(model, VisionTransformer):
+        # Norms in checkpoints of other libraries may have another epsilon.
+        epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
+        (eps,) = epsilons or {NORM_EPS}
+        described = configured(config, norm_eps=eps)
         rows, cols = model.grid_size
         native_size = (rows * config.patch_size, cols * config.patch_size)
         if rows != cols:

@@ -20,6 +20,7 @@ from ssl_bench.models import (
 )
 from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.system.files import file_sha256
+from tests.support.faults import LFS_POINTER
 from tests.support.foreign_weights import message_of, timm_model
 
 TINY = ViTConfig(
@@ -87,11 +88,15 @@ def test_missing_files_name_what_can_be_given(tmp_path):
     assert "No such file" in message_of(f"timm:vit_tiny_patch16_224@{tmp_path}/nothing.pth")
 
 
-@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
-def test_a_web_page_in_place_of_weights_is_recognised(tmp_path, name):
+@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors", "weights.onnx"])
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"<!DOCTYPE html><html><body>404</body></html>", "web page"), (LFS_POINTER, "git lfs pull")],
+)
+def test_a_file_in_place_of_weights_is_recognised(tmp_path, name, content, problem):
     path = tmp_path / name
-    path.write_text("<!DOCTYPE html><html><body>404</body></html>")
-    assert "web page" in message_of(path)
+    path.write_bytes(content)
+    assert problem in message_of(path)
 
 
 OTHER_ARCHIVES = {

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces
-from ssl_bench.models.config import EncoderConfig, config_of
+from ssl_bench.models.config import EncoderConfig, config_from_dict
 from ssl_bench.models.encoder import (
     IMAGENET_COLOURS,
     Colours,
@@ -31,13 +31,13 @@ from ssl_bench.models.encoder import (
     Encoder,
     EncoderIdentity,
     configured,
-    empty_encoder,
     encoder_from_model,
     require_images,
 )
 from ssl_bench.models.loading.addresses import name_of
 from ssl_bench.models.vit import EncoderModule
 from ssl_bench.system.files import (
+    describe_substitute,
     file_sha256,
     open_regular,
     read_digests,
@@ -137,7 +137,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
                 f"{path} has format version {metadata.get('version')}, this program reads "
                 f"{_VERSION}; install a newer ssl-bench"
             )
-        model = empty_encoder(_stated_config(path, metadata))
+        model = _stated_config(path, metadata).build_empty()
         load_weights(model, usable(read_weights(path), path), path)
     return model, digest
 
@@ -223,7 +223,7 @@ def _stated_colours(path: Path, metadata: Mapping[str, str]) -> Colours:
 def _stated_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
     try:
         kind = metadata.get("kind", _UNNAMED_KIND)
-        return config_of(kind, json.loads(metadata["config"]))
+        return config_from_dict(kind, json.loads(metadata["config"]))
     except (KeyError, TypeError, json.JSONDecodeError, ConfigurationError) as error:
         raise CheckpointError(
             f"{path} contains a model configuration that cannot be read ({error}). Use the "
@@ -275,15 +275,13 @@ def check_readable(path: Path) -> None:
     reject_parts(path)
     try:
         with open_regular(path) as file:
-            start = file.read(256).lstrip()
+            substitute = describe_substitute(file.read(256))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path} ({error.strerror}), expected a weights file or a run folder"
         ) from error
-    if not start:
-        raise CheckpointError(f"{path} is empty. Copy or download it again")
-    if start.startswith(b"<"):
-        raise CheckpointError(f"{path} is a web page instead of weights. Download the file itself")
+    if substitute:
+        raise CheckpointError(f"{path} {substitute}")
 
 
 @contextmanager
