@@ -85,7 +85,7 @@ def describe_encoder(encoder: Encoder) -> dict[str, Any]:
         "used": encoder.loaded_keys,
         "total": encoder.total_keys,
         "ignored": dict(contents.ignored),
-        "note": contents.note or _NO_KEYS * ("key" in encoder.instead),
+        "note": contents.note or _NO_KEYS * ("key" in encoder.fallback_facets),
         "sha256": encoder.sha256,
     }
 

@@ -17,9 +17,9 @@ from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-Colours = tuple[tuple[float, float, float], tuple[float, float, float]]
+Normalization = tuple[tuple[float, float, float], tuple[float, float, float]]
 """Mean and standard deviation of training images, as RGB in [0, 1]."""
-IMAGENET_COLOURS: Colours = (IMAGENET_MEAN, IMAGENET_STD)
+IMAGENET_NORMALIZATION: Normalization = (IMAGENET_MEAN, IMAGENET_STD)
 ASSUMED = "assumed, the file does not say"
 DINO_NAMES = "DINO, timm"
 """Name of the layout whose tensor names are those of this suite."""
@@ -70,7 +70,7 @@ class EncoderIdentity:
         strides: Stride of each block in pixels. Empty if it is `patch_size` for all blocks.
         widths: Width of each block. Empty if all blocks are equally wide, or if it is not known.
         any_size: Whether the encoder accepts other image sizes than `native_size`.
-        instead: Replacement for each default facet that the encoder lacks.
+        fallback_facets: Replacement for each default facet that the encoder lacks.
     """
 
     uri: str
@@ -88,7 +88,7 @@ class EncoderIdentity:
     strides: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     any_size: bool = True
-    instead: Mapping[str, str] = field(default_factory=dict)
+    fallback_facets: Mapping[str, str] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
         """Return the properties that decide the features, as JSON types by their record names."""
@@ -220,7 +220,7 @@ class Encoder(EncoderIdentity):
         ]
 
 
-def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:
+def describe_library_model(model: nn.Module, library: str, name: str) -> dict[str, Any]:
     """Return the architecture of a model of another library: its name and a digest of its modules.
 
     The digest covers the class of each module and its numbers, texts and functions, such as
@@ -263,7 +263,7 @@ def state_dict_sha256(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def configured(
+def describe_config(
     config: EncoderConfig, *, norm_eps: float = NORM_EPS, strides: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Return the architecture of an encoder of this suite as JSON types, for its identity.
@@ -307,7 +307,7 @@ def encoder_from_model(
     sha256: str | None = None,
     keys: tuple[int, int] = (0, 0),
     contents: Contents | None = None,
-    colours: Colours = IMAGENET_COLOURS,
+    colours: Normalization = IMAGENET_NORMALIZATION,
     colours_from: str = "ssl-bench",
 ) -> Encoder:
     """Freeze a model of this suite as an encoder.
@@ -325,13 +325,13 @@ def encoder_from_model(
     config: EncoderConfig = model.config
     require_images(config, uri)
     shape = config.shape
-    described = configured(config, strides=shape.strides if shape else ())
+    described = describe_config(config, strides=shape.strides if shape else ())
     native_size = (config.image_size, config.image_size)
     if isinstance(model, VisionTransformer):
         # Norms in checkpoints of other libraries may have another epsilon.
         epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
         (eps,) = epsilons or {NORM_EPS}
-        described = configured(config, norm_eps=eps)
+        described = describe_config(config, norm_eps=eps)
         rows, cols = model.grid_size
         native_size = (rows * config.patch_size, cols * config.patch_size)
         if rows != cols:

@@ -19,7 +19,7 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.models import load_encoder
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD
 from ssl_bench.models.loading import hub, timm_encoder
-from ssl_bench.models.loading.load import announced_encoder
+from ssl_bench.models.loading.load import load_and_log
 from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import (
     Weights,
@@ -242,7 +242,7 @@ def test_fault_79_a_grid_nobody_states_is_announced(tmp_path, capsys):
     folder = hugging_face_folder(
         tmp_path / "hf", "vit", dict(timm_model().state_dict()), image_size=None
     )
-    announced_encoder(f"local-dir:{folder}")
+    load_and_log(f"local-dir:{folder}")
     assert "square grid assumed, 4 x 4 patches" in capsys.readouterr().err
     weights = dict(timm_model(grid=(3, 5)).state_dict())
     folder = hugging_face_folder(tmp_path / "3x5", "vit", weights, image_size=None)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig, build_vit, load_encoder, save_encoder
-from ssl_bench.models.loading.load import announced_encoder
+from ssl_bench.models.loading.load import load_and_log
 from ssl_bench.system.files import file_sha256
 from tests.support.faults import DINO_LIKE
 from tests.support.foreign_weights import Weights, message_of, saved, timm_model
@@ -229,7 +229,7 @@ def test_fault_78_of_two_encoders_the_averaged_one_is_announced(tmp_path, capsys
     weights = timm_model().state_dict()
     other = {name: value + 1 for name, value in weights.items()}
 
-    encoder = announced_encoder(str(saved(tmp_path / "w.ckpt", wrap(weights, other))))
+    encoder = load_and_log(str(saved(tmp_path / "w.ckpt", wrap(weights, other))))
 
     assert all(torch.equal(encoder.module.state_dict()[n], v) for n, v in weights.items())
     assert f"{said} is used, not " in capsys.readouterr().err

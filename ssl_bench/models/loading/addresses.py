@@ -21,18 +21,18 @@ _USUAL_STEMS = ("checkpoint", "model", "pytorch_model", "last", "best")
 _EPOCH_FILE = re.compile(r"epoch(\d{4,9})\.safetensors")
 
 
-def kept_name(epoch: int) -> str:
+def epoch_file_name(epoch: int) -> str:
     """Return the name of the file that stores the encoder of an epoch in a run folder."""
     return f"epoch{epoch:04}.safetensors"
 
 
-def kept_epoch(path: Path) -> int | None:
-    """Return the epoch in a name that `kept_name` returned, or None for another file."""
+def parse_epoch(path: Path) -> int | None:
+    """Return the epoch in a name that `epoch_file_name` returned, or None for another file."""
     match = _EPOCH_FILE.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
-def file_of(uri: str) -> Path:
+def resolve_file(uri: str) -> Path:
     """Return the weights file of an address, which may not exist.
 
     `RUN` is the last encoder of a run folder, `RUN@200` its encoder of epoch 200, and `demo:skip`
@@ -51,9 +51,9 @@ def file_of(uri: str) -> Path:
     if not folder.is_dir():
         return path
     is_number = re.fullmatch(r"\d{1,9}", epoch)
-    if is_number and (file := folder / kept_name(int(epoch))).is_file():
+    if is_number and (file := folder / epoch_file_name(int(epoch))).is_file():
         return file
-    epochs = sorted(n for other in folder.iterdir() if (n := kept_epoch(other)) is not None)
+    epochs = sorted(n for other in folder.iterdir() if (n := parse_epoch(other)) is not None)
     stored = ", ".join(f"@{n}" for n in epochs) or "none (train.keep_epochs, train.keep_every)"
     pattern = f", or '{folder}/epoch*' for all of them" if epochs else ""
     raise CheckpointError(
@@ -62,14 +62,14 @@ def file_of(uri: str) -> Path:
     )
 
 
-def name_of(path: Path) -> str:
+def display_name(path: Path) -> str:
     """Return the name of an encoder in tables.
 
     It is the name of the run for a run's last encoder, with @EPOCH for its other encoders. For
     other files it is the stem. A stem that many files have, such as `checkpoint`, follows the name
     of its folder.
     """
-    epoch, folder = kept_epoch(path), resolve_links(path).parent.name
+    epoch, folder = parse_epoch(path), resolve_links(path).parent.name
     if path.name == LAST:
         return folder
     if epoch is not None:
@@ -143,7 +143,7 @@ def _find_matches(pattern: str) -> list[str]:
     # runs/*@200 stands for all runs with an encoder of epoch 200.
     run, at, epoch = pattern.rpartition("@")
     if at and re.fullmatch(r"\d{1,9}", epoch):
-        pattern = f"{run}/{kept_name(int(epoch))}"
+        pattern = f"{run}/{epoch_file_name(int(epoch))}"
     # Path.glob does not accept absolute patterns.
     names = glob.glob(str(expand_path(pattern)), recursive=True)  # noqa: PTH207
     paths = map(Path, sorted(names))

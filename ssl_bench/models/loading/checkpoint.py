@@ -1,7 +1,7 @@
 """Read weights files of any source, and read and write our own checkpoints.
 
 A checkpoint of this suite is a safetensors file that contains its configuration, next to a file
-with its sha256. Weights of every source pass the checks of `usable`.
+with its sha256. Weights of every source pass the checks of `check_tensors`.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces
 from ssl_bench.models.config import EncoderConfig, config_from_dict
 from ssl_bench.models.encoder import (
-    IMAGENET_COLOURS,
-    Colours,
+    IMAGENET_NORMALIZATION,
     Contents,
     Encoder,
     EncoderIdentity,
-    configured,
+    Normalization,
+    describe_config,
     encoder_from_model,
     require_images,
 )
-from ssl_bench.models.loading.addresses import name_of
+from ssl_bench.models.loading.addresses import display_name
 from ssl_bench.models.vit import EncoderModule
 from ssl_bench.system.files import (
     describe_substitute,
@@ -96,7 +96,7 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
         header["strides"] = json.dumps(shape.strides)
     content = _serialize(model.state_dict(), {**metadata, **header})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
-    sidecar = sidecar_of(path)
+    sidecar = sidecar_path(path)
     if path.is_file() and is_file(sidecar):
         before = "".join(f"{digest}  {name}\n" for digest, name in read_digests(sidecar))
         write_text_atomically(sidecar, before + line)
@@ -112,19 +112,19 @@ def load_own_encoder(uri: str, path: Path) -> Encoder:
     trained = float(epoch) if re.fullmatch(r"\d+(\.\d+)?", epoch) else None
     return encoder_from_model(
         model,
-        name=name_of(path),
+        name=display_name(path),
         uri=uri,
         sha256=digest,
         keys=(keys, keys),
-        colours=_stated_colours(path, metadata),
+        colours=_stated_normalization(path, metadata),
         contents=Contents("ssl-bench", file=path, epoch=trained),
     )
 
 
 def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
     """Return the model in a checkpoint of this suite, and the sha256 of the file."""
-    with unreplaced(path):
-        digest, sidecar = verified_sha256(path), sidecar_of(path)
+    with require_unchanged(path):
+        digest, sidecar = verified_sha256(path), sidecar_path(path)
         if not is_file(sidecar):
             folder, name = quote_command([str(path.parent)]), quote_command([path.name])
             raise CheckpointError(
@@ -138,13 +138,13 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
                 f"{_VERSION}; install a newer ssl-bench"
             )
         model = _stated_config(path, metadata).build_empty()
-        load_weights(model, usable(read_weights(path), path), path)
+        load_weights(model, check_tensors(read_weights(path), path), path)
     return model, digest
 
 
-def colours_metadata(colours: Colours) -> dict[str, str]:
+def normalization_metadata(colours: Normalization) -> dict[str, str]:
     """Return metadata for `save_encoder` that state a normalisation other than ImageNet's."""
-    if colours == IMAGENET_COLOURS:
+    if colours == IMAGENET_NORMALIZATION:
         return {}
     return {"mean": json.dumps(colours[0]), "std": json.dumps(colours[1])}
 
@@ -161,7 +161,7 @@ def _serialize(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> by
     return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
-def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
+def read_identity(uri: str, path: Path) -> EncoderIdentity:
     """Return the identity that a checkpoint of this suite states, without reading its weights.
 
     The sha256 comes from the file next to it. `load_checkpoint` compares the weights with it.
@@ -177,17 +177,17 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     if not isinstance(strides, list) or not all(type(n) is int and n > 0 for n in strides):
         raise CheckpointError(f"{path} states strides that are not positive integers: {text[:80]}")
     require_images(config, uri)
-    stated = read_digests(sidecar_of(path))
+    stated = read_digests(sidecar_path(path))
     # While weights are replaced, there are two lines. Other programs list other files.
     is_single = [name for _, name in stated] == [path.name]
     digest = stated[0][0] if is_single else verified_sha256(path)
-    mean, std = _stated_colours(path, metadata)
+    mean, std = _stated_normalization(path, metadata)
     is_staged = len(set(strides)) > 1
     return EncoderIdentity(
         uri=uri,
-        name=name_of(path),
+        name=display_name(path),
         sha256=digest,
-        architecture=configured(config, strides=strides),
+        architecture=describe_config(config, strides=strides),
         patch_size=strides[0] if strides else config.patch_size,
         depth=len(strides) if strides else config.depth,
         num_heads=None if strides else config.num_heads,
@@ -201,15 +201,15 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     )
 
 
-def is_ours(path: Path) -> bool:
+def is_own_checkpoint(path: Path) -> bool:
     """Whether `save_encoder` wrote this safetensors file."""
     return read_metadata(path).get("format") == _FORMAT
 
 
-def _stated_colours(path: Path, metadata: Mapping[str, str]) -> Colours:
+def _stated_normalization(path: Path, metadata: Mapping[str, str]) -> Normalization:
     channels: list[float] = []
     for index, name in enumerate(("mean", "std")):
-        text = metadata.get(name, json.dumps(IMAGENET_COLOURS[index]))
+        text = metadata.get(name, json.dumps(IMAGENET_NORMALIZATION[index]))
         try:
             red, green, blue = (float(value) for value in json.loads(text))
         except (TypeError, ValueError) as error:
@@ -247,7 +247,7 @@ IN_PYTHON = "name a function that loads it in Python (docs/python.md)"
 PYTHON_FILE = ("--checkpoint", "{file}.py:{name}")
 TIMM_NAME = ("--checkpoint", "timm:{timm_name}@{file}")
 MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
-"""Hints for `IN_PYTHON`, for timm, and for `with_model_args`."""
+"""Hints for `IN_PYTHON`, for timm, and for `advise_model_folder`."""
 
 
 def reject_parts(path: Path) -> None:
@@ -285,7 +285,7 @@ def check_readable(path: Path) -> None:
 
 
 @contextmanager
-def unreplaced(path: Path) -> Generator[None]:
+def require_unchanged(path: Path) -> Generator[None]:
     """Raise an error if a running pretraining replaces the file within this context.
 
     Otherwise results of the new weights could be stored with the sha256 of the old ones.
@@ -302,7 +302,7 @@ def verified_sha256(path: Path) -> str:
     """Return the sha256 of a file, after comparing it with the sha256 file next to it, if any."""
     check_readable(path)
     digest = file_sha256(path)
-    sidecar = sidecar_of(path)
+    sidecar = sidecar_path(path)
     if not is_file(sidecar):
         return digest
     expected = [stated for stated, _ in read_digests(sidecar)]
@@ -315,7 +315,7 @@ def verified_sha256(path: Path) -> str:
     return digest
 
 
-def sidecar_of(path: Path) -> Path:
+def sidecar_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
@@ -336,7 +336,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def colour_of(described: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
+def read_rgb(described: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
     """Return a mean or standard deviation. Keys of standard deviations end with std."""
     value: Any = described.get(key)
     numbers: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * 3
@@ -392,7 +392,7 @@ def read_weights(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def usable(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def check_tensors(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """Return the weights, after checking that they are dense floating-point tensors on the CPU."""
     for name, value in weights.items():
         is_index = value.dtype == torch.int64 and _INTEGERS.fullmatch(name)
@@ -420,7 +420,7 @@ def load_weights(
             if name in weights and weights[name].shape != expected[name].shape
         ],
     }
-    faults = [f"{named(names)} {kind}" for kind, names in wrong.items() if names]
+    faults = [f"{list_names(names)} {kind}" for kind, names in wrong.items() if names]
     if faults:
         fitting = len(expected) - len(wrong["missing"]) - len(wrong["of another shape"])
         raise CheckpointError(
@@ -446,7 +446,7 @@ def _no_weights(path: Path, reason: str) -> str:
     return f"{path} is no weights file, or a damaged one ({reason}). Copy or download it again"
 
 
-def with_model_args(path: Path, different: str, name: str = "NAME") -> str:
+def advise_model_folder(path: Path, different: str, name: str = "NAME") -> str:
     """Return advice for a timm model with its own arguments: a folder with a config.json."""
     file = "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
     return (
@@ -460,7 +460,7 @@ def shape_text(tensor: Tensor) -> str:
     return " x ".join(str(size) for size in tensor.shape) or "one number"
 
 
-def named(names: list[str]) -> str:
+def list_names(names: list[str]) -> str:
     """Return the first three names, and the number of other names, for messages."""
     first = ", ".join(names[:3])
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

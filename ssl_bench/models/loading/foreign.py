@@ -13,22 +13,22 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import (
     ASSUMED,
-    IMAGENET_COLOURS,
-    Colours,
+    IMAGENET_NORMALIZATION,
     Contents,
     Encoder,
+    Normalization,
     encoder_from_model,
 )
 from ssl_bench.models.loading.checkpoint import (
     IN_PYTHON,
     MODEL_FOLDER,
     PYTHON_FILE,
+    advise_model_folder,
     load_weights,
     read_weights,
+    require_unchanged,
     shape_text,
-    unreplaced,
     verified_sha256,
-    with_model_args,
 )
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
@@ -57,7 +57,7 @@ def load_foreign(
     uri: str,
     name: str,
     described: Description | None = None,
-    colours: Colours = IMAGENET_COLOURS,
+    colours: Normalization = IMAGENET_NORMALIZATION,
     colours_from: str = ASSUMED,
 ) -> Encoder:
     """Load a ViT with skips from a file in one of `LAYOUTS`, or from an ONNX file.
@@ -72,7 +72,7 @@ def load_foreign(
         colours_from: Source of `colours`.
     """
     # A safetensors file is memory-mapped, so its weights are read when they are copied.
-    with unreplaced(path):
+    with require_unchanged(path):
         digest = verified_sha256(path)
         if path.suffix == ".onnx":
             from ssl_bench.models.loading.onnx_file import read_onnx
@@ -188,7 +188,7 @@ def _inferred_config(
     rows, cols, assumed = _grid_size(described, positions.shape[1] - 1, patch_size, path)
     if described is None:
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
-        other = with_model_args(path, '"num_heads": N') + ", and type local-dir:FOLDER"
+        other = advise_model_folder(path, '"num_heads": N') + ", and type local-dir:FOLDER"
         if not layout.is_read_by_timm:
             other = f"{IN_PYTHON}, and type FILE.py:NAME"
         assumed += f"{heads} heads of {dim // heads} channels assumed, if it has others {other}; "
@@ -228,7 +228,7 @@ def _grid_size(
     if side**2 != num_patches:
         remedy, hint = "set image_size=[HEIGHT, WIDTH] in its config.json", ()
         if described is None:
-            remedy, hint = with_model_args(path, '"img_size": [HEIGHT, WIDTH]'), MODEL_FOLDER
+            remedy, hint = advise_model_folder(path, '"img_size": [HEIGHT, WIDTH]'), MODEL_FOLDER
         raise CheckpointError(
             f"{path} has pos_embed for {num_patches} patches, which are no square, and does not "
             f"state rows and columns; {remedy}",

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from ssl_bench.errors import CheckpointError, escape_braces
 from ssl_bench.models.config import ViTConfig
-from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Encoder
-from ssl_bench.models.loading.checkpoint import IN_PYTHON, PYTHON_FILE, colour_of, is_number
+from ssl_bench.models.encoder import ASSUMED, IMAGENET_NORMALIZATION, Encoder, Normalization
+from ssl_bench.models.loading.checkpoint import IN_PYTHON, PYTHON_FILE, is_number, read_rgb
 from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
 from ssl_bench.models.loading.layouts import Description
@@ -66,7 +66,7 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
         )
     weights = file(WEIGHTS_FILES)
     described = None if model_type == _DINOV3 else _described(config, path)
-    colours, colours_from = IMAGENET_COLOURS, ASSUMED
+    colours, colours_from = IMAGENET_NORMALIZATION, ASSUMED
     try:
         preprocessor = file([_PREPROCESSOR])
     except CheckpointError as error:
@@ -180,7 +180,7 @@ def _described(config: Mapping[str, Any], path: Path) -> Description:
     return Description(int(heads), float(eps), None if size is None else (sides[0], sides[1]))
 
 
-def _preprocessed(described: Mapping[str, Any], path: Path) -> Colours:
+def _preprocessed(described: Mapping[str, Any], path: Path) -> Normalization:
     """Return the mean and standard deviation that equal a preprocessor, for images in [0, 1].
 
     Other changes of colours raise an error.
@@ -202,8 +202,8 @@ def _preprocessed(described: Mapping[str, Any], path: Path) -> Colours:
             )
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     if described.get("do_normalize", True):
-        mean = colour_of(described, "image_mean", path)
-        std = colour_of(described, "image_std", path)
+        mean = read_rgb(described, "image_mean", path)
+        std = read_rgb(described, "image_std", path)
     factor: Any = (
         described.get("rescale_factor", 1 / 255) if described.get("do_rescale", True) else 1
     )

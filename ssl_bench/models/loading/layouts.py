@@ -21,9 +21,9 @@ from ssl_bench.models.loading.checkpoint import (
     MODEL_FOLDER,
     PYTHON_FILE,
     TIMM_NAME,
-    named,
-    usable,
-    with_model_args,
+    advise_model_folder,
+    check_tensors,
+    list_names,
 )
 from ssl_bench.models.vit import DINO_MARGIN
 
@@ -336,7 +336,7 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
             ]
             raise CheckpointError(
                 f"{path} has {feature} ({name}), which the ViT of this suite does not have; "
-                f"{_BY_NAME}, or, if it differs from that, {with_model_args(path, '...')}",
+                f"{_BY_NAME}, or, if it differs from that, {advise_model_folder(path, '...')}",
                 hint=join_alternatives(*(known or [TIMM_NAME]), MODEL_FOLDER),
             )
 
@@ -433,7 +433,7 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     if not (roots := encoders or _largest_containers(candidates)):
         raise CheckpointError(
             f"{path} is no Vision Transformer: no tensor has the name of a weight, but "
-            f"{named(list(tensors))}. Save model.state_dict() instead"
+            f"{list_names(list(tensors))}. Save model.state_dict() instead"
         )
     root = _choose_encoder(roots, unaveraged, path)
     others = [other for other in roots if other != root]
@@ -473,7 +473,7 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
         if not encoders:
             reject_unsupported(weights, path)
         raise CheckpointError(
-            f"{path} holds {named(list(dict.fromkeys(unknown)))}, which neither belong to an "
+            f"{path} holds {list_names(list(dict.fromkeys(unknown)))}, which neither belong to an "
             "encoder nor are known to be ignored. Save the state_dict of the encoder alone"
         )
     heads = find_reasons(weights, _HEADS)
@@ -481,9 +481,11 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     total = sum(
         name.startswith(container) and "/" not in name[len(container) :] for name in tensors
     )
-    note = f"{_label(root)} is used, not {named(list(map(_label, others)))}; "
+    note = f"{_label(root)} is used, not {list_names(list(map(_label, others)))}; "
     parts = tuple(f"{part}." for part in _PART.split(root) if part)
-    return Backbone(usable(plain, path), total, {**ignored, **heads}, parts, note if others else "")
+    return Backbone(
+        check_tensors(plain, path), total, {**ignored, **heads}, parts, note if others else ""
+    )
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -563,7 +565,7 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
     }
     best = [branch for branch in branches if ranks[branch] == max(ranks.values())]
     if len(best) > 1:
-        labels = named([_label(branches[branch][0]) for branch in best])
+        labels = list_names([_label(branches[branch][0]) for branch in best])
         raise CheckpointError(
             f"{path} holds {len(best)} encoders ({labels}), and no name shows which of them is the "
             "average. Save the state_dict of one"

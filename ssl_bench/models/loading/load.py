@@ -28,20 +28,20 @@ from ssl_bench.models.loading.addresses import (
     LAST,
     OWN,
     RANDOM,
+    display_name,
     expand,
-    file_of,
     has_random_weights,
     is_baseline,
-    kept_epoch,
-    name_of,
+    parse_epoch,
+    resolve_file,
     with_baselines,
 )
 from ssl_bench.models.loading.checkpoint import (
-    is_ours,
+    is_own_checkpoint,
     load_own_encoder,
+    read_identity,
     read_metadata,
     reject_parts,
-    stated_encoder,
 )
 from ssl_bench.system.device import preserve_process_state
 from ssl_bench.system.output import format_duration, say
@@ -241,9 +241,9 @@ def stated_identity(uri: str) -> EncoderIdentity | None:
     Raises:
         CheckpointError: The header of the checkpoint cannot be read.
     """
-    path = file_of(uri)
-    is_stated = path.suffix == ".safetensors" and path.is_file() and is_ours(path)
-    return stated_encoder(uri, path) if is_stated else None
+    path = resolve_file(uri)
+    is_stated = path.suffix == ".safetensors" and path.is_file() and is_own_checkpoint(path)
+    return read_identity(uri, path) if is_stated else None
 
 
 def _load_normalized(uri: str) -> Encoder:
@@ -289,7 +289,7 @@ def _load_normalized(uri: str) -> Encoder:
 
 def load_path(uri: str) -> Encoder:
     """Load a checkpoint of this suite, or a file in the layout of another project."""
-    path = file_of(uri)
+    path = resolve_file(uri)
     if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
         folder = path.parent
         raise CheckpointError(
@@ -313,10 +313,10 @@ def load_path(uri: str) -> Encoder:
             f"{path} is Python; name the module in it",
             hint=("--checkpoint", f"{escape_braces(str(path))}:{{name}}"),
         )
-    if path.suffix != ".safetensors" or not is_ours(path):
+    if path.suffix != ".safetensors" or not is_own_checkpoint(path):
         from ssl_bench.models.loading.foreign import load_foreign
 
-        return load_foreign(path, uri=uri, name=name_of(path))
+        return load_foreign(path, uri=uri, name=display_name(path))
     return load_own_encoder(uri, path)
 
 
@@ -374,7 +374,7 @@ def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]
                 resolve_layers(layers, encoder.depth)
 
 
-def announced_encoder(uri: str) -> Encoder:
+def load_and_log(uri: str) -> Encoder:
     """Load an encoder and log its properties."""
     encoder = load_encoder(uri)
     loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
@@ -422,5 +422,5 @@ def newest_checkpoint(folder: Path) -> str:
 
 def _newest(folder: Path) -> Path | None:
     files = [path for path in folder.glob("**/*.safetensors") if path.is_file()]
-    found = [path for path in files if kept_epoch(path) is None]
+    found = [path for path in files if parse_epoch(path) is None]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)

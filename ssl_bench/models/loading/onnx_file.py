@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, MachineError
-from ssl_bench.models.loading.checkpoint import check_readable, named
+from ssl_bench.models.loading.checkpoint import check_readable, list_names
 from ssl_bench.models.loading.layouts import Description
 from ssl_bench.system.process import reraise_out_of_memory
 
@@ -55,13 +55,13 @@ def _read_graph(
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
             constants[node.output[0]] = to_array(node.attribute[0].t)
-    weights = _named(graph, constants)
+    weights = _name_constants(graph, constants)
     prefix = next((n.removesuffix(_EMBEDDINGS) for n in weights if n.endswith(_EMBEDDINGS)), None)
     if prefix is None:
         raise CheckpointError(
             f"{path} has no {_EMBEDDINGS}: expected the export of a ViT, DeiT or DINOv2 of "
-            f"transformers, found {named(list(weights)) or 'no names of parameters'}. Save the "
-            "model's state_dict() with torch.save, and load that file"
+            f"transformers, found {list_names(list(weights)) or 'no names of parameters'}. Save "
+            "the model's state_dict() with torch.save, and load that file"
         )
     if f"{prefix}{_POSITIONS}" not in weights:
         # 1 x (1 + patches) x dim, from the separate positions of [CLS] and of the patches.
@@ -107,7 +107,7 @@ def _scope(node: Any) -> str:
     return scopes[-2] if len(scopes) > 1 else ""
 
 
-def _named(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _name_constants(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the constants with the name of a parameter, or of the node that multiplies with it."""
     initial = {item.name for item in graph.initializer}
     for node in graph.node:

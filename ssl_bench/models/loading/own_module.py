@@ -21,7 +21,7 @@ from ssl_bench.models.encoder import (
     IMAGENET_STD,
     Contents,
     Encoder,
-    of_library,
+    describe_library_model,
     state_dict_sha256,
 )
 from ssl_bench.models.loading.addresses import OWN
@@ -158,14 +158,14 @@ def wrap_module(
     ]
     # The extractor takes keys from this layer.
     has_keys = all("attn.qkv" in dict(block.named_modules()) for block in own.blocks)
-    instead = {} if num_prefix_tokens > num_registers else {"cls": "patch_mean"}
+    fallback_facets = {} if num_prefix_tokens > num_registers else {"cls": "patch_mean"}
     return Encoder(
         module=own,
         name=label,
         uri="memory",
         sha256=state_dict_sha256(module),
         architecture={
-            **of_library(module, "module", type(module).__qualname__),
+            **describe_library_model(module, "module", type(module).__qualname__),
             "code_sha256": code_sha256(module),
             "blocks": blocks,
             "norm": norm,
@@ -186,7 +186,7 @@ def wrap_module(
         contents=Contents("module", epoch=None if epoch is None else float(epoch)),
         channels_last=channels_last,
         any_size=any_size,
-        instead=instead if has_keys else {**instead, "key": "token"},
+        fallback_facets=fallback_facets if has_keys else {**fallback_facets, "key": "token"},
     )
 
 
