@@ -468,7 +468,7 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
         ignored |= projection
         for name, ndim in (("cls_token", 1), ("pos_embed", 2)):
             if name in weights and weights[name].ndim == ndim:
-                weights[name] = weights[name].reshape(1, -1, weights[name].shape[-1])
+                weights[name] = weights[name][(None,) * (3 - ndim)]
     if unknown:
         if not encoders:
             reject_unsupported(weights, path)
