@@ -585,15 +585,15 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("mine.py", "encoder = 3\n", 'name the module in it; use `uri="mine.py:NAME"`'),
-        ("mine.py:own", "", "has no own; it has nothing"),
-        ("mine.py:own", "own = 3", "gives a int; expected a torch.nn.Module"),
-        ("mine.py:own", "own = None", "gives a NoneType; expected a torch.nn.Module"),
+        ("mine.py", "encoder = 3\n", 'use `uri="mine.py:NAME"`'),
+        ("mine.py:own", "", "has no own, only nothing"),
+        ("mine.py:own", "own = 3", "gives a int, expected a torch.nn.Module"),
+        ("mine.py:own", "own = None", "gives a NoneType, expected a torch.nn.Module"),
         (
             "mine.py:owm",
             "import functools\nfrom torch import nn\nfrom torch.nn import Linear\n"
             "own, size = nn.Linear(2, 2), 3\nmake = functools.partial(Linear, 2, 2)\n",
-            "has no owm; it has own, make",
+            "has no owm, only own, make",
         ),
         ("mine.py:own", "import nothing_of_this_name", "pip install nothing_of_this_name"),
         ("mine.py:own", "def own():\n    return 1 / 0", "line 2, cannot be imported"),

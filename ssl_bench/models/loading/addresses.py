@@ -57,7 +57,7 @@ def resolve_file(uri: str) -> Path:
     stored = ", ".join(f"@{n}" for n in epochs) or "none (train.keep_epochs, train.keep_every)"
     pattern = f", or '{folder}/epoch*' for all of them" if epochs else ""
     raise CheckpointError(
-        f"{folder} kept no encoder after epoch {epoch}; expected one of {stored}, or {folder} for "
+        f"{folder} kept no encoder after epoch {epoch}, expected one of {stored}, or {folder} for "
         f"its last{pattern}"
     )
 
@@ -154,7 +154,7 @@ def _find_matches(pattern: str) -> list[str]:
     ]
     if not matches:
         raise CheckpointError(
-            f"no checkpoint matches {pattern!r}; expected run folders or weights files "
+            f"no checkpoint matches {pattern!r}, expected run folders or weights files "
             f"({', '.join(WEIGHTS)}), such as 'runs/*/last.safetensors', or 'runs/*/epoch*' for "
             "all epochs that were kept"
         )
@@ -176,7 +176,7 @@ def demo_file(uri: str) -> Path:
     path = demo_folder() / f"demo_{name}.safetensors"
     if not path.is_file():
         raise CheckpointError(
-            f"{uri} does not come with this version: no {path.name} in {path.parent}; train an "
+            f"{uri} does not come with this version: no {path.name} in {path.parent}. Train an "
             "encoder, or give a checkpoint",
             hint=("ssl-bench", "pretrain", "or", "--checkpoint", "{checkpoint}"),
         )

@@ -128,14 +128,14 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
         if not is_file(sidecar):
             folder, name = quote_command([str(path.parent)]), quote_command([path.name])
             raise CheckpointError(
-                f"{sidecar} is missing, so {path.name} cannot be verified; copy both files, or, "
+                f"{sidecar} is missing, so {path.name} cannot be verified. Copy both files, or, "
                 f"if you trust it, run: cd {folder} && sha256sum {name} > {name}.sha256"
             )
         metadata = read_metadata(path)
         if metadata.get("version") != _VERSION:
             raise CheckpointError(
                 f"{path} has format version {metadata.get('version')}, this program reads "
-                f"{_VERSION}; install a newer ssl-bench"
+                f"{_VERSION}. Install a newer ssl-bench"
             )
         model = _stated_config(path, metadata).build_empty()
         load_weights(model, check_tensors(read_weights(path), path), path)
@@ -265,7 +265,7 @@ def reject_parts(path: Path) -> None:
         )
     if _PART.fullmatch(path.name):
         raise CheckpointError(
-            f"{path} is one of several parts of a model, expected one file; save them in one: "
+            f"{path} is one of several parts of a model, expected one file. Save them in one: "
             "model.save_pretrained(FOLDER, max_shard_size='100GB')"
         )
 
@@ -400,7 +400,7 @@ def check_tensors(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor
         if not is_numeric or value.layout != torch.strided or value.device.type != "cpu":
             kind = f"{value.dtype}, {value.layout}, on {value.device}".replace("torch.", "")
             raise CheckpointError(
-                f"{path}: {name} is {kind}; expected dense floating numbers of 16, 32 or 64 bits "
+                f"{path}: {name} is {kind}, expected dense floating numbers of 16, 32 or 64 bits "
                 "on the CPU: save the weights as they were trained"
             )
     return dict(weights)

@@ -245,14 +245,14 @@ def _require_needed(
         found = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
             f"{path} is no Vision Transformer in a known layout: expected {', '.join(missing)}, "
-            f"got {found}; rename its keys, or {IN_PYTHON}",
+            f"got {found}. Rename its keys, or {IN_PYTHON}",
             hint=ways_to_load(weights, path),
         )
     _, positions, kernel, linear = (weights[name] for name in _NEEDED)
     if kernel.ndim == 2:
         raise CheckpointError(
             f"{path} embeds patches by a linear layer ({_NEEDED[2]} is {shape_text(kernel)}) and "
-            "does not state the order of its pixels; reshape it to dim x 3 x rows x columns, or "
+            "does not state the order of its pixels. Reshape it to dim x 3 x rows x columns, or "
             f"{IN_PYTHON}",
             hint=PYTHON_FILE,
         )
@@ -266,7 +266,7 @@ def _require_needed(
         found = (f"{name} {tuple(weights[name].shape)}" for name in _NEEDED)
         raise CheckpointError(
             f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
-            f"multiple of {head_dim}, got {', '.join(found)}; take timm's name of its "
+            f"multiple of {head_dim}, got {', '.join(found)}. Take timm's name of its "
             "architecture",
             hint=("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"),
         )

@@ -59,7 +59,7 @@ def load_torch_hub(uri: str) -> Encoder:
     url = HUB_WEIGHTS.get(repository, {}).get(name)
     if url is None:
         known = [f"torchhub:{repo}:{key}" for repo, names in HUB_WEIGHTS.items() for key in names]
-        raise CheckpointError(f"unknown {uri!r}; known are {', '.join(known)}")
+        raise CheckpointError(f"unknown {uri!r}, expected one of {', '.join(known)}")
     return load_foreign(downloaded_file(url), uri=uri, name=name)
 
 
@@ -69,7 +69,7 @@ def downloaded_file(url: str) -> Path:
     try:
         return download(PublishedFile(url, None), target, _require_weights)
     except (DownloadError, DataError) as error:
-        raise CheckpointError(f"{error}; or {_elsewhere(url)}", hint=_LOCAL_WAYS) from error
+        raise CheckpointError(f"{error}. Or {_elsewhere(url)}", hint=_LOCAL_WAYS) from error
 
 
 def _require_weights(file: Path) -> None:

@@ -125,7 +125,7 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
         if expected != value and expected != [value, value]:
             raise CheckpointError(
                 f"{path} states {key}={expected!r}, but the encoder of {weights.name} has "
-                f"{value!r}; download both again, or {IN_PYTHON}",
+                f"{value!r}. Download both again, or {IN_PYTHON}",
                 hint=PYTHON_FILE,
             )
     return encoder

@@ -275,8 +275,8 @@ def _load_normalized(uri: str) -> Encoder:
         encoder = load_encoder(match[3])
     if not encoder.colours_from.startswith("assumed"):
         raise CheckpointError(
-            f"{encoder.uri} has a mean and deviation of its own ({encoder.colours_from}), got "
-            f"{uri!r}; leave them out of the address"
+            f"{encoder.uri} states its mean and standard deviation ({encoder.colours_from})",
+            hint=("--checkpoint", escape_braces(match[3])),
         )
     return replace(
         encoder,
@@ -302,7 +302,7 @@ def load_path(uri: str) -> Encoder:
         with suppress(OSError):
             names = [file.name for file in path.parent.iterdir()]
         near = get_close_matches(path.name, names, n=1, cutoff=0.8)
-        address = escape_braces(str(path.with_name(near[0]))) if near else _address_of(uri)
+        address = escape_braces(str(path.with_name(near[0]))) if near else _guess_address(uri)
         forms = ", ".join(address.form for address in list_addresses())
         raise CheckpointError(
             f"no checkpoint at {path}" + ("" if address else f", expected one of {forms}"),
@@ -310,7 +310,7 @@ def load_path(uri: str) -> Encoder:
         )
     if path.suffix == ".py":
         raise CheckpointError(
-            f"{path} is Python; name the module in it",
+            f"{path} is a Python file, expected the name of an encoder in it",
             hint=("--checkpoint", f"{escape_braces(str(path))}:{{name}}"),
         )
     if path.suffix != ".safetensors" or not is_own_checkpoint(path):
@@ -320,8 +320,8 @@ def load_path(uri: str) -> Encoder:
     return load_own_encoder(uri, path)
 
 
-def _address_of(name: str) -> str | None:
-    """Return the address of a model that is known elsewhere by a name, as a word of a hint."""
+def _guess_address(name: str) -> str | None:
+    """Return the address of a model with this name elsewhere, as a word of a hint."""
     from ssl_bench.models.loading.hub import HUB_WEIGHTS
 
     own = re.fullmatch(r"(.+):(\w+)", name)
@@ -400,10 +400,10 @@ def load_and_log(uri: str) -> Encoder:
 
 
 def newest_checkpoint(folder: Path) -> str:
-    """Path of the encoder weights below a folder that were written last; says which it is.
+    """Return the newest checkpoint below a folder, and log its path.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: There is no checkpoint.
     """
     newest = _newest(folder)
     if newest is None:
@@ -414,13 +414,13 @@ def newest_checkpoint(folder: Path) -> str:
     ago = format_duration(max(0.0, time.time() - newest.stat().st_mtime))
     steps = ""
     with suppress(CheckpointError):
-        if "step" in (told := read_metadata(newest)):
-            steps = f"trained for {told['step']} steps, "
+        if "step" in (metadata := read_metadata(newest)):
+            steps = f"trained for {metadata['step']} steps, "
     say(f"using the newest checkpoint below {folder}/: {newest}, {steps}written {ago} ago")
     return str(newest)
 
 
 def _newest(folder: Path) -> Path | None:
-    files = [path for path in folder.glob("**/*.safetensors") if path.is_file()]
-    found = [path for path in files if parse_epoch(path) is None]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    paths = folder.glob("**/*.safetensors")
+    files = [path for path in paths if path.is_file() and parse_epoch(path) is None]
+    return max(files, key=lambda path: path.stat().st_mtime, default=None)

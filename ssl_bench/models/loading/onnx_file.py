@@ -32,7 +32,7 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
         from onnx import numpy_helper
     except ImportError as error:
         raise MachineError(
-            f"{path.name} needs the package onnx; pip install 'ssl-bench[onnx]'"
+            f"{path.name} needs the package onnx. Run: pip install 'ssl-bench[onnx]'"
         ) from error
     check_readable(path)
     try:

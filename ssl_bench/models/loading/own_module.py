@@ -52,7 +52,7 @@ def load_python_object(uri: str) -> Encoder:
         return replace(found, uri=uri)
     if not isinstance(found, nn.Module):
         raise CheckpointError(
-            f"{name} of {path} gives a {type(found).__name__}; expected a torch.nn.Module, an "
+            f"{name} of {path} gives a {type(found).__name__}, expected a torch.nn.Module, an "
             "ssl_bench.Encoder, or a function without arguments that returns one"
         )
     encoder = wrap_module(found, name=f"{path.stem}.{name}")
@@ -79,7 +79,7 @@ def _run_file(path: Path, name: str) -> Any:
                 # Imported classes and functions are left out.
                 and (not isinstance(value, type | FunctionType) or value.__module__ == spec.name)
             ]
-            raise CheckpointError(f"{path} has no {name}; it has {', '.join(known) or 'nothing'}")
+            raise CheckpointError(f"{path} has no {name}, only {', '.join(known) or 'nothing'}")
         found = getattr(module, name)
         if isinstance(found, nn.Module) or not callable(found):
             return found
@@ -87,7 +87,7 @@ def _run_file(path: Path, name: str) -> Any:
             inspect.signature(found).bind()
         except TypeError as error:
             raise CheckpointError(
-                f"{path}:{name} cannot be called without arguments ({error}); name a function that "
+                f"{path}:{name} cannot be called without arguments ({error}). Name a function that "
                 "makes the module"
             ) from error
         return found()
@@ -127,7 +127,7 @@ def wrap_module(
     blocks = blocks or _find_blocks(module, label)
     if blocks not in parts or not list(parts[blocks].children()):
         raise CheckpointError(
-            f"{label} has no list of blocks called {blocks!r}; expected the name of a "
+            f"{label} has no list of blocks called {blocks!r}, expected the name of a "
             f"ModuleList or Sequential, such as {', '.join(_module_lists(module)) or 'blocks'}"
         )
     kernel = patch_size or _patch_kernel(module)
@@ -208,7 +208,7 @@ class _MissingNorm(nn.Module):
     def forward(self, _tokens: Tensor) -> Tensor:
         """Raise UnfitEncoder."""
         raise UnfitEncoder(
-            "this module has no final norm that is known; name it: "
+            "this module has no final norm that is known. Name it: "
             "ssl_bench.Encoder.from_module(module, norm='NAME') is what to probe then"
         )
 
