@@ -32,7 +32,7 @@ from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.splits import limited
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Normalization
 from ssl_bench.system.process import count_usable_cores, local_world_size
 
 _MOST_WORKERS = 16
@@ -86,7 +86,7 @@ class DataOptions:
             object.__setattr__(self, name, three)
 
     @property
-    def colours(self) -> Colours:
+    def colours(self) -> Normalization:
         """`mean` and `std`."""
         (a, b, c), (d, e, f) = (map(float, three) for three in (self.mean, self.std))
         return (a, b, c), (d, e, f)
