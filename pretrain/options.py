@@ -24,7 +24,7 @@ from ssl_bench.composition.fields import (
     check_fields,
 )
 from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, with_read_options
-from ssl_bench.data.files.readable import describe_unreadable, find_unreadable
+from ssl_bench.data.files.readable import describe_unreadable, find_read_errors
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
@@ -117,7 +117,7 @@ class DataOptions:
         """Which images of a small set a run will not learn from, in a line; empty for none."""
         if self.root is None or len(images) > _FEW:
             return ""
-        faults = find_unreadable(images, {})
+        faults = find_read_errors(images, {})
         broken = describe_unreadable(images, faults)
         if not broken:
             return ""
