@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from unicodedata import normalize
 
 from ssl_bench.data.files.file_sets import Files
-from ssl_bench.data.layouts.folder import SUFFIXES
+from ssl_bench.data.files.images import IMAGE_SUFFIXES
 from ssl_bench.data.splits import absent_split, read_lines
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -73,7 +73,7 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
             if find_folder(folder) is None:
                 continue
             stems = [name.removesuffix(ending) for ending in endings]
-            stems += [name.rpartition(".")[0]] if name.lower().endswith(SUFFIXES) else []
+            stems += [name.rpartition(".")[0]] if name.lower().endswith(IMAGE_SUFFIXES) else []
             for stem in stems:
                 if path := find_file(folder, stem + files.suffix):
                     return path.removesuffix(files.suffix)
@@ -98,6 +98,6 @@ def _without_columns(line: str, suffix: str) -> Iterator[str]:
     yield line
     for blank in reversed(list(re.finditer(r"\s+", line))):
         name, columns = line[: blank.start()], line[blank.end() :].split()
-        is_file = name.lower().endswith((suffix.lower(), *SUFFIXES))
+        is_file = name.lower().endswith((suffix.lower(), *IMAGE_SUFFIXES))
         if is_file or all("/" in column or _NUMBER.fullmatch(column) for column in columns):
             yield name
