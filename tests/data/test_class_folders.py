@@ -102,8 +102,9 @@ def test_images_are_called_as_their_owner_calls_them(tmp_path):
     assert limited_dataset(named, 1).val().name == "pets-limit1"
     assert ImageFolder(tmp_path, name="pets").images().name == "pets"
     for layout in (ClassFolders, ImageFolder):
-        with pytest.raises(ConfigurationError, match="got 'voc2012', which stands for a published"):
+        with pytest.raises(ConfigurationError) as caught:
             layout(tmp_path, name="voc2012")
+        assert caught.value.hint == ("dataset.name=my_images",)
 
 
 def test_pictures_are_found_at_any_depth_in_the_order_of_their_paths(tmp_path):

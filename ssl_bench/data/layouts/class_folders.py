@@ -13,7 +13,7 @@ from ssl_bench.data.files.file_sets import FileImageSet, Files, first_of
 from ssl_bench.data.files.fingerprints import ReadOptions, extended, marks_of, read_as
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
-from ssl_bench.data.samples import ImageView, Layout, Sample, given_folder, require_own_name
+from ssl_bench.data.samples import ImageView, Layout, Sample, require_own_name, resolve_folder
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import DataError, escape_braces
 from ssl_bench.system.files import is_output
@@ -142,7 +142,7 @@ class ClassFolders(Layout):
             raise DataError(
                 "expected a folder with train/CLASS/PICTURE in it", hint=("--data-root", "{folder}")
             )
-        root = given_folder(self.root)
+        root = resolve_folder(self.root)
         if next(root.glob("*/*"), None) is None:
             raise DataError(
                 f"{root} holds no class folders: expected train/CLASS/PICTURE and "
