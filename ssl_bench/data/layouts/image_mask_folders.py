@@ -46,10 +46,10 @@ class PairedFolders(Layout):
 
     def images(self) -> FileImageSet:
         """The pictures of `train_split`, of which there have to be some."""
-        return self._set(self.train_split, None, ()).checked()
+        return self._set(self.train_split, None, ()).validate()
 
     def _segmentation(self, split: str) -> FileImageSet:
-        return self._set(split, *self._masks(split)).checked()
+        return self._set(split, *self._masks(split)).validate()
 
     def _set(self, split: str, masks: Masks | None, class_names: tuple[str, ...]) -> FileImageSet:
         images = self._images(split)
