@@ -202,7 +202,7 @@ def test_an_absent_split_is_named_with_those_that_are_there(cityscapes):
         from_config("cityscapes", cityscapes, val_split="test").val()
     picture(cityscapes, "trainannot/a.png")
     picture(cityscapes, "test/a.png")
-    with pytest.raises(DataError, match="has no split test, but train;"):
+    with pytest.raises(DataError, match=r"has no split test, but train\."):
         from_config("camvid", cityscapes, train_split="test").train()
 
 
