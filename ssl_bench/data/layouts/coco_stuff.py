@@ -68,7 +68,7 @@ class CocoStuff(PairedFolders):
         )
         return IndexMasks(files, labels), names
 
-    def _counted(self) -> dict[str, Files]:
+    def _published_files(self) -> dict[str, Files]:
         root, names = self._root(), {"train": "train2017", "val": "val2017"}
         return {
             role: Files(parent / name, ".jpg")
