@@ -74,7 +74,7 @@ def test_members_may_have_any_order_and_side_files(tmp_path):
         "LICENSE": b"CC0",
         "./a.seg.png": b"a mask",
     }
-    images = WebDataset(write_tar(tmp_path / "x.tar", members)).to_learn_from()
+    images = WebDataset(write_tar(tmp_path / "x.tar", members)).pretraining_images()
 
     assert images.ids == ("x.tar/a.PNG", "x.tar/b.jpg")
     assert images.class_names == ("0", "1")
@@ -322,7 +322,7 @@ def test_splits_have_the_labels_of_class_folders(tmp_path, layout):
         assert found.labels == expected.labels
         assert found.class_names == ("0", "1")
         assert np.array_equal(found[3].image, expected[3].image)
-    assert dataset.to_learn_from().ids == dataset.train().ids
+    assert dataset.pretraining_images().ids == dataset.train().ids
     assert len(dataset.images()) == 12
 
 
@@ -352,7 +352,7 @@ def test_labels_need_class_numbers(tmp_path, members, word):
 
     assert dataset.images()[0].label is None
     with pytest.raises(DataError, match=word):
-        dataset.to_learn_from()
+        dataset.pretraining_images()
 
 
 def test_splits_that_are_not_there_or_share_a_tar_file_are_refused(tars):

@@ -362,7 +362,7 @@ def test_an_archive_in_place_of_a_folder_is_refused_with_what_unpacks_it(place, 
     said = fails(capsys, pretraining(Path("train.zip"), "run", f"data.labels={labels}"), 3)
 
     assert "expected a folder, got the archive train.zip" in said
-    assert "unpack it: unzip train.zip" in said
+    assert "unzip train.zip" in said
 
 
 NO_FORM = (

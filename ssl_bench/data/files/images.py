@@ -269,7 +269,8 @@ def _has_heif() -> bool:
 def _to_rgb(
     image: Image.Image, data: bytes, name: str | Path, bits: int | None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    if _largest_sample(image, data) > 255:
+    # Pillow keeps the upper 8 bits of CMYK, which is made for print and uses all 16 bits.
+    if image.mode not in ("CMYK", "LAB") and _largest_sample(image, data) > 255:
         image = _scale_to_8_bits(image, data, name, bits)
     if image.mode not in _MODES:
         raise UnreadableImage(f"{name} has the colour mode {image.mode}. Save it as RGB")

@@ -206,7 +206,8 @@ def _scan(shard: Path) -> tuple[list[str], Int64[np.ndarray, "images 3"]]:
         raise
     # Damaged headers raise TarError, OSError, ValueError, OverflowError and others.
     except Exception as error:
-        raise DataError(f"{shard} is not a tar file or is damaged ({error})") from error
+        reason = str(error) or type(error).__name__
+        raise DataError(f"{shard} is not a tar file or is damaged ({reason})") from error
 
 
 def _list_images(
