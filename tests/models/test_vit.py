@@ -8,7 +8,7 @@ from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, split_alternatives
 from ssl_bench.models import OrthogonalAttention, VisionTransformer, ViTConfig, build_vit
 from ssl_bench.models.config import config_from_dict
-from ssl_bench.models.encoder import configured
+from ssl_bench.models.encoder import describe_config
 from ssl_bench.models.vit import Attention, Block, resize_positions, sinusoidal_positions
 from tests.support.faults import unchecked_types
 
@@ -198,7 +198,7 @@ def test_scaled_positions_have_that_length_and_cls_has_none():
     assert not positions[0].any()
     plain = build_vit(replace(config, position_scale=1.0), seed=0)
     assert torch.equal(positions, 2 * plain.pos_embed[0])
-    assert configured(config) == configured(plain.config)
+    assert describe_config(config) == describe_config(plain.config)
 
 
 def test_registers_come_after_cls_and_carry_no_position():
