@@ -30,9 +30,9 @@ from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.data.splits import limited
+from ssl_bench.data.splits import limit_images
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Normalization
 from ssl_bench.system.process import count_usable_cores, local_world_size
 
 _MOST_WORKERS = 16
@@ -86,7 +86,7 @@ class DataOptions:
             object.__setattr__(self, name, three)
 
     @property
-    def colours(self) -> Colours:
+    def colours(self) -> Normalization:
         """`mean` and `std`."""
         (a, b, c), (d, e, f) = (map(float, three) for three in (self.mean, self.std))
         return (a, b, c), (d, e, f)
@@ -105,13 +105,13 @@ class DataOptions:
             )
         if self.root is not None and is_webdataset(self.root):
             shards = WebDataset(self.root)
-            images = shards.to_learn_from() if self.labels else shards.images()
+            images = shards.pretraining_images() if self.labels else shards.images()
         elif self.labels:
-            images = ClassFolders(self.root).to_learn_from()
+            images = ClassFolders(self.root).pretraining_images()
         else:
             images = (Toy() if self.root is None else ImageFolder(self.root)).images()
         images = with_read_options(images, ReadOptions(self.fingerprint, self.bits))
-        return limited(images, self.limit) if self.limit else images
+        return limit_images(images, self.limit) if self.limit else images
 
     def unreadable(self, images: ImageSet) -> str:
         """Which images of a small set a run will not learn from, in a line; empty for none."""
