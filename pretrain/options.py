@@ -24,13 +24,13 @@ from ssl_bench.composition.fields import (
     check_fields,
 )
 from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, with_read_options
-from ssl_bench.data.files.readable import describe_unreadable, find_unreadable
+from ssl_bench.data.files.readable import describe_unreadable, find_read_errors
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.data.splits import limited
+from ssl_bench.data.splits import limit_images
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Normalization
 from ssl_bench.system.process import count_usable_cores, local_world_size
@@ -105,19 +105,19 @@ class DataOptions:
             )
         if self.root is not None and is_webdataset(self.root):
             shards = WebDataset(self.root)
-            images = shards.to_learn_from() if self.labels else shards.images()
+            images = shards.pretraining_images() if self.labels else shards.images()
         elif self.labels:
-            images = ClassFolders(self.root).to_learn_from()
+            images = ClassFolders(self.root).pretraining_images()
         else:
             images = (Toy() if self.root is None else ImageFolder(self.root)).images()
         images = with_read_options(images, ReadOptions(self.fingerprint, self.bits))
-        return limited(images, self.limit) if self.limit else images
+        return limit_images(images, self.limit) if self.limit else images
 
     def unreadable(self, images: ImageSet) -> str:
         """Which images of a small set a run will not learn from, in a line; empty for none."""
         if self.root is None or len(images) > _FEW:
             return ""
-        faults = find_unreadable(images, {})
+        faults = find_read_errors(images, {})
         broken = describe_unreadable(images, faults)
         if not broken:
             return ""

@@ -38,7 +38,7 @@ from ssl_bench.composition.fields import (
     require_nonempty,
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.splits import sampled
+from ssl_bench.data.splits import sample_ids
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, Resize, central_square
@@ -182,7 +182,7 @@ class Correspondence(Probe):
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
-        figure_ids = sampled(images.ids, self.panels)
+        figure_ids = sample_ids(images.ids, self.panels)
         return {
             self.figure_path(layer, facet, image_id): [layer]
             for layer, facet, image_id in itertools.product(layers, self.facets, figure_ids)
@@ -208,7 +208,7 @@ class Correspondence(Probe):
         cache_bytes = 0 if self.protocol == "warps" else int(self.memory_gib * 2**30)
         encoder = ViewEncoder(extractor, cache_bytes)
         layer_facets = list(itertools.product(context.layers, self.facets))
-        figure_ids = set(sampled(images.ids, self.panels))
+        figure_ids = set(sample_ids(images.ids, self.panels))
         counts = PairCounts(len(images), self.alphas)
         for batch in batches(self._read_pairs(context, images, size), self.batch_size):
             pairs = [pair for _, pair in batch]

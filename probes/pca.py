@@ -23,7 +23,7 @@ from probes.features.training_images import resize_bicubic
 from probes.pictures import Picture, blocks_name, draw_heading, save_sheet, save_svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.splits import sampled, sampled_numbers
+from ssl_bench.data.splits import sample_ids, sample_indices
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, with_hint
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import Resize
@@ -147,7 +147,7 @@ class PCA(Probe):
         del seed
         names = [*self._overview_names(layers), REFERENCE_FILE]
         figures = {f"{self.figure_folder}/{name}": layers for name in names}
-        for image_id in sampled(images.ids, self.panels):
+        for image_id in sample_ids(images.ids, self.panels):
             for layer in layers:
                 figures[f"{self.figure_folder}/{_tile_name(layer, image_id)}"] = [layer]
         return figures
@@ -175,7 +175,7 @@ class PCA(Probe):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Draw the maps, and score the variance that three components explain."""
         images = self.split(context.dataset)
-        numbers = sampled_numbers(images.ids, self.panels)
+        numbers = sample_indices(images.ids, self.panels)
         if len(numbers) < len(images):
             line = f"pca: only {len(numbers)} of {len(images)} images are projected"
             context.say(with_hint(line, hint=("--pictures", str(len(images)))))

@@ -67,7 +67,7 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.files.images import voc_colours
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.splits import sampled, sampled_numbers
+from ssl_bench.data.splits import sample_ids, sample_indices
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
@@ -252,7 +252,7 @@ class Segmentation(Probe):
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         shown = [source[-1] for source in self.sources(layers)]
-        panels = [self.panel_name(image_id) for image_id in sampled(images.ids, self.panels)]
+        panels = [self.panel_name(image_id) for image_id in sample_ids(images.ids, self.panels)]
         # A run of any layer writes the list of training images.
         return {**dict.fromkeys(panels, shown), self.list_name(seed): shown[:1]}
 
@@ -587,7 +587,7 @@ class SegmentationRun:
 
         The images pass the encoder again, because a killed run may have saved only their counts.
         """
-        indices = sampled_numbers(self.scored_images.ids, self.probe.panels)
+        indices = sample_indices(self.scored_images.ids, self.probe.panels)
         if not indices:
             return
         predictions = self.predict(heads, self._read_scored(indices, "images to draw"))

@@ -14,7 +14,7 @@ from probes.pictures import draw_heading, draw_tile, save_png, save_sheet, tile_
 from probes.tokencut.cuts import Discovery, PatchGrid
 from probes.tokencut.log import ImageResult
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.data.splits import sampled
+from ssl_bench.data.splits import sample_ids
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import figure_file_name
 
@@ -108,7 +108,7 @@ def draw_sheets(
         line = f"{title[0]}, block {layer}, {facet}, {title[1]}   ({LEGEND})"
         rows: list[list[Image.Image]] = [[draw_heading(line)]]
         for group, ids in group_by_outcome(results, name).items():
-            tiles = [tile(image_id, name) for image_id in sampled(ids, per_group)]
+            tiles = [tile(image_id, name) for image_id in sample_ids(ids, per_group)]
             excerpt = f", {len(tiles)} drawn (probe.panels={len(ids)} draws all)"
             shown = excerpt if len(tiles) < len(ids) else ""
             rule = " (IoU of 1/2 or more)" if group == "hits" else ""

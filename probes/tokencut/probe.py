@@ -45,7 +45,7 @@ from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels
 from ssl_bench.data.files.fingerprints import sample_hashes
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.data.splits import sampled
+from ssl_bench.data.splits import sample_ids
 from ssl_bench.errors import ConfigurationError, DataError, SslBenchError, with_hint
 from ssl_bench.evaluation import SIZE_FIELDS, Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, Resize
@@ -182,7 +182,7 @@ class TokenCut(Cut, Probe):
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
-        folder, panel_ids = Path(self.folder), sampled(images.ids, self.panels)
+        folder, panel_ids = Path(self.folder), sample_ids(images.ids, self.panels)
         figures: dict[str, Sequence[int]] = {}
         for layer, facet in itertools.product(layers, self.facets) if panel_ids else []:
             cell = cell_name(layer, facet)
@@ -279,7 +279,7 @@ class _Search:
         cells: Sequence[str],
     ) -> None:
         self.probe, self.folder, self._cells = probe, artifacts / probe.folder, cells
-        self._panel_ids = set(sampled(images.ids, probe.panels))
+        self._panel_ids = set(sample_ids(images.ids, probe.panels))
         key = {
             "encoder": encoder_id(context.encoder.identity()),
             "dtype": str(context.dtype),

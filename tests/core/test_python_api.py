@@ -416,7 +416,7 @@ def test_features_on_disk_are_those_of_python_and_written_anew_when_damaged(
 
     assert main(features(tmp_path / "out", "--format", form)) == 0
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "taken: 5 photographs of folder"
+    assert said[0] == "using 5 images of folder"
     assert re.search(r" 0\.1 MB of features to .*out$", said[-2])
     assert "features of 5 images are in " in said[-1]
     assert main(features(tmp_path / "out", "--format", form)) == 0

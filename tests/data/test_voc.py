@@ -129,7 +129,7 @@ def test_the_root_may_be_any_of_three_folders_of_the_year(devkit):
 
     images = Voc(devkit, year=2007).discovery()
     assert images.name == "voc2007-3"
-    with pytest.raises(DataError, match="does not hold voc2012: expected VOCdevkit/VOC2012/"):
+    with pytest.raises(DataError, match="does not contain voc2012: expected VOCdevkit/VOC2012/"):
         Voc(devkit).discovery()
     with pytest.raises(DataError, match="is not voc2012; use `--dataset voc2007`"):
         Voc(devkit / "VOCdevkit/VOC2007").discovery()

@@ -75,7 +75,8 @@ def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
         ({"attention": "osa_qr"}, "model.attention=osa_qr", ["model.qkv_bias=false"]),
         ({"init": "osa", "num_heads": 1}, "model.init=osa", ["model.num_heads=2"]),
         ({"init": "mimetic", "init_options": {"parts": "vq"}}, "model.init_options.parts", []),
-        ({"init": "magic"}, "default, skipless, mimetic, xavier, osa", []),
+        ({"init": "zzz"}, "default, mimetic, osa, skipless, xavier", []),
+        ({"init": "skiples"}, "model.init", ["model.init=skipless"]),
         (
             {"init": "skipless", "init_options": {"alhpa": 1.0}},
             "alhpa",
@@ -86,7 +87,7 @@ def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
         ({"dimm": 48}, "dimm", []),
         ({"kind": "conv_mixer", "kernel_size": 4}, "model.kernel_size", ["model.kernel_size=5"]),
         ({"kind": "conv_mixer", "patch_size": 5}, "model.image_size", ["model.image_size=30"]),
-        (COVARIANCE | {"init": "covariances"}, "uniform, covariance", []),
+        (COVARIANCE | {"init": "covariances"}, "model.init", ["model.init=covariance"]),
         (
             COVARIANCE | {"init_options": {"sigma": 1.0}},
             "sigma",

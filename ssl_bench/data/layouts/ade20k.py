@@ -43,7 +43,7 @@ class Ade20k(PairedFolders):
         files = Files(split_folder(root / "annotations", split), ".png")
         return IndexMasks(files, LABELS), class_names(root)
 
-    def _counted(self) -> dict[str, Files]:
+    def _published_files(self) -> dict[str, Files]:
         folders = {"train": "images/training", "val": "images/validation"}
         return {role: Files(self._root() / name, ".jpg") for role, name in folders.items()}
 

@@ -14,7 +14,7 @@ from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, parse_numbers, validate_boxes
 from ssl_bench.data.files.fingerprints import cached_sha256
 from ssl_bench.data.layouts.lists import find_image_ids, read_list
-from ssl_bench.data.samples import Layout, find_root, first_folder, name_of_images
+from ssl_bench.data.samples import Layout, find_root, first_existing, name_of_images
 from ssl_bench.data.splits import Split
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import PublishedFile, download
@@ -120,7 +120,7 @@ class Coco20k(Layout):
     def _set(self, boxes: CocoBoxes | None) -> FileImageSet:
         root, split = self._root(), Split.parse(self.discovery_split)
         source = self._list(root)
-        images = Files(first_folder([root / "images" / split.name, root / split.name]), ".jpg")
+        images = Files(first_existing([root / "images" / split.name, root / split.name]), ".jpg")
         listed = find_image_ids(read_list(source), images)
         # A shorter list is another benchmark and must not pass for COCO20k.
         name = name_of_images(self.name, {"discovery": listed})

@@ -8,7 +8,7 @@ from typing import Literal
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
 from ssl_bench.data.layouts.image_mask_folders import IndexMasks, PairedFolders, split_folder
-from ssl_bench.data.samples import IGNORED, find_root, first_folder
+from ssl_bench.data.samples import IGNORED, find_root, first_existing
 from ssl_bench.data.splits import Split
 
 REMAPPED = "_labelTrainIds.png"
@@ -45,11 +45,11 @@ class CocoStuff(PairedFolders):
 
     def _images(self, split: str) -> Files:
         root, name = self._root(), Split.parse(split).name
-        return Files(first_folder([root / "images" / name, root / name]), ".jpg")
+        return Files(first_existing([root / "images" / name, root / name]), ".jpg")
 
     def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
         root, classes = self._root(), read_classes()
-        maps = first_folder(
+        maps = first_existing(
             [root / "stuffthingmaps", root / "annotations/stuffthingmaps", root / "annotations"]
         )
         folder, numbers = split_folder(maps, split), list(classes)
@@ -68,7 +68,7 @@ class CocoStuff(PairedFolders):
         )
         return IndexMasks(files, labels), names
 
-    def _counted(self) -> dict[str, Files]:
+    def _published_files(self) -> dict[str, Files]:
         root, names = self._root(), {"train": "train2017", "val": "val2017"}
         return {
             role: Files(parent / name, ".jpg")

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.files.images import IMAGE_SUFFIXES
-from ssl_bench.data.samples import Layout, given_folder, require_own_name
+from ssl_bench.data.samples import Layout, require_own_name, resolve_folder
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import list_files
 from ssl_bench.system.output import say_once
@@ -45,7 +45,7 @@ class ImageFolder(Layout):
         """All pictures, of which there has to be one; an id is the path below `root`."""
         if self.root is None:
             raise DataError("expected a folder of images", hint=("--data-root", "{folder}"))
-        root = given_folder(self.root)
+        root = resolve_folder(self.root)
         if not root.is_dir():
             raise DataError(f"{root} is not a folder; expected a folder of images")
         names = list(list_files(root))

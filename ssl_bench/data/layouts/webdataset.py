@@ -103,7 +103,7 @@ class WebDataset(Layout):
         labels = tuple(known[number] for number in numbers)
         return LabelledImages(images, self._train.class_names, labels)
 
-    def to_learn_from(self) -> LabelledImages:
+    def pretraining_images(self) -> LabelledImages:
         """Return the training images if `root` is a folder with this split, otherwise all images.
 
         Raises:
