@@ -221,10 +221,7 @@ def test_timm_refuses_a_file_that_lacks_weights(tmp_path):
         ("timm:vit_tiny_patch16_224.augregg", "augreg_in21k"),
         ("timm:resnet18", "supported are timm's plain Vision Transformers"),
         ("timm:swinv2_tiny_window8_256", "its Swin, CaiT, PVT v2 and ConvNeXt"),
-        (
-            "torchhub:facebookresearch/dino:dino_resnet50",
-            "expected one of torchhub:facebookresearch",
-        ),
+        ("torchhub:facebookresearch/dino:dino_resnet50", "known are torchhub:facebookresearch"),
     ],
 )
 def test_unknown_and_unsupported_names_are_refused(uri, said):
