@@ -15,7 +15,7 @@ from ssl_bench.models import (
     identify_encoder,
     load_encoder,
 )
-from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 from ssl_bench.models.vit import resize_positions
 from ssl_bench.system.files import expand_path, resolve_links
 
@@ -23,7 +23,7 @@ START, SHA256 = "init_from", "init_from_sha256"
 
 
 def init_from(
-    address: str, encoders: Sequence[EncoderModule], colours: Colours = IMAGENET_COLOURS
+    address: str, encoders: Sequence[EncoderModule], colours: Normalization = IMAGENET_NORMALIZATION
 ) -> str:
     """Copy the weights of a checkpoint into all these encoders.
 

@@ -39,7 +39,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.features import central_square
 from ssl_bench.intervals import Share
 from ssl_bench.models import identify_encoder
-from ssl_bench.models.encoder import Colours
+from ssl_bench.models.encoder import Normalization
 from ssl_bench.neighbours import LabelledFeatures, knn_ranks
 from ssl_bench.results import SUPERVISED, TRAINED_ON, ResultKey, ResultStore, TrainingImages
 from ssl_bench.system.device import describe_device, evaluation_mode, to_float64
@@ -170,7 +170,7 @@ class Observer(Measuring):
         dataset: ClassFolders | WebDataset,
         learner: Learner,
         timeline: Timeline,
-        colours: Colours,
+        colours: Normalization,
     ) -> None:
         self.options, self.learner, self.timeline = options, learner, timeline
         self.colours, self.all_val = colours, dataset.val()

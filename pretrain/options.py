@@ -24,7 +24,7 @@ from ssl_bench.composition.fields import (
     check_fields,
 )
 from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, with_read_options
-from ssl_bench.data.files.readable import describe_unreadable, find_unreadable
+from ssl_bench.data.files.readable import describe_unreadable, find_read_errors
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
@@ -32,7 +32,7 @@ from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.splits import limit_images
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Normalization
 from ssl_bench.system.process import count_usable_cores, local_world_size
 
 _MOST_WORKERS = 16
@@ -86,7 +86,7 @@ class DataOptions:
             object.__setattr__(self, name, three)
 
     @property
-    def colours(self) -> Colours:
+    def colours(self) -> Normalization:
         """`mean` and `std`."""
         (a, b, c), (d, e, f) = (map(float, three) for three in (self.mean, self.std))
         return (a, b, c), (d, e, f)
@@ -117,7 +117,7 @@ class DataOptions:
         """Which images of a small set a run will not learn from, in a line; empty for none."""
         if self.root is None or len(images) > _FEW:
             return ""
-        faults = find_unreadable(images, {})
+        faults = find_read_errors(images, {})
         broken = describe_unreadable(images, faults)
         if not broken:
             return ""

@@ -52,7 +52,7 @@ from ssl_bench.errors import (
 )
 from ssl_bench.evaluation import describe_training_images
 from ssl_bench.models import EncoderConfig, EncoderModule, ViTConfig
-from ssl_bench.models.loading.checkpoint import colours_metadata
+from ssl_bench.models.loading.checkpoint import normalization_metadata
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.endings import STOP_SIGNALS, handle_signals
 from ssl_bench.system.files import write_text_atomically
@@ -710,7 +710,7 @@ class Run:
         """A copy of the encoder worth keeping, and what its file says of it."""
         epoch = self.step / self.timeline.steps_per_epoch
         metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
-        metadata |= colours_metadata(self.plan.data.colours)
+        metadata |= normalization_metadata(self.plan.data.colours)
         encoder = self.trainer.learner.encoder
         tensors = [*encoder.parameters(), *encoder.buffers()]
         return checkpoints.copied(encoder, tensors), metadata

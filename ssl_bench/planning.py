@@ -99,7 +99,7 @@ class PlannedProbe:
         """
         probe: Any = self.probe.adapt_to_images(self.dataset, self.chosen_fields)
         facets = [probe.facet] if isinstance(probe.facet, str) else list(probe.facet or ())
-        available = list(dict.fromkeys(encoder.instead.get(name, name) for name in facets))
+        available = list(dict.fromkeys(encoder.fallback_facets.get(name, name) for name in facets))
         if available != facets and "facet" not in self.chosen_fields:
             probe = replace(probe, facet=available[0] if len(available) == 1 else available)
         probe.require_fitting(encoder)

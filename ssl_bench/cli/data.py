@@ -17,7 +17,7 @@ from typing import Any
 from ssl_bench.composition.choices import choices, require_choice
 from ssl_bench.data.files.file_sets import join_names
 from ssl_bench.data.files.fingerprints import ReadOptions, dataset_with_read_options, map_in_threads
-from ssl_bench.data.files.readable import find_unreadable, require_readable
+from ssl_bench.data.files.readable import find_read_errors, require_readable
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.layouts.coco_stuff import read_classes
 from ssl_bench.data.layouts.voc import CLASS_NAMES
@@ -303,7 +303,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
     """Decode every image of a folder of photographs and list the unreadable images."""
-    faults = find_unreadable(images, {})
+    faults = find_read_errors(images, {})
     problems = [to_one_line(str(fault)) for fault in faults if fault is not None]
     if as_json:
         unreadable = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]

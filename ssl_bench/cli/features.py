@@ -27,7 +27,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImag
 from ssl_bench.evaluation import unreadable_ids
 from ssl_bench.features import FeatureExtractor, resize_image
 from ssl_bench.layers import resolve_layers
-from ssl_bench.models.loading.load import announced_encoder, newest_checkpoint, require_layers
+from ssl_bench.models.loading.load import load_and_log, newest_checkpoint, require_layers
 from ssl_bench.request import parse_on_bad_image
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import (
@@ -78,7 +78,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     require_writable(out)
     remove_orphans_below(out)
     device = choose_device(options.device)
-    encoder = announced_encoder(options.checkpoint or newest_checkpoint(Path("runs")))
+    encoder = load_and_log(options.checkpoint or newest_checkpoint(Path("runs")))
     extractor = FeatureExtractor(
         encoder,
         layers=resolve_layers(options.layer, encoder.depth),

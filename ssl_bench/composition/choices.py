@@ -110,7 +110,7 @@ def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
 
 
 @cache
-def _entry_points(path: tuple[str, ...]) -> metadata.EntryPoints:
+def _entry_points(path: tuple[str, ...]) -> Any:
     # Cached, because the metadata of every installed package are read.
     del path
     return metadata.entry_points()

@@ -48,7 +48,7 @@ class EncoderConfig(ABC):
         patch_size: Side of a patch in pixels. It is 0 if the model reads tokens instead of images.
         dim: Width of the tokens.
         depth: Number of blocks.
-        num_heads: Attention heads of a block, or 0 if there is no attention.
+        num_heads: Number of attention heads. It is 0 if there is no attention.
         num_prefix_tokens: Number of tokens before the patches: [CLS] and registers.
         num_registers: Number of prefix tokens that are registers.
         shape: Width and stride of each block, if they differ between blocks, as in timm's Swin.
@@ -125,10 +125,6 @@ class ViTConfig(EncoderConfig):
     Attributes:
         image_size: Side in pixels of the images for which positions are stored. For other sizes,
             the positions are resized.
-        patch_size: Side of a patch in pixels.
-        dim: Width of the tokens, a multiple of `num_heads`.
-        depth: Number of blocks.
-        num_heads: Attention heads of a block.
         mlp_ratio: Hidden width of the MLP divided by `dim`.
         attention: Attention of all blocks. "linear" is attention without a softmax. The kinds that
             begin with "osa" are orthogonal self-attention, which has no biases.
@@ -196,9 +192,10 @@ class ViTConfig(EncoderConfig):
         check_divisible(self, "dim", "num_heads")
         if self.position_embedding == "sinusoidal" and self.dim % 4:
             step = math.lcm(4, self.num_heads)
+            width = -(-self.dim // step) * step
             raise ConfigurationError(
                 f"model.dim must be a multiple of 4 for sinusoidal positions, got {self.dim}",
-                hint=(f"model.dim={-(-self.dim // step) * step}",),
+                hint=(f"model.dim={width}",),
             )
         check_layers("graying_layers", self.graying_layers, self.depth)
         if self.drop_path and not (self.skip_attention and self.skip_mlp):
@@ -215,11 +212,10 @@ class ViTConfig(EncoderConfig):
         with torch.device("meta"):
             build_part("attention", self)
         initialiser = make_initialiser(INITIALISERS, self.init, self.init_options)
-        if self.num_heads < initialiser.min_heads:
+        if self.num_heads < (min_heads := initialiser.min_heads):
             raise ConfigurationError(
-                f"model.init={self.init} needs at least {initialiser.min_heads} heads, got "
-                f"{self.num_heads}",
-                hint=(f"model.num_heads={initialiser.min_heads}",),
+                f"model.init={self.init} needs at least {min_heads} heads, got {self.num_heads}",
+                hint=(f"model.num_heads={min_heads}",),
             )
 
     def _move_former_options(self) -> None:

@@ -27,10 +27,6 @@ class ConvMixerConfig(EncoderConfig):
     """Architecture and initialisation of a ConvMixer. The defaults are ConvMixer-256/8.
 
     Attributes:
-        image_size: Side of training images in pixels. Images of other sizes need no resizing.
-        patch_size: Side of a patch in pixels.
-        dim: Width of the maps.
-        depth: Number of blocks.
         kernel_size: Side of the depthwise filters in patches, an odd number.
         skip: Add the input of the depthwise convolution to its output.
         frozen_filters: Do not train the depthwise filters. Their biases are trained.
@@ -56,10 +52,11 @@ class ConvMixerConfig(EncoderConfig):
         super().__post_init__()
         check_divisible(self, "image_size", "patch_size")
         if self.kernel_size % 2 == 0:
+            near = self.kernel_size + 1
             raise ConfigurationError(
                 "model.kernel_size must be odd, so that filters have a central pixel, got "
                 f"{self.kernel_size}",
-                hint=(f"model.kernel_size={self.kernel_size + 1}",),
+                hint=(f"model.kernel_size={near}",),
             )
         make_initialiser(FILTER_INITIALISERS, self.init, self.init_options)
 
@@ -75,10 +72,6 @@ class ConvNeXtConfig(EncoderConfig):
     """Architecture and initialisation of a ConvNeXt of one stage. The defaults are ConvNeXt-256/8.
 
     Attributes:
-        image_size: Side of training images in pixels. Images of other sizes need no resizing.
-        patch_size: Side of a patch in pixels.
-        dim: Width of the maps.
-        depth: Number of blocks.
         frozen_filters: Do not train the depthwise filters. Their biases are trained.
         mlp_mean: Constant that is added to all entries of the first matrix of each MLP, as in
             equation 3.40 of Trockman, "Mimetic initialization" (2025).

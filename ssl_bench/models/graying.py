@@ -38,14 +38,14 @@ class TokenGraying(nn.Module):
     parameters and computes in float32 or float64.
 
     Args:
-        kind: "svd" changes singular values, "dct" cosine coefficients, and "none" nothing.
+        kind: "svd" changes singular values, and "dct" cosine coefficients.
         exponent: Exponent in (0, 1] of the values divided by the largest value. 1 changes nothing.
 
     Source: Ji et al., "Always Skip Attention", algorithms 1 and 2. The paper does not state the
     position in the block. Here the skip connection adds the new tokens, because table 3 of the
-    paper reports the same condition numbers before and after the attention. One detail differs:
-    ratios below the rounding error count as the rounding error, so that gradients are finite for
-    singular matrices.
+    paper reports similar condition numbers before and after the attention. In contrast to the
+    paper, ratios below the machine epsilon are treated like the machine epsilon, so that gradients
+    are finite for singular matrices.
     """
 
     def __init__(self, kind: GrayingKind, exponent: float) -> None:
@@ -57,8 +57,6 @@ class TokenGraying(nn.Module):
         return cls(config.graying, config.graying_exponent)
 
     def forward(self, x: Tokens) -> Tokens:
-        if self.kind == "none":
-            return x
         # Probes compute in float64, where only the decomposition is exact.
         is_fast = x.is_cuda and x.dtype != torch.float64
         by_svd = gray_by_cholesky if is_fast else gray_by_svd
@@ -301,7 +299,8 @@ def _poles(power: float, like: Square) -> tuple[Tensor, list[tuple[Tensor, Tenso
     """Return the approximation l^-power = sum of w / (l + t) + c - d l for eigenvalues l <= 1.
 
     The poles t are a geometric sequence. All smaller poles are replaced by one pole with the same
-    sum and the same mean. All larger poles are replaced by the first two powers of l.
+    sum and the same mean. The sum over all larger poles is replaced by two terms of its
+    power series.
 
     Returns:
         The identity matrix, the pairs (t, w), c and d.

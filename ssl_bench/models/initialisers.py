@@ -239,18 +239,12 @@ def set_block(
 ) -> None:
     """Draw the weights of a block in place, and set its biases to 0.
 
-    Args:
-        block: A module with `attn.qkv`, `attn.proj`, `attn.num_heads`, `mlp.fc1` and `mlp.fc2`, as
-            in DINO and timm.
-        initialiser: Draws the weights. The cost of "skipless" and "mimetic" for each head is cubic
-            in dim.
-        generator: Source of random numbers.
-        mlp_mean: Number that is added to all entries of the first matrix of the MLP.
-        mlp_input_std: Standard deviation of a number for each input channel. It is added to the
-            weights from this channel to all hidden units.
+    The block has `attn.qkv`, `attn.proj`, `attn.num_heads`, `mlp.fc1` and `mlp.fc2`, as in DINO
+    and timm. The cost of "skipless" and "mimetic" for each head is cubic in dim. For `mlp_mean` and
+    `mlp_input_std` see `ViTConfig`.
 
-    Source of the last two: Trockman, "Mimetic initialization" (2025), section 3.4, equations 3.40
-    and 3.39. We read sigma in "N(0, sigma I)" as the standard deviation.
+    Source of these two: Trockman, "Mimetic initialization" (2025), section 3.4, equations 3.40 and
+    3.39. We read sigma in "N(0, sigma I)" as the standard deviation.
     """
     # Blocks of this suite and of timm have no base class in common.
     parts: Any = block
@@ -306,11 +300,7 @@ def balanced_factors(
 def uniform_orthogonal(rows: int, cols: int, generator: Generator, *, gain: bool) -> Matrix:
     """Draw a semi-orthogonal matrix from the Haar distribution.
 
-    Args:
-        rows: Input width.
-        cols: Output width.
-        generator: Source of random numbers.
-        gain: Whether to multiply the matrix by max(sqrt(cols / rows), 1).
+    With `gain`, multiply it by max(sqrt(cols / rows), 1), where rows is the input width.
 
     Source: scale-corrected uniform orthogonal (SUO) initialisation of Martens et al., "Rapid
     training of deep neural networks without skip connections or normalization layers",
@@ -415,14 +405,8 @@ def draw_convolutions(
 ) -> None:
     """Draw all convolutions and linear layers as PyTorch does, then the depthwise filters again.
 
-    The filters are drawn last, so that all other weights do not depend on `init`.
-
-    Args:
-        model: Model whose weights are replaced.
-        depthwise: Depthwise convolutions of the model from the first to the last layer.
-        init: Name of an initialiser of filters.
-        options: Options of the initialiser.
-        generator: Source of random numbers.
+    The filters are drawn last, so that all other weights do not depend on `init`. `depthwise`
+    contains the depthwise convolutions from the first to the last layer.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -483,7 +467,8 @@ def positive_root(covariance: Covariance) -> Covariance:
 def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
     """Return the initialiser with a name, or raise ConfigurationError for an illegal option."""
     if name not in kinds:
-        raise ConfigurationError(f"model.init must be one of {', '.join(kinds)}, got {name!r}")
+        message = f"unknown model.init={name}"
+        raise unknown_name_error(message, name, kinds, hint=("model.init={near}",))
     known = {item.name: item for item in fields(kinds[name])}  # pyrefly: ignore[bad-argument-type]
     for key, value in options.items():
         if key not in known:

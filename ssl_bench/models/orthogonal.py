@@ -61,11 +61,11 @@ class OrthogonalAttention(nn.Module):
             values, so A is only approximately orthogonal.
         alpha: Initial value of the factor alpha, which each head learns.
 
-    Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Only the gradients
-    through QR differ. Those of the paper divide by the diagonal of R and explode near rank
-    deficiency. Since exp(S) does not depend on the basis, the basis is held fixed here. Components
-    outside its span are included to first order, which gives the same derivative without a
-    division.
+    Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Only the gradients of the
+    QR decomposition differ from the paper. There they are divided by the diagonal of R and explode
+    near rank deficiency. Since exp(S) does not depend on the basis, the basis is constant here.
+    Components outside its span are included to first order, which gives the same derivative without
+    a division.
     """
 
     def __init__(self, dim: int, num_heads: int, basis: Basis = "qr", alpha: float = 0.1) -> None:
@@ -124,7 +124,8 @@ def _rotate_in_span(m: QueriesKeys, v: HeadTokens, scale: Float[Tensor, "heads 1
     """Return A V with a fixed orthonormal basis of the columns of M.
 
     The value of `outside` is 0 up to rounding, but its derivative is not. With `outside`, the
-    derivative is that of exp(S) V = V + M phi(J M^T M) J M^T V, where S = M J M^T.
+    derivative is that of exp(S) V = V + M phi(J M^T M) J M^T V, where S = M J M^T and
+    M J = scale [-K, Q].
     """
     basis = orthonormal_basis(m)
     inside = basis.mT @ m
@@ -165,8 +166,8 @@ def newton_schulz_basis(
 def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
     """Return an orthonormal basis of a space that contains the columns. It has no gradients.
 
-    The method is Householder QR. In float32 on CUDA, where PyTorch decomposes one matrix after the
-    other, it is `cholesky_basis`.
+    The method is Householder QR. In float32 on CUDA, `cholesky_basis` is used instead, because
+    PyTorch would decompose the matrices of a batch one by one.
     """
     if m.is_cuda and m.dtype == torch.float32:
         return cholesky_basis(m)

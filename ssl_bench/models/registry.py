@@ -1,15 +1,13 @@
 """Find encoders and parts of their blocks by the names in configurations and checkpoints.
 
-A name of ssl-bench itself has an import path in `_BUILT_IN`. Its module is imported when the name
-is first used. Installed packages add names with entry points (docs/extending.md).
+`_BUILT_IN` maps the names of ssl-bench to import paths, so that a module is only imported when its
+name is used. Installed packages add names with entry points (docs/extending.md).
 """
 
 from collections.abc import Mapping
 from importlib import import_module
 from operator import attrgetter
 from typing import Annotated, Any
-
-from torch import nn
 
 from ssl_bench.composition.choices import entry_points, load_entry_point
 from ssl_bench.errors import ConfigurationError
@@ -56,10 +54,13 @@ def find_registered(group: str, name: str) -> Any:
     if name in (points := entry_points(group)):
         return load_entry_point(points[name])
     expected = " or ".join(registered_names(group))
-    raise ConfigurationError(f"expected {expected}, got {name!r} as the name of a {group}")
+    raise ConfigurationError(
+        f"expected {expected} as the name of a {group}, got {name!r}, which may need a package "
+        "that is not installed"
+    )
 
 
-def build_part(group: str, config: Any) -> nn.Module:
+def build_part(group: str, config: Any) -> Any:
     """Build the attention or the graying that a configuration names."""
     return find_registered(group, getattr(config, group))(config)
 

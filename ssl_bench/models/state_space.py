@@ -24,10 +24,10 @@ of a layer, so that it resembles linear attention whose queries equal its keys:
 4. "convolution": the last tap is 1, and all other taps and the bias are 0. With the first tap
    instead, the convolution would delay its input by three tokens.
 
-Source: section 3.3.2 of Trockman's thesis, with c = 8. The thesis writes A = -exp(-c A_log), which
-could also be a permanent formula. Here A_log is changed once, before training. The thesis does not
-define "W_Delta near 0". Here it is 1/100 of the drawn weights. In Mamba 1 it applies only to the
-second factor of W_Delta, because two factors of zero would never be trained.
+Source: section 3.3.2 of Trockman's thesis, with c = 8. The formula A = -exp(-c A_log) of the thesis
+could also hold during training. Here A_log is multiplied by -c once, before training. The thesis
+does not define "W_Delta near 0". Here it means 1/100 of the drawn weights. In Mamba 1, only the
+second factor of W_Delta is reduced, because two factors of zero would never be trained.
 """
 
 import math
@@ -80,8 +80,6 @@ class StateSpaceConfig(EncoderConfig):
     Attributes:
         version: "mamba1" has a step for each channel, and a decay for each number in its state.
             "mamba2" has one step and one decay for each head.
-        dim: Width of the tokens.
-        depth: Number of blocks.
         num_states: Size of the state of a channel. The thesis uses 32 for Mamba 1.
         head_width: Channels of a head of Mamba 2.
         num_tokens: Size of the vocabulary, including marks that are not letters.
@@ -179,7 +177,7 @@ class Mamba1Mixer(nn.Module):
 
     @property
     def step_weight(self) -> Tensor:
-        """Return the matrix from `rank` numbers of a token to the steps of its channels."""
+        """Return the matrix that maps `rank` numbers of a token to the steps of its channels."""
         return self.step.weight
 
     @property
@@ -355,13 +353,8 @@ def scan_channels(
 
     Matrices would take ten times as long, because each channel has its own.
 
-    Args:
-        inputs: Values x of each token.
-        steps: Positive steps Delta of each token and channel.
-        decay: Numbers A <= 0 of each channel and state.
-        keys: Keys B of each token.
-        queries: Queries C of each token.
-        chunk: Number of tokens whose states are in memory at the same time, at least 1.
+    The steps are positive, and the decay A is at most 0. The states of `chunk` tokens are in memory
+    at the same time.
     """
     outputs = []
     state = inputs.new_zeros(len(inputs), *decay.shape)
@@ -398,16 +391,9 @@ def scan_heads(
 ) -> Float[Tensor, "batch tokens heads width"]:
     """Compute the output of Mamba 2 by matrices within chunks and by the recurrence between chunks.
 
-    The memory grows with the square of the chunk size. A single chunk is the matrix form, and
-    chunks of one token are the recurrence.
-
-    Args:
-        inputs: Values x of each token and head.
-        steps: Positive steps Delta of each token and head.
-        decay: Numbers A <= 0 of each head.
-        keys: Keys B of each token.
-        queries: Queries C of each token.
-        chunk: Number of tokens in a chunk, at least 1.
+    The steps are positive, and the decay A is at most 0. The memory grows with the square of the
+    chunk size. With a single chunk, this is the matrix form, and with chunks of one token, the
+    recurrence.
     """
     outputs = []
     batch, _, heads, width = inputs.shape

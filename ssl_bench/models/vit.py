@@ -68,7 +68,7 @@ class PatchEmbed(nn.Module):
         if height % self.patch_size or width % self.patch_size:
             raise ConfigurationError(
                 f"image sides must be multiples of the patch size {self.patch_size}, "
-                f"got {height} x {width}; pad or resize the image"
+                f"got {height} x {width}. Pad or resize the image"
             )
         if not images.is_cuda:
             return self.proj(images)
@@ -294,7 +294,7 @@ def resize_positions(
     new_size: tuple[int, int],
     margin: float = DINO_MARGIN,
 ) -> Float[Tensor, "1 new_tokens dim"]:
-    """Resize the positions of the patches, and keep the positions of [CLS] before them.
+    """Resize the positions of the patches, and keep the positions before them, such as [CLS].
 
     Args:
         positions: Position embedding, in which the positions of the patches come last.

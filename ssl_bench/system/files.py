@@ -199,11 +199,11 @@ def describe_substitute(start: bytes) -> str | None:
     """
     start = start.lstrip()
     if not start:
-        return "is empty; copy or download it again"
+        return "is empty. Copy or download it again"
     if start.startswith(b"<"):
-        return "is a web page; download the file itself"
+        return "is a web page. Download the file itself"
     if start.startswith(b"version https://git-lfs.github.com/"):
-        return "is a Git LFS pointer; run `git lfs pull` in its repository to get the file itself"
+        return "is a Git LFS pointer. Run `git lfs pull` in its repository to get the file itself"
     return None
 
 

@@ -67,7 +67,7 @@ def test_a_folder_is_looked_through_before_a_model_is_loaded(place, capsys, monk
     ignored, first, second = capsys.readouterr().err.splitlines()[:3]
     assert ignored == "probe.image_size=32 is ignored by tokencut"
     assert first == (
-        "taken: 3 photographs of folder; 2 cannot be read: 1.jpg, 3.jpg; "
+        "using 3 images of folder; 2 cannot be read: 1.jpg, 3.jpg; "
         "1 needs pip install 'ssl-bench[heic]': phone.HEIC"
     )
     assert second.startswith("encoder ")
@@ -115,7 +115,7 @@ def test_a_second_command_decodes_none_of_them_to_look(place, capsys, monkeypatc
 
     monkeypatch.setattr("ssl_bench.data.files.file_sets.read_image", read)
     assert main(words) == 0
-    assert "taken: 4 photographs of folder" in capsys.readouterr().err
+    assert "using 4 images of folder" in capsys.readouterr().err
 
 
 def test_images_of_other_datasets_are_left_out_without_beginning_again(place, capsys):
@@ -125,7 +125,7 @@ def test_images_of_other_datasets_are_left_out_without_beginning_again(place, ca
     assert "v2.jpg" in fails(capsys, words, 3)
     assert main([*words, "--on-bad-image", "skip"]) == 0
     said = capsys.readouterr().err
-    assert "taken: 2 photographs of voc2012-7 val; 1 cannot be read: v2" in said
+    assert "using 2 images of voc2012-7 val; 1 cannot be read: v2" in said
     assert "beginning again" not in said
 
 

@@ -302,12 +302,12 @@ def _by_columns(tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("module", "settings", "said"),
     [
-        (_Reordered(lambda x: x.roll(-1, 1)), {}, "row 0, column 1 is token 1 of 17, expected 2;"),
-        (_Reordered(_by_columns), {}, "row 0, column 1 is token 5 of 17, expected 2; give blocks"),
-        (_Reordered(lambda x: x.flip(1)), {}, r"the order \[CLS\], registers, then patches row"),
-        (_Reordered(lambda x: x.transpose(0, 1)), {}, "came 17 x 2 x 16; put the batch first"),
-        (own_module.own().bfloat16(), {}, r"weights of torch.bfloat16 .* hand on module.float\(\)"),
-        (torch.jit.script(nn.Linear(3, 3)), {}, "is TorchScript, whose blocks cannot be heard"),
+        (_Reordered(lambda x: x.roll(-1, 1)), {}, "row 0, column 1 is token 1 of 17, expected 2"),
+        (_Reordered(_by_columns), {}, "row 0, column 1 is token 5 of 17, expected 2. Give blocks"),
+        (_Reordered(lambda x: x.flip(1)), {}, r"the order \[CLS\], registers, patches row"),
+        (_Reordered(lambda x: x.transpose(0, 1)), {}, "got 17 x 2 x 16. Put the batch first"),
+        (own_module.own().bfloat16(), {}, r"weights of torch.bfloat16 .* Pass module.float\(\)"),
+        (torch.jit.script(nn.Linear(3, 3)), {}, "is a TorchScript module"),
         (nn.Linear(3, 3), {}, "expected one longest list of blocks"),
         (own_module.Own(), {"blocks": "nothing"}, "such as trunk"),
         (own_module.Own(), {"image_size": 48}, "takes no images .* of 48 x 48"),
@@ -416,7 +416,7 @@ def test_features_on_disk_are_those_of_python_and_written_anew_when_damaged(
 
     assert main(features(tmp_path / "out", "--format", form)) == 0
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "taken: 5 photographs of folder"
+    assert said[0] == "using 5 images of folder"
     assert re.search(r" 0\.1 MB of features to .*out$", said[-2])
     assert "features of 5 images are in " in said[-1]
     assert main(features(tmp_path / "out", "--format", form)) == 0
@@ -585,15 +585,15 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("mine.py", "encoder = 3\n", 'name the module in it; use `uri="mine.py:NAME"`'),
-        ("mine.py:own", "", "has no own; it has nothing"),
-        ("mine.py:own", "own = 3", "gives a int; expected a torch.nn.Module"),
-        ("mine.py:own", "own = None", "gives a NoneType; expected a torch.nn.Module"),
+        ("mine.py", "encoder = 3\n", 'use `uri="mine.py:NAME"`'),
+        ("mine.py:own", "", "has no own, only nothing"),
+        ("mine.py:own", "own = 3", "gives a int, expected a torch.nn.Module"),
+        ("mine.py:own", "own = None", "gives a NoneType, expected a torch.nn.Module"),
         (
             "mine.py:owm",
             "import functools\nfrom torch import nn\nfrom torch.nn import Linear\n"
             "own, size = nn.Linear(2, 2), 3\nmake = functools.partial(Linear, 2, 2)\n",
-            "has no owm; it has own, make",
+            "has no owm, only own, make",
         ),
         ("mine.py:own", "import nothing_of_this_name", "pip install nothing_of_this_name"),
         ("mine.py:own", "def own():\n    return 1 / 0", "line 2, cannot be imported"),

@@ -136,8 +136,9 @@ def test_corruptions_are_asked_for_by_name_and_severity(text, found):
     assert asked == [[] if one == "clean" else [f"corrupt={one}"] for one in found]
     assert others == ["probe.tau=1", "seed=2"]
     assert parse_corruptions(others) == ([[]], others)
-    with pytest.raises(ConfigurationError, match=f"corrupt={text},fog:2"):
+    with pytest.raises(ConfigurationError) as error:
         parse_corruptions([f"corrupt={text}", "corrupt=fog:2"])
+    assert error.value.hint == (f"corrupt={text},fog:2",)
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_fault_84_an_image_is_not_scored_that_was_fitted_to(place, capsys, task)
 
     said = fails(capsys, words, 3)
 
-    assert f"{train}, to which something is fitted, is the same file as {val}" in said
+    assert f"training image {train} is identical to the scored image {val}" in said
     assert "1 of " in said
     assert not list(Path("results/records").rglob("*.json"))
     assert main([*words, "data.allow_overlap=true"]) == 0

@@ -130,6 +130,14 @@ def test_fault_80_grey_with_transparency_needs_the_key_too(place):
     assert np.array_equal(read_image(path, 16)[..., 0], grey >> 8)
 
 
+def test_fault_80_cmyk_uses_all_16_bits(place):
+    inks = np.stack([stretched(GREY, 16)] * 4, -1)
+    path = put(tif(inks, photometric="separated"), "one.tif")
+
+    shallow = Image.fromarray((inks >> 8).astype(np.uint8), "CMYK")
+    assert np.array_equal(read_image(path), np.array(shallow.convert("RGB")))
+
+
 def test_fault_80_16_bit_images_are_never_black_by_mistake(place, capsys):
     deep = deep_class_folders(place / "deep", 12)
     words = probing("knn", "class_folders", deep)
@@ -163,7 +171,7 @@ def test_fault_80_one_picture_of_fewer_bits_does_not_stop_a_folder(place, capsys
     said = "1 needs data.bits=12: cells.png"
     assert said in capsys.readouterr().err
     assert main([*words, "data.bits=12"]) == 0
-    assert "taken: 6 photographs of folder" in capsys.readouterr().err
+    assert "using 6 images of folder" in capsys.readouterr().err
 
 
 def test_fault_80_what_a_file_states_is_taken(place):

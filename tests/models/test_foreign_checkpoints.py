@@ -16,7 +16,7 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
 from ssl_bench.models.loading import load
-from ssl_bench.models.loading.load import announced_encoder
+from ssl_bench.models.loading.load import load_and_log
 from ssl_bench.models.vit import sinusoidal_positions
 from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import (
@@ -348,7 +348,7 @@ def test_a_tensor_of_any_other_shape_is_refused_in_one_line(tmp_path, shape):
 def test_who_may_have_trained_with_another_mean_is_told_the_address(tmp_path, capsys, model, name):
     torch.save(model().state_dict(), tmp_path / "mine.pth")
 
-    announced_encoder(str(tmp_path / "mine.pth"))
+    load_and_log(str(tmp_path / "mine.pth"))
 
     assert f"`--checkpoint {name}{tmp_path / 'mine.pth'}`" in capsys.readouterr().err
 
@@ -364,7 +364,7 @@ def test_who_is_dinov2_by_name_or_tensors_is_not_asked_for_timm(tmp_path, capsys
     weights = timm_model().state_dict() if "dino" in file else dinov2_weights(0)[1]
     saved(tmp_path / file, weights)
 
-    announced_encoder(str(tmp_path / file))
+    load_and_log(str(tmp_path / file))
 
     said = capsys.readouterr().err
     assert "encoder " in said

@@ -6,7 +6,7 @@ from torch import Generator, Tensor
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvNeXtConfig, ViTConfig, build_encoder, build_vit
-from ssl_bench.models.encoder import configured
+from ssl_bench.models.encoder import describe_config
 from ssl_bench.models.initialisers import (
     MimeticInit,
     SkiplessInit,
@@ -286,4 +286,4 @@ def test_fixed_positions_are_not_truncated_and_who_the_encoder_is_stays():
         for truncated in (False, True)
     ]
     assert torch.equal(waves[0].pos_embed, waves[1].pos_embed)
-    assert configured(waves[0].config) == configured(waves[1].config)
+    assert describe_config(waves[0].config) == describe_config(waves[1].config)

@@ -83,8 +83,8 @@ def test_a_later_format_is_refused(saved, monkeypatch):
 
 def test_missing_files_name_what_can_be_given(tmp_path):
     assert "timm:NAME@FILE" in message_of(tmp_path / "nothing.pth")
-    assert "last.safetensors; give a run folder" in message_of(tmp_path)
-    assert "give a run folder" in message_of("ftp:somewhere")
+    assert "last.safetensors, expected one of FOLDER" in message_of(tmp_path)
+    assert "expected one of FOLDER" in message_of("ftp:somewhere")
     assert "No such file" in message_of(f"timm:vit_tiny_patch16_224@{tmp_path}/nothing.pth")
 
 
@@ -121,7 +121,7 @@ def test_of_another_archive_than_torch_saves_the_line_gives_the_weights(
     OTHER_ARCHIVES[what](model, torch.zeros(1, 3, 32, 32), path)
     monkeypatch.chdir(tmp_path)
 
-    said, _, advised = message_of(path).partition("; save them: ")
+    said, _, advised = message_of(path).partition(". Save them: ")
     exec(advised, {"torch": torch, "numpy": np})
 
     assert what in said
@@ -158,11 +158,11 @@ def test_one_of_the_parts_of_a_model_is_named(tmp_path):
     [
         (
             lambda w: {f"net.{'ab'[i % 2]}.{n}": v for i, (n, v) in enumerate(w.items())},
-            "came a.cls_token",
+            "a.cls_token",
         ),
         (lambda w: {name: w[name] for name in w if name != "cls_token"}, "expected cls_token"),
         (lambda w: w | {"patch_embed.proj.weight": torch.ones(96, 3, 8, 8)}, "multiple of 64"),
-        (lambda _: {"epoch": 3}, "came no tensors"),
+        (lambda _: {"epoch": 3}, "no tensors"),
         (lambda w: list(w.values()), "holds a list"),
     ],
 )
@@ -241,5 +241,5 @@ def test_strides_of_a_file_that_are_no_numbers_are_refused(tmp_path, strides):
     path = tmp_path / "one.safetensors"
     save_encoder(path, build_vit(TINY, seed=0), {"strides": strides})
 
-    with pytest.raises(CheckpointError, match="states strides that are no whole numbers"):
+    with pytest.raises(CheckpointError, match="states strides that are not positive integers"):
         identify_encoder(str(path))

@@ -178,7 +178,7 @@ def test_a_file_that_is_no_such_export_is_one_line(tmp_path, capsys):
     with pytest.raises(CheckpointError, match="an MLP without GELU"):
         load_encoder(str(path))
     export(nn.Conv2d(3, 4, 3), path)
-    with pytest.raises(CheckpointError, match="came no names of parameters; give the model"):
+    with pytest.raises(CheckpointError, match="no names of parameters"):
         load_encoder(str(path))
     export(transformers(dinov2_layer), path)
     shutil.copy(path, tmp_path / "cut.onnx")
@@ -187,7 +187,7 @@ def test_a_file_that_is_no_such_export_is_one_line(tmp_path, capsys):
         assert main(["models", str(tmp_path / name)]) == 4
     assert main(["models", str(path)]) == 0
     said = capsys.readouterr()
-    assert "cut or no ONNX file" in said.err
+    assert "no ONNX file" in said.err
     assert "transformers" in said.out
 
 

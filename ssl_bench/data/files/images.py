@@ -138,7 +138,7 @@ def read_indices(
         image = _open_mask(data, path)
         if image.mode not in _MASK_MODES:
             raise DataError(
-                f"{path} stores colours ({image.mode}), expected one class number per pixel; use "
+                f"{path} stores colours ({image.mode}), expected one class number per pixel. Use "
                 "the masks as published"
             )
         if image.mode == "P":
@@ -150,7 +150,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return read_regular(path)
     except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist; see docs/data.md for the layout") from error
+        raise DataError(f"{path} does not exist. See docs/data.md for the layout") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
 
@@ -168,7 +168,7 @@ def _errors_with_name(name: str | Path) -> Generator[None]:
     except Exception as error:
         reraise_out_of_memory(error)
         raise UnreadableImage(
-            f"{name} is damaged or cut short ({error}); copy or download it again"
+            f"{name} is damaged or cut short ({error}). Copy or download it again"
         ) from error
 
 
@@ -210,8 +210,8 @@ def _open(data: bytes, name: str | Path) -> Image.Image:
     with image:
         if image.width * image.height > _MAX_PIXELS:
             raise UnreadableImage(
-                f"{name} has {image.width} x {image.height} pixels, expected at most {_MAX_PIXELS};"
-                " shrink it"
+                f"{name} has {image.width} x {image.height} pixels, expected at most {_MAX_PIXELS}."
+                " Shrink it"
             )
         # The frames of a TIFF are pages, which were checked. A JPEG or HEIC may contain a thumbnail
         # or a depth map.
@@ -229,13 +229,13 @@ def _unidentified_image(data: bytes, name: str | Path) -> UnreadableImage:
     for kind, brands, remedy in _OPTIONAL_FORMATS:
         if _brand(data) in brands and _possible_formats(data) is _FORMATS:
             return UnreadableImage(f"{name} is {kind} and needs {remedy}", remedy)
-    problem = describe_substitute(data[:64]) or "is not an image; download it again"
+    problem = describe_substitute(data[:64]) or "is not an image. Download it again"
     return UnreadableImage(f"{name} {problem}")
 
 
 def _not_one_image(name: str | Path, kind: str) -> UnreadableImage:
     return UnreadableImage(
-        f"{name} is {kind}, expected one grey or RGB image with 8 or 16 bits per sample; convert "
+        f"{name} is {kind}, expected one grey or RGB image with 8 or 16 bits per sample. Convert "
         "it, for example to PNG"
     )
 
@@ -269,10 +269,11 @@ def _has_heif() -> bool:
 def _to_rgb(
     image: Image.Image, data: bytes, name: str | Path, bits: int | None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    if _largest_sample(image, data) > 255:
+    # Pillow keeps the upper 8 bits of CMYK, which is made for print and uses all 16 bits.
+    if image.mode not in ("CMYK", "LAB") and _largest_sample(image, data) > 255:
         image = _scale_to_8_bits(image, data, name, bits)
     if image.mode not in _MODES:
-        raise UnreadableImage(f"{name} has the colour mode {image.mode}; save it as RGB")
+        raise UnreadableImage(f"{name} has the colour mode {image.mode}. Save it as RGB")
     if image.mode == "P":
         # The direct conversion to RGB warns if the palette has transparent colours.
         image = image.convert("RGBA")
@@ -300,7 +301,7 @@ def _scale_to_8_bits(
     if is_colour:
         decoded = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
         if decoded is None or decoded.dtype != np.uint16 or decoded.ndim < 3:
-            raise UnreadableImage(f"{name} has colours of 16 bits in a rare form; save it as PNG")
+            raise UnreadableImage(f"{name} has colours of 16 bits in a rare form. Save it as PNG")
         samples = decoded[..., 2::-1]
     lowest, largest = int(samples.min()), int(samples.max())
     remedy = f"data.bits={min(16, max(8, largest.bit_length()))}"
@@ -349,7 +350,7 @@ def _open_mask(data: bytes, path: Path) -> Image.Image:
     if kind in _JPEG or is_lossy_webp or has_lossy_parts:
         kind = {"MPO": "JPEG", "WEBP": "lossy WebP", "TIFF": "lossy TIFF"}.get(kind, kind)
         raise DataError(
-            f"{path} is a {kind}, whose compression changes numbers and colours at edges; use the "
+            f"{path} is a {kind}, whose compression changes numbers and colours at edges. Use the "
             "masks as published, or save them without loss, for example as PNG"
         )
     return image
@@ -370,7 +371,7 @@ def _stored_numbers(
     if image.mode in ("1", "P"):
         return np.array(image).astype(np.uint8)
     if _is_inverted(image):
-        raise DataError(f"{path} is a TIFF in which zero is white; save the mask as PNG")
+        raise DataError(f"{path} is a TIFF in which zero is white. Save the mask as PNG")
     largest, scaled_to = _largest_sample(image, data), 255 if image.mode == "L" else _16_BITS
     if image.format == "PPM" or largest < 255:
         return (np.asarray(image).astype(np.int64) * largest + scaled_to // 2) // scaled_to
@@ -426,7 +427,7 @@ def _check_voc_palette(image: Image.Image, path: Path, *, has_voc_palette: bool)
         number = moved[0]
         raise DataError(
             f"{path} stores {number} for the colour {palette[number].tolist()}, which is "
-            f"{meanings[number]} in VOC's palette. Its palette is in another order; use the masks "
+            f"{meanings[number]} in VOC's palette. Its palette is in another order. Use the masks "
             "as published"
         )
 

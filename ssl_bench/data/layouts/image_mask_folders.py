@@ -116,7 +116,7 @@ class NestedFiles(Files):
         return sorted(
             name.removesuffix(self.suffix)
             for name in list_files(self.folder)
-            if self._is_one(name.rpartition("/")[2])
+            if self.matches(name.rpartition("/")[2])
         )
 
 

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from ssl_bench.errors import CheckpointError, escape_braces, join_alternatives
 from ssl_bench.models.encoder import (
     ASSUMED,
-    Colours,
     Contents,
     Encoder,
-    of_library,
+    Normalization,
+    describe_library_model,
     state_dict_sha256,
 )
 from ssl_bench.models.loading.checkpoint import (
@@ -41,12 +41,12 @@ from ssl_bench.models.loading.checkpoint import (
     MODEL_FOLDER,
     PYTHON_FILE,
     TIMM_NAME,
-    colour_of,
+    advise_model_folder,
+    read_rgb,
     read_weights,
+    require_unchanged,
     shape_text,
-    unreplaced,
     verified_sha256,
-    with_model_args,
 )
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
@@ -114,7 +114,7 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
     return _from_file(uri, name, path, label=label, config=config)
 
 
-def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Colours) -> Encoder:
+def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Normalization) -> Encoder:
     """Load a DINOv3 that transformers wrote, as the architecture of timm that is the same."""
     config = {"pretrained_cfg": {"mean": colours[0], "std": colours[1]}}
     return _from_file(uri, None, path, label=label, config=config)
@@ -125,7 +125,7 @@ def _from_file(
 ) -> Encoder:
     """A file as timm's architecture of a name; without one it is a DINOv3 of transformers."""
     # A file of safetensors is mapped: its weights are read when they are copied into the model.
-    with unreplaced(path):
+    with require_unchanged(path):
         digest = verified_sha256(path)
         backbone = backbone_weights(read_weights(path), path)
         if name is None:
@@ -210,7 +210,7 @@ def _with_weights(
             plan = _create(name, path, arguments, overlay, device="meta")
     for key in ("mean", "std"):
         if key in pretrained:
-            overlay[key] = colour_of(pretrained, key, path.with_name("config.json"))
+            overlay[key] = read_rgb(pretrained, key, path.with_name("config.json"))
     if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
         # Else timm would take positions of equally many patches for those of another grid.
         overlay["input_size"] = (3, *size)
@@ -316,10 +316,12 @@ def timm_encoder(
     if isinstance(model, PlainViT):
         patch_embed: Any = model.patch_embed
         num_heads, native_size = _give_queries_keys_values(model.blocks), patch_embed.img_size
-        described = of_library(model, "timm", architecture)
+        described = describe_library_model(model, "timm", architecture)
     else:
         # Blocks differ in grid and width, or, in CaiT, [CLS] comes last.
-        described = of_library(model, "timm", architecture) | {"strides": list(shape.strides)}
+        described = describe_library_model(model, "timm", architecture) | {
+            "strides": list(shape.strides)
+        }
         num_heads, native_size = shape.num_heads, tuple(published["input_size"][1:])
         staged = {
             "strides": shape.strides,
@@ -436,7 +438,7 @@ def _require_depth(name: str, plan: Supported, weights: Weights, path: Path) -> 
     if depths == expected or len(depths) != len(expected) or width != own_width:
         return
     different = f'"depths": {depths}' if len(depths) > 1 else f'"depth": {depths[0]}'
-    way, stated = with_model_args(path, different, name), ()
+    way, stated = advise_model_folder(path, different, name), ()
     # The ViT of this suite has any depth.
     plain = VisionTransformer(depth=1, num_classes=0).state_dict().keys()
     if plain == {re.sub(r"^blocks\.\d+", "blocks.0", key) for key in weights}:
@@ -459,7 +461,7 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> Checkp
     different = '"img_size": [HEIGHT, WIDTH]' if _POSITIONS in wrong else "..."
     return CheckpointError(
         f"timm:{name} does not fit {path}: {shown}{more}, and nothing is resized; take timm's "
-        f"name of the file's architecture, or {with_model_args(path, different, name)}",
+        f"name of the file's architecture, or {advise_model_folder(path, different, name)}",
         hint=join_alternatives(TIMM_NAME, MODEL_FOLDER),
     )
 
