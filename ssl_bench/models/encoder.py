@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -135,6 +135,9 @@ class Encoder(_Identified):
         instead: Of usual facets that it lacks, which one probes look at where none was typed.
         position_rule: How it resamples stored positions for images of another size; None where it
             stores none, or where that is up to the module.
+        arrange: Function that arranges the patches of a block as a map, if they are not row by
+            row. It takes tokens (batch, patches, dim) without prefix tokens and the index of their
+            block. It returns maps (batch, rows, cols, dim).
     """
 
     module: nn.Module = field(repr=False)
@@ -161,6 +164,7 @@ class Encoder(_Identified):
     any_size: bool = True
     instead: Mapping[str, str] = field(default_factory=dict)
     position_rule: str | None = None
+    arrange: Callable[[Tensor, int], Tensor] | None = None
 
     @classmethod
     def from_module(

@@ -1,7 +1,7 @@
 """Models of timm as encoders of this suite: all blocks in one row, whatever their stages."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from timm.models.cait import Cait
 from timm.models.convnext import ConvNeXt
+from timm.models.eva import Eva
 from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
@@ -35,16 +36,23 @@ Images = Float[Tensor, "batch 3 height width"]
 Maps = Float[Tensor, "batch rows cols dim"]
 STAGED = (SwinTransformer, PyramidVisionTransformerV2, ConvNeXt)
 TRAINED = (*STAGED, Cait, VisionTransformer)
+KNOWN = (*TRAINED, Eva)
+"""Classes of timm whose blocks are known. Blocks of all others are found by a trial pass."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of every block in turn.
+    """The shapes of all blocks of a model of timm, in order.
 
     Attributes:
-        strides: Pixels along a side of what a token stands for.
-        num_heads: Of the first block; 0 without attention.
-        channels_last: Of what the blocks give, where that is maps.
+        widths: Number of channels of each block.
+        strides: Pixels along a side of one position of each block.
+        num_heads: Attention heads of the first block. 0 without attention.
+        num_prefix_tokens: Number of [CLS] and register tokens before the patches.
+        num_registers: Number of registers among the prefix tokens.
+        channels_last: Whether maps that blocks return have the channels last.
+        any_size: Whether the model accepts images of several sizes.
+        blocks: Names of the blocks, if `trace_blocks` found them.
     """
 
     widths: tuple[int, ...]
@@ -53,19 +61,26 @@ class Shape:
     num_prefix_tokens: int
     num_registers: int
     channels_last: bool
+    any_size: bool = True
+    blocks: tuple[str, ...] = ()
 
 
 class TimmBackbone(nn.Module):
-    """A model of timm as probes take it: all blocks in turn, and a norm for tokens.
+    """A model of timm with the interface of an encoder: all blocks in one list, and a norm.
 
-    Its positions are resized as DINO's are. timm's own resampler antialiases and scales without
-    margin, so its features differ at every size but the native one.
+    Position embeddings of Vision Transformers and CaiT are resized as in DINO. timm resizes them
+    with antialiasing and without a margin, so its features differ at all sizes but the native one.
+
+    Args:
+        model: The model of timm.
+        traced: Blocks that `trace_blocks` found. None for models of the classes `KNOWN`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, traced: Shape | None = None) -> None:
         super().__init__()
-        # timm's models have no class in common that says what they have.
+        # timm's models have no common class that declares their attributes.
         self.model: Any = model
+        self.traced = traced
         if isinstance(model, Cait):
             # Its positions are resized instead.
             patch_embed: Any = model.patch_embed
@@ -73,37 +88,49 @@ class TimmBackbone(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """Those of all stages in turn; CaiT's blocks of [CLS] alone are none of them."""
+        """The blocks of all stages in order, without CaiT's blocks of [CLS] alone."""
+        if self.traced is not None:
+            return nn.ModuleList(self.model.get_submodule(name) for name in self.traced.blocks)
         return nn.ModuleList(blocks_of(self.model))
 
     @property
     def norm(self) -> nn.Module:
-        """The final norm, for tokens of the last block."""
-        if isinstance(self.model, ConvNeXt):
-            # timm has it for maps, behind the mean.
-            head: Any = self.model.head
-            return _NormOfTokens(head.norm)
-        pyramid = isinstance(self.model, PyramidVisionTransformerV2)
-        last: Any = self.model.stages[-1] if pyramid else self.model
-        return last.norm
+        """The final norm, for tokens of the last block. An identity if the model has none."""
+        if self.traced is None:
+            if isinstance(self.model, ConvNeXt):
+                # timm applies this norm to the mean of a map.
+                head: Any = self.model.head
+                return _TokenNorm(head.norm)
+            has_stage_norms = isinstance(self.model, PyramidVisionTransformerV2)
+            return (self.model.stages[-1] if has_stage_norms else self.model).norm
+        head = getattr(self.model, "head", None)
+        for owner, name in ((self.model, "norm"), (head, "norm"), (self.model, "neck")):
+            norm = getattr(owner, name, None)
+            if isinstance(norm, nn.LayerNorm) and norm.normalized_shape == self.traced.widths[-1:]:
+                return _TokenNorm(norm)
+        return nn.Identity()
 
     @property
     def position_rule(self) -> str | None:
-        """How stored positions are resampled; None without any, as with rotary ones alone."""
-        return None if getattr(self.model, "pos_embed", None) is None else describe_resampling()
+        """How position embeddings are resized. None if there are none."""
+        if self.traced is None:
+            has_positions = getattr(self.model, "pos_embed", None) is not None
+            return describe_resampling() if has_positions else None
+        has_positions = any("pos" in name for name, _ in self.model.named_parameters())
+        return "as timm resizes them" if has_positions and self.traced.any_size else None
 
     def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
-        """What timm's head would take: [CLS] or the mean over all patches."""
+        """Return the features that timm's classifier receives: [CLS] or the mean of all patches."""
         model: Any = self.model
-        if getattr(model, "pos_embed", None) is None:
+        if self.traced is not None or getattr(model, "pos_embed", None) is None:
             return model(images)
         patch = model.patch_embed.feat_ratio()
         size = (images.shape[-2] // patch, images.shape[-1] // patch)
-        if size == tuple(model.patch_embed.grid_size):
-            return model(images)
-        # Meanwhile timm believes that these positions are its own.
         native = model.patch_embed.grid_size
+        if size == tuple(native):
+            return model(images)
         resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
+        # In this pass, timm must take the resized positions for its own.
         model.patch_embed.grid_size = size
         try:
             return torch.func.functional_call(model, {"pos_embed": resized}, (images,))
@@ -111,15 +138,15 @@ class TimmBackbone(nn.Module):
             model.patch_embed.grid_size = native
 
 
-class _NormOfTokens(nn.Module):
+class _TokenNorm(nn.Module):
     """A LayerNorm for maps, applied to tokens."""
 
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
-        self.of_maps = norm
+        self.map_norm = norm
 
     def forward(self, x: Float[Tensor, "batch tokens dim"]) -> Float[Tensor, "batch tokens dim"]:
-        norm = self.of_maps
+        norm = self.map_norm
         return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
@@ -178,10 +205,41 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of all stages in turn."""
+    """Return the blocks of all stages of a model of the classes `KNOWN`, in order."""
     stages: Any = getattr(model, "layers", getattr(model, "stages", None))
-    found: Any = getattr(model, "blocks", None)
-    return list(found) if stages is None else [b for stage in stages for b in stage.blocks]
+    blocks: Any = getattr(model, "blocks", None)
+    return list(blocks) if stages is None else [b for stage in stages for b in stage.blocks]
+
+
+def native_size(model: Any) -> tuple[int, int]:
+    """Return the height and width in pixels that a model of timm is made for."""
+    patch_embed: Any = getattr(model, "patch_embed", None)
+    # Older versions of timm have no traits.
+    size = getattr(patch_embed, "img_size", None) or getattr(model, "_traits", {}).get("img_size")
+    height, width = size or model.pretrained_cfg["input_size"][1:]
+    return height, width
+
+
+def token_arrangement(model: Any) -> Callable[[Tensor, int], Tensor] | None:
+    """Return a function that arranges the patches of a block as a map. None if they are in rows.
+
+    Hiera keeps patches of one window next to each other. Its function takes tokens (batch, patches,
+    dim) and the index of their block, and returns maps (batch, rows, cols, dim).
+    """
+    return getattr(model, "reroll", None)
+
+
+def count_heads(block: nn.Module) -> int:
+    """Return the number of attention heads of a block, 0 without attention."""
+    attention: Any = getattr(block, "attn", block)
+    heads = getattr(attention, "num_heads", getattr(attention, "heads", 0))
+    return heads if isinstance(heads, int) else 0
+
+
+def count_registers(model: Any) -> int:
+    """Return the number of register tokens of a model of timm."""
+    registers = getattr(model, "reg_token", None)
+    return getattr(model, "num_reg_tokens", 0) if registers is None else registers.shape[1]
 
 
 def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
@@ -209,14 +267,12 @@ def shape_of_model(model: Any) -> Shape:
     else:
         counts = [1] * len(blocks_of(model))
     infos = [i for i, count in zip(model.feature_info, counts, strict=True) for _ in range(count)]
-    attention: Any = getattr(blocks_of(model)[0], "attn", None)
-    registers = getattr(model, "reg_token", None)
     return Shape(
         widths=tuple(info["num_chs"] for info in infos),
         strides=tuple(info["reduction"] for info in infos),
-        num_heads=getattr(attention, "num_heads", 0),
+        num_heads=count_heads(blocks_of(model)[0]),
         num_prefix_tokens=0 if isinstance(model, (*STAGED, Cait)) else model.num_prefix_tokens,
-        num_registers=0 if registers is None else registers.shape[1],
+        num_registers=count_registers(model),
         channels_last=isinstance(model, SwinTransformer),
     )
 

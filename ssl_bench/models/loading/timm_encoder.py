@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,7 @@ import numpy as np
 import timm
 import torch
 from jaxtyping import Int
-from timm.models.cait import Cait
-from timm.models.convnext import ConvNeXt
 from timm.models.eva import Eva
-from timm.models.pvt_v2 import PyramidVisionTransformerV2
-from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -51,23 +48,23 @@ from ssl_bench.models.loading.checkpoint import (
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
-from ssl_bench.models.timm_config import family_of
-from ssl_bench.models.timm_model import STAGED, TimmBackbone, shape_of_model
+from ssl_bench.models.timm_blocks import UnsupportedBlocks, trace_blocks
+from ssl_bench.models.timm_model import (
+    KNOWN,
+    TimmBackbone,
+    native_size,
+    shape_of_model,
+    token_arrangement,
+)
 from ssl_bench.system.files import expand_path
 from ssl_bench.system.process import reraise_out_of_memory
 
-# Eva holds timm's ViTs with rotary positions, DINOv3 among them.
+# timm's ViTs with rotary positions, such as DINOv3, are of the class Eva.
 PlainViT = VisionTransformer | Eva
-Supported = PlainViT | SwinTransformer | PyramidVisionTransformerV2 | ConvNeXt | Cait
 Weights = Mapping[str, Tensor]
 
 _RANDOM_SEED = 0
 _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
-_SUPPORTED = (
-    "supported are timm's plain Vision Transformers, which take dynamic_img_size and images of any "
-    "size, for example vit_small_patch16_224, and its Swin, CaiT, PVT v2 and ConvNeXt; of others "
-    f"{IN_PYTHON}"
-)
 
 
 def load_timm(uri: str) -> Encoder:
@@ -175,7 +172,7 @@ def _check_name(name: str) -> None:
 
 def _with_weights(
     name: str, path: Path, backbone: Backbone, config: Mapping[str, Any]
-) -> tuple[Supported, str]:
+) -> tuple[nn.Module, str]:
     """The model with the very tensors of the file, and what was assumed of their shapes."""
     pretrained = _mapping(config, "pretrained_cfg", path)
     arguments = dict(_mapping(config, "model_args", path))
@@ -250,23 +247,22 @@ def _create(
     *,
     pretrained: bool = False,
     device: str | None = None,
-) -> Supported:
-    family = family_of(name)
-    options: dict[str, Any] = {**arguments, "num_classes": 0, "device": device}
-    if family is None or family.dynamic:
-        # Convolutions need nothing to take images of any size, CaiT gets it later.
-        options["dynamic_img_size"] = True
+) -> Any:
+    """Create a model of timm for RGB images of any size, if it supports several sizes."""
+    build = partial(
+        timm.create_model,
+        name,
+        pretrained=pretrained,
+        pretrained_cfg_overlay=dict(overlay) or None,
+        num_classes=0,
+        device=device,
+        **arguments,
+    )
     try:
-        model = timm.create_model(
-            name,
-            pretrained=pretrained,
-            pretrained_cfg_overlay=dict(overlay) or None,
-            **options,
-        )
-    except TypeError as error:
-        raise CheckpointError(
-            f"timm:{name} is not supported; {_SUPPORTED}", hint=PYTHON_FILE
-        ) from error
+        try:
+            model: Any = build(dynamic_img_size=True)
+        except TypeError:  # Models without this argument accept any size or only one.
+            model = build()
     except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
         reraise_out_of_memory(error)
         reason = " ".join(str(error).split())[:160] or type(error).__name__
@@ -283,22 +279,11 @@ def _create(
             f"{path or f'timm:{name}'} is a {name} for images of {channels} channels, expected 3 "
             "(RGB); take another encoder"
         )
-    if isinstance(model, (*STAGED, Cait)):
-        return model
-    if not isinstance(model, PlainViT):
-        raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}", hint=PYTHON_FILE)
-    patch_embed: Any = model.patch_embed
-    rows, cols = patch_embed.feat_ratio(as_scalar=False)
-    if rows != cols:
-        raise CheckpointError(
-            f"timm:{name} has patches of {rows} x {cols} pixels, expected squares; {_SUPPORTED}",
-            hint=PYTHON_FILE,
-        )
     return model
 
 
 def timm_encoder(
-    model: Supported,
+    model: Any,
     *,
     uri: str,
     name: str,
@@ -306,25 +291,48 @@ def timm_encoder(
     keys: tuple[int, int] = (0, 0),
     contents: Contents | None = None,
 ) -> Encoder:
-    """Freeze a model of timm; a Vision Transformer's attention gets one layer for q, k and v."""
-    # Any: what timm declares for these is wider than what they are.
-    published: Any = model.pretrained_cfg
+    """Freeze a model of timm as an encoder.
+
+    A layer `attn.qkv` that computes all of the queries, keys and values replaces separate layers
+    and biases.
+
+    Raises:
+        CheckpointError: The blocks of the model do not return features of every patch.
+    """
+    published = model.pretrained_cfg
     published.pop("state_dict", None)
     architecture = published.get("architecture", type(model).__name__)
-    module, shape = TimmBackbone(model), shape_of_model(model)
-    staged: dict[str, Any] = {}
-    if isinstance(model, PlainViT):
+    is_plain = isinstance(model, PlainViT)
+    if is_plain:
         patch_embed: Any = model.patch_embed
-        num_heads, native_size = _give_queries_keys_values(model.blocks), patch_embed.img_size
-        described = of_library(model, "timm", architecture)
-    else:
-        # Blocks differ in grid and width, or, in CaiT, [CLS] comes last.
-        described = of_library(model, "timm", architecture) | {"strides": list(shape.strides)}
-        num_heads, native_size = shape.num_heads, tuple(published["input_size"][1:])
-        staged = {
+        rows, cols = patch_embed.feat_ratio(as_scalar=False)
+        if rows != cols:
+            raise CheckpointError(
+                f"timm:{architecture} has patches of {rows} x {cols} pixels, expected squares; "
+                f"{IN_PYTHON}",
+                hint=PYTHON_FILE,
+            )
+    try:
+        traced = None if isinstance(model, KNOWN) else trace_blocks(model)
+    except UnsupportedBlocks as error:
+        raise CheckpointError(
+            f"timm:{architecture} is not supported: {error}; expected blocks or stages that return "
+            f"one feature for each patch; {IN_PYTHON}",
+            hint=PYTHON_FILE,
+        ) from error
+    module, shape = TimmBackbone(model, traced), traced or shape_of_model(model)
+    _join_queries_keys_values(module.blocks)
+    described = of_library(model, "timm", architecture)
+    stages: dict[str, Any] = {}
+    if not is_plain:
+        # The blocks differ in grid and width, return maps, or do not contain [CLS].
+        described |= {"strides": list(shape.strides)}
+        stages = {
             "strides": shape.strides,
             "widths": shape.widths,
             "channels_last": shape.channels_last,
+            "any_size": shape.any_size,
+            "arrange": token_arrangement(model),
         }
     return Encoder(
         module=module.eval().requires_grad_(False),
@@ -335,10 +343,10 @@ def timm_encoder(
         patch_size=shape.strides[0],
         depth=len(shape.strides),
         dim=shape.widths[-1],
-        num_heads=num_heads,
+        num_heads=shape.num_heads,
         num_prefix_tokens=shape.num_prefix_tokens,
         num_registers=shape.num_registers,
-        native_size=native_size,
+        native_size=native_size(model),
         mean=tuple(published["mean"]),
         std=tuple(published["std"]),
         colours_from=f"timm's {architecture}",
@@ -346,35 +354,30 @@ def timm_encoder(
         total_keys=keys[1],
         contents=contents or Contents("timm", f"timm {timm.__version__}"),
         position_rule=module.position_rule,
-        **staged,
+        **stages,
     )
 
 
 @torch.no_grad()
-def _give_queries_keys_values(blocks: Iterable[nn.Module]) -> int:
-    """Let `attn.qkv` compute all of q, k and v wherever that is the same arithmetic.
+def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
+    """Let `attn.qkv` compute all queries, keys and values of a block, biases included.
 
-    Some of timm's blocks add biases outside of `qkv`, others have three layers in its place; their
-    outputs stay the same to rounding. Blocks without one attention layer, and those with fewer
-    keys than queries, are left as they are.
-
-    Returns:
-        Heads of the first block.
+    Some attention layers of timm add biases outside of `qkv`, others have three layers instead.
+    Their outputs stay the same up to rounding. Blocks with other layers, or with fewer keys than
+    queries, do not change.
     """
-    heads = 0
     for block in blocks:
         # Any: the layers differ from model to model, and so do their types.
         attention: Any = getattr(block, "attn", None)
-        heads = heads or getattr(attention or block, "num_heads", 0)
-        if attention is None:
-            continue
         if getattr(attention, "qkv", None) is not None:
-            if getattr(attention, "q_bias", None) is not None:
-                biases = torch.cat([attention.q_bias, attention.k_bias, attention.v_bias])
-                attention.qkv.bias = nn.Parameter(biases)
+            biases: list[Any] = [getattr(attention, f"{part}_bias", None) for part in "qkv"]
+            if all(bias is not None for bias in biases):
+                attention.qkv.bias = nn.Parameter(torch.cat(biases))
                 attention.q_bias = attention.k_bias = attention.v_bias = None
             continue
-        parts: list[nn.Linear] = [attention.q_proj, attention.k_proj, attention.v_proj]
+        parts: list[Any] = [getattr(attention, f"{part}_proj", None) for part in "qkv"]
+        if not all(isinstance(part, nn.Linear) for part in parts):
+            continue
         width = parts[0].out_features
         if any(part.out_features != width for part in parts):
             continue
@@ -388,7 +391,6 @@ def _give_queries_keys_values(blocks: Iterable[nn.Module]) -> int:
             qkv.bias.copy_(torch.cat([zeros if p.bias is None else p.bias for p in parts]))
         attention.qkv = qkv
         attention.q_proj = attention.k_proj = attention.v_proj = None
-    return heads
 
 
 def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
@@ -430,7 +432,7 @@ def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
     return list(Counter(stage for stage, _ in blocks).values()), width
 
 
-def _require_depth(name: str, plan: Supported, weights: Weights, path: Path) -> None:
+def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> None:
     depths, width = _depths_and_width(weights)
     expected, own_width = _depths_and_width(plan.state_dict())
     if depths == expected or len(depths) != len(expected) or width != own_width:
