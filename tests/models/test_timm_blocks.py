@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import Encoder
+from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.timm_encoder import timm_encoder
 from ssl_bench.models.timm_blocks import UnsupportedBlocks, trace_blocks
+from tests.support.foreign_weights import saved
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 HIERA: dict[str, Any] = {"embed_dim": 8, "stages": (1, 2, 2, 1), "img_size": (96, 96)}
@@ -246,6 +247,51 @@ def test_without_a_final_norm_normed_tokens_of_every_width_are_the_tokens():
     extractor = FeatureExtractor(encoder, layers=[0, 7], facets=["token", "token_normed"])
     for features in extractor(torch.rand(1, 3, 64, 64)).values():
         assert torch.equal(features["token_normed"], features["token"])
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("resnet10t", 64),
+        ("hiera_tiny_224", 224),
+        ("samvit_base_patch16_224", 64),
+        ("naflexvit_base_patch16_gap", 64),
+    ],
+)
+def test_a_file_gives_its_very_weights_without_the_head(tmp_path, name, size):
+    torch.manual_seed(0)
+    model: Any = timm.create_model(name, num_classes=5).eval()
+    path = saved(tmp_path / "weights.pth", model.state_dict())
+
+    encoder = load_encoder(f"timm:{name}@{path}")
+
+    images = torch.rand(1, 3, size, size)
+    last = encoder.depth - 1
+    features = FeatureExtractor(encoder, layers=[last])(images)[last]["token"]
+    expected = timm_features(model, normalise(encoder, images))[-1]
+    assert torch.equal(features, expected.permute(0, 2, 3, 1))
+    assert len(encoder.contents.ignored) == 2
+    assert encoder.loaded_keys == encoder.total_keys - 2
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "names of another library"])
+def test_a_file_that_differs_from_the_architecture_is_refused(tmp_path, fault):
+    model: Any = timm.create_model("resnet10t", num_classes=0)
+    weights = model.state_dict()
+    if fault == "missing":
+        del weights["layer2.0.bn1.bias"]
+    elif fault == "unknown":
+        weights["layer5.weight"] = torch.zeros(3)
+    elif fault == "shape":
+        weights["layer2.0.bn1.bias"] = torch.zeros(3)
+    else:
+        weights = {f"backbone_{name}": value for name, value in weights.items()}
+
+    with pytest.raises(CheckpointError) as raised:
+        load_encoder(f"timm:resnet10t@{saved(tmp_path / 'weights.pth', weights)}")
+
+    has_timm_names = fault != "names of another library"
+    assert ("timm:{timm_name}@{file}" in raised.value.hint) is has_timm_names
 
 
 class Blocks(nn.Module):
