@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from pretrain.lock import Hold
 from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
 from ssl_bench.models import EncoderModule, save_encoder
-from ssl_bench.models.loading.addresses import LAST, kept_epoch, kept_name
+from ssl_bench.models.loading.addresses import LAST, epoch_file_name, parse_epoch
 from ssl_bench.system.device import to_host
 from ssl_bench.system.files import (
     file_sha256,
@@ -182,7 +182,7 @@ def require_free(out: Path) -> None:
 
 
 def _files_of_a_run(out: Path) -> list[Path]:
-    kept = [path for path in out.glob("*") if kept_epoch(path) is not None]
+    kept = [path for path in out.glob("*") if parse_epoch(path) is not None]
     encoders = [out / ENCODER, *kept]
     digests = [path.with_name(f"{path.name}.sha256") for path in encoders]
     return [out / CONFIG, out / LOG, *encoders, *digests]
@@ -261,7 +261,7 @@ class Saver:
         say: Callable[[str], None],
     ) -> None:
         """Let the copied encoder of an epoch be written, and say so then."""
-        name = kept_name(epoch)
+        name = epoch_file_name(epoch)
 
         def work() -> None:
             save_encoder(self._out / name, encoder, metadata)

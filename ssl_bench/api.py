@@ -23,7 +23,7 @@ from ssl_bench.errors import ConfigurationError, DataError, hints_for_python
 from ssl_bench.features import FeatureExtractor, Features, resize_image
 from ssl_bench.layers import Facet, resolve_layers
 from ssl_bench.models import Encoder
-from ssl_bench.models.encoder import OwnModule
+from ssl_bench.models.loading.own_module import OwnModule
 from ssl_bench.planning import evaluate, plan_request, require_images
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import Record, ResultStore, to_pandas

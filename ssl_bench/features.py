@@ -334,7 +334,7 @@ class FeatureExtractor:
         if output.shape[:2] != (batch, tokens):
             raise UnfitEncoder(
                 f"block {layer} of {self.encoder.name} computes queries, keys and values in "
-                "windows, but they are needed for the whole image",
+                "windows or before pooling, but they are needed for each of its tokens",
                 hint=_TOKENS,
             )
         for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):

@@ -22,13 +22,13 @@ from ssl_bench.composition.compose import (
     load_protocol_file,
 )
 from ssl_bench.composition.fields import format_value
-from ssl_bench.data.corruptions import asked_corruptions
+from ssl_bench.data.corruptions import parse_corruptions
 from ssl_bench.data.files.readable import (
-    Looked,
+    ReadabilityCache,
     ReadableDataset,
-    as_readable,
-    shared_files,
-    with_a_way_out,
+    count_shared_files,
+    leave_out_unreadable,
+    suggest_skipping,
 )
 from ssl_bench.data.samples import OFFERED, Dataset, datasets_with
 from ssl_bench.data.splits import DType, ListedOnce, OpenedOnce, as_asked, shared_values
@@ -86,7 +86,7 @@ class PlannedProbe:
         """Open the probe's splits. Raise DataError if one is incomplete or if they overlap."""
         scored, fitted = self.probe.split(self.dataset), self.probe.training_images(self.dataset)
         if fitted is not None:
-            shared_files(fitted, scored, allowed=self.allow_overlap)
+            count_shared_files(fitted, scored, allowed=self.allow_overlap)
 
     def fit_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
         """Return the probe with facets and image sizes that fit the encoder and the images.
@@ -99,7 +99,7 @@ class PlannedProbe:
         """
         probe: Any = self.probe.adapt_to_images(self.dataset, self.chosen_fields)
         facets = [probe.facet] if isinstance(probe.facet, str) else list(probe.facet or ())
-        available = list(dict.fromkeys(encoder.instead.get(name, name) for name in facets))
+        available = list(dict.fromkeys(encoder.fallback_facets.get(name, name) for name in facets))
         if available != facets and "facet" not in self.chosen_fields:
             probe = replace(probe, facet=available[0] if len(available) == 1 else available)
         probe.require_fitting(encoder)
@@ -159,10 +159,10 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
         ConfigurationError: A key does not exist, a value is invalid, or no dataset supports a task.
         DataError: No dataset supports any task. For example, tokencut needs boxes.
     """
-    corruptions, overrides = asked_corruptions(request.overrides)
+    corruptions, overrides = parse_corruptions(request.overrides)
     pairs = [(task, dataset) for dataset in request.datasets for task in request.tasks]
     settings, ignored_by = _distribute(overrides, pairs)
-    datasets, checked_images = dict[str, Dataset](), Looked()
+    datasets, checked_images = dict[str, Dataset](), ReadabilityCache()
     plan = [
         _build_pair(pair, [*settings[pair], *corruption], request, datasets, checked_images)
         for corruption in corruptions
@@ -259,7 +259,7 @@ def evaluate(
             # A `ReadableDataset` checked its images before the run, so the file has changed since.
             if isinstance(planned.dataset, ReadableDataset):
                 raise
-            raise with_a_way_out(error) from error
+            raise suggest_skipping(error) from error
         except (ConfigurationError, ImportError, SyntaxError) as error:
             if not skip_unfit:
                 raise
@@ -382,7 +382,7 @@ def _build_pair(
     overrides: Sequence[str],
     request: ProbeRequest,
     datasets: dict[str, Dataset],
-    checked_images: Looked,
+    checked_images: ReadabilityCache,
 ) -> PlannedProbe:
     """Build a dataset, and a probe with settings that suit the dataset.
 
@@ -411,7 +411,7 @@ def _build_pair(
     requested = datasets.setdefault(f"{key} {values}", as_asked(full, values))
     return PlannedProbe(
         probe=build(config, "probe"),
-        dataset=as_readable(requested, dataset, request.on_bad_image, checked_images),
+        dataset=leave_out_unreadable(requested, dataset, request.on_bad_image, checked_images),
         seed=values["seed"],
         dtype=values["dtype"],
         choice=pair,

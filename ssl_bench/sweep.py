@@ -34,7 +34,7 @@ from ssl_bench.evaluation import (
 from ssl_bench.layers import select_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_of_encoder
-from ssl_bench.models.loading.load import announced_encoder, encoder_addresses, require_layers
+from ssl_bench.models.loading.load import encoder_addresses, load_and_log, require_layers
 from ssl_bench.planning import PlannedProbe, evaluate, open_datasets_once, plan_request
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import ResultKey, ResultStore, encoder_id
@@ -237,7 +237,7 @@ def run_in_this_process(
     Consecutive jobs with the same encoder load it only once. Consecutive probes on the same images
     share features. With `debug`, the first error is raised.
     """
-    load, features = lru_cache(maxsize=1)(announced_encoder), FeatureCache()
+    load, features = lru_cache(maxsize=1)(load_and_log), FeatureCache()
 
     def compute(job: Job, later: Sequence[Job]) -> None:
         evaluate(

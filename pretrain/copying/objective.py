@@ -24,7 +24,7 @@ from ssl_bench.composition.fields import Count, check_fields
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, StateSpaceConfig, StateSpaceModel, build_encoder
-from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 from ssl_bench.system.device import to_float64
 
 # Beside the letters: `|` and `.`.
@@ -74,7 +74,7 @@ class StringMaker(ViewMaker):
         return torch.from_numpy(np.stack(drawn))
 
     def finish(
-        self, groups: Letters, device: torch.device, colours: Colours = IMAGENET_COLOURS
+        self, groups: Letters, device: torch.device, colours: Normalization = IMAGENET_NORMALIZATION
     ) -> tuple[Rows]:
         del colours
         return (rows_of(groups.to(device, non_blocking=True), self.letters),)

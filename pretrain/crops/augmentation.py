@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64, UInt8
 from torch import Tensor
 
-from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 from ssl_bench.system.device import to_device
 
 Images = Float[Tensor, "views 3 height width"]
@@ -57,7 +57,7 @@ def apply_looks(
     looks: AugmentationParams,
     *,
     solarize_threshold: float,
-    colours: Colours = IMAGENET_COLOURS,
+    colours: Normalization = IMAGENET_NORMALIZATION,
 ) -> Images:
     """Change 8-bit RGB views as `looks` says, and normalise them.
 
@@ -117,7 +117,7 @@ def _coloured_on_gpu(
     return jitter_once(images, grey, saturation, none_left)
 
 
-def normalise(images: Images, colours: Colours = IMAGENET_COLOURS) -> Images:
+def normalise(images: Images, colours: Normalization = IMAGENET_NORMALIZATION) -> Images:
     """From values in [0, 1] to mean 0 and deviation 1 where those are `colours`, in place."""
     mean, std = to_device(torch.tensor(colours), images.device)[..., None, None]
     return images.sub_(mean).div_(std)

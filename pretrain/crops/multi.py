@@ -31,7 +31,7 @@ from ssl_bench.composition.fields import (
     PositiveRange,
     check_fields,
 )
-from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 
 # Random numbers of a view, beside those of its box.
 _LOOK_NUMBERS = 14
@@ -193,7 +193,7 @@ class MultiCrop(ViewMaker):
         self,
         groups: Sequence[CropGroup],
         device: torch.device,
-        colours: Colours = IMAGENET_COLOURS,
+        colours: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, ...]:
         """Give every view its look on the device; the normalised views, group by group."""
         return tuple(

@@ -15,7 +15,7 @@ from pretrain.crops.augmentation import Images, normalise
 from ssl_bench.composition.fields import Fraction, FractionRange, PositiveRange, check_fields
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 
 _ATTEMPTS = 10
 BOX_NUMBERS = 2 * _ATTEMPTS + 2
@@ -50,7 +50,7 @@ class ViewMaker(ABC):
 
     @abstractmethod
     def finish(
-        self, groups: Any, device: torch.device, colours: Colours = IMAGENET_COLOURS
+        self, groups: Any, device: torch.device, colours: Normalization = IMAGENET_NORMALIZATION
     ) -> Sequence[Tensor]:
         """What was cut, on the device, as the learner takes it."""
 
@@ -95,7 +95,7 @@ class PlainCrop(ViewMaker):
         self,
         groups: UInt8[Tensor, "batch 3 size size"],
         device: torch.device,
-        colours: Colours = IMAGENET_COLOURS,
+        colours: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images]:
         """The normalised images."""
         return (normalise(groups.to(device, non_blocking=True).float() / 255, colours),)

@@ -27,7 +27,7 @@ from ssl_bench.composition.fields import (
     PositiveRange,
     check_fields,
 )
-from ssl_bench.models.encoder import IMAGENET_COLOURS, IMAGENET_MEAN, Colours
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_NORMALIZATION, Normalization
 from ssl_bench.system.device import to_device
 
 # Brightness, contrast and saturation: no hue.
@@ -282,7 +282,10 @@ class SingleCrop(ViewMaker):
         return replace(copies[0], **whole)
 
     def finish(
-        self, groups: LabelledCrops, device: torch.device, colours: Colours = IMAGENET_COLOURS
+        self,
+        groups: LabelledCrops,
+        device: torch.device,
+        colours: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, Int64[Tensor, " batch"], Float32[Tensor, ""]]:
         """The normalised images, the class of each, and its share of the mixture."""
         images = groups.pixels.to(device, non_blocking=True).float().div_(255)

@@ -15,11 +15,11 @@ from ssl_bench.composition.choices import choices, require_choice
 from ssl_bench.composition.compose import add_data_root, build, compose_config
 from ssl_bench.composition.fields import Count, require_type
 from ssl_bench.data.files.readable import (
-    Looked,
     OnBadImage,
-    as_readable,
-    counts_and_first,
-    with_a_way_out,
+    ReadabilityCache,
+    leave_out_unreadable,
+    suggest_skipping,
+    summarize_left_out,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import as_asked, shared_values
@@ -27,7 +27,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImag
 from ssl_bench.evaluation import unreadable_ids
 from ssl_bench.features import FeatureExtractor, resize_image
 from ssl_bench.layers import resolve_layers
-from ssl_bench.models.loading.load import announced_encoder, newest_checkpoint, require_layers
+from ssl_bench.models.loading.load import load_and_log, newest_checkpoint, require_layers
 from ssl_bench.request import parse_on_bad_image
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import (
@@ -36,7 +36,13 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
-from ssl_bench.system.output import format_size, say, show_progress
+from ssl_bench.system.output import (
+    escape_undecodable,
+    format_size,
+    say,
+    show_progress,
+    to_plain_json,
+)
 from ssl_bench.system.process import require_single_process, reraise_out_of_memory
 
 FORMATS = ("safetensors", "npz")
@@ -72,7 +78,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     require_writable(out)
     remove_orphans_below(out)
     device = choose_device(options.device)
-    encoder = announced_encoder(options.checkpoint or newest_checkpoint(Path("runs")))
+    encoder = load_and_log(options.checkpoint or newest_checkpoint(Path("runs")))
     extractor = FeatureExtractor(
         encoder,
         layers=resolve_layers(options.layer, encoder.depth),
@@ -87,7 +93,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         "dataset": {
             "name": dataset.name,
             "splits": {name: images.fingerprint() for name, images in splits.items()},
-            "left_out": counts_and_first(unreadable_ids(dataset)),
+            "left_out": summarize_left_out(unreadable_ids(dataset)),
             "bits": bits,
         },
         "layers": list(extractor.layers),
@@ -103,7 +109,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     rows: list[dict[str, Any]] = []
     for images in splits.values():
         rows += _write_split(images, extractor, size, out, options)
-    table = pyarrow.Table.from_pylist(rows)
+    table = pyarrow.Table.from_pylist(to_plain_json(rows, text=escape_undecodable))
     write_atomically(out / _INDEX, lambda file: pyarrow.parquet.write_table(table, file))
     say(
         f"features of {len(rows)} images are in {out}. "
@@ -122,7 +128,8 @@ def _open_dataset(
     values = shared_values(config)
     dataset: Dataset = build(config, "dataset")
     view = as_asked(dataset, values)
-    return as_readable(view, dataset, on_bad_image, Looked()), values["data.bits"]
+    readable = leave_out_unreadable(view, dataset, on_bad_image, ReadabilityCache())
+    return readable, values["data.bits"]
 
 
 def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
@@ -220,7 +227,7 @@ def _extract(
                 for sample in map(images.__getitem__, indices[start : start + batch_size])
             ]
         except UnreadableImage as error:
-            raise with_a_way_out(error) from error
+            raise suggest_skipping(error) from error
         pixels = torch.stack([image for image, _, _ in batch])
         names = [name for _, name, _ in batch]
         for layer, by_facet in extractor(pixels, names).items():

@@ -3,13 +3,15 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ssl_bench.errors import CheckpointError, SslBenchError
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.hub import HUB_WEIGHTS
 from ssl_bench.models.loading.layouts import LAYOUTS
+from ssl_bench.models.loading.load import list_addresses
 from ssl_bench.system.files import open_regular
 from ssl_bench.system.output import dump_json, escape_lines, to_one_line
 
@@ -17,43 +19,6 @@ _MAX_NAMES = 3
 _NO_KEYS = "queries, keys and values are unknown (no attn.qkv in each block), so probes use tokens"
 
 
-class Address(NamedTuple):
-    """One form of the URIs that `--checkpoint` accepts."""
-
-    form: str
-    example: str
-    meaning: str
-
-
-ADDRESSES = (
-    Address("FOLDER", "runs/skip", "run folder (its last.safetensors)"),
-    Address("FOLDER@EPOCH", "runs/skip@200", "encoder that a run saved at an epoch"),
-    Address("FILE.safetensors", "runs/skip/last.safetensors", "checkpoint of ssl-bench"),
-    Address("FILE", "dinov2_vits14_pretrain.pth", "weights in a layout listed below"),
-    Address("FILE.py:NAME", "my_model.py:encoder", "your own module (runs the file)"),
-    Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published timm weights"),
-    Address(
-        "timm:NAME@FILE", "timm:vit_small_patch16_224@mine.pth", "timm model with your weights"
-    ),
-    Address("timm:NAME", "timm:vit_small_patch16_224", "timm model with random weights"),
-    Address("hf-hub:ORG/NAME@REVISION", "hf-hub:facebook/dinov2-small", "timm or transformers"),
-    Address(
-        "local-dir:FOLDER", "local-dir:/models/dinov2-small", "config.json and model.safetensors"
-    ),
-    Address(
-        "torchhub:REPOSITORY:NAME",
-        "torchhub:facebookresearch/dino:dino_vits16",
-        "weights of torch hub (its code is not run)",
-    ),
-    Address("demo:NAME", "demo:skip", "built-in encoder (skip or skipless)"),
-    Address(
-        "mean=0.5,std=0.5:URI",
-        "mean=0.5,std=0.5:my.pth",
-        "checkpoint with this image normalisation",
-    ),
-    Address("random:URI", "random:runs/skip", "encoder of URI with random weights"),
-    Address("colours:PATCH", "colours:16", "raw colours of patches of this size"),
-)
 TIMM_PATTERNS = (
     *("vit_*", "deit*", "flexivit_*", "eva*", "beit3_*", "aimv2_*", "vitamin_*"),
     *("vit_*dinov2", "vit_*dinov3", "vit_*siglip*", "vit_*clip*", "vit_*rope*", "vit_pe_*"),
@@ -120,7 +85,7 @@ def describe_encoder(encoder: Encoder) -> dict[str, Any]:
         "used": encoder.loaded_keys,
         "total": encoder.total_keys,
         "ignored": dict(contents.ignored),
-        "note": contents.note or _NO_KEYS * ("key" in encoder.instead),
+        "note": contents.note or _NO_KEYS * ("key" in encoder.fallback_facets),
         "sha256": encoder.sha256,
     }
 
@@ -181,7 +146,7 @@ def _shorten(names: Sequence[str]) -> str:
 
 def _list_as_json() -> dict[str, object]:
     return {
-        "addresses": [address._asdict() for address in ADDRESSES],
+        "addresses": [asdict(address) for address in list_addresses()],
         "layouts": [{"name": layout.name, "source": layout.source} for layout in LAYOUTS],
         "torchhub": {repository: dict(names) for repository, names in HUB_WEIGHTS.items()},
         "timm": list(TIMM_PATTERNS),
@@ -191,7 +156,7 @@ def _list_as_json() -> dict[str, object]:
 def _format_list() -> list[str]:
     return [
         "Values of --checkpoint:",
-        *(f"  {a.form:<25} {a.meaning:<42} {a.example}" for a in ADDRESSES),
+        *(f"  {a.form:<25} {a.meaning:<42} {a.example}" for a in list_addresses()),
         "",
         "Layouts that are recognised in FILE:",
         *(f"  {layout.name:<25} {layout.source}" for layout in reversed(LAYOUTS)),

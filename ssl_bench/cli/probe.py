@@ -11,7 +11,7 @@ from ssl_bench.evaluation import FeatureCache
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand, is_baseline, layers_of_encoder
-from ssl_bench.models.loading.load import announced_encoder, encoder_addresses, require_layers
+from ssl_bench.models.loading.load import encoder_addresses, load_and_log, require_layers
 from ssl_bench.planning import PlannedProbe, evaluate, plan_request, require_images
 from ssl_bench.request import ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
@@ -68,7 +68,7 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
     skip_unfit = request.all_tasks and len(plan) > 1
     records, features = list[Record](), FeatureCache()
     for uri in uris:
-        encoder = announced_encoder(uri)
+        encoder = load_and_log(uri)
         _require_fitting_sizes(plan, encoder)
         # The folder is created after all checks, so that a wrong command leaves no empty folder.
         ResultStore.create(store.root)

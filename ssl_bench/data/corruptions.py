@@ -1,6 +1,7 @@
-"""The common corruptions of ImageNet-C, by name and severity, always with the same draws.
+"""Corrupt images as in ImageNet-C, by name and severity, with the same random draws every time.
 
-Of a corrupted dataset the scored images are corrupted; what is fitted sees them as they are.
+Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and
+Perturbations", ICLR 2019. Only scored images are corrupted, never training images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,8 @@ from PIL import Image
 
 from ssl_bench.composition.choices import unknown_name_error
 from ssl_bench.composition.fields import format_value
-from ssl_bench.data.files.fingerprints import extended
-from ssl_bench.data.files.readable import RemainingImages
+from ssl_bench.data.files.fingerprints import extend_fingerprint
+from ssl_bench.data.files.readable import ImageSubset
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import ConfigurationError, MachineError, escape_braces
 
@@ -32,22 +33,26 @@ NAMES = (
     *("snow", "fog", "brightness"),
     *("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 )
-"""Those of ImageNet-C in its order, without frost."""
-# Count up when the same corruption gives other pixels.
+"""Names of the corruptions of ImageNet-C in its order, without frost."""
+# Increase this number if a corruption gives other pixels than before.
 _VERSION = 2
 _CLEAN = ("clean", "null")
 _ALL = "all"
-# Those with a generator of their own; the others draw from NumPy's global one.
+# These two take a seed. The others draw from NumPy's global generator.
 _SEEDED = ("impulse_noise", "glass_blur")
-_GLOBAL_GENERATOR = Lock()
+_GLOBAL_GENERATOR_LOCK = Lock()
 
 
 @dataclass(frozen=True)
 class Corruption:
-    """One of `NAMES`, in one of `SEVERITIES`.
+    """A corruption with its severity.
+
+    Attributes:
+        name: One of `NAMES`.
+        severity: One of `SEVERITIES`.
 
     Raises:
-        ConfigurationError: there is no such one.
+        ConfigurationError: The name or the severity does not exist.
     """
 
     name: str
@@ -60,7 +65,7 @@ class Corruption:
         if self.severity not in SEVERITIES:
             raise ConfigurationError(
                 f"corrupt={self.name} expects a severity in 1 to 5, got "
-                f"{format_value(self.severity)}; clean has none",
+                f"{format_value(self.severity)}. Images without corruption are called clean",
                 hint=(f"corrupt={self.name}:3", "or", "corrupt=clean"),
             )
 
@@ -68,78 +73,81 @@ class Corruption:
         return f"{self.name}:{self.severity}"
 
     @classmethod
-    def of(cls, text: str) -> "Corruption":
-        """The one that a text like "snow:3" names, which must not name several."""
-        found = _of_part(text)
-        if len(found) != 1:
+    def parse(cls, text: str) -> "Corruption":
+        """Return the corruption in a text such as "snow:3"."""
+        corruptions = _parse_severities(text)
+        if len(corruptions) != 1:
             raise ConfigurationError(
                 f"expected one corruption such as snow:3, got {format_value(text)}"
             )
-        return found[0]
+        return corruptions[0]
 
 
-def corrupted(image: Pixels, corruption: Corruption, image_id: str) -> Pixels:
-    """An image after a corruption, the same whenever and wherever it is asked for.
+def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixels:
+    """Corrupt an image with random draws that only depend on the corruption and the image id.
 
     Args:
-        image: RGB, 0 to 255.
-        corruption: Whose radii and distances are in pixels of this image.
-        image_id: With the corruption it decides the draws.
+        image: RGB image with values from 0 to 255.
+        corruption: The corruption. Its radii and distances are in pixels of this image.
+        image_id: Id of the image.
     """
-    # Not for everybody: the package is an extra.
+    # This package is optional.
     from imagecorruptions import corruption_dict
 
     text = f"{corruption}\n{image_id}".encode(errors="surrogateescape")
     seed = int.from_bytes(sha256(text).digest()[:4], "big")
-    seeded = {"seed": seed} if corruption.name in _SEEDED else {}
+    options = {"seed": seed} if corruption.name in _SEEDED else {}
     corrupt = corruption_dict[corruption.name]
-    # NumPy's global generator begins at the seed, for one thread at a time, and goes on after.
-    with _GLOBAL_GENERATOR:
-        before = np.random.get_state()
+    with _GLOBAL_GENERATOR_LOCK:
+        state = np.random.get_state()
         np.random.seed(seed)
         try:
-            found = corrupt(Image.fromarray(image), corruption.severity, **seeded)
+            corrupted = corrupt(Image.fromarray(image), corruption.severity, **options)
         finally:
-            np.random.set_state(before)
-    return np.array(found).astype(np.uint8)
+            np.random.set_state(state)
+    return np.array(corrupted).astype(np.uint8)
 
 
-def asked_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """An override for each corruption, none for the images as they are, and all other overrides.
+def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """Separate the key `corrupt` from other overrides, and split it into single corruptions.
+
+    Returns:
+        For each corruption a list with its override, or an empty list for clean images, and all
+        other overrides.
 
     Raises:
-        ConfigurationError: there is no such corruption or severity, or the key comes twice.
-        MachineError: imagecorruptions is not installed.
+        ConfigurationError: A corruption or severity does not exist, or the key is given twice.
+        MachineError: The package imagecorruptions is not installed.
     """
-    keys = [text.partition("=") for text in overrides]
-    asked = [value for key, _, value in keys if key == KEY]
-    if len(asked) > 1:
-        corruptions = ",".join(asked)
+    settings = [text.partition("=") for text in overrides]
+    values = [value for key, _, value in settings if key == KEY]
+    if len(values) > 1:
+        corruptions = ",".join(values)
         raise ConfigurationError(
-            f"expected one corrupt=, got {len(asked)}; put several corruptions into one",
+            f"corrupt= was given {len(values)} times, expected one list",
             hint=(f"corrupt={escape_braces(corruptions)}",),
         )
-    found: dict[Corruption | None, None] = {}
-    for part in (part.strip() for text in asked for part in text.split(",")):
-        found |= dict.fromkeys([None] if part in _CLEAN else _of_part(part))
-    if any(found) and find_spec("imagecorruptions") is None:
+    unique: dict[Corruption | None, None] = {}
+    for part in (part.strip() for text in values for part in text.split(",")):
+        unique |= dict.fromkeys([None] if part in _CLEAN else _parse_severities(part))
+    if any(unique) and find_spec("imagecorruptions") is None:
         raise MachineError(
-            "corrupt= needs the package imagecorruptions-imaug, which is not installed; "
+            "corrupt= needs the package imagecorruptions-imaug, which is not installed. Run "
             "pip install 'ssl-bench[corruptions]'"
         )
-    others = ["".join(parts) for parts in keys if parts[0] != KEY]
-    return [[f"{KEY}={one}"] if one else [] for one in found] or [[]], others
+    others = ["".join(parts) for parts in settings if parts[0] != KEY]
+    return [[f"{KEY}={one}"] if one else [] for one in unique] or [[]], others
 
 
-def _of_part(text: str) -> list[Corruption]:
-    """Of "snow:3", "snow:1-5" or "all:3"."""
+def _parse_severities(text: str) -> list[Corruption]:
+    """Return the corruptions in "snow:3", "snow:1-5" or "all:3"."""
     name, colon, numbers = text.partition(":")
     if not colon:
         raise ConfigurationError(
             f"corrupt expects NAME:SEVERITY such as snow:3 or snow:1-5, several with commas, or "
             f"clean; got {format_value(text)}"
         )
-    ends = []
+    limits = []
     for number in numbers.split("-", 1):
         if not (number.isascii() and number.isdigit() and len(number) < 4):
             raise ConfigurationError(
@@ -147,24 +155,28 @@ def _of_part(text: str) -> list[Corruption]:
                 f"{format_value(number)}",
                 hint=("corrupt={corruption}:3",),
             )
-        ends.append(int(number))
+        limits.append(int(number))
     names = NAMES if name == _ALL else (name,)
-    # The ends first, for what lies between them is legal where they are.
-    for end in ends:
-        Corruption(names[0], end)
-    if ends[0] > ends[-1]:
+    # If both limits are valid, the severities between them are valid too.
+    for limit in limits:
+        Corruption(names[0], limit)
+    if limits[0] > limits[-1]:
         raise ConfigurationError(
             f"corrupt expects the lower severity first, got {format_value(text)}"
         )
-    return [Corruption(one, n) for one in names for n in range(ends[0], ends[-1] + 1)]
+    severities = range(limits[0], limits[-1] + 1)
+    return [Corruption(name, severity) for name in names for severity in severities]
 
 
 @dataclass(frozen=True)
 class CorruptedImages(ImageView):
-    """An `ImageSet` after a corruption; masks, boxes, points and labels stay.
+    """An `ImageSet` with corrupted images. Masks, boxes, points and labels do not change.
 
-    It has a name and a fingerprint of its own, so that no table and no file of features holds it
-    for the images as they are.
+    The name and fingerprint of the set contain the corruption, so that its features and results are
+    never used for clean images.
+
+    Attributes:
+        corruption: Corruption of every image.
     """
 
     corruption: Corruption
@@ -178,17 +190,18 @@ class CorruptedImages(ImageView):
         image_id, pair = sample.image_id, sample.pair
         if pair is not None:
             image_id, other_id = pair.image_ids
-            pair = replace(pair, image=corrupted(pair.image, self.corruption, other_id))
-        image = corrupted(sample.image, self.corruption, image_id)
+            pair = replace(pair, image=corrupt_image(pair.image, self.corruption, other_id))
+        image = corrupt_image(sample.image, self.corruption, image_id)
         return replace(sample, image=image, pair=pair)
 
     @cached_property
     def _fingerprint(self) -> str:
-        return extended(self.images.fingerprint(), ("corrupted", _VERSION, str(self.corruption)))
+        row = ("corrupted", _VERSION, str(self.corruption))
+        return extend_fingerprint(self.images.fingerprint(), row)
 
 
-def corrupted_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
-    """A dataset of which all that is scored is corrupted, and training images are not."""
+def corrupt_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
+    """Return a dataset in which all images except the training images are corrupted."""
     return DatasetView(
         dataset,
         lambda role, images: images if role == "train" else CorruptedImages(images, corruption),
@@ -196,22 +209,22 @@ def corrupted_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
     )
 
 
-def corruption_of(images: ImageSet) -> Corruption | None:
-    """What a set of images went through, if anything."""
-    if isinstance(images, RemainingImages):
-        return corruption_of(images.images)
+def find_corruption(images: ImageSet) -> Corruption | None:
+    """Return the corruption of an image set, or None for clean images."""
+    if isinstance(images, ImageSubset):
+        return find_corruption(images.images)
     return images.corruption if isinstance(images, CorruptedImages) else None
 
 
-def as_settings(images: ImageSet) -> Mapping[str, Any] | None:
-    """What a record says of the corruption of its images, and of what images they are.
+def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
+    """Return what a record stores about the corruption of its images, or None for clean images.
 
-    Cost: that of a fingerprint.
+    The fingerprint of the clean images is computed.
     """
-    corruption = corruption_of(images)
+    corruption = find_corruption(images)
     if corruption is None:
         return None
-    clean = _clean(images)
+    clean = _without_corruption(images)
     return {
         "name": corruption.name,
         "severity": corruption.severity,
@@ -220,12 +233,12 @@ def as_settings(images: ImageSet) -> Mapping[str, Any] | None:
     }
 
 
-def _clean(images: ImageSet) -> ImageSet:
-    if isinstance(images, RemainingImages):
-        return replace(images, images=_clean(images.images))
+def _without_corruption(images: ImageSet) -> ImageSet:
+    if isinstance(images, ImageSubset):
+        return replace(images, images=_without_corruption(images.images))
     return images.images if isinstance(images, CorruptedImages) else images
 
 
 def _corrupted_name(name: str, corruption: Corruption) -> str:
-    # No dash before it: what follows a dash are parts of a dataset.
+    # After a dash, a name would state a part of a dataset.
     return f"{name}+{corruption.name}-{corruption.severity}"

@@ -1,4 +1,8 @@
-"""Images, datasets and their roles, whatever the layout on disk."""
+"""Images, datasets and their roles, independent of how a dataset is stored.
+
+A dataset supports one or several roles, such as "segmentation" or "discovery". Its methods `train`,
+`val`, `discovery` and `images` return an `ImageSet`, which decodes one `Sample` at a time.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -17,22 +21,23 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.system.files import expand_path
 
 IGNORED: Final = 255
-"""The class of a pixel that no loss and no score counts."""
+"""Class of the mask pixels that neither losses nor scores count."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Another image, and points that it has in common with the image of a sample.
+    """A second image, with points that correspond to points in the image of a sample.
 
-    A point is (x, y) in pixels; the middle of the first pixel is (0.5, 0.5).
+    A point is (x, y) in pixels. The centre of the first pixel is (0.5, 0.5).
 
     Attributes:
-        image_ids: Of the sample's image and of the other one, wherever they come again.
-        image: The other one, RGB, 0 to 255.
-        source: Points of the sample's image.
-        target: The same points in the other one.
-        extent: Longer side of the object's box in the other one, in pixels.
-        category: What both show.
+        image_ids: Ids of the sample's image and of the second image. The same image has the same id
+            in all pairs.
+        image: The second image, RGB, 0 to 255.
+        source: Points in the sample's image.
+        target: The corresponding points in the second image.
+        extent: Longer side of the object's box in the second image, in pixels.
+        category: Class of the object that both images show.
     """
 
     image_ids: tuple[str, str]
@@ -45,15 +50,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class Sample:
-    """One image with what is known about it.
+    """An image with its annotations. An annotation is None if the dataset does not have it.
 
     Attributes:
-        image_id: Unique within the dataset.
+        image_id: Id of the image, unique within the dataset.
         image: RGB, 0 to 255.
-        mask: Class of each pixel, `IGNORED` where it does not count.
-        boxes: Ground truth as (x0, y0, x1, y1) in pixels, far edges exclusive.
+        mask: Class of each pixel, or `IGNORED`.
+        boxes: Ground-truth boxes as (x0, y0, x1, y1) in pixels. The far edges are exclusive.
         label: Class of the whole image.
-        pair: Another image, and where points of this one are in it.
+        pair: Second image with corresponding points.
     """
 
     image_id: str
@@ -66,7 +71,7 @@ class Sample:
 
 @runtime_checkable
 class ImageSet(Protocol):
-    """The images of one split, decoded one at a time."""
+    """The images of a split, decoded one at a time."""
 
     @property
     def name(self) -> str: ...
@@ -85,55 +90,59 @@ class ImageSet(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
     def fingerprint(self) -> str:
-        """Another one where an image, a label or what a label means is another.
+        """Return a hexadecimal digest of all images, annotations and class names.
 
-        Hexadecimal; with a mark before it where files were known by size and time.
+        It has a prefix if the files were identified by size and time instead of their content.
         """
         ...
 
 
 @runtime_checkable
 class Dataset(Protocol):
-    """One layout on disk. A role it does not have raises `DataError`."""
+    """A dataset. Methods of roles that it does not support raise `DataError`."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def supports(self) -> frozenset[str]:
-        """Its roles, keys of `ssl_bench.data.samples.OFFERED`; train and val serve several."""
+        """Return the supported roles, which are keys of `ssl_bench.data.samples.OFFERED`."""
         ...
 
     def train(self) -> ImageSet:
-        """Images with masks or labels to fit a head on."""
+        """Return the images with masks or labels that heads are trained on."""
         ...
 
     def val(self) -> ImageSet:
-        """Images with masks or labels to score with, or pairs of images with points."""
+        """Return the scored images, which have masks, labels or pairs."""
         ...
 
     def discovery(self) -> ImageSet:
-        """Images with boxes."""
+        """Return the images with boxes."""
         ...
 
     def images(self) -> ImageSet:
-        """Images without anything."""
+        """Return images without annotations."""
         ...
 
 
 class DatasetView:
-    """A dataset whose sets are given in another form.
+    """A dataset whose image sets are transformed.
 
     Args:
-        dataset: Any.
-        given: Makes of a role, the name of a method of `Dataset`, and its set the one to give.
-        name: Where it is not that of the dataset.
+        dataset: The original dataset.
+        transform: Function from the name of a method of `Dataset` and its image set to the new
+            image set.
+        name: Name of the view. If it is None, the view has the name of the dataset.
     """
 
     def __init__(
-        self, dataset: Dataset, given: Callable[[str, ImageSet], ImageSet], name: str | None = None
+        self,
+        dataset: Dataset,
+        transform: Callable[[str, ImageSet], ImageSet],
+        name: str | None = None,
     ) -> None:
-        self.dataset, self._given = dataset, given
+        self.dataset, self._transform = dataset, transform
         self.name = name or dataset.name
 
     @property
@@ -153,12 +162,12 @@ class DatasetView:
         return self._set("images")
 
     def _set(self, role: str) -> ImageSet:
-        return self._given(role, getattr(self.dataset, role)())
+        return self._transform(role, getattr(self.dataset, role)())
 
 
 @dataclass(frozen=True)
 class ImageView:
-    """An `ImageSet` that is made from another one, and is all that it was but for what it says."""
+    """Base class of image sets that wrap another one and override some of its attributes."""
 
     images: ImageSet
 
@@ -182,7 +191,7 @@ class ImageView:
         return len(self.ids)
 
     def fingerprint(self) -> str:
-        """Another one than that of the images that it is made from."""
+        """Return a fingerprint that differs from that of the wrapped images."""
         return self._fingerprint
 
     @cached_property
@@ -194,13 +203,13 @@ OFFERED = {
     "segmentation": "masks",
     "classification": "class labels",
     "correspondence": "pairs with points",
-    # A folder of pictures has the first as well: objects can be looked for and shown.
+    # A folder of images supports this role too, but the discovered objects are not scored.
     "discovery": "boxes",
     "boxes": "boxes",
     "saliency": "masks of one object",
     "images": "images",
 }
-"""What a dataset holds that has a role."""
+"""Each role of a dataset, with the annotations that it needs."""
 
 SPLITS_OF_ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -212,7 +221,7 @@ SPLITS_OF_ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "images": ("images",),
     }
 )
-"""Methods of `Dataset` that return the images of a role."""
+"""Names of the methods of `Dataset` that return the images of a role."""
 
 PUBLISHED: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
@@ -224,20 +233,22 @@ PUBLISHED: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "cityscapes": {"train": 2975, "val": 500},
         "camvid": {"train": 367, "val": 101},
         "ecssd": {"val": 1000},
-        # Pairs of its split test, and all pictures.
+        # Pairs of the test split, and images of all splits.
         "spair71k": {"val": 12234, "images": 1800},
     }
 )
+"""Number of images in each split of the published datasets."""
+
 _ARCHIVES = (".tar", ".tgz", ".tar.gz", ".zip")
 
 
 class Layout:
-    """A dataset on disk: asked for a role that it does not have it says who has it.
+    """Base class of datasets on disk. It refuses the roles that a dataset does not support.
 
-    Of a dataclass every field is held to its type.
+    If a subclass is a dataclass, the values of its fields must match their types.
     """
 
-    # A text, of some a property.
+    # Either a text or a property.
     name: Any
 
     def __post_init__(self) -> None:
@@ -255,49 +266,48 @@ class Layout:
 
 
 def lacking(dataset: str, role: str) -> DataError:
-    """The error for a role that a dataset does not have."""
+    """Return the error for a role that a dataset does not support."""
     return DataError(
-        f"{dataset} has no {OFFERED[role]}; datasets for {role}: {', '.join(datasets_with(role))}"
+        f"{dataset} has no {OFFERED[role]}. Datasets for {role}: {', '.join(datasets_with(role))}"
     )
 
 
 def datasets_with(role: str) -> list[str]:
-    """Names of the datasets of `configs/dataset` that have a role."""
-    # Here, because Hydra takes longer than all that `data list` says.
+    """Return the names of the datasets in `configs/dataset` that support a role."""
+    # Imported only here, because importing Hydra takes longer than running `data list`.
     from ssl_bench.composition.compose import build, compose_config
 
-    found = []
+    names = []
     for name in config_names("dataset"):
-        # One that cannot be built is no answer.
+        # A dataset that cannot be built supports no role.
         with suppress(Exception):
-            # What it offers may hang on what its file says.
             dataset = build(compose_config("data", [f"dataset={name}"]), "dataset")
-            found += [name] if role in dataset.supports else []
-    return sorted(found)
+            names += [name] if role in dataset.supports else []
+    return sorted(names)
 
 
-def name_of_images(name: str, found: Mapping[str, Collection[str]]) -> str:
-    """The name of a dataset of which these ids are there: NAME itself, or NAME-N for N images.
+def name_of_images(name: str, ids: Mapping[str, Collection[str]]) -> str:
+    """Return the name of a dataset, with the number of its images if it differs from the published.
 
-    Other images in a dataset's layout are another benchmark, and must not pass for it. N counts
-    all of them, whatever share of them is trained on or scored, as the split says.
+    A part of a dataset is another benchmark, so `voc2012` with 62 images becomes `voc2012-62`. The
+    number counts the images of all splits, before shares such as `train:0-50%` are taken.
 
     Args:
-        name: As it is published.
-        found: By role, before any share is cut; a role that is not there is no difference.
+        name: Name of the published dataset.
+        ids: Ids of the images on disk, by split. Missing splits do not change the name.
     """
     published = PUBLISHED.get(name, {})
-    if all(len(ids) == published.get(role, len(ids)) for role, ids in found.items()):
+    if all(len(images) == published.get(split, len(images)) for split, images in ids.items()):
         return name
-    return f"{name}-{len(set().union(*found.values()))}"
+    return f"{name}-{len(set().union(*ids.values()))}"
 
 
 def require_own_name(name: str) -> None:
-    """Refuse a name that stands for published images, of images that nobody can count."""
+    """Refuse the name of a published dataset for images that are not compared with it."""
     if name in PUBLISHED:
         raise ConfigurationError(
-            f"dataset.name expects a name of your own for your images, got {name!r}, which stands "
-            "for a published set; take another"
+            f"dataset.name={name} is the name of a published dataset. Choose another name",
+            hint=("dataset.name=my_images",),
         )
 
 
@@ -309,40 +319,44 @@ def find_root(
     landmarks: Sequence[str],
     tree: str,
 ) -> Path:
-    """The folder of a dataset: the given one, or one of those that may be `inside` it.
+    """Return the folder of a dataset, which is the given root or a folder inside it.
 
-    The first is taken that holds at least one of the `landmarks`; `tree` tells the user, on one
-    line, what should be there.
+    Args:
+        root: The folder that the user typed.
+        name: Name of the dataset.
+        inside: Relative paths below `root` that may be the folder of the dataset.
+        landmarks: Relative paths of folders. The first candidate with one of them is returned.
+        tree: Expected files in one line, for the error.
 
     Raises:
-        DataError: nothing was given, or no candidate holds a landmark.
+        DataError: `root` is None, or no candidate has a landmark.
     """
-    expected = f"expected {tree}; docs/data.md says where to get it"
+    expected = f"expected {tree}. docs/data.md explains where to get it"
     if root is None:
         raise DataError(
-            f"{name} lies in a folder that you name: {expected}", hint=("--data-root", "{folder}")
+            f"{name} needs the folder of its files: {expected}", hint=("--data-root", "{folder}")
         )
-    given = given_folder(root)
-    for folder in (given, *(given / part for part in inside)):
+    typed = resolve_folder(root)
+    for folder in (typed, *(typed / part for part in inside)):
         if any((folder / landmark).is_dir() for landmark in landmarks):
             return folder
-    problem = "does not hold" if given.is_dir() else "is not a folder with"
-    raise DataError(f"{given} {problem} {name}: {expected}")
+    problem = "does not contain" if typed.is_dir() else "is not a folder with"
+    raise DataError(f"{typed} {problem} {name}: {expected}")
 
 
-def given_folder(root: str | Path) -> Path:
-    """The path of a dataset as it was typed, unless it is that of an archive."""
+def resolve_folder(root: str | Path) -> Path:
+    """Return the path that a user typed for a folder. An archive raises `DataError`."""
     path = expand_path(root)
     if path.name.lower().endswith(_ARCHIVES) and not path.is_dir():
         command = "unzip" if path.suffix.lower() == ".zip" else "tar -xf"
-        raise DataError(f"expected a folder, got the archive {path}; unpack it: {command} {path}")
+        raise DataError(f"expected a folder, got the archive {path}. Unpack it: {command} {path}")
     return path
 
 
-def first_folder(candidates: Sequence[Path]) -> Path:
-    """The first of several usual places that exists; one has to."""
+def first_existing(candidates: Sequence[Path]) -> Path:
+    """Return the first folder that exists. If there is none, raise `DataError`."""
     for folder in candidates:
         if folder.is_dir():
             return folder
     names = " or ".join(str(folder) for folder in candidates)
-    raise DataError(f"expected the folder {names}; docs/data.md shows the layout")
+    raise DataError(f"expected the folder {names}. docs/data.md shows the layout")

@@ -1,28 +1,33 @@
-"""Splits, shares of them, and a dataset in the form in which the keys of no component ask for it.
+"""Splits and their shares, and the config keys that apply to any dataset.
 
-Its files read in another way, some of its images, corrupted, opened once.
+The keys in `SHARED` select how files are read, limit the number of images and corrupt the images.
 """
 
+import codecs
 import hashlib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fractions import Fraction
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from ssl_bench.composition.fields import Bits, Count, OptionalPath, Seed, require_type
 from ssl_bench.data.corruptions import KEY as CORRUPT
-from ssl_bench.data.corruptions import Corruption, corrupted_dataset
-from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, dataset_read_as
-from ssl_bench.data.files.readable import some_of
+from ssl_bench.data.corruptions import Corruption, corrupt_dataset
+from ssl_bench.data.files.fingerprints import (
+    FingerprintKind,
+    ReadOptions,
+    dataset_with_read_options,
+)
+from ssl_bench.data.files.readable import select_images
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError, escape_braces
 from ssl_bench.system.files import read_regular
 
 DType = Literal["float32", "float16", "bfloat16"]
-"""As torch names them."""
+"""Names of data types in torch."""
 Limit = Count | None
 SHARED: Mapping[str, Any] = {
     "data.root": OptionalPath,
@@ -35,18 +40,18 @@ SHARED: Mapping[str, Any] = {
     "seed": Seed,
     "dtype": DType,
 }
-"""What the keys take that belong to no component."""
+"""Types of the config keys that are not fields of a probe or dataset."""
 _GRAMMAR = re.compile(r"([^:%]+)(?::(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)%)?")
 
 
 @dataclass(frozen=True)
 class Split:
-    """A split, or a share of it: `train2017`, `train2017:0-75%`.
+    """A split, such as `train2017`, or a share of it, such as `train2017:0-75%`.
 
     Attributes:
-        name: What the dataset calls it.
-        start: Percent of the sorted ids at which the share begins.
-        stop: Percent at which it ends, exclusive.
+        name: Name of the split in the dataset.
+        start: Percentage of the sorted ids at which the share begins.
+        stop: Percentage of the sorted ids at which the share ends, exclusive.
     """
 
     name: str
@@ -55,10 +60,10 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> "Split":
-        """Read `NAME` or `NAME:a-b%`.
+        """Parse `NAME` or `NAME:a-b%`.
 
         Raises:
-            ConfigurationError: the text is neither.
+            ConfigurationError: The text has another form.
         """
         match = _GRAMMAR.fullmatch(text)
         if match is not None:
@@ -71,68 +76,67 @@ class Split:
         )
 
     def cut(self, ids: Collection[str]) -> tuple[str, ...]:
-        """The sorted ids of this share. Shares that meet neither overlap nor leave a gap."""
+        """Return the sorted ids of this share. Adjacent shares neither overlap nor leave a gap."""
         first, last = (int(len(ids) * share / 100) for share in (self.start, self.stop))
         return tuple(sorted(ids)[first:last])
 
 
 def require_disjoint(train: str, val: str) -> None:
-    """Refuse to score on what a head was fitted to.
+    """Refuse to train and to score on the same images.
 
     Raises:
-        ConfigurationError: both are shares of one split and have images in common.
+        ConfigurationError: Both texts are shares of one split and overlap.
     """
-    one, other = Split.parse(train), Split.parse(val)
-    if one.name == other.name and max(one.start, other.start) < min(one.stop, other.stop):
+    a, b = Split.parse(train), Split.parse(val)
+    if a.name == b.name and max(a.start, b.start) < min(a.stop, b.stop):
         raise ConfigurationError(
             f"train_split={train} and val_split={val} share images",
             hint=(
-                f"dataset.train_split={escape_braces(one.name)}:0-75%",
-                f"dataset.val_split={escape_braces(one.name)}:75-100%",
+                f"dataset.train_split={escape_braces(a.name)}:0-75%",
+                f"dataset.val_split={escape_braces(a.name)}:75-100%",
             ),
         )
 
 
-def read_list(path: Path) -> list[str]:
-    """The ids in a list file: one a line, perhaps a path, perhaps with more columns after it.
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file in UTF-8, or in UTF-16 with a byte order mark.
 
     Raises:
-        DataError: there is no such list; the others beside it are named.
+        DataError: The file cannot be read or has another encoding.
     """
-    if not path.is_file():
-        raise absent_split(path.stem, [f.stem for f in path.parent.glob("*.txt")], path.parent)
-    lines = read_lines(path)
-    return [PurePosixPath(line.split()[0]).stem for line in lines if line.strip()]
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 text; a `DataError` where it cannot be read or is none."""
     try:
-        return read_regular(path).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not a text file ({error}); fetch it again") from error
+        data = read_regular(path)
+        is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        text = data.decode("utf-16" if is_utf16 else "utf-8-sig")
+        if "\0" in text:
+            raise ValueError("it contains zero bytes")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} is not a text file in UTF-8 ({error}). Download or save it again"
+        ) from error
+    return text.splitlines()
 
 
 def absent_split(
-    name: str, present: Sequence[str], where: Path, whole: Sequence[str] | None = None
+    name: str, present: Sequence[str], where: Path, divisible: Sequence[str] | None = None
 ) -> DataError:
-    """The error for a split that is not there, with the overrides that do without it.
+    """Return the error for a missing split. Its hint divides an existing split in two.
 
     Args:
-        name: Of the split.
-        present: Splits that are there.
-        where: The folder or list that holds them.
-        whole: Those that can be cut in two; all if None.
+        name: Name of the missing split.
+        present: Names of the existing splits.
+        where: Folder or list that contains the splits.
+        divisible: Names of the splits that can be divided. If it is None, all can be divided.
     """
     if not present:
-        return DataError(f"{where} has no split {name}, nor any other; see docs/data.md")
-    # VOC has 60 lists for single classes beside the few that are meant: those have short names.
-    nearest = sorted(present, key=lambda other: (len(other), other))[:5]
-    ordered = nearest if whole is None else sorted(whole)
+        return DataError(f"{where} has no split {name}, and no other split. See docs/data.md")
+    # VOC has 60 lists of single classes. Lists of all classes have shorter names.
+    shortest = sorted(present, key=lambda other: (len(other), other))[:5]
+    ordered = shortest if divisible is None else sorted(divisible)
     first = next((other for other in ordered if other.startswith("train")), ordered[0])
     return DataError(
-        f"{where} has no split {name}, but {', '.join(nearest)}; see docs/data.md, or cut one in "
-        "two",
+        f"{where} has no split {name}, but {', '.join(shortest)}. See docs/data.md, or divide an "
+        "existing split",
         hint=(
             f"dataset.train_split={escape_braces(first)}:0-75%",
             f"dataset.val_split={escape_braces(first)}:75-100%",
@@ -141,7 +145,7 @@ def absent_split(
 
 
 def shared_values(config: Any) -> dict[str, Any]:
-    """What the keys of `SHARED` hold in a composed configuration; for data alone it has fewer."""
+    """Return the values of the keys in `SHARED` that a composed configuration contains."""
     values = {}
     for key, kind in SHARED.items():
         group, _, name = key.partition(".")
@@ -151,35 +155,35 @@ def shared_values(config: Any) -> dict[str, Any]:
 
 
 def as_asked(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
-    """Return a dataset as its keys ask: read in one of several ways, in part, corrupted.
+    """Return a view of a dataset to which the values of the shared keys are applied.
 
     Args:
-        dataset: As the configuration builds it.
-        values: As `shared_values` returns them.
+        dataset: A dataset that the configuration builds.
+        values: Values from `shared_values`.
 
     Raises:
-        ConfigurationError: `data.first` and `data.limit` are both set.
+        ConfigurationError: Both `data.first` and `data.limit` are set.
     """
     first, limit = values["data.first"], values["data.limit"]
     if first and limit:
         raise ConfigurationError(
-            f"data.first={first} takes the first images, data.limit={limit} spreads them over the "
-            "split; set one of the two to null, such as data.limit=null",
+            f"data.first={first} selects the first images, but data.limit={limit} selects images "
+            "from the whole split. Set one of them to null",
             hint=("data.limit=null",),
         )
-    found: Dataset = dataset_read_as(
+    view: Dataset = dataset_with_read_options(
         dataset, ReadOptions(values["data.fingerprint"], values["data.bits"])
     )
     if first or limit:
-        found = limited_dataset(found, first or limit, first=bool(first))
-    corrupt = values.get(CORRUPT)
-    return corrupted_dataset(found, Corruption.of(corrupt)) if corrupt else found
+        view = limit_dataset(view, first or limit, first=bool(first))
+    corruption = values.get(CORRUPT)
+    return corrupt_dataset(view, Corruption.parse(corruption)) if corruption else view
 
 
 class OpenedOnce(DatasetView):
-    """A dataset as it was when each of its sets was asked for first; of that time are all answers.
+    """A dataset whose image sets are opened once and then reused.
 
-    Opening a set looks at all of its files.
+    Opening an image set checks that all of its files exist.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -193,56 +197,60 @@ class OpenedOnce(DatasetView):
 
 
 class ListedOnce(OpenedOnce):
-    """A dataset that is listed once: tasks and passes of a command get the same images.
+    """A dataset whose files are listed once, so that all tasks of a command use the same images.
 
-    What its files hold is asked anew by each of them.
+    Each task still reads the files itself, because they may change between two tasks.
     """
 
     def _set(self, role: str) -> ImageSet:
-        return _unread(super()._set(role))
+        return _without_cache(super()._set(role))
 
 
-def _unread(images: ImageSet) -> ImageSet:
-    """The same images, nothing of their files remembered; those of other packages as they are."""
+def _without_cache(images: ImageSet) -> ImageSet:
+    """Return a copy of an image set without its cached fingerprint, if it is a dataclass."""
     if not is_dataclass(images) or isinstance(images, type):
         return images
-    parts = {one.name: getattr(images, one.name) for one in fields(images)}
-    return replace(images, **{k: _unread(v) for k, v in parts.items() if isinstance(v, ImageSet)})
+    values = {field.name: getattr(images, field.name) for field in fields(images)}
+    inner = {name: _without_cache(v) for name, v in values.items() if isinstance(v, ImageSet)}
+    return replace(images, **inner)
 
 
-def limited_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> DatasetView:
+def limit_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> DatasetView:
     """Return a dataset with at most `limit` images in each split, under a name of its own."""
     name = _limited_name(dataset.name, limit, first)
-    return DatasetView(dataset, lambda _, images: limited(images, limit, first=first), name)
+    return DatasetView(dataset, lambda _, images: limit_images(images, limit, first=first), name)
 
 
-def limited(images: ImageSet, limit: int, *, first: bool = False) -> ImageSet:
+def limit_images(images: ImageSet, limit: int, *, first: bool = False) -> ImageSet:
     """Return at most `limit` images, under a name such as "voc2012-limit64" or "voc2012-first64".
 
-    So no table shows a score of some images beside one of all.
+    The name keeps scores of some images apart from scores of all images.
 
     Args:
         images: A split, which may be sorted by class.
-        limit: How many.
-        first: Take the first ones in the order of the split; otherwise spread them evenly over it.
+        limit: Maximum number of images.
+        first: Select the first images. Otherwise, the selected images are evenly spaced.
     """
     count = min(limit, len(images))
-    kept = [index if first else index * len(images) // count for index in range(count)]
-    return some_of(images, _limited_name(images.name, limit, first), kept)
+    selected = [index if first else index * len(images) // count for index in range(count)]
+    return select_images(images, _limited_name(images.name, limit, first), selected)
 
 
 def _limited_name(name: str, limit: int, first: bool) -> str:
     return f"{name}-{'first' if first else 'limit'}{limit}"
 
 
-def sampled(ids: Sequence[str], count: int) -> tuple[str, ...]:
-    """So many ids from all over a set, in its order; few change when other images come or go."""
+def sample_ids(ids: Sequence[str], count: int) -> tuple[str, ...]:
+    """Return `count` ids in their original order, selected by the digests of all ids.
+
+    Most of the selected ids stay the same if images are added or removed.
+    """
     by_digest = sorted(ids, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
-    chosen = set(by_digest[:count])
-    return tuple(image_id for image_id in ids if image_id in chosen)
+    selected = set(by_digest[:count])
+    return tuple(image_id for image_id in ids if image_id in selected)
 
 
-def sampled_numbers(ids: Sequence[str], count: int) -> list[int]:
-    """Where in a set the ids of `sampled` stand."""
-    chosen = set(sampled(ids, count))
-    return [number for number, image_id in enumerate(ids) if image_id in chosen]
+def sample_indices(ids: Sequence[str], count: int) -> list[int]:
+    """Return the indices of the ids that `sample_ids` selects."""
+    selected = set(sample_ids(ids, count))
+    return [index for index, image_id in enumerate(ids) if image_id in selected]

@@ -209,7 +209,7 @@ def test_a_damaged_member_is_told_and_the_dataset_is_not_taken_for_complete(
             "1 images, expected 4",
         ),
         (lambda base: (base / "Annotations/t2.xml").write_text("<a>"), "t2.xml"),
-        (shutil.rmtree, "does not hold voc2012"),
+        (shutil.rmtree, "does not contain voc2012"),
     ],
 )
 def test_a_check_says_what_is_missing_unreadable_or_too_few(

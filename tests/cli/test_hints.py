@@ -31,7 +31,7 @@ from ssl_bench.composition.compose import (
     list_keys,
     list_protocols,
 )
-from ssl_bench.data.corruptions import asked_corruptions
+from ssl_bench.data.corruptions import parse_corruptions
 from ssl_bench.data.splits import shared_values
 from ssl_bench.errors import (
     CheckpointError,
@@ -86,6 +86,7 @@ NEAREST = {
     "--data-root ": "voc2012",
     "--paper ": "table2",
     "corrupt=": "fog",
+    "model.init=": "skipless",
     "model.init_options.": "alpha",
     "ssl-bench data list ": "voc2012",
     "ssl-bench keys ": "train",
@@ -133,21 +134,23 @@ EXPRESSIONS = {
     "group": "probe",
     "head_width": "12",
     "image_size": "224",
+    "item.name": "mlp_mean",
     "key": "train.warmup_epochs",
     "lower": "32",
     "lower + patch": "64",
     "max(late)": "200",
     "mean": "[0.5,0.5,0.5]",
+    "min_heads": "2",
     "near_command": "pretrain",
     "near_flags[0]": "overwrite",
     "block_list": "10,11",
     "command": "probe",
     "most": "3",
+    "name": "graying_layers",
     "names[0]": "knn",
     "near": "9",
     "nearest": "8",
     "neighbours": "5,10",
-    "num_bits": "12",
     "num_tokens": "28",
     "path.name.lower()": "voc2012",
     "remedy": "data.bits=12",
@@ -165,6 +168,7 @@ EXPRESSIONS = {
     "text_key": "probe.facet",
     "timm_name": "vit_small_patch16_224",
     "value": "token",
+    "width": "384",
     "widths": "[24,48,96,192]",
 }
 """Example value of each expression in a hint. Text from a user must be in `escape_braces`."""
@@ -309,7 +313,7 @@ def is_legal(root: str, base: Sequence[str], settings: Sequence[str]) -> bool:
     keys = {setting.partition("=")[0] for setting in settings}
     chosen = [choice for choice in base if choice.partition("=")[0] not in keys]
     try:
-        corruptions, others = asked_corruptions(settings)
+        corruptions, others = parse_corruptions(settings)
         for corruption in corruptions:
             config = compose_config(root, [*chosen, *others, *corruption])
             if root == "probing":

@@ -8,9 +8,10 @@ import safetensors.torch
 import torch
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.cli.models import ADDRESSES, TIMM_PATTERNS
+from ssl_bench.cli.models import TIMM_PATTERNS
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
 from ssl_bench.models.loading.hub import HUB_WEIGHTS
+from ssl_bench.models.loading.load import ADDRESSES
 from ssl_bench.system.files import file_sha256
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2, num_registers=3)
@@ -132,5 +133,5 @@ def test_an_architecture_of_timm_has_no_file(capsys):
 
 def test_what_is_left_out_is_named_with_its_reason(dinov2, capsys):
     said = shown(capsys, str(dinov2))
-    assert "mask_token: stands for masked patches" in said
+    assert "mask_token: token of masked patches" in said
     assert "https://github.com/facebookresearch/dinov2" in said

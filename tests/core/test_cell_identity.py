@@ -20,7 +20,7 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
-from ssl_bench.models.encoder import configured, of_library
+from ssl_bench.models.encoder import describe_config, describe_library_model
 from ssl_bench.planning import BATCH_SIZES
 from ssl_bench.results import OLD_FORMAT, ResultStore, versions
 from tests.support.faults import SMALL, class_folders, encoder_file, probing, records, voc
@@ -168,7 +168,7 @@ def test_fault_53_equal_weights_of_another_architecture_are_another_encoder():
 
     shape: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 2}
     shape |= {"num_heads": 2}
-    plain = of_library(VisionTransformer(**shape), "timm", "x")
+    plain = describe_library_model(VisionTransformer(**shape), "timm", "x")
     for change in (
         {"act_layer": torch.nn.ReLU},
         {"norm_layer": partial(torch.nn.LayerNorm, eps=1e-5)},
@@ -176,17 +176,19 @@ def test_fault_53_equal_weights_of_another_architecture_are_another_encoder():
         {"global_pool": "avg"},
         {"no_embed_class": True, "pos_embed": "none"},
     ):
-        assert of_library(VisionTransformer(**{**shape, **change}), "timm", "x") != plain
-    assert of_library(VisionTransformer(**shape), "timm", "x") == plain
+        assert (
+            describe_library_model(VisionTransformer(**{**shape, **change}), "timm", "x") != plain
+        )
+    assert describe_library_model(VisionTransformer(**shape), "timm", "x") == plain
     for change in (
         {"num_heads": 3},
         {"skip_mlp": False},
         {"graying": "dct"},
         {"attention": "linear"},
     ):
-        assert configured(replace(TINY, **change)) != configured(TINY)
+        assert describe_config(replace(TINY, **change)) != describe_config(TINY)
     # How the weights were drawn is not in it.
-    assert configured(replace(TINY, init="mimetic", drop_path=0.1)) == configured(TINY)
+    assert describe_config(replace(TINY, init="mimetic", drop_path=0.1)) == describe_config(TINY)
 
 
 def test_fault_53_a_replaced_checkpoint_is_compared_again(place):

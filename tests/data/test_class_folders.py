@@ -8,7 +8,7 @@ from PIL import Image
 from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.data.splits import limited_dataset
+from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import ConfigurationError, DataError
 
 
@@ -59,14 +59,14 @@ def test_the_list_of_tiny_imagenet_says_the_classes_of_a_flat_folder(tmp_path):
         "images/val_1.png": "n1",
     }
     listing.write_text("val_0.png\tn2\t0\t32\t44\t62\n")
-    with pytest.raises(DataError, match=r"names no class for images/val_1\.png"):
+    with pytest.raises(DataError, match=r"has no class for images/val_1\.png"):
         ClassFolders(tmp_path).val()
 
 
 def test_a_class_that_training_lacks_is_named_or_left_out_when_asked(tmp_path):
     put(tmp_path, "train/a/1.png", "train/b/1.png", "val/zebra/1.png", "val/b/1.png")
 
-    with pytest.raises(DataError, match=r"val has the class zebra, which the 2 training classes"):
+    with pytest.raises(DataError, match=r"val has images of the class zebra"):
         ClassFolders(tmp_path).val()
     assert labels_of(ClassFolders(tmp_path, known_only=True).val()) == {"b/1.png": "b"}
 
@@ -84,12 +84,12 @@ def test_a_share_is_taken_of_every_class_and_shares_do_not_meet(tmp_path):
 def test_a_useless_root_is_refused_when_it_is_used(tmp_path):
     put(tmp_path, "train/1.png")
 
-    with pytest.raises(DataError, match=r"1\.png lies in no class folder"):
+    with pytest.raises(DataError, match=r"1\.png is in no class folder"):
         ClassFolders(tmp_path).train()
-    with pytest.raises(DataError, match="holds no class folders: expected train/CLASS"):
+    with pytest.raises(DataError, match="has no class folders, expected train/CLASS"):
         ClassFolders(tmp_path / "train").train()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no picture"):
+    with pytest.raises(DataError, match=r"\.jfif"):
         ImageFolder(tmp_path / "empty").images()
 
 
@@ -99,11 +99,12 @@ def test_images_are_called_as_their_owner_calls_them(tmp_path):
 
     assert named.name == named.train().name == named.val().name == "pets"
     assert named.val().fingerprint() == ClassFolders(tmp_path).val().fingerprint()
-    assert limited_dataset(named, 1).val().name == "pets-limit1"
+    assert limit_dataset(named, 1).val().name == "pets-limit1"
     assert ImageFolder(tmp_path, name="pets").images().name == "pets"
     for layout in (ClassFolders, ImageFolder):
-        with pytest.raises(ConfigurationError, match="got 'voc2012', which stands for a published"):
+        with pytest.raises(ConfigurationError) as caught:
             layout(tmp_path, name="voc2012")
+        assert caught.value.hint == ("dataset.name=my_images",)
 
 
 def test_pictures_are_found_at_any_depth_in_the_order_of_their_paths(tmp_path):

@@ -1,4 +1,4 @@
-"""Every dataset that can be typed is what its class gives by default."""
+"""What every dataset of `configs/dataset` has in common."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,86 +9,81 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from ssl_bench.data.layouts.ade20k import Ade20k
-from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco20k import Coco20k
 from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
-from ssl_bench.data.layouts.spair71k import Spair71k
-from ssl_bench.data.layouts.toy import Toy, ToyObjects
 from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.data.samples import Dataset, datasets_with
+from ssl_bench.data.samples import OFFERED, Layout, datasets_with
+from ssl_bench.data.sources import SOURCES
 from ssl_bench.errors import ConfigurationError, DataError
 
-FOLDER = Path(__file__).parents[2] / "configs/dataset"
-DEFAULTS = {
-    "voc2012": Voc("/data"),
-    "voc2007": Voc("/data", year=2007),
-    "ade20k": Ade20k("/data"),
-    "coco_stuff": CocoStuff("/data"),
-    "coco20k": Coco20k("/data"),
-    "spair71k": Spair71k("/data"),
-    "folder": ImageFolder("/data"),
-    "class_folders": ClassFolders("/data"),
-    "paired_folders": ImageMaskFolders("/data"),
-    "toy": Toy(),
-    "toy_objects": ToyObjects(),
-}
-# Folders that a file describes, and how many classes they have.
-DESCRIBED = {"cityscapes": 19, "camvid": 11, "ecssd": 2}
+NAMES = sorted(path.stem for path in (Path(__file__).parents[2] / "configs/dataset").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_yaml_file_builds_the_default_dataset_of_its_name(path):
+def dataset_of_config(name: str) -> Any:
+    path = Path(__file__).parents[2] / f"configs/dataset/{name}.yaml"
     config = OmegaConf.create({"data": {"root": "/data"}, "dataset": OmegaConf.load(path)})
-
-    dataset = instantiate(config, _convert_="all")["dataset"]
-
-    assert isinstance(dataset, Dataset)
-    assert dataset.name == path.stem
-    if isinstance(dataset, ImageMaskFolders) and path.stem in DESCRIBED:
-        assert len(dataset.class_names) == DESCRIBED[path.stem]
-    else:
-        assert dataset == DEFAULTS[path.stem]
+    return instantiate(config, _convert_="all")["dataset"]
 
 
-def test_roles_are_found_by_looking_at_the_datasets():
-    own = {"ade20k", "coco_stuff", "paired_folders", "toy", "voc2007", "voc2012"}
-    assert datasets_with("segmentation") == sorted(own | {"camvid", "cityscapes"})
-    assert datasets_with("saliency") == ["ecssd"]
-    assert datasets_with("classification") == ["class_folders", "toy_objects"]
-    assert datasets_with("correspondence") == ["spair71k"]
-    assert datasets_with("discovery") == ["coco20k", "folder", "toy", "voc2007", "voc2012"]
-    assert datasets_with("images") == sorted(DEFAULTS | DESCRIBED)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_yaml_file_builds_a_dataset_of_its_name_with_a_known_source(name):
+    dataset, source = dataset_of_config(name), SOURCES[name]
+
+    assert isinstance(dataset, Layout)
+    assert dataset.name == name
+    assert len(getattr(dataset, "class_names", ())) in (0, source.num_classes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_folder_a_dataset_asks_for_it_when_it_is_used(name):
+    dataset = dataset_of_config(name)
+    if not hasattr(dataset, "root"):
+        pytest.skip("it has no folder")
+
+    with pytest.raises(DataError) as caught:
+        replace(dataset, root=None).images()
+
+    assert caught.value.hint == ("--data-root", "{folder}")
 
 
 @pytest.mark.parametrize(
-    ("dataset", "role", "said"),
+    ("role", "names"),
     [
-        (
-            Ade20k(),
-            "discovery",
-            "ade20k has no boxes; datasets for discovery: coco20k, folder, toy",
-        ),
-        (Coco20k(), "val", "coco20k has no masks; datasets for segmentation: ade20k"),
-        (ImageFolder(), "train", "folder has no masks; datasets for segmentation: ade20k"),
+        ("segmentation", {"ade20k", "camvid", "cityscapes", "coco_stuff", "toy", "voc2012"}),
+        ("saliency", {"ecssd"}),
+        ("classification", {"class_folders", "toy_objects"}),
+        ("correspondence", {"spair71k"}),
+        ("discovery", {"coco20k", "folder", "toy", "voc2007", "voc2012"}),
+        ("images", {"folder", "spair71k", "toy"}),
+    ],
+)
+def test_datasets_are_found_by_the_roles_that_they_support(role, names):
+    found = datasets_with(role)
+
+    assert names <= set(found)
+    assert found == sorted(found)
+    assert all(role in dataset_of_config(name).supports for name in found)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "method", "role"),
+    [
+        (Ade20k(), "discovery", "discovery"),
+        (Coco20k(), "val", "segmentation"),
+        (ImageFolder(), "train", "segmentation"),
         (
             ImageMaskFolders(name="ecssd", train_split="all", val_split="all", one_object=True),
-            *("train", "ecssd has no masks; datasets for segmentation"),
+            *("train", "segmentation"),
         ),
     ],
 )
-def test_a_role_that_a_dataset_lacks_is_refused_with_those_that_have_it(dataset, role, said):
-    with pytest.raises(DataError, match=said):
-        getattr(dataset, role)()
+def test_a_role_that_a_dataset_lacks_is_refused_with_those_that_have_it(dataset, method, role):
+    with pytest.raises(DataError, match=f"{dataset.name} has no {OFFERED[role]}") as caught:
+        getattr(dataset, method)()
 
-
-@pytest.mark.parametrize("name", sorted(set(DEFAULTS) - {"toy", "toy_objects"}))
-def test_without_a_folder_a_dataset_asks_for_it_when_it_is_used(name):
-    dataset: Any = DEFAULTS[name]
-
-    with pytest.raises(DataError, match="--data-root FOLDER"):
-        replace(dataset, root=None).images()
+    assert all(name in str(caught.value) for name in datasets_with(role))
 
 
 @pytest.mark.parametrize("dataset", [Ade20k, CocoStuff, ImageMaskFolders, Voc])

@@ -85,8 +85,8 @@ def test_fault_54_a_cache_that_cannot_be_written_is_said_once(
     found = [ImageFolder(root).images().fingerprint() for root in roots * 2]
 
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("the sha256 of files is not kept for the next time: ")
-    assert line.endswith("; XDG_CACHE_HOME=DIR moves it")
+    assert "cannot store the SHA-256" in line
+    assert "XDG_CACHE_HOME" in line
     assert len(set(found)) == 1
     # For what they hold and for how they are turned.
     assert len(files_read) == 32
@@ -138,7 +138,7 @@ def test_fault_54_an_interrupt_keeps_what_was_read(
 
     assert exit_code(child) == code, (place / "said").read_text()
     assert "Traceback" not in (place / "said").read_text()
-    kept = sum(len(fingerprints._kept_in(path)) for path in cache.iterdir())
+    kept = sum(len(fingerprints._load_entries(path)) for path in cache.iterdir())
     assert 60 <= kept < 180
 
 
@@ -166,5 +166,5 @@ def test_fault_54_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(DataError, match=r"1\.jpg cannot be read \(No such file or directory\)"):
         images.fingerprint()
     os.mkfifo(root / "1.jpg")
-    with pytest.raises(DataError, match=r"1\.jpg is no file"):
+    with pytest.raises(DataError, match=r"1\.jpg is not a regular file"):
         ImageFolder(root).images().fingerprint()

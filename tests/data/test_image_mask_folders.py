@@ -18,6 +18,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 CONFIGS = Path(__file__).parents[2] / "configs/dataset"
 ROAD, SKY, VOID = (128, 64, 128), (70, 130, 180), (0, 0, 0)
 MASK = [[0, 1, 1], [255, 0, 1]]
+INDICES = [[0, 1, 1], [1, 0, 1]]
 NAMED: dict[str, Any] = {"class_names": ["road", "sky"]}
 
 
@@ -76,11 +77,34 @@ def test_cityscapes_is_found_city_by_city_and_its_ids_become_19_classes(cityscap
     assert mask_of(dataset) == [[0, 1, 18], [255, 255, 16]]
     assert (val.name, val.class_names[::18]) == ("cityscapes-3", ("road", "bicycle"))
     assert dataset.images()[1].mask is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"numbers": None, "ignored": [255]}])
+def test_training_ids_of_cityscapes_are_read_under_their_own_name(cityscapes, changes):
     suffix = "_gtFine_labelTrainIds.png"
-    remapped = from_config(
-        "cityscapes", cityscapes, mask_suffix=suffix, numbers=None, ignored=[255]
-    )
-    assert mask_of(remapped) == mask_of(dataset)
+
+    remapped = from_config("cityscapes", cityscapes, mask_suffix=suffix, **changes)
+
+    assert mask_of(remapped) == [[0, 1, 18], [255, 255, 16]]
+
+
+def test_training_ids_of_cityscapes_are_refused_under_the_name_of_ids(cityscapes):
+    for path in cityscapes.rglob("*_labelTrainIds.png"):
+        path.rename(path.with_name(path.name.replace("labelTrainIds", "labelIds")))
+
+    with pytest.raises(DataError, match=r"labelIds\.png holds 255") as caught:
+        from_config("cityscapes", cityscapes).val()
+
+    assert caught.value.hint == ("dataset.numbers=null", "dataset.ignored=[255]")
+    renamed = from_config("cityscapes", cityscapes, numbers=None, ignored=[255])
+    assert mask_of(renamed) == [[0, 1, 18], [255, 255, 16]]
+
+
+def test_the_fingerprint_of_cityscapes_counts_the_same_numbers_as_before(cityscapes):
+    masks = from_config("cityscapes", cityscapes).val().masks
+
+    assert masks is not None
+    assert sorted(masks.labels.classes) == [*range(34), 255]
 
 
 def test_camvid_has_masks_in_folders_that_end_in_annot(tmp_path):
@@ -155,8 +179,9 @@ def test_class_names_may_stand_in_a_file_and_classes_begin_at_one(folders):
     assert dataset.val().class_names == ("road", "sky")
     assert mask_of(dataset) == [[255, 0, 1], [1, 255, 255]]
     (folders / "classes.txt").unlink()
-    with pytest.raises(DataError, match=r"one a line in .*txt; use .*dataset.class_names="):
+    with pytest.raises(DataError, match=r"classes\.txt") as caught:
         ImageMaskFolders(folders).val()
+    assert caught.value.hint == ("dataset.class_names=[road,sky]",)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +203,7 @@ def test_an_absent_split_is_named_with_those_that_are_there(cityscapes):
         from_config("cityscapes", cityscapes, val_split="test").val()
     picture(cityscapes, "trainannot/a.png")
     picture(cityscapes, "test/a.png")
-    with pytest.raises(DataError, match="has no split test, but train;"):
+    with pytest.raises(DataError, match=r"has no split test, but train\."):
         from_config("camvid", cityscapes, train_split="test").train()
 
 
@@ -186,9 +211,9 @@ def test_an_absent_split_is_named_with_those_that_are_there(cityscapes):
     ("changes", "complaint"),
     [
         ({"numbers": [1, 1]}, "2 different numbers"),
-        ({"numbers": [0, 255]}, "none of dataset.ignored"),
+        ({"numbers": [0, 255]}, "not in dataset.ignored"),
         ({"numbers": [0, 300]}, r"must lie in 0\.\.255"),
-        ({"colours": [ROAD]}, "2 different colours, one a class .* got 1"),
+        ({"colours": [ROAD]}, "2 different colours, .* got 1"),
         ({"colours": [ROAD, SKY], "ignored_colours": [SKY]}, "2 different colours"),
         ({"numbers": [1, 2], "reduce_zero": True}, "exclude each other"),
     ],
@@ -228,3 +253,48 @@ def test_masks_of_one_object_have_both_roles_where_there_are_two_splits(folders)
     assert "segmentation" in from_config("ecssd", folders, **halves).supports
     with pytest.raises(ConfigurationError, match="share images"):
         ImageMaskFolders(folders, train_split="a:0-60%", val_split="a:50-100%", one_object=True)
+
+
+def save_with_palette(path: Path, mask: Any, colours: list[tuple[int, int, int]]) -> None:
+    image = Image.fromarray(np.array(mask, np.uint8))
+    image.putpalette([level for colour in colours for level in colour])
+    image.save(path)
+
+
+def test_a_palette_in_another_order_than_the_others_is_refused(folders):
+    save_with_palette(folders / "masks/train/a.png", INDICES, [ROAD, SKY])
+    save_with_palette(folders / "masks/train/b.png", INDICES, [SKY, ROAD])
+    save_with_palette(folders / "masks/val/c.png", INDICES, [SKY, ROAD])
+    train = ImageMaskFolders(folders, **NAMED).train()
+
+    assert train[0].mask is not None
+    with pytest.raises(DataError, match=r"b\.png stores 0 for the colour \[70, 130, 180\]"):
+        train[1]
+    # All masks of a split have this order.
+    assert mask_of(ImageMaskFolders(folders, **NAMED)) == INDICES
+    by_colour = ImageMaskFolders(folders, colours=[ROAD, SKY], **NAMED)
+    assert mask_of(by_colour) == [[1, 0, 0], [0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("levels", "is_refused"), [((0, 2, 255), True), ((0, 255), False), ((0, 128, 255), False)]
+)
+def test_a_grey_mask_that_a_tool_gave_a_palette_is_refused(folders, levels, is_refused):
+    mask = [[*range(len(levels)), 0]]
+    save(folders, "images/val/c.jpg", [[(9, 8, 7)] * (len(levels) + 1)])
+    save_with_palette(folders / "masks/val/c.png", mask, [(level,) * 3 for level in levels])
+    dataset = ImageMaskFolders(folders, class_names=["road", "sky", "tree"])
+
+    if is_refused:
+        with pytest.raises(DataError, match=r"stores 1 for the colour \[2, 2, 2\], expected 2"):
+            mask_of(dataset)
+    else:
+        assert mask_of(dataset) == mask
+
+
+def test_masks_with_a_palette_may_lie_between_grey_ones(folders):
+    save_with_palette(folders / "masks/train/b.png", INDICES, [ROAD, SKY])
+
+    masks = [sample.mask for sample in ImageMaskFolders(folders, **NAMED).train()]
+
+    assert [mask.tolist() for mask in masks if mask is not None] == [MASK, INDICES]

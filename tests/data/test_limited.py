@@ -8,8 +8,8 @@ from pretrain.description import describe, differences
 from pretrain.options import DataOptions
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.data.files.readable import RemainingImages
-from ssl_bench.data.splits import as_asked, limited, limited_dataset, shared_values
+from ssl_bench.data.files.readable import ImageSubset
+from ssl_bench.data.splits import as_asked, limit_dataset, limit_images, shared_values
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import ResultStore
 from tests.support.faults import class_folders, photo_folder
@@ -22,7 +22,7 @@ def dataset(name: str, root):
 def test_images_are_spread_over_a_split_that_is_sorted_by_class(tmp_path):
     whole = dataset("class_folders", class_folders(tmp_path / "data"))
 
-    few = limited_dataset(whole, 3)
+    few = limit_dataset(whole, 3)
 
     # Three images of each of two classes: every second one.
     assert few.train().ids == whole.train().ids[::2]
@@ -33,15 +33,21 @@ def test_images_are_spread_over_a_split_that_is_sorted_by_class(tmp_path):
 def test_fewer_images_have_another_fingerprint_and_know_their_own(tmp_path):
     root = photo_folder(tmp_path / "photos")
     whole = dataset("folder", root).images()
-    for images in (whole, RemainingImages(whole, (0, 1, 2, 3))):
-        few = limited(images, 2)
+    for images in (whole, ImageSubset(whole, (0, 1, 2, 3))):
+        few = limit_images(images, 2)
         assert (few.ids, few.name, len(few)) == (("0.jpg", "2.jpg"), "folder-limit2", 2)
         assert [few[i].image_id for i in range(2)] == ["0.jpg", "2.jpg"]
-        assert len({few.fingerprint(), images.fingerprint(), limited(images, 3).fingerprint()}) == 3
-        assert (limited(images, 9).ids, limited(images, 9).name) == (images.ids, "folder-limit9")
+        assert (
+            len({few.fingerprint(), images.fingerprint(), limit_images(images, 3).fingerprint()})
+            == 3
+        )
+        assert (limit_images(images, 9).ids, limit_images(images, 9).name) == (
+            images.ids,
+            "folder-limit9",
+        )
     # Only files that stay are read.
     (root / "1.jpg").unlink()
-    assert len(limited(replace(whole), 2).fingerprint()) == 64
+    assert len(limit_images(replace(whole), 2).fingerprint()) == 64
 
 
 def test_the_first_images_are_those_in_front_under_a_name_of_their_own(tmp_path):

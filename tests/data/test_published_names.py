@@ -20,7 +20,9 @@ from tests.support.faults import voc
     ],
 )
 def test_the_name_counts_all_images_unless_they_are_as_many_as_published(found, name):
-    ids: Mapping[str, list[str]] = {role: [str(n) for n in some] for role, some in found.items()}
+    ids: Mapping[str, list[str]] = {
+        role: [str(n) for n in images] for role, images in found.items()
+    }
     assert name_of_images("voc2012", ids) == name
     assert name_of_images("mine", ids) == "mine"
 

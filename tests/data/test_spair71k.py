@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.data.layouts.spair71k import Spair71k
-from ssl_bench.data.splits import limited_dataset
+from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import DataError
 from tests.support.spair import PAIRS, SOURCE_SIZE, TARGET_SIZE, spair, write_annotation
 
@@ -37,7 +37,7 @@ def test_a_share_of_the_pairs_is_named_after_all_and_pictures_need_no_pairs(base
     pairs, images = Spair71k(base, val_split="test:0-67%").val(), Spair71k(base).images()
 
     assert (len(pairs), pairs.name, pairs.split) == (2, "spair71k-3", "test:0-67%")
-    assert len(limited_dataset(Spair71k(base), 1).val()) == 1
+    assert len(limit_dataset(Spair71k(base), 1).val()) == 1
     assert (images.name, images.ids[0]) == ("spair71k-5", "bird/2009_000004")
     assert images[0].image.shape == (*SOURCE_SIZE[::-1], 3)
 

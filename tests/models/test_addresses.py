@@ -10,7 +10,7 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.models.loading.addresses import with_baselines
-from ssl_bench.models.loading.checkpoint import colours_metadata
+from ssl_bench.models.loading.checkpoint import normalization_metadata
 from tests.cli.test_sweep import planned
 from tests.support.faults import TINY, encoder_file, fails, photo_folder, probing, records
 from tests.support.foreign_weights import timm_model
@@ -18,7 +18,7 @@ from tests.support.foreign_weights import timm_model
 
 def test_random_weights_are_those_that_the_run_began_with(tmp_path):
     trained, before = build_vit(TINY, seed=3), build_vit(TINY, seed=0)
-    colours = colours_metadata(((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
+    colours = normalization_metadata(((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
     save_encoder(tmp_path / "one.safetensors", trained, colours)
 
     drawn = load_encoder(f"random:{tmp_path}/one.safetensors")
@@ -71,11 +71,11 @@ def place(tmp_path, monkeypatch):
 def test_a_module_of_ones_own_has_no_random_weights_but_those_it_draws(place, capsys):
     Path("mine.py").write_text("from tests.support.own_module import own\n")
 
-    with pytest.raises(CheckpointError, match="give a second name of its file, of a function"):
+    with pytest.raises(CheckpointError, match="initialisation of this encoder is unknown"):
         load_encoder("random:mine.py:own")
     words = ["probe", "--task", "pca", "--checkpoint", "mine.py:own", "--dataset", "folder"]
     assert main([*words, "--data-root", "photos", "--baselines", "--layer", "0"]) == 0
-    assert "without random weights of mine.py:own: name a function" in capsys.readouterr().err
+    assert "without random weights of mine.py:own" in capsys.readouterr().err
     assert {record.model for record in records()} == {"mine.own", "colours of 8 x 8 pixels"}
 
 

@@ -77,7 +77,7 @@ def test_fault_61_the_digest_in_the_name_of_weights_is_held_against_them(
     empty_caches, server, weights
 ):
     content = weights("small-0123abcd.pth")
-    assert "its name says 0123abcd" in refuses()
+    assert "its name states 0123abcd" in refuses()
     digest = hashlib.sha256(content).hexdigest()
     name = f"small-{digest[:8]}.pth"
     weights(name)
@@ -85,4 +85,4 @@ def test_fault_61_the_digest_in_the_name_of_weights_is_held_against_them(
 
     kept = empty_caches / name
     kept.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert f"its name says {digest[:8]}" in refuses()
+    assert f"its name states {digest[:8]}" in refuses()

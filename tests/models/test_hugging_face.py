@@ -19,7 +19,7 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.models import load_encoder
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD
 from ssl_bench.models.loading import hub, timm_encoder
-from ssl_bench.models.loading.load import announced_encoder
+from ssl_bench.models.loading.load import load_and_log
 from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import (
     Weights,
@@ -141,7 +141,7 @@ def test_a_file_of_transformers_alone_asks_for_its_folder(tmp_path):
     assert f"`--checkpoint local-dir:{folder}`" in message_of(folder / "model.safetensors")
     assert f"local-dir:{folder}" in message_of(folder)
     torch.save({"embeddings.cls_token": torch.ones(1), "layer.0.x": torch.ones(1)}, folder / "x.pt")
-    assert f"model.save_pretrained('{folder}') has written" in message_of(folder / "x.pt")
+    assert f"model.save_pretrained('{folder}')" in message_of(folder / "x.pt")
 
 
 @pytest.mark.parametrize("written", ["vit", "timm"])
@@ -242,7 +242,7 @@ def test_fault_79_a_grid_nobody_states_is_announced(tmp_path, capsys):
     folder = hugging_face_folder(
         tmp_path / "hf", "vit", dict(timm_model().state_dict()), image_size=None
     )
-    announced_encoder(f"local-dir:{folder}")
+    load_and_log(f"local-dir:{folder}")
     assert "square grid assumed, 4 x 4 patches" in capsys.readouterr().err
     weights = dict(timm_model(grid=(3, 5)).state_dict())
     folder = hugging_face_folder(tmp_path / "3x5", "vit", weights, image_size=None)
@@ -252,22 +252,22 @@ def test_fault_79_a_grid_nobody_states_is_announced(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hidden_act": "quick_gelu"}, "config.json says hidden_act='quick_gelu', the encoder"),
-        ({"use_swiglu_ffn": True}, "says use_swiglu_ffn=True"),
-        ({"hidden_size": 192}, "says hidden_size=192, the encoder of model.safetensors has 128"),
-        ({"num_attention_heads": None}, "has num_attention_heads=None, expected a whole number"),
+        ({"hidden_act": "quick_gelu"}, "config.json states hidden_act='quick_gelu'"),
+        ({"use_swiglu_ffn": True}, "use_swiglu_ffn=True"),
+        ({"hidden_size": 192}, "hidden_size=192"),
+        ({"num_attention_heads": None}, "has num_attention_heads=None"),
         ({"num_attention_heads": 3}, "model.dim must be a multiple of model.num_heads"),
-        ({"model_type": "swin"}, "vit_mae, dinov2, dinov2_with_registers, dinov3_vit, but 'swin'"),
+        ({"model_type": "swin"}, "model_type='swin', expected"),
         (
             {"model_type": "clip"},
             "Python (docs/python.md), such as AutoModel.from_pretrained(",
         ),
-        ({"image_size": 64}, "pos_embed for 16 patches; config.json says images of 64 x 64"),
+        ({"image_size": 64}, "images of 64 x 64"),
         ({"image_size": [32]}, "has image_size=[32], expected pixels or [HEIGHT, WIDTH]"),
-        ({"patch_size": 16}, "says patch_size=16, the encoder of model.safetensors has 8"),
-        ({"patch_size": [8, 4]}, "says patch_size=[8, 4]"),
-        ({"intermediate_size": 128}, "says intermediate_size=128"),
-        ({"qkv_bias": False}, "says qkv_bias=False"),
+        ({"patch_size": 16}, "patch_size=16"),
+        ({"patch_size": [8, 4]}, "patch_size=[8, 4]"),
+        ({"intermediate_size": 128}, "intermediate_size=128"),
+        ({"qkv_bias": False}, "qkv_bias=False"),
         ({"layer_norm_eps": float("nan")}, "has layer_norm_eps=nan, expected a number above 0"),
     ],
 )
@@ -308,9 +308,9 @@ def test_fault_79_pixels_go_in_as_the_preprocessor_says(tmp_path, normalized, re
         ({"rescale_factor": 0}, "has rescale_factor=0, expected a number above 0"),
         ({"rescale_factor": 1e-310}, "has rescale_factor=1e-310"),
         ({"rescale_factor": "1/255"}, "has rescale_factor='1/255'"),
-        ({"image_mean": [0.5, float("nan"), 0.5]}, "expected image_mean of red, green and blue"),
-        ({"image_mean": [0.5]}, "came [0.5]"),
-        ({"image_std": [0.2, 0.3, 0]}, "no deviation of 0"),
+        ({"image_mean": [0.5, float("nan"), 0.5]}, "expected image_mean"),
+        ({"image_mean": [0.5]}, "got [0.5]"),
+        ({"image_std": [0.2, 0.3, 0]}, "above 0"),
         ({"do_flip_channel_order": True}, "has do_flip_channel_order=True"),
         ({"rescale_offset": True}, "has rescale_offset=True"),
     ],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ssl_bench.models.graying import gray_by_svd, raised
+from ssl_bench.models.graying import gray_by_cholesky, gray_by_svd
 from ssl_bench.models.orthogonal import (
     OrthogonalAttention,
     cholesky_basis,
@@ -135,7 +135,7 @@ def test_raised_singular_values_are_those_of_the_decomposition(shape, decades, e
     x = with_values(torch.logspace(1, 1 - decades, min(shape)).double(), *shape).float()
     weights = drawn(*x.shape, seed=3)
     found = []
-    for function, start in ((raised, x), (gray_by_svd, x.double())):
+    for function, start in ((gray_by_cholesky, x), (gray_by_svd, x.double())):
         given = start.clone().requires_grad_()
         value = function(given, exponent)
         (gradient,) = torch.autograd.grad((value * weights.to(value.dtype)).sum(), given)
@@ -155,7 +155,7 @@ def test_raising_singular_matrices_gives_finite_values_and_gradients(case, facto
         "one token": drawn(1, 1, 5),
     }[case].float() * factor
     given = x.clone().requires_grad_()
-    value = raised(given, 0.5)
+    value = gray_by_cholesky(given, 0.5)
     value.backward(drawn(*x.shape, seed=3).float())
     assert given.grad is not None
     assert value.isfinite().all()
@@ -168,8 +168,8 @@ def test_raising_singular_matrices_gives_finite_values_and_gradients(case, facto
 
 def test_raising_spoils_no_image_but_that_which_is_not_finite():
     x = drawn(2, 7, 5).float()
-    expected = raised(x, 0.7)[1]
+    expected = gray_by_cholesky(x, 0.7)[1]
     x[0, 3, 2] = math.nan
-    result = raised(x, 0.7)
+    result = gray_by_cholesky(x, 0.7)
     assert not result[0].isfinite().any()
     assert torch.equal(result[1], expected)

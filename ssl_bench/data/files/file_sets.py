@@ -1,4 +1,4 @@
-"""Image sets over files that share one naming scheme: what these hold, and the gate of boxes."""
+"""Image sets whose images, masks and boxes are files with one naming scheme."""
 
 import hashlib
 import os
@@ -12,70 +12,73 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64, Int16, Integer, UInt8, UInt64
 
-from ssl_bench.data.files.fingerprints import Part, ReadOptions, extended, identities
+from ssl_bench.data.files.fingerprints import Part, ReadOptions, extend_fingerprint, identify_parts
 from ssl_bench.data.files.images import file_orientation, read_image, read_indices
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 
 _UNKNOWN = -1
-# Of pixels; what is larger is none, and would not stay what it is in computations.
-_MOST = 2.0**31
+# Limit of coordinates in pixels. Computations with larger numbers would not be exact.
+_MAX_COORDINATE = 2.0**31
 _UPRIGHT = hashlib.sha256(b"1").hexdigest()
 
 
 @dataclass(frozen=True)
 class Files:
-    """One file for each id: the folder, the id, the suffix.
+    """Files whose names are an id and a suffix.
 
     Attributes:
-        other_suffix: Files that end so are of another kind, though they also end in `suffix`.
+        folder: Folder of the files. An id may contain subfolders.
+        suffix: End of each file name, such as ".jpg" or "_mask.png".
+        excluded_suffix: End of the names of other files in the folder that also end in `suffix`.
     """
 
     folder: Path
     suffix: str
-    other_suffix: str | None = None
+    excluded_suffix: str | None = None
 
     def path(self, image_id: str) -> Path:
         return self.folder / f"{image_id}{self.suffix}"
 
     def ids(self) -> list[str]:
-        """What lies directly in the folder, sorted, without hidden files."""
+        """Return the sorted ids of the files directly in the folder, without hidden files."""
         return sorted(
             path.name.removesuffix(self.suffix)
             for path in self.folder.iterdir()
-            if self._is_one(path.name)
+            if self.matches(path.name)
         )
 
-    def missing(self, ids: Sequence[str]) -> list[str]:
-        """Names of the files that are not there.
+    def matches(self, name: str) -> bool:
+        """Return whether a file name belongs to these files. Hidden files do not."""
+        is_excluded = self.excluded_suffix is not None and name.endswith(self.excluded_suffix)
+        return name.endswith(self.suffix) and not is_excluded and not name.startswith(".")
 
-        Folders are listed: on a network a question for each of 100,000 files takes minutes.
+    def missing(self, ids: Sequence[str]) -> list[str]:
+        """Return the names of the files that do not exist.
+
+        Folders are listed, because asking a network drive for each of 100,000 files takes minutes.
         """
-        listed: dict[str, frozenset[str]] = {}
-        lacking = []
+        file_names: dict[str, frozenset[str]] = {}
+        missing = []
         for image_id in ids:
             folder, _, name = f"{image_id}{self.suffix}".rpartition("/")
-            if folder not in listed:
-                listed[folder] = frozenset()
+            if folder not in file_names:
+                file_names[folder] = frozenset()
                 with suppress(OSError), os.scandir(self.folder / folder) as entries:
-                    listed[folder] = frozenset(entry.name for entry in entries if entry.is_file())
-            # Asked for by name too, because some systems find names in other letters.
-            if name not in listed[folder] and not self.path(image_id).is_file():
-                lacking.append(name)
-        return lacking
-
-    def _is_one(self, name: str) -> bool:
-        other = self.other_suffix is not None and name.endswith(self.other_suffix)
-        return name.endswith(self.suffix) and not other and not name.startswith(".")
+                    file_names[folder] = frozenset(e.name for e in entries if e.is_file())
+            # Some file systems find a file whose name differs in case from the listed one.
+            if name not in file_names[folder] and not self.path(image_id).is_file():
+                missing.append(name)
+        return missing
 
 
 @dataclass(frozen=True)
 class LabelMap:
-    """What each stored number of a mask means; any other number is an error.
+    """Meaning of the numbers that a mask stores. All other numbers are errors.
 
     Attributes:
-        classes: Stored number, 0 to 255, to class or `IGNORED`.
-        hint: What to do about a number that is not in `classes`.
+        classes: Class, or `IGNORED`, of each stored number from 0 to 255.
+        hint: Advice for a mask with a number that is not in `classes`.
     """
 
     classes: Mapping[int, int]
@@ -84,47 +87,53 @@ class LabelMap:
     def apply(
         self, stored: Integer[np.ndarray, "height width"], path: Path
     ) -> UInt8[np.ndarray, "height width"]:
-        """Turn stored numbers into classes; `DataError` names the file and one that has none."""
+        """Turn stored numbers into classes.
+
+        Raises:
+            DataError: A number has no class. The message names it and the file.
+        """
         if stored.dtype != np.uint8 and not ((stored >= 0) & (stored < 256)).all():
-            raise self._stranger(int(stored[(stored < 0) | (stored > 255)][0]), path)
+            raise self._unknown_label(int(stored[(stored < 0) | (stored > 255)][0]), path)
         classes = self._table[stored]
         if classes.min() == _UNKNOWN:
-            raise self._stranger(int(stored[classes == _UNKNOWN][0]), path)
+            raise self._unknown_label(int(stored[classes == _UNKNOWN][0]), path)
         return classes.astype(np.uint8)
 
     @cached_property
     def _table(self) -> Int16[np.ndarray, "256"]:
-        # Wider than uint8, in which "no class" could not be told from a class.
         table = np.full(256, _UNKNOWN, np.int16)
         table[list(self.classes)] = list(self.classes.values())
         return table
 
-    def _stranger(self, value: int, path: Path) -> DataError:
-        ordered = enumerate(sorted(self.classes))
-        runs = [[n for _, n in run] for _, run in groupby(ordered, key=lambda one: one[1] - one[0])]
+    def _unknown_label(self, value: int, path: Path) -> DataError:
+        # Consecutive numbers have the same difference to their position.
+        positions = enumerate(sorted(self.classes))
+        runs = [[n for _, n in run] for _, run in groupby(positions, key=lambda p: p[1] - p[0])]
         known = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
         return DataError(f"{path} holds label {value}, expected {known}; {self.hint}")
 
 
 @dataclass(frozen=True)
 class Masks:
-    """Mask files and what their numbers mean.
+    """Mask files and the meaning of their numbers.
 
     Attributes:
-        of_voc: Colours of their palettes are VOC's.
+        files: The mask files.
+        labels: Class of each stored number.
+        has_voc_palette: Whether the palette of every mask must be VOC's.
     """
 
     files: Files
     labels: LabelMap
-    of_voc: bool = False
+    has_voc_palette: bool = False
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """Classes of one mask; errors are those of `read_indices` and `LabelMap.apply`."""
+        """Return the classes of one mask. Errors are those of `read_indices` and `LabelMap`."""
         path = self.files.path(image_id)
-        return self.labels.apply(read_indices(path, of_voc=self.of_voc), path)
+        return self.labels.apply(read_indices(path, has_voc_palette=self.has_voc_palette), path)
 
     def meaning(self) -> str:
-        """Changes when the same file would give other classes."""
+        """Return a text that changes if the same file would give other classes."""
         return repr(sorted(self.labels.classes.items()))
 
 
@@ -132,7 +141,7 @@ class Boxes:
     """Ground-truth boxes by image id.
 
     Attributes:
-        files: One for each image, where there are such.
+        files: One file for each image, or None if boxes are stored in another way.
     """
 
     files: Files | None
@@ -140,30 +149,35 @@ class Boxes:
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
-        """Those of an image of this height and width, as `checked_boxes` lets them pass."""
+        """Return the boxes of an image, validated by `validate_boxes`.
+
+        Args:
+            image_id: Id of the image.
+            size: Height and width of the image in pixels, or None if it has not been decoded.
+        """
         raise NotImplementedError
 
     def missing(self, ids: Sequence[str]) -> list[str]:
-        """What is not there, by name."""
+        """Return the names of missing annotations."""
         return self.files.missing(ids) if self.files else []
 
     def meaning(self, image_id: str) -> str:
-        """Changes when the boxes of an image do, though its file is the same."""
+        """Return a text that changes if the same file would give other boxes."""
         raise NotImplementedError
 
 
-def numbers(value: object, count: int) -> list[float]:
-    """So many numbers of JSON, all finite; a `ValueError` for texts, booleans, null and others."""
+def parse_numbers(value: object, count: int) -> list[float]:
+    """Return a list of `count` finite JSON numbers as floats, or raise ValueError."""
     if not (
         isinstance(value, (list, tuple))
         and len(value) == count
-        and all(type(one) in (int, float) and abs(one) < _MOST for one in value)
+        and all(type(number) in (int, float) and abs(number) < _MAX_COORDINATE for number in value)
     ):
         raise ValueError(f"expected {count} numbers of pixels, got {value!r}")
-    return [float(one) for one in value]
+    return [float(number) for number in value]
 
 
-def checked_boxes(
+def validate_boxes(
     corners: Sequence[object] | np.ndarray,
     file: Path,
     names: Sequence[object],
@@ -172,34 +186,34 @@ def checked_boxes(
     stated: tuple[float, float] | None = None,
     may_be_flat: bool = False,
 ) -> Float64[np.ndarray, "boxes 4"]:
-    """Boxes, once they are known to be some: (x0, y0, x1, y1), far edges exclusive.
+    """Return boxes as (x0, y0, x1, y1) with exclusive far edges, or refuse them.
 
-    A box has to have a part of the image in it, and no edge further outside than the image is
-    large. What lies outside by less stays as it is, as in the field's own code.
+    A box must overlap its image, and no edge may be further outside than the size of the image.
+    The part outside is not cut off, as in the code of the published methods.
 
     Args:
-        corners: Four numbers a box.
-        file: That they are from.
-        names: Of the objects, for messages.
-        size: Height and width of the image as it was decoded; before, nothing is asked about it.
-        stated: Height and width that the file gives the image, if it does.
-        may_be_flat: Boxes without height or width are kept. COCO has some, rounding makes more,
-            and LOST, whose numbers these are compared with, counts them: nothing hits them.
+        corners: Four numbers per box.
+        file: File that contains the boxes.
+        names: Name of each object, for messages.
+        size: Height and width of the decoded image, or None to skip the comparison with the image.
+        stated: Height and width of the image according to the file, or None.
+        may_be_flat: Accept boxes without height or width, which no predicted box hits. COCO has a
+            few, rounding creates more, and LOST counts them.
 
     Raises:
-        DataError: with the file and the first object that is none.
+        DataError: A box is invalid. The message names the file and the first such object.
     """
     rows = corners.tolist() if isinstance(corners, np.ndarray) else corners
     if size is not None and stated not in (None, size):
         assert stated is not None
         raise DataError(
             f"{file} is about an image of {stated[1]:g} x {stated[0]:g}, which is {size[1]} x "
-            f"{size[0]}; take both as published"
+            f"{size[0]}. Use both as published"
         )
-    found = []
+    boxes = []
     for name, row in zip(names, rows, strict=True):
         try:
-            box = numbers(row, 4)
+            box = parse_numbers(row, 4)
             for axis, low, high in (("x", box[0], box[2]), ("y", box[1], box[3])):
                 if low > high or (low == high and not may_be_flat):
                     raise ValueError(
@@ -207,23 +221,30 @@ def checked_boxes(
                     )
             sides = () if size is None else zip("xy", box[:2], box[2:], size[::-1], strict=True)
             for axis, low, high, side in sides:
-                # A flat box may lie on the edge of its image.
-                meets = low <= side and high >= 0 if may_be_flat else low < side and high > 0
-                if not meets or low < -side or high > 2 * side:
+                # A flat box may be on the edge of its image.
+                overlaps = low <= side and high >= 0 if may_be_flat else low < side and high > 0
+                if not overlaps or low < -side or high > 2 * side:
                     raise ValueError(f"the box {box} is not in its image, {axis} from 0 to {side}")
         except ValueError as error:
-            raise DataError(f"{file}, object {name}: {error}; mend or fetch it again") from error
-        found.append(box)
-    return np.array(found, np.float64).reshape(-1, 4)
+            raise DataError(
+                f"{file}, object {name}: {error}. Correct or download the file"
+            ) from error
+        boxes.append(box)
+    return np.array(boxes, np.float64).reshape(-1, 4)
 
 
 @dataclass(frozen=True)
 class FileSet:
-    """Images of one split that lie in files.
+    """Images of one split, stored in files.
 
     Attributes:
-        source: Where the ids come from, for messages.
-        options: How the files are read.
+        name: Name of the dataset.
+        split: Name of the split.
+        source: File or folder that determines the ids, for messages.
+        ids: Ids of the images.
+        images: The image files.
+        class_names: Names of the classes, in the order of their numbers.
+        options: How the files are read and identified.
     """
 
     name: str
@@ -237,18 +258,19 @@ class FileSet:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def read_as(self, options: ReadOptions) -> "FileSet":
-        """The same images, their files read in another way."""
+    def with_read_options(self, options: ReadOptions) -> "FileSet":
         return replace(self, options=options)
 
-    def some(self, name: str, kept: Sequence[int]) -> "FileSet":
-        """The images of these indices, called so."""
-        return replace(self, name=name, ids=tuple(self.ids[index] for index in kept))
+    def select(self, name: str, indices: Sequence[int]) -> "FileSet":
+        """Return the images at these indices as a set with another name."""
+        return replace(self, name=name, ids=tuple(self.ids[index] for index in indices))
 
-    def identified(self, parts: Iterable[Part], total: int) -> closing[Generator[str, None, None]]:
-        """What each of so many parts of its files is known by, as `identities` says."""
+    def identify_parts(
+        self, parts: Iterable[Part], total: int
+    ) -> closing[Generator[str, None, None]]:
+        """Yield the identity of each part of the files of this set, inside a `with` statement."""
         return closing(
-            identities(
+            identify_parts(
                 parts,
                 self.options.fingerprint,
                 title=f"{self.name} {self.split}",
@@ -257,35 +279,41 @@ class FileSet:
             )
         )
 
-    def require_ids(self, what: str) -> None:
-        """Refuse no ids, and one that comes twice."""
-        if not self.ids:
-            raise DataError(f"{self.source} gives no {what} for the split {self.split}")
-        if len(set(self.ids)) < len(self.ids):
-            one = "an image" if what == "image" else f"a {what}"
-            raise DataError(f"{self.source} names {one} twice; make its lines unique")
+    def require_ids(self, kind: str) -> None:
+        """Raise DataError if there are no ids or if an id occurs twice.
 
-    def require_files(self, files: "Files | Boxes", ids: Sequence[str], what: str) -> None:
-        """Refuse ids without a file; nothing is opened."""
+        `kind` says what an id names, such as "image".
+        """
+        if not self.ids:
+            raise DataError(f"{self.source} gives no {kind} for the split {self.split}")
+        if len(set(self.ids)) < len(self.ids):
+            article = "an" if kind == "image" else "a"
+            raise DataError(f"{self.source} names {article} {kind} twice. Remove repeated lines")
+
+    def require_files(self, files: "Files | Boxes", ids: Sequence[str], kind: str) -> None:
+        """Raise DataError if the file of an id is missing. No file is opened."""
         if missing := files.missing(ids):
             folder = files.folder if isinstance(files, Files) else self.source
             raise DataError(
-                f"{len(missing)} of {len(ids)} {what} of the split {self.split} are missing in "
-                f"{folder}: {first_of(missing)}; the ids come from {self.source}"
+                f"{len(missing)} of {len(ids)} {kind} of the split {self.split} are missing in "
+                f"{folder}: {join_names(missing)}; the ids come from {self.source}"
             )
 
 
-def first_of(names: Sequence[str]) -> str:
-    """The first five of some names, for messages."""
+def join_names(names: Sequence[str]) -> str:
+    """Return the first five names for a message, followed by "..." if there are more."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 @dataclass(frozen=True)
 class FileImageSet(FileSet):
-    """An `ImageSet` that decodes a file when asked for it.
+    """An `ImageSet` that decodes the files of an image when it is accessed.
 
     Attributes:
-        upright: Turn the images as EXIF says; not where masks or boxes are drawn on the files.
+        masks: The masks, or None.
+        boxes: The boxes, or None.
+        upright: Apply the EXIF orientation. It must be False if masks or boxes refer to the pixels
+            as they are stored.
     """
 
     masks: Masks | None = None
@@ -296,8 +324,8 @@ class FileImageSet(FileSet):
         """Decode one image with its mask and boxes.
 
         Raises:
-            DataError: a file is unreadable, the mask has another size than the image, or a box is
-                none in it.
+            DataError: A file is unreadable, the mask and the image differ in size, or a box is
+                invalid.
         """
         image_id = self.ids[index]
         path = self.images.path(image_id)
@@ -306,72 +334,73 @@ class FileImageSet(FileSet):
         if self.masks and mask is not None and mask.shape != image.shape[:2]:
             raise DataError(
                 f"{self.masks.files.path(image_id)} is {mask.shape[1]} x {mask.shape[0]} but its "
-                f"image {path} is {image.shape[1]} x {image.shape[0]}; fetch both again"
+                f"image {path} is {image.shape[1]} x {image.shape[0]}. Use both as published"
             )
         boxes = self.boxes.read(image_id, image.shape[:2]) if self.boxes else None
         return Sample(image_id, image, mask, boxes)
 
     def fingerprint(self) -> str:
-        """Sha256 over ids, what the files of images and labels hold, and what the labels mean.
+        """Return the SHA-256 of the ids, the files of images and labels, and the label meanings.
 
-        Of files that have not changed since they were read the sha256 is remembered.
+        The SHA-256 of a file that has not changed since an earlier run comes from the cache.
 
         Raises:
-            DataError: a file cannot be read.
+            DataError: A file cannot be read.
         """
-        return self._known[0]
+        return self._hashes[0]
 
-    def marks(self) -> UInt64[np.ndarray, " images"]:
-        """Of each image a number, another one where what its file holds is."""
-        return self._known[1]
+    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
+        """Return a number for each image that changes with the content of its file."""
+        return self._hashes[1]
 
-    def entries(self) -> list[str]:
-        """What each image is known by, with its mask or boxes, whatever else is in the set."""
-        return [f"{entry:016x}" for entry in self._known[2].tolist()]
+    def sample_hashes(self) -> list[str]:
+        """Return a text for each image that changes with its file, mask or boxes."""
+        return [f"{sample:016x}" for sample in self._hashes[2].tolist()]
 
     def path(self, index: int) -> Path:
-        """The file of an image."""
+        """Return the path of the file of an image."""
         return self.images.path(self.ids[index])
 
     def files(self, index: int) -> tuple[Path, ...]:
-        """All files of an image: its own, then those of its mask and its boxes."""
-        truths = [truth.files for truth in (self.masks, self.boxes) if truth]
-        return tuple(kind.path(self.ids[index]) for kind in (self.images, *truths) if kind)
+        """Return the paths of all files of an image: image, mask, boxes."""
+        labels = [labels.files for labels in (self.masks, self.boxes) if labels]
+        return tuple(files.path(self.ids[index]) for files in (self.images, *labels) if files)
 
     @cached_property
-    def _known(self) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
-        # Files that are known by their times alone are not opened to look how they are turned.
-        turned = self.upright and self.options.fingerprint == "content"
-        in_a_row = len(self.files(0)) if self.ids else 1
+    def _hashes(self) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
+        """Fingerprint, hashes of the image files, and hashes of images with their labels."""
+        # Files that are identified by size and time are not opened to read their orientation.
+        reads_orientation = self.upright and self.options.fingerprint == "content"
+        files_per_image = len(self.files(0)) if self.ids else 1
 
         def parts() -> Iterator[Part]:
             for index in range(len(self)):
                 yield from map(Part, self.files(index))
-                if turned:
+                if reads_orientation:
                     path = self.path(index)
                     yield Part(path, "orientation", partial(file_orientation, path))
 
-        def rows(found: Iterator[str]) -> Iterator[tuple[str, ...]]:
+        def rows(identities: Iterator[str]) -> Iterator[tuple[str, ...]]:
             for image_id in self.ids:
-                image, *others = islice(found, in_a_row)
-                # The file of an image that is turned has another identity.
-                turn = next(found) if turned else _UPRIGHT
-                image = image if turn == _UPRIGHT else f"{image} {turn}"
-                yield image_id, image, *others, self.boxes.meaning(image_id) if self.boxes else ""
+                image, *labels = islice(identities, files_per_image)
+                orientation = next(identities) if reads_orientation else _UPRIGHT
+                # An image that is rotated has another identity than its file.
+                image = image if orientation == _UPRIGHT else f"{image} {orientation}"
+                yield image_id, image, *labels, self.boxes.meaning(image_id) if self.boxes else ""
 
-        # What the numbers in masks stand for; nothing for pictures alone.
         meaning = [self.masks.meaning(), self.class_names] if self.masks else []
-        with self.identified(parts(), (in_a_row + turned) * len(self)) as found:
-            fingerprint, marks, entries = self.options.known_by(meaning, rows(found))
-        if self.upright and not turned:
-            fingerprint = extended(fingerprint, ["upright"])
-        return fingerprint, marks, entries
+        num_parts = (files_per_image + reads_orientation) * len(self)
+        with self.identify_parts(parts(), num_parts) as identities:
+            fingerprint, files, samples = self.options.hash_rows(meaning, rows(identities))
+        if self.upright and not reads_orientation:
+            fingerprint = extend_fingerprint(fingerprint, ["upright"])
+        return fingerprint, files, samples
 
-    def checked(self) -> "FileImageSet":
-        """This set, once every file behind it is known to be there; nothing is decoded.
+    def validate(self) -> "FileImageSet":
+        """Return this set if all of its files exist. Nothing is decoded.
 
         Raises:
-            DataError: the set is empty, names an image twice, or files are missing.
+            DataError: The set is empty, names an image twice, or files are missing.
         """
         self.require_ids("image")
         self.require_files(self.images, self.ids, "images")

@@ -1,7 +1,7 @@
-"""Fingerprints: one sha256 that stands for all that a split of a dataset holds.
+"""Compute fingerprints: one SHA-256 for all images and labels of an image set.
 
-That of each file is read once and known from then on by the state of the file on disk. They are
-kept in the user's cache, 64 bytes a file, never beside the data.
+Each file is read once. Its SHA-256 is stored in the user's cache folder, 64 bytes per file, and
+used again as long as the size, times and inode of the file stay the same.
 """
 
 import hashlib
@@ -31,182 +31,203 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 FingerprintKind = Literal["content", "stat"]
-"""Of the bytes of all files, or of their sizes and times alone."""
+"""Whether files are identified by their bytes, or only by their sizes and times."""
 
-# No character that a name of a file cannot hold everywhere, because files are named so.
+# Prefix of fingerprints of the kind "stat". It is valid in file names on all systems.
 _STAT = "stat-"
 _THREADS = 8
-_AHEAD = 1024
-_MOST_TOGETHER = 32
+_CHUNKS_AHEAD = 1024
+_MAX_CHUNK = 32
 _SAVE_SECONDS = 60.0
 _PATIENCE_SECONDS = 10.0
-# Count up when keys or states mean something else.
+# Increase the number if the meaning of keys or states changes.
 _HEADER = b"ssl-bench sha256 of files 1\n"
-# What it is the digest of, the state of the file it was in, the digest.
+# An entry has a hash of the name, a hash of the state of the files, and the digest. All sizes are
+# in bytes.
 _KEY, _STATE, _DIGEST = 16, 16, 32
 _ENTRY = _KEY + _STATE + _DIGEST
 _START = len(_HEADER) + _DIGEST
-# FAT counts in two seconds; a file that was written so recently may change and keep its times.
+# Resolution of times on FAT. A file written more recently may change again and keep its times.
 _RACY_NS = 2 * 10**9
 
 
 def fingerprint_of(rows: Iterable[Sequence[object]], kind: FingerprintKind = "content") -> str:
-    """Hexadecimal sha256 over rows of plain JSON types, marked where the bytes were not read."""
+    """Return the hexadecimal SHA-256 of rows of plain JSON types, with a prefix for "stat"."""
     digest = hashlib.sha256()
     for row in rows:
-        # JSON, because a name may hold whatever else would stand between two names.
+        # JSON, because a name may contain any separator.
         digest.update(json.dumps(row).encode() + b"\n")
     return (_STAT if kind == "stat" else "") + digest.hexdigest()
 
 
-def extended(fingerprint: str, *more: Sequence[object]) -> str:
-    """The fingerprint of what adds something to the data of another; of the same kind."""
-    return fingerprint_of([[fingerprint], *more], kind_of(fingerprint))
+def extend_fingerprint(fingerprint: str, *rows: Sequence[object]) -> str:
+    """Return a fingerprint of the same kind for data that is described by additional rows."""
+    return fingerprint_of([[fingerprint], *rows], fingerprint_kind(fingerprint))
 
 
-def kind_of(fingerprint: str) -> FingerprintKind:
+def fingerprint_kind(fingerprint: str) -> FingerprintKind:
     return "stat" if fingerprint.startswith(_STAT) else "content"
 
 
-def shortened(fingerprint: str) -> str:
-    """Its first six digits, and its mark."""
-    mark = _STAT if kind_of(fingerprint) == "stat" else ""
-    return fingerprint[: len(mark) + 6]
+def abbreviate_fingerprint(fingerprint: str) -> str:
+    """Return the first six digits of a fingerprint, with its prefix."""
+    prefix = _STAT if fingerprint_kind(fingerprint) == "stat" else ""
+    return fingerprint[: len(prefix) + 6]
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files are read, as `data.fingerprint` and `data.bits` say.
+    """How files are read: the keys `data.fingerprint` and `data.bits`.
 
     Attributes:
-        fingerprint: Whether it is of what the files hold, which has to be read once, or trusts
-            their sizes and times.
-        bits: Those that pictures of 16 bits use, where a file does not say it.
+        fingerprint: Identify files by their content, or by their sizes and times.
+        bits: Number of bits that 16-bit images use, if their header does not state the range.
     """
 
     fingerprint: FingerprintKind = "content"
     bits: int | None = None
 
     def fingerprint_of(self, rows: Iterable[Sequence[object]]) -> str:
-        """The fingerprint of a set; another one where the same files are seen in another range."""
-        found = fingerprint_of(rows, self.fingerprint)
-        # With 16 all that can be read without it is read as without it.
-        return found if self.bits in (None, 16) else extended(found, ["bits", self.bits])
+        """Return the fingerprint of an image set, which also depends on `bits`."""
+        fingerprint = fingerprint_of(rows, self.fingerprint)
+        # With 16 bits, every image that is readable without the key has the same pixels.
+        if self.bits in (None, 16):
+            return fingerprint
+        return extend_fingerprint(fingerprint, ["bits", self.bits])
 
-    def known_by(
+    def hash_rows(
         self, first: Sequence[object], rows: Iterable[tuple[str, ...]]
     ) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
-        """By what a set is known again, of a first row and one for each image: id, file, what else.
+        """Hash an image set as a whole and image by image.
+
+        Args:
+            first: Description of the set, such as the meaning of its labels.
+            rows: For each image: its id, the identity of its file, and further identities.
 
         Returns:
-            Its fingerprint; of each file a number, and of each image with all that belongs to it.
+            The fingerprint of the set, a hash of each image file, and a hash of each image with its
+            labels.
         """
-        marks: list[int] = []
-        entries: list[int] = []
-        seen = None if self.bits == 16 else self.bits
+        files: list[int] = []
+        samples: list[int] = []
+        bits = None if self.bits == 16 else self.bits
 
-        def noted() -> Iterator[Sequence[object]]:
+        def collect_hashes() -> Iterator[Sequence[object]]:
             yield first
             for row in rows:
-                marks.append(_mark(row[1]))
-                entries.append(_mark(repr((first, row[1:], seen))))
+                files.append(_hash64(row[1]))
+                samples.append(_hash64(repr((first, row[1:], bits))))
                 yield row
 
-        found = self.fingerprint_of(noted())
-        return found, np.array(marks, np.uint64), np.array(entries, np.uint64)
+        fingerprint = self.fingerprint_of(collect_hashes())
+        return fingerprint, np.array(files, np.uint64), np.array(samples, np.uint64)
 
 
-def read_as(images: ImageSet, options: ReadOptions) -> ImageSet:
-    """The same images, their files read so; what lies in no file stays as it is."""
-    own = getattr(images, "read_as", None)
-    return own(options) if own else images
+def with_read_options(images: ImageSet, options: ReadOptions) -> ImageSet:
+    """Return an image set that reads its files with these options, if it has files."""
+    method = getattr(images, "with_read_options", None)
+    return method(options) if method else images
 
 
-def dataset_read_as(dataset: Dataset, options: ReadOptions) -> DatasetView:
-    """A dataset whose files are read as it is asked for."""
-    return DatasetView(dataset, lambda _, images: read_as(images, options))
+def dataset_with_read_options(dataset: Dataset, options: ReadOptions) -> DatasetView:
+    """Return a dataset whose image sets read their files with these options."""
+    return DatasetView(dataset, lambda _, images: with_read_options(images, options))
 
 
-def entries_of(images: ImageSet) -> list[str]:
-    """What each image is known by; where a set cannot say, its fingerprint and the id."""
+def file_hashes(images: ImageSet) -> UInt64[np.ndarray, " images"]:
+    """Return a number for each image that changes with its file.
+
+    If the image set cannot tell its files apart, all images get the hash of its fingerprint.
+    """
+    method = getattr(images, "file_hashes", None)
+    return method() if method else np.full(len(images), _hash64(images.fingerprint()), np.uint64)
+
+
+def sample_hashes(images: ImageSet) -> list[str]:
+    """Return a text for each image that changes with its file, mask or boxes.
+
+    If files are identified by sizes and times, or the image set cannot tell its files apart, the
+    text is the fingerprint of the set followed by the image id.
+    """
     fingerprint = images.fingerprint()
-    # Of times and sizes nothing is sure but for a set as a whole.
-    entries = getattr(images, "entries", None)
-    if entries and kind_of(fingerprint) == "content":
-        return entries()
+    method = getattr(images, "sample_hashes", None)
+    if method and fingerprint_kind(fingerprint) == "content":
+        return method()
     return [f"{fingerprint} {image_id}" for image_id in images.ids]
 
 
-def marks_of(images: ImageSet) -> UInt64[np.ndarray, " images"]:
-    """Of each image its mark; where a set has none, that of the whole set."""
-    marks = getattr(images, "marks", None)
-    return marks() if marks else np.full(len(images), _mark(images.fingerprint()), np.uint64)
-
-
-def _mark(identity: str) -> int:
+def _hash64(identity: str) -> int:
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8])
 
 
 class Part(NamedTuple):
-    """Bytes that a file holds.
+    """Part of a file that has an identity of its own.
 
     Attributes:
-        place: Where in the file they are; empty for the whole of it.
-        read: Gives them, where they are not the whole file.
+        file: Path of the file.
+        name: Name of the part, or "" for the whole file.
+        read: Function that returns the bytes of the part, or None for the whole file.
     """
 
     file: Path
-    place: str = ""
+    name: str = ""
     read: Callable[[], bytes] | None = None
 
 
-def identities(
+def identify_parts(
     parts: Iterable[Part], kind: FingerprintKind, *, title: str, folder: Path, total: int
 ) -> Generator[str, None, None]:
-    """Of each part its sha256, or, where these are trusted, size and time of its file.
+    """Yield the SHA-256 of each part, or the size and time of its file for the kind "stat".
 
-    Most of them lie in one folder; what is remembered of it is kept together. Closing the
-    iterator, or an interrupt, keeps what has been read so far.
+    If the generator is closed or interrupted, the digests computed so far are stored.
+
+    Args:
+        parts: Parts of files, most of them in `folder`.
+        kind: How files are identified.
+        title: Name of the image set, for messages.
+        folder: Folder whose digests are stored together.
+        total: Number of parts.
 
     Raises:
-        DataError: a file cannot be read, or changes meanwhile.
+        DataError: A file cannot be read, or changes while it is read.
     """
-    # Few enough for a thread in one go that none is left with all the large ones.
-    together = min(_MOST_TOGETHER, 1 + total // 256)
+    # Small sets have small chunks, so that no thread gets all of the large files.
+    chunk_size = min(_MAX_CHUNK, 1 + total // 256)
     if kind == "stat":
-        states = in_threads(lambda part: file_state(part.file), parts, together=together)
+        states = map_in_threads(lambda part: file_state(part.file), parts, chunk_size=chunk_size)
         yield from (f"{size} {mtime_ns}" for _, (size, mtime_ns, *_) in states)
         return
     cache, start = DigestCache(folder), time.monotonic()
-    saved, is_told = start, False
+    last_save, is_announced = start, False
 
     def digest(part: Part) -> bytes:
-        name = f"{part.file.absolute()}\0{part.place}"
-        return cache.recall(name, [part.file], partial(_read, part))
+        name = f"{part.file.absolute()}\0{part.name}"
+        return cache.get_or_compute(name, [part.file], partial(_read, part))
 
     try:
-        # Closed before the cache is saved, which then has what its threads were reading.
-        with closing(in_threads(digest, parts, together=together)) as found:
-            for _, one in show_progress(found, f"sha256 of {title}", total):
+        # The threads end before the cache is saved, so it contains everything they have read.
+        with closing(map_in_threads(digest, parts, chunk_size=chunk_size)) as digests:
+            for _, part_digest in show_progress(digests, f"sha256 of {title}", total):
                 now = time.monotonic()
-                if not is_told and now - start > _PATIENCE_SECONDS:
+                if not is_announced and now - start > _PATIENCE_SECONDS:
                     say(
-                        f"reading the {total:,} files of {title} for their sha256, which is then "
-                        "remembered; data.fingerprint=stat trusts sizes and times instead"
+                        f"reading {total:,} files of {title} to compute their SHA-256, which is "
+                        "stored for the next run. data.fingerprint=stat would only use their sizes "
+                        "and times"
                     )
-                    is_told = True
-                # For the case that somebody kills this.
-                if now - saved > _SAVE_SECONDS:
+                    is_announced = True
+                # The process may be killed.
+                if now - last_save > _SAVE_SECONDS:
                     cache.save()
-                    saved = now
-                yield one.hex()
+                    last_save = now
+                yield part_digest.hex()
     finally:
         cache.save()
 
 
-def digest_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file; errors are those of `identities`."""
-    return next(identities([Part(path)], "content", title=path.name, folder=path, total=1))
+def cached_sha256(path: Path) -> str:
+    """Return the hexadecimal SHA-256 of a file. Errors are those of `identify_parts`."""
+    return next(identify_parts([Part(path)], "content", title=path.name, folder=path, total=1))
 
 
 def _read(part: Part) -> bytes:
@@ -216,140 +237,145 @@ def _read(part: Part) -> bytes:
         with part.file.open("rb", buffering=0) as file:
             return hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
-        raise _unreadable(part.file, error) from error
+        raise _file_error(part.file, error) from error
 
 
 def file_state(path: Path) -> tuple[int, int, int, int]:
-    """All that changes when a file does, short of reading it.
+    """Return values of which at least one changes when the content of a file changes.
 
-    The device is left out: network folders get another number on every machine and at every start.
+    The device is left out, because network folders get another number on each machine.
 
     Returns:
-        Size, times of the last change of what it holds and of anything, in nanoseconds, of which no
-        program can set the second back, and the number of the file.
+        Size in bytes, time of the last change of the content, time of the last change of content or
+        metadata, and inode. Times are in nanoseconds. No program can set the second time back.
 
     Raises:
-        DataError: it is not there, a link to nothing, or no file.
+        DataError: The path is missing, a broken link, or not a regular file.
     """
     try:
         status = path.stat()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _file_error(path, error) from error
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path} is no file; move it out of the folder")
+        raise DataError(f"{path} is not a regular file. Move it out of the folder")
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path} cannot be read ({error.strerror}); fetch it again")
+def _file_error(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be read ({error.strerror})")
 
 
 class DigestCache:
-    """Digests by what they are of and the state of the files; a damaged one is as good as none.
+    """File of digests, by the name of the digested data and the state of its files.
 
-    Threads share it. Processes that write the same one lose entries at worst, which are computed
-    again.
+    A damaged cache file is ignored. Threads may share an instance. If several processes write the
+    same cache file, some entries may be lost and are computed again.
 
     Args:
-        subject: Folder or file whose digests are kept together.
+        subject: Folder or file whose digests are stored together.
     """
 
     def __init__(self, subject: Path) -> None:
         self._path: Path | None = None
         try:
-            name = _hashed(str(subject.absolute()), _KEY).hex()
+            name = _hash_text(str(subject.absolute()), _KEY).hex()
             self._path = cache_folder(None) / "digests" / name
         except MachineError as error:
-            _complain(str(error))
-        self._known = {} if self._path is None else _kept_in(self._path)
+            _report_unsaved(str(error))
+        self._entries = {} if self._path is None else _load_entries(self._path)
         self._new: dict[bytes, bytes] = {}
         self._lock = Lock()
 
-    def recall(self, name: str, files: Sequence[Path], find: Callable[[], bytes]) -> bytes:
-        """The digest that `find` gives of files, or gave when they were as they are.
+    def get_or_compute(
+        self, name: str, files: Sequence[Path], compute: Callable[[], bytes]
+    ) -> bytes:
+        """Return the stored digest, or call `compute` if the state of a file has changed.
 
         Raises:
-            DataError: a file is none, or changes meanwhile; or what `find` raises.
+            DataError: A file is not a regular file, or changes during `compute`.
         """
-        begun, before = time.time_ns(), [file_state(path) for path in files]
-        key, state = _hashed(name, _KEY), _hashed(" ".join(map(str, before)), _STATE)
-        entry = self._known.get(key, b"")
+        start, before = time.time_ns(), [file_state(path) for path in files]
+        key, state = _hash_text(name, _KEY), _hash_text(" ".join(map(str, before)), _STATE)
+        entry = self._entries.get(key, b"")
         if entry[:_STATE] == state:
             return entry[_STATE:]
-        digest = find()
+        digest = compute()
         after = [file_state(path) for path in files]
-        for path, one, other in zip(files, before, after, strict=True):
-            if one[:2] != other[:2]:
-                raise DataError(f"{path} changes while it is read; wait until it is complete")
-        # Only where a later change is sure to give another state.
-        latest = max(changed_ns for _, *times, _ in before for changed_ns in times)
-        if after == before and latest < begun - _RACY_NS:
+        for path, old, new in zip(files, before, after, strict=True):
+            if old[:2] != new[:2]:
+                raise DataError(f"{path} changes while it is read. Wait until it is complete")
+        # Store the digest only if a later change of a file will certainly change its state.
+        last_change_ns = max(time_ns for _, *times, _ in before for time_ns in times)
+        if after == before and last_change_ns < start - _RACY_NS:
             with self._lock:
                 self._new[key] = state + digest
         return digest
 
     def save(self) -> None:
-        """Add what is new to the file; where that fails, say so once."""
+        """Add the new digests to the cache file, or print one message if it cannot be written."""
         with self._lock:
             new, self._new = self._new, {}
         if not new or self._path is None:
             return
-        # Anew, because other processes may have written since.
-        body = b"".join(k + v for k, v in (_kept_in(self._path) | new).items())
+        # Load the file again, because other processes may have written it.
+        body = b"".join(k + v for k, v in (_load_entries(self._path) | new).items())
         content = _HEADER + hashlib.sha256(body).digest() + body
         try:
             write_atomically(self._path, lambda file: file.write(content))
         except MachineError as error:
-            _complain(f"{self._path.parent} cannot be written ({error.__cause__})")
+            _report_unsaved(f"{self._path.parent} cannot be written ({error.__cause__})")
 
 
-def _kept_in(path: Path) -> dict[bytes, bytes]:
+def _load_entries(path: Path) -> dict[bytes, bytes]:
     try:
         with open_trusted(path) as file:
             content = file.read()
     except OSError:
         return {}
     body = content[_START:]
-    # What is whole is of whole entries.
     if content[:_START] != _HEADER + hashlib.sha256(body).digest():
         return {}
     starts = range(0, len(body), _ENTRY)
     return {body[i : i + _KEY]: body[i + _KEY : i + _ENTRY] for i in starts}
 
 
-def _hashed(text: str, size: int) -> bytes:
+def _hash_text(text: str, size: int) -> bytes:
     return hashlib.sha256(os.fsencode(text)).digest()[:size]
 
 
-def _complain(reason: str) -> None:
+def _report_unsaved(reason: str) -> None:
     say_once(
-        f"the sha256 of files is not kept for the next time: {reason}; XDG_CACHE_HOME=DIR moves it"
+        f"cannot store the SHA-256 of files for the next run: {reason}. Set XDG_CACHE_HOME to "
+        "another folder"
     )
 
 
-def in_threads(
-    work: Callable[[Item], Result], items: Iterable[Item], *, together: int = 1
+def map_in_threads(
+    function: Callable[[Item], Result], items: Iterable[Item], *, chunk_size: int = 1
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Each item with what `work` makes of it, in order; items are taken as they are needed.
+    """Yield each item with the result of `function`, in order. Items are taken as needed.
 
-    Closing it waits for what is in work and begins nothing more.
+    If the generator is closed, it waits for the calls that are running and starts no more.
 
-    A thread takes some `together` in one go, for work that is shorter than handing it over.
+    Args:
+        function: Function that threads may call at the same time.
+        items: Any number of items.
+        chunk_size: Number of items that a thread takes at once. More than one is faster if a call
+            is shorter than handing an item to a thread.
     """
-    stopped = Event()
+    stop = Event()
 
-    def work_on_all(chunk: list[Item]) -> list[tuple[Item, Result]]:
-        return [(item, work(item)) for item in chunk if not stopped.is_set()]
+    def apply_to_chunk(chunk: list[Item]) -> list[tuple[Item, Result]]:
+        return [(item, function(item)) for item in chunk if not stop.is_set()]
 
     remaining = iter(items)
-    chunks = iter(lambda: list(islice(remaining, together)), [])
+    chunks = iter(lambda: list(islice(remaining, chunk_size)), [])
     pool = ThreadPoolExecutor(_THREADS)
     try:
-        # Piece by piece, because the pool would queue a million at once.
-        while piece := list(islice(chunks, _AHEAD)):
-            for pairs in pool.map(work_on_all, piece):
+        # The pool would queue a million chunks at once.
+        while group := list(islice(chunks, _CHUNKS_AHEAD)):
+            for pairs in pool.map(apply_to_chunk, group):
                 yield from pairs
     finally:
-        # Whoever is interrupted does not wait for what nobody wants any more.
-        stopped.set()
+        stop.set()
         pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Some images of a set: without those that cannot be read, and those that lie in two sets."""
+"""Leave out images that cannot be read, and find images that are in two sets."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,276 +12,267 @@ from jaxtyping import Int64, UInt64
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.fingerprints import (
     DigestCache,
-    digest_of,
-    entries_of,
-    extended,
-    in_threads,
-    marks_of,
+    cached_sha256,
+    extend_fingerprint,
+    file_hashes,
+    map_in_threads,
+    sample_hashes,
 )
-from ssl_bench.data.files.images import KINDS
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import DataError, UnreadableImage, join_alternatives
 from ssl_bench.system.output import say, show_progress
 
 OnBadImage = Literal["fail", "skip"]
-_SHOWN = 5
-_READABLE = hashlib.sha256(b"readable").digest()
-_Key = tuple[str, str, tuple[str, ...]]
+_MAX_NAMES = 5
+# Digest that the cache stores for an image that could be decoded.
+_IS_READABLE = hashlib.sha256(b"readable").digest()
 
 
 @dataclass(frozen=True)
-class RemainingImages(ImageView):
-    """An `ImageSet` without some of its images.
+class ImageSubset(ImageView):
+    """Some images of an `ImageSet`.
 
     Attributes:
-        kept: Indices into `images`, ascending.
-        called: Their name, where it is not that of the whole.
+        indices: Ascending indices into `images`.
+        own_name: Name of the subset, or None for the name of the whole set.
     """
 
-    kept: tuple[int, ...]
-    called: str | None = None
+    indices: tuple[int, ...]
+    own_name: str | None = None
 
     @property
     def name(self) -> str:
-        return self.called or self.images.name
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return self._ids
+        return self.own_name or self.images.name
 
     @cached_property
-    def _ids(self) -> tuple[str, ...]:
-        return tuple(self.images.ids[index] for index in self.kept)
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self.images.ids[index] for index in self.indices)
 
     def __getitem__(self, index: int) -> Sample:
-        return self.images[self.kept[index]]
+        return self.images[self.indices[index]]
 
     @cached_property
     def _fingerprint(self) -> str:
-        return extended(self.images.fingerprint(), self.ids)
+        return extend_fingerprint(self.images.fingerprint(), self.ids)
 
-    def marks(self) -> UInt64[np.ndarray, " images"]:
-        """Those of the images that are left."""
-        return marks_of(self.images)[list(self.kept)]
+    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
+        return file_hashes(self.images)[list(self.indices)]
 
-    def entries(self) -> list[str]:
-        """Those of the images that are left."""
-        entries = entries_of(self.images)
-        return [entries[index] for index in self.kept]
+    def sample_hashes(self) -> list[str]:
+        hashes = sample_hashes(self.images)
+        return [hashes[index] for index in self.indices]
 
 
-def some_of(images: ImageSet, name: str, kept: Sequence[int]) -> ImageSet:
-    """Some images of a set, under another name."""
-    own = getattr(images, "some", None)
-    return own(name, kept) if own else RemainingImages(images, tuple(kept), name)
+def select_images(images: ImageSet, name: str, indices: Sequence[int]) -> ImageSet:
+    """Return some images of a set as a set with another name."""
+    method = getattr(images, "select", None)
+    return method(name, indices) if method else ImageSubset(images, tuple(indices), name)
 
 
 @dataclass
-class Looked:
-    """What a command has found while it looked through its images, for all of its tasks.
+class ReadabilityCache:
+    """Results of decoding images, shared by all tasks of a command.
 
     Attributes:
-        faults: By what they were found in; None where all was well.
-        said: Lines that were printed.
+        errors: Error of each image, or None for a readable one, by an identity of its files.
+        messages: Messages that have been printed.
     """
 
-    faults: dict[object, UnreadableImage | None] = field(default_factory=dict)
-    said: set[str] = field(default_factory=set)
+    errors: dict[object, UnreadableImage | None] = field(default_factory=dict)
+    messages: set[str] = field(default_factory=set)
 
 
 class ReadableDataset(DatasetView):
-    """A dataset without the images that cannot be read, and a line that says which they are.
+    """A dataset without the images that cannot be read.
 
-    A set is looked through when it is opened, before anything is computed: each file is decoded
-    once, and not again by later commands as long as its size and times are the same.
+    All images of a set are decoded when the set is opened, before anything is computed. Later
+    commands only decode files whose size or times have changed. One message says how many images
+    are used and which ones are left out.
 
     Args:
-        fails: Refuse a set with such an image instead.
+        dataset: The complete dataset.
+        cache: Results for images that have been decoded already.
+        must_be_complete: Raise UnreadableImage instead of leaving images out.
     """
 
-    def __init__(self, dataset: Dataset, looked: Looked, *, fails: bool = False) -> None:
-        super().__init__(dataset, self._readable)
-        self._looked, self._fails = looked, fails
-        self._left_out: dict[_Key, list[str]] = {}
+    def __init__(
+        self, dataset: Dataset, cache: ReadabilityCache, *, must_be_complete: bool = False
+    ) -> None:
+        super().__init__(dataset, self._select_readable)
+        self._cache, self._must_be_complete = cache, must_be_complete
+        self._left_out: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
 
     def left_out(self) -> dict[str, list[str]]:
-        """Split to the ids that are gone from it; splits without any are not named."""
-        gone: dict[str, list[str]] = {}
-        for (_, split, _), missing in self._left_out.items():
-            if missing:
-                gone.setdefault(split, []).extend(missing)
-        return gone
+        """Return the ids of the images that are left out, for each split that lacks images."""
+        by_split: dict[str, list[str]] = {}
+        for (_, split, _), ids in self._left_out.items():
+            if ids:
+                by_split.setdefault(split, []).extend(ids)
+        return by_split
 
-    def _readable(self, role: str, images: ImageSet) -> ImageSet:
-        faults = faults_of(images, self._looked.faults)
-        if self._fails:
-            require_readable(images, faults)
-        kept = tuple(index for index, fault in enumerate(faults) if fault is None)
-        line = _taken(images, faults)
-        if line not in self._looked.said:
-            self._looked.said.add(line)
-            say(line)
-        if not kept:
+    def _select_readable(self, role: str, images: ImageSet) -> ImageSet:
+        errors = find_read_errors(images, self._cache.errors)
+        if self._must_be_complete:
+            require_readable(images, errors)
+        readable = tuple(index for index, error in enumerate(errors) if error is None)
+        count = f"{len(readable)} image{'s' if len(readable) != 1 else ''}"
+        name = images.name if images.split == "all" else _title(images)
+        message = "; ".join([f"using {count} of {name}", *describe_unreadable(images, errors)])
+        if message not in self._cache.messages:
+            self._cache.messages.add(message)
+            say(message)
+        if not readable:
             raise DataError(f"none of the {len(images)} images of {_title(images)} can be read")
-        gone = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]
-        self._left_out[role, images.split, images.ids] = gone
-        return RemainingImages(images, kept) if gone else images
+        left_out = [i for i, error in zip(images.ids, errors, strict=True) if error is not None]
+        self._left_out[role, images.split, images.ids] = left_out
+        return ImageSubset(images, readable) if left_out else images
 
 
-def as_readable(
-    view: Dataset, dataset: Dataset, on_bad_image: OnBadImage | None, looked: Looked
+def leave_out_unreadable(
+    view: Dataset, dataset: Dataset, on_bad_image: OnBadImage | None, cache: ReadabilityCache
 ) -> Dataset:
-    """A view of a dataset without what cannot be read: of "skip", or where that is its own way.
+    """Return a view of a dataset without unreadable images if the user or the dataset wants this.
 
-    Where it is, the images are looked through beforehand with "fail" too.
+    The user's choice has priority. If a dataset with `leaves_out_unreadable` is used with "fail",
+    its images are also decoded before anything is computed.
     """
     if on_bad_image == "skip" or getattr(dataset, "leaves_out_unreadable", False):
-        return ReadableDataset(view, looked, fails=on_bad_image == "fail")
+        return ReadableDataset(view, cache, must_be_complete=on_bad_image == "fail")
     return view
 
 
-def require_readable(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> None:
-    """Raise `UnreadableImage` if one cannot be read, with a count of the others like it."""
-    broken = [fault for fault in faults if fault is not None]
-    if broken:
-        count = f"{len(broken)} of {len(images)} images of {_title(images)} cannot be read"
-        first = "the first of them: " if len(broken) > 1 else ""
-        raise UnreadableImage(f"{count}, {first}{broken[0]}")
+def require_readable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> None:
+    """Raise UnreadableImage with the number of unreadable images and the first error, if any."""
+    unreadable = [error for error in errors if error is not None]
+    if unreadable:
+        count = f"{len(unreadable)} of {len(images)} images of {_title(images)} cannot be read"
+        first = "the first of them: " if len(unreadable) > 1 else ""
+        raise UnreadableImage(f"{count}, {first}{unreadable[0]}")
 
 
-def summary(left_out: dict[str, list[str]]) -> str:
-    """One line that differs for other images: `2 of train, 1 of val (3f9a01)`."""
+def left_out_label(left_out: dict[str, list[str]]) -> str:
+    """Return a short text that identifies the images, such as `2 of train, 1 of val (3f9a01)`."""
     lines = (f"{split}\t{i}\n" for split, ids in sorted(left_out.items()) for i in ids)
     digest = hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
     counts = ", ".join(f"{len(ids)} of {split}" for split, ids in sorted(left_out.items()))
     return f"{counts} ({digest[:6]})"
 
 
-def with_a_way_out(error: UnreadableImage) -> UnreadableImage:
-    """The same error, for a command that can do without the image."""
-    found = UnreadableImage(
-        f"{error}, or leave such images out",
-        hint=join_alternatives(error.hint, ("--on-bad-image", "skip")),
-    )
-    found.is_raised_on_all_ranks = error.is_raised_on_all_ranks
-    return found
+def summarize_left_out(left_out: dict[str, list[str]]) -> dict[str, dict[str, int | list[str]]]:
+    """Return what a record stores for each split: the number of images and the first names."""
+    return {s: {"count": len(ids), "first": ids[:_MAX_NAMES]} for s, ids in left_out.items()}
 
 
-def counts_and_first(left_out: dict[str, list[str]]) -> dict[str, dict[str, int | list[str]]]:
-    """What a record says of them: how many of each split, and the first names."""
-    return {split: {"count": len(i), "first": i[:_SHOWN]} for split, i in left_out.items()}
+def suggest_skipping(error: UnreadableImage) -> UnreadableImage:
+    """Return the error with an additional hint to leave out unreadable images."""
+    hint = join_alternatives(error.hint, ("--on-bad-image", "skip"))
+    with_hint = UnreadableImage(f"{error}, or leave such images out", hint=hint)
+    with_hint.is_raised_on_all_ranks = error.is_raised_on_all_ranks
+    return with_hint
 
 
-def faults_of(
+def find_read_errors(
     images: ImageSet, known: dict[object, UnreadableImage | None]
 ) -> list[UnreadableImage | None]:
-    """What is wrong with each image; pixels of files are decoded as they lie there."""
-    files, places = files_behind(images) or (None, np.arange(len(images)))
+    """Decode all images and return the error of each one, or None if it is readable.
+
+    Args:
+        images: The images. If they are made from files, the files are decoded without further
+            processing.
+        known: Errors by an identity of the files. New results are added.
+    """
+    files, indices = underlying_files(images) or (None, np.arange(len(images)))
     keys: list[object] = [(images.name, images.split, image_id) for image_id in images.ids]
     cache = None
     if files is not None:
-        keys = [(files.files(place), files.options.bits) for place in places.tolist()]
+        keys = [(files.files(index), files.options.bits) for index in indices.tolist()]
         cache = DigestCache(files.images.folder)
 
     def decode(source: ImageSet, index: int) -> bytes:
         _ = source[index]
-        return _READABLE
+        return _IS_READABLE
 
-    def fault(index: int) -> UnreadableImage | None:
-        place = int(places[index])
+    def find_error(position: int) -> UnreadableImage | None:
+        index = int(indices[position])
         try:
             if files is None or cache is None:
                 decode(images, index)
             else:
-                paths = files.files(place)
+                paths = files.files(index)
                 name = f"{paths[0].absolute()}\0readable {files.options.bits}"
-                cache.recall(name, paths, partial(decode, files, place))
+                cache.get_or_compute(name, paths, partial(decode, files, index))
         except UnreadableImage as error:
             return error
         return None
 
-    missing = [index for index, key in enumerate(keys) if key not in known]
-    shown = show_progress(missing, f"looking through {_title(images)}", len(missing))
+    new = [position for position, key in enumerate(keys) if key not in known]
+    progress = show_progress(new, f"checking images of {_title(images)}", len(new))
     try:
-        for index, found in in_threads(fault, shown):
-            known[keys[index]] = found
+        for position, error in map_in_threads(find_error, progress):
+            known[keys[position]] = error
     finally:
         if cache:
             cache.save()
     return [known[key] for key in keys]
 
 
-def _taken(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> str:
-    """The line that says what is taken, what cannot be read, and what would read it."""
-    where = images.name if images.split == "all" else _title(images)
-    taken = faults.count(None)
-    line = f"taken: {taken} photograph{'s' if taken != 1 else ''} of {where}"
-    return "; ".join([line, *said_unreadable(images, faults)])
+def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> list[str]:
+    """Return a phrase for each remedy: how many images need it, and the first names."""
+    by_remedy: dict[str, list[str]] = {}
+    for image_id, error in zip(images.ids, errors, strict=True):
+        if error is not None:
+            by_remedy.setdefault(error.remedy, []).append(image_id)
+    phrases = []
+    for remedy, ids in sorted(by_remedy.items()):
+        needs = "needs" if len(ids) == 1 else "need"
+        problem = f"{needs} {remedy}" if remedy else "cannot be read"
+        more = f" and {len(ids) - _MAX_NAMES} more" if len(ids) > _MAX_NAMES else ""
+        phrases.append(f"{len(ids)} {problem}: {', '.join(ids[:_MAX_NAMES])}{more}")
+    return phrases
 
 
-def said_unreadable(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> list[str]:
-    """How many images cannot be read, which, and what would read them, by the remedy."""
-    gone: dict[str, list[str]] = {}
-    for image_id, fault in zip(images.ids, faults, strict=True):
-        if fault is not None:
-            gone.setdefault(fault.remedy, []).append(image_id)
-    parts = []
-    for remedy, ids in sorted(gone.items()):
-        names = ", ".join(ids[:_SHOWN])
-        more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
-        verb = "is" if len(ids) == 1 else "are"
-        if not remedy:
-            kind = "cannot be read"
-        elif remedy in KINDS:
-            kind = f"{verb} {KINDS[remedy]}, which {remedy} reads"
-        else:
-            kind = f"of 16 bits left out, dark or of fewer bits ({remedy} reads them)"
-        parts.append(f"{len(ids)} {kind}: {names}{more}")
-    return parts
-
-
-def files_behind(images: ImageSet) -> tuple[FileImageSet, Int64[np.ndarray, " images"]] | None:
-    """The set of files that a set is made from, and which of them it has."""
+def underlying_files(images: ImageSet) -> tuple[FileImageSet, Int64[np.ndarray, " images"]] | None:
+    """Return the file-based set that a set is made from, and the indices into it, or None."""
     if isinstance(images, FileImageSet):
         return images, np.arange(len(images))
     inner = getattr(images, "images", None)
-    found = files_behind(inner) if isinstance(inner, ImageSet) else None
-    if found is not None and isinstance(images, RemainingImages):
-        return found[0], found[1][list(images.kept)]
-    return found
+    files = underlying_files(inner) if isinstance(inner, ImageSet) else None
+    if files is not None and isinstance(images, ImageSubset):
+        return files[0], files[1][list(images.indices)]
+    return files
 
 
-def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
-    """How many scored images are a file of a fitted one, by a link or a copy of whatever name.
+def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
+    """Count the scored images whose file, or an identical copy of it, is also a training image.
 
-    Of sets whose files are known by size and time alone, files of one size and time are read.
-    What lies in no file of its own, and sets of other packages, are not looked at.
-
-    Cost: that of both fingerprints.
+    If files are identified by size and time, files with equal size and time are read and compared.
+    The count is 0 if one of the sets is not made from files. Both fingerprints are computed.
 
     Raises:
-        DataError: there are such images, and they are not `allowed`.
+        DataError: There is such an image, and `allowed` is False.
     """
-    one, other = files_behind(fitted), files_behind(scored)
-    if one is None or other is None:
+    fitted_files, scored_files = underlying_files(fitted), underlying_files(scored)
+    if fitted_files is None or scored_files is None:
         return 0
-    (fitted_set, fitted_places), (scored_set, scored_places) = one, other
-    train, val = fitted_set.marks()[fitted_places], scored_set.marks()[scored_places]
+    (fitted_set, fitted_indices), (scored_set, scored_indices) = fitted_files, scored_files
+    fitted_hashes = fitted_set.file_hashes()[fitted_indices]
+    scored_hashes = scored_set.file_hashes()[scored_indices]
     first = None
     count = 0
-    for index in np.flatnonzero(np.isin(val, train)):
-        path = scored_set.path(int(scored_places[index]))
-        same = fitted_set.path(int(fitted_places[np.flatnonzero(train == val[index])[0]]))
-        # Of names and times nothing is sure; of contents that were read it is.
-        if fitted_set.options.fingerprint == "stat" and digest_of(path) != digest_of(same):
+    for position in np.flatnonzero(np.isin(scored_hashes, fitted_hashes)):
+        path = scored_set.path(int(scored_indices[position]))
+        match = np.flatnonzero(fitted_hashes == scored_hashes[position])[0]
+        copy = fitted_set.path(int(fitted_indices[match]))
+        is_certain = fitted_set.options.fingerprint == "content"
+        if not is_certain and cached_sha256(path) != cached_sha256(copy):
             continue
-        first = first or (same, path)
+        first = first or (copy, path)
         count += 1
     if first is not None and not allowed:
         raise DataError(
-            f"{first[0]}, to which something is fitted, is the same file as {first[1]}, which is "
-            f"scored: {count} of {len(scored)} scored images of {scored.name} {scored.split} in "
-            "all; take them out of one of the splits, or score them all the same",
+            f"the training image {first[0]} is identical to the scored image {first[1]}. "
+            f"{count} of {len(scored)} scored images of {scored.name} {scored.split} are training "
+            "images. Remove them from one of the splits, or allow them",
             hint=("data.allow_overlap=true",),
         )
     return count

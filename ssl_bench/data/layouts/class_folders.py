@@ -1,4 +1,4 @@
-"""Labelled pictures: a folder for each split, and in it a folder for each class."""
+"""Labelled images in folders: one folder for each split, with one folder for each class in it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,31 +9,37 @@ import numpy as np
 from jaxtyping import UInt64
 
 from ssl_bench.composition.fields import OptionalPath
-from ssl_bench.data.files.file_sets import FileImageSet, Files, first_of
-from ssl_bench.data.files.fingerprints import ReadOptions, extended, marks_of, read_as
-from ssl_bench.data.files.readable import some_of
+from ssl_bench.data.files.file_sets import FileImageSet, Files, join_names
+from ssl_bench.data.files.fingerprints import (
+    ReadOptions,
+    extend_fingerprint,
+    file_hashes,
+    with_read_options,
+)
+from ssl_bench.data.files.readable import select_images
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
-from ssl_bench.data.samples import ImageView, Layout, Sample, given_folder, require_own_name
+from ssl_bench.data.samples import ImageView, Layout, Sample, require_own_name, resolve_folder
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import DataError, escape_braces
 from ssl_bench.system.files import is_output
 from ssl_bench.system.output import say_once
 
-_ANNOTATIONS = "val_annotations.txt"
-# An odd number of 64 bits, so that classes change many of a mark's.
+_TINY_IMAGENET_LABELS = "val_annotations.txt"
+# An odd 64-bit number, so that a different class changes many bits of a hash.
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _VALIDATION_NAMES = ("val", "test")
 _TRAIN = "train"
-# Of classes directly below the root: the split of all, and what is taken where nobody says it.
+# If the class folders are directly below the root, all of them form one split.
 _ALL, _ALL_TRAIN, _ALL_VAL = "all", "all:0-80%", "all:80-100%"
 
 
 @dataclass(frozen=True)
 class LabelledImages(ImageView):
-    """Any image set, with the class of each of its images.
+    """An image set with the class of each image.
 
     Attributes:
-        labels: Index into `class_names`, image by image.
+        class_names: Names of the classes.
+        labels: For each image, the index of its class in `class_names`.
     """
 
     class_names: tuple[str, ...] = ()
@@ -44,37 +50,37 @@ class LabelledImages(ImageView):
 
     @cached_property
     def _fingerprint(self) -> str:
-        return extended(self.images.fingerprint(), self.class_names, self.labels)
+        return extend_fingerprint(self.images.fingerprint(), self.class_names, self.labels)
 
-    def read_as(self, options: ReadOptions) -> "LabelledImages":
-        """The same images, their files read in another way."""
-        return replace(self, images=read_as(self.images, options))
+    def with_read_options(self, options: ReadOptions) -> "LabelledImages":
+        """Return the same images with other options for reading their files."""
+        return replace(self, images=with_read_options(self.images, options))
 
-    def marks(self) -> UInt64[np.ndarray, " images"]:
-        """Of each image a number, another one where its file or its class is another."""
-        return marks_of(self.images) + np.array(self.labels, np.uint64) * _SPREAD
+    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
+        """Return a number for each image that depends on its file and its class."""
+        return file_hashes(self.images) + np.array(self.labels, np.uint64) * _SPREAD
 
-    def some(self, name: str, kept: Sequence[int]) -> "LabelledImages":
-        """The images of these indices, under another name."""
-        labels = tuple(self.labels[index] for index in kept)
-        return replace(self, images=some_of(self.images, name, kept), labels=labels)
+    def select(self, name: str, indices: Sequence[int]) -> "LabelledImages":
+        """Return the images with the given indices under another name."""
+        labels = tuple(self.labels[index] for index in indices)
+        return replace(self, images=select_images(self.images, name, indices), labels=labels)
 
 
 @dataclass(frozen=True)
 class ClassFolders(Layout):
-    """ROOT/SPLIT/CLASS/.../PICTURE; a class is the first folder below that of the split.
+    """Images in ROOT/SPLIT/CLASS/, or in ROOT/CLASS/ as for torchvision's ImageFolder.
 
-    Or ROOT/CLASS/PICTURE, as torchvision's ImageFolder has it: the split of all is called `all`
-    then, and without a choice the first 80 % of each class, in the order of names, are `train`.
+    Deeper folders have no meaning. With ROOT/CLASS/, all images form the split `all`. By default,
+    the first 80 % of each class in the order of file names are then the training images.
 
     Attributes:
-        root: The folder that holds those of the splits.
-        train_split: Folder of the training images, or a share such as `train:0-75%`; without it
+        root: The folder that contains the folders of the splits.
+        train_split: Folder of the training images, or a share such as `train:0-75%`. By default
             `train`.
-        val_split: Folder of the scored images, or a share of it; without it `val`, else `test`.
-        known_only: Leave out validation images of classes that the training split lacks, where
-            they are an error otherwise.
-        name: By which records and tables call it.
+        val_split: Folder of the scored images, or a share of it. By default `val`, or else `test`.
+        known_only: Leave out scored images of classes that the training images lack. Otherwise
+            such images are an error.
+        name: Name in records and tables.
     """
 
     supports = frozenset({"classification", "images"})
@@ -90,49 +96,51 @@ class ClassFolders(Layout):
         require_own_name(self.name)
 
     def train(self) -> LabelledImages:
-        """The training images; a picture outside the folders, which are classes, is an error."""
-        images = self._labelled(self._splits[0], {i: _first_folder(i) for i in self._train_ids})
-        known = set(images.labels)
-        for number, name in enumerate(images.class_names):
-            if number not in known:
-                raise DataError(
-                    f"{self._root} has too few images of the class {name} for one in "
-                    f"{images.split}; take a larger share, or the class out"
-                )
+        """Return the training images.
+
+        Raises:
+            DataError: An image is in no class folder, or the share has no image of a class.
+        """
+        images = self._labelled(self._splits[0], self._train_classes)
+        missing = sorted(set(range(len(images.class_names))).difference(images.labels))
+        if missing:
+            raise DataError(
+                f"{self._root} has too few images of the class {images.class_names[missing[0]]} "
+                f"for the share {images.split}. Use a larger share, or remove the class"
+            )
         return images
 
     def val(self) -> LabelledImages:
-        """The validation images, in the training split's numbering of the classes.
+        """Return the scored images. Their labels are indices into the training classes.
 
         Raises:
-            DataError: as `train`, and for a class that the training split does not have.
-            ConfigurationError: the two splits have images in common.
+            DataError: As for `train`, or the training images lack a class.
+            ConfigurationError: The two splits share images.
         """
-        train, split = self._splits
-        require_disjoint(train, split)
-        folder = self._folder(split)
-        classes = _listed_classes(folder, ImageFolder(folder).images().ids)
+        train, val = self._splits
+        require_disjoint(train, val)
+        folder = self._folder(val)
+        classes = _read_classes(folder, ImageFolder(folder).images().ids)
         if self.known_only:
             known = set(self._class_names)
             classes = {i: name for i, name in classes.items() if name in known}
-        return self._labelled(split, classes)
+        return self._labelled(val, classes)
 
     def images(self) -> LabelledImages:
-        """The training images."""
+        """Return the training images."""
         return self.train()
 
-    def to_learn_from(self) -> LabelledImages:
-        """What supervised training takes: `train`, or all where classes lie below the root."""
+    def pretraining_images(self) -> LabelledImages:
+        """Return the images for supervised pretraining: `train`, or all images of ROOT/CLASS/."""
         if self._is_flat:
-            return self._labelled(_ALL, {i: _first_folder(i) for i in self._train_ids})
+            return self._labelled(_ALL, self._train_classes)
         if not (self._root / _TRAIN).is_dir():
-            names = sorted(one.name for one in self._root.iterdir() if one.is_dir())
+            names = sorted(folder.name for folder in self._root.iterdir() if folder.is_dir())
             first = next((name for name in names if name.lower().startswith(_TRAIN)), names[0])
-            folder = self._root / first
             raise DataError(
-                f"{self._root} holds neither {_TRAIN}/CLASS/PICTURE nor CLASS/PICTURE, but "
-                f"{', '.join(names[:5])}; name the folder above the classes",
-                hint=(f"data.root={escape_braces(str(folder))}",),
+                f"{self._root} contains neither {_TRAIN}/CLASS/IMAGE nor CLASS/IMAGE, but "
+                f"{', '.join(names[:5])}. Select the folder of the class folders",
+                hint=(f"data.root={escape_braces(str(self._root / first))}",),
             )
         return self.train()
 
@@ -140,93 +148,97 @@ class ClassFolders(Layout):
     def _root(self) -> Path:
         if self.root is None:
             raise DataError(
-                "expected a folder with train/CLASS/PICTURE in it", hint=("--data-root", "{folder}")
+                "class_folders needs a folder with train/CLASS/IMAGE",
+                hint=("--data-root", "{folder}"),
             )
-        root = given_folder(self.root)
+        root = resolve_folder(self.root)
         if next(root.glob("*/*"), None) is None:
             raise DataError(
-                f"{root} holds no class folders: expected train/CLASS/PICTURE and "
-                "val/CLASS/PICTURE, or CLASS/PICTURE; see docs/data.md"
+                f"{root} has no class folders, expected train/CLASS/IMAGE and val/CLASS/IMAGE, or "
+                "CLASS/IMAGE. See docs/data.md"
             )
         return root
 
     @cached_property
     def _is_flat(self) -> bool:
-        """Whether pictures lie directly in the folders below the root, which are classes then."""
-        firsts = {
+        """Whether the folders below the root are classes instead of splits."""
+        first_images = {
             folder.name: next(pictures_below(folder), None)
             for folder in self._root.iterdir()
             if folder.is_dir() and folder.name[0] != "." and not is_output(folder)
         }
-        # A class may be called train; one alone is a split.
-        if firsts.keys() == {_TRAIN} or not firsts.keys().isdisjoint(_VALIDATION_NAMES):
+        # A class may have the name "train" if there are other classes.
+        names = first_images.keys()
+        if names == {_TRAIN} or not names.isdisjoint(_VALIDATION_NAMES):
             return False
-        # Those of a folder come before those of the folders in it.
-        found = [picture for picture in firsts.values() if picture is not None]
-        return bool(found) and not any("/" in picture for picture in found)
+        # `pictures_below` yields the images directly in a folder before those in its subfolders.
+        images = [image for image in first_images.values() if image is not None]
+        return bool(images) and not any("/" in image for image in images)
 
     @cached_property
     def _splits(self) -> tuple[str, str]:
-        """Names or shares of the training and the validation split."""
+        """Names or shares of the training split and the validation split."""
         train, val = self.train_split, self.val_split
         if train is None and val is None and self._is_flat:
             say_once(
-                f"{self._root} has no folder {_TRAIN}: the folders in it are the classes, "
-                f"{_ALL_TRAIN} of each to train on and {_ALL_VAL} to score"
+                f"{self._root} has no folder {_TRAIN}, so its folders are classes. The splits are "
+                f"{_ALL_TRAIN} for training and {_ALL_VAL} for scoring."
             )
             return _ALL_TRAIN, _ALL_VAL
-        present = (name for name in _VALIDATION_NAMES if (self._root / name).is_dir())
-        return train or _TRAIN, val or next(present, _VALIDATION_NAMES[0])
+        existing = (name for name in _VALIDATION_NAMES if (self._root / name).is_dir())
+        return train or _TRAIN, val or next(existing, _VALIDATION_NAMES[0])
 
     def _folder(self, split: str) -> Path:
         name = Split.parse(split).name
         if self._is_flat:
             if name != _ALL:
                 raise DataError(
-                    f"{self._root} has no split {name}: its folders are classes, and {_ALL} is the "
-                    "split of them",
+                    f"{self._root} has no split {name}. Its folders are classes, and they form the "
+                    f"split {_ALL}",
                     hint=(f"dataset.train_split={_ALL_TRAIN}", f"dataset.val_split={_ALL_VAL}"),
                 )
             return self._root
         folder = self._root / name
         if folder.is_dir():
             return folder
-        present = [one for one in self._root.iterdir() if one.is_dir()]
-        if whole := [one.name for one in present if len(list(one.glob("*/"))) > 1]:
-            raise absent_split(name, [one.name for one in present], self._root, whole)
+        folders = [path for path in self._root.iterdir() if path.is_dir()]
+        if divisible := [path.name for path in folders if len(list(path.glob("*/"))) > 1]:
+            raise absent_split(name, [path.name for path in folders], self._root, divisible)
         raise DataError(
-            f"{self._root} has no split {name}, and none of its folders holds two classes; "
-            "expected SPLIT/CLASS/PICTURE or CLASS/PICTURE; see docs/data.md"
+            f"{self._root} has no split {name}, and none of its folders has two classes. Expected "
+            "SPLIT/CLASS/IMAGE or CLASS/IMAGE. See docs/data.md"
         )
 
     @cached_property
-    def _train_ids(self) -> tuple[str, ...]:
-        return ImageFolder(self._folder(self._splits[0])).images().ids
+    def _train_classes(self) -> dict[str, str]:
+        """Class name of each image in the folder of the training split."""
+        ids = ImageFolder(self._folder(self._splits[0])).images().ids
+        return {image_id: _class_of(image_id) for image_id in ids}
 
     @cached_property
     def _class_names(self) -> tuple[str, ...]:
-        return tuple(sorted({_first_folder(image_id) for image_id in self._train_ids}))
+        return tuple(sorted(set(self._train_classes.values())))
 
     def _labelled(self, split: str, classes: dict[str, str]) -> LabelledImages:
-        """The share of a split, with `classes` naming the class of every image of the whole."""
-        known, folder = self._class_names, self._folder(split)
-        if len(known) < 2:
+        """Return a split, or a share of it. `classes` has the class of each image of the split."""
+        names, folder = self._class_names, self._folder(split)
+        if len(names) < 2:
             raise DataError(
-                f"{self._root} has the single class {', '.join(known)}; expected "
-                "SPLIT/CLASS/PICTURE with two classes or more"
+                f"{self._root} has the single class {', '.join(names)}, expected SPLIT/CLASS/IMAGE "
+                "with at least two classes"
             )
-        if unknown := sorted(set(classes.values()).difference(known)):
+        if unknown := sorted(set(classes.values()).difference(names)):
             raise DataError(
-                f"{folder} has the class {first_of(unknown)}, which the {len(known)} training "
-                "classes lack; leave such images out",
+                f"{folder} has images of the class {join_names(unknown)}, which is none of the "
+                f"{len(names)} training classes. To leave out such images",
                 hint=("dataset.known_only=true",),
             )
-        # Of the sorted ids as a whole, a share would be some classes whole and others not at all.
+        # The share is taken of each class. A share of all sorted ids would lack some classes.
         by_class: dict[str, list[str]] = {}
         for image_id, name in classes.items():
             by_class.setdefault(name, []).append(image_id)
         share = Split.parse(split)
-        ids = tuple(sorted(i for names in by_class.values() for i in share.cut(names)))
+        ids = tuple(sorted(i for images in by_class.values() for i in share.cut(images)))
         files = FileImageSet(
             name=self.name,
             split=split,
@@ -234,29 +246,29 @@ class ClassFolders(Layout):
             ids=ids,
             images=Files(folder, ""),
             upright=True,
-        ).checked()
-        numbers = {name: number for number, name in enumerate(known)}
-        return LabelledImages(files, known, tuple(numbers[classes[i]] for i in ids))
+        ).validate()
+        labels = {name: label for label, name in enumerate(names)}
+        return LabelledImages(files, names, tuple(labels[classes[i]] for i in ids))
 
 
-def _first_folder(image_id: str) -> str:
+def _class_of(image_id: str) -> str:
     parts = PurePosixPath(image_id).parts
     if len(parts) < 2:
-        raise DataError(f"{image_id} lies in no class folder; move it into one, or elsewhere")
+        raise DataError(f"{image_id} is in no class folder. Move it into one, or remove it")
     return parts[0]
 
 
-def _listed_classes(folder: Path, ids: Iterable[str]) -> dict[str, str]:
-    """Class of each image, by Tiny-ImageNet's list of file names where there is one."""
-    listing = folder / _ANNOTATIONS
-    if not listing.is_file():
-        return {image_id: _first_folder(image_id) for image_id in ids}
-    rows = (line.split() for line in read_lines(listing))
-    named = {row[0]: row[1] for row in rows if len(row) > 1}
+def _read_classes(folder: Path, ids: Iterable[str]) -> dict[str, str]:
+    """Return the class of each image, from Tiny-ImageNet's list of file names if it exists."""
+    path = folder / _TINY_IMAGENET_LABELS
+    if not path.is_file():
+        return {image_id: _class_of(image_id) for image_id in ids}
+    rows = (line.split() for line in read_lines(path))
+    listed = {row[0]: row[1] for row in rows if len(row) > 1}
     classes = {}
     for image_id in ids:
         name = PurePosixPath(image_id).name
-        if name not in named:
-            raise DataError(f"{listing} names no class for {image_id}; take both as published")
-        classes[image_id] = named[name]
+        if name not in listed:
+            raise DataError(f"{path} has no class for {image_id}. Use the published files")
+        classes[image_id] = listed[name]
     return classes

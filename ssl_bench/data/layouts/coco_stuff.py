@@ -7,8 +7,8 @@ from typing import Literal
 
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
-from ssl_bench.data.layouts.image_mask_folders import PairedFolders, split_folder
-from ssl_bench.data.samples import IGNORED, find_root, first_folder
+from ssl_bench.data.layouts.image_mask_folders import IndexMasks, PairedFolders, split_folder
+from ssl_bench.data.samples import IGNORED, find_root, first_existing
 from ssl_bench.data.splits import Split
 
 REMAPPED = "_labelTrainIds.png"
@@ -45,15 +45,15 @@ class CocoStuff(PairedFolders):
 
     def _images(self, split: str) -> Files:
         root, name = self._root(), Split.parse(split).name
-        return Files(first_folder([root / "images" / name, root / name]), ".jpg")
+        return Files(first_existing([root / "images" / name, root / name]), ".jpg")
 
     def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
         root, classes = self._root(), read_classes()
-        maps = first_folder(
+        maps = first_existing(
             [root / "stuffthingmaps", root / "annotations/stuffthingmaps", root / "annotations"]
         )
         folder, numbers = split_folder(maps, split), list(classes)
-        files = Files(folder, ".png", other_suffix=REMAPPED)
+        files = Files(folder, ".png", excluded_suffix=REMAPPED)
         # mmsegmentation writes remapped masks beside the published ones; some keep only those.
         if not files.ids() and Files(folder, REMAPPED).ids():
             files, numbers = Files(folder, REMAPPED), list(range(len(classes)))
@@ -66,9 +66,9 @@ class CocoStuff(PairedFolders):
             {**dict(zip(numbers, meanings, strict=True)), 255: IGNORED},
             hint=f"published masks are named ID.png, remapped ones must be named ID{REMAPPED}",
         )
-        return Masks(files, labels), names
+        return IndexMasks(files, labels), names
 
-    def _counted(self) -> dict[str, Files]:
+    def _published_files(self) -> dict[str, Files]:
         root, names = self._root(), {"train": "train2017", "val": "val2017"}
         return {
             role: Files(parent / name, ".jpg")

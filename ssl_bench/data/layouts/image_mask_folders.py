@@ -1,29 +1,34 @@
-"""Images and masks in folders, whatever these are called: Cityscapes, CamVid, your own."""
+"""Images and masks in two folders: the base of several datasets, and folders of your own."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Int64, Integer, UInt8
 
 from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, format_value
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
-from ssl_bench.data.files.images import read_mask_colours
+from ssl_bench.data.files.images import read_indices, read_mask_colours, read_palette
+from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import IGNORED, PUBLISHED, Layout, find_root, lacking, name_of_images
-from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
+from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
 from ssl_bench.system.files import list_files
 
-CLASSES_FILE = "classes.txt"
+_CLASSES_FILE = "classes.txt"
 _SPLIT = "{split}"
 Colour = tuple[int, int, int]
 
 
 class PairedFolders(Layout):
-    """What all such datasets have in common; each says where its files are and what masks mean."""
+    """Base class of datasets with an image folder and a mask folder for each split.
+
+    A subclass returns the files of a split from `_images` and `_masks`.
+    """
 
     supports: Any
     train_split: str
@@ -35,92 +40,149 @@ class PairedFolders(Layout):
             require_disjoint(self.train_split, self.val_split)
 
     def train(self) -> FileImageSet:
-        """Images with masks to fit to; an image or a mask without the other is an error."""
+        """Return the training images with masks. An image without a mask raises `DataError`."""
         return self._segmentation(self.train_split)
 
     def val(self) -> FileImageSet:
-        """Images with masks to score with; errors are those of `train`."""
+        """Return the scored images with masks. An image without a mask raises `DataError`."""
         return self._segmentation(self.val_split)
 
     def images(self) -> FileImageSet:
-        """The pictures of `train_split`, of which there have to be some."""
-        return self._set(self.train_split, None, ()).checked()
+        """Return the images of `train_split` without masks."""
+        return self._image_set(self.train_split, None, ()).validate()
 
     def _segmentation(self, split: str) -> FileImageSet:
-        return self._set(split, *self._masks(split)).checked()
+        return self._image_set(split, *self._masks(split)).validate()
 
-    def _set(self, split: str, masks: Masks | None, class_names: tuple[str, ...]) -> FileImageSet:
+    def _image_set(
+        self, split: str, masks: Masks | None, class_names: tuple[str, ...]
+    ) -> FileImageSet:
         images = self._images(split)
-        source, ids = self._listed(split, images, masks)
+        source, ids = self._list_ids(split, images, masks)
+        share = Split.parse(split).cut(ids)
+        if isinstance(masks, IndexMasks) and share:
+            masks = replace(masks, reference=masks.files.path(share[0]))
         return FileImageSet(
-            name=self._images_name,
+            name=self._full_name,
             split=split,
             source=source,
-            ids=Split.parse(split).cut(ids),
+            ids=share,
             images=images,
             class_names=class_names,
             masks=masks,
         )
 
-    def _listed(
+    def _list_ids(
         self, split: str, images: Files, masks: Masks | None
     ) -> tuple[Path, Collection[str]]:
-        """Where the ids of a whole split come from, and they."""
+        """Return the ids of a whole split, and the folder or list that contains them."""
         del split
-        # Of both: an image that got lost must not shrink the split in silence.
+        # With the ids of the masks, because a lost image must not be left out silently.
         return images.folder, {*images.ids(), *(masks.files.ids() if masks else ())}
 
     @cached_property
-    def _images_name(self) -> str:
-        files = self._counted()
-        present = {role: one.ids() for role, one in files.items() if one.folder.is_dir()}
-        return name_of_images(self.name, present)
+    def _full_name(self) -> str:
+        files = self._published_files()
+        ids = {split: images.ids() for split, images in files.items() if images.folder.is_dir()}
+        return name_of_images(self.name, ids)
 
     def _images(self, split: str) -> Files:
         raise NotImplementedError
 
     def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
-        """Those of a split, and the names of their classes."""
+        """Return the masks of a split and the class names."""
         raise NotImplementedError
 
-    def _counted(self) -> Mapping[str, Files]:
-        """The whole splits by role, as published numbers count them."""
+    def _published_files(self) -> Mapping[str, Files]:
+        """Return the images of each split with a published number of images."""
         raise NotImplementedError
 
 
 def split_folder(parent: Path, split: str) -> Path:
-    """The folder of a split; where there is none, an error with those that are there."""
+    """Return the folder of a split, or raise `DataError` with the existing splits."""
     name = Split.parse(split).name
     if not (parent / name).is_dir():
-        present = [folder.name for folder in parent.glob("*") if folder.is_dir()]
-        raise absent_split(name, present, parent)
+        existing = [folder.name for folder in parent.glob("*") if folder.is_dir()]
+        raise absent_split(name, existing, parent)
     return parent / name
 
 
 @dataclass(frozen=True)
 class NestedFiles(Files):
-    """Files at any depth; the folders below the first are part of the ids."""
+    """Files at any depth. Their ids contain the subfolders."""
 
     def ids(self) -> list[str]:
-        """What `list_files` finds, sorted."""
+        """Return the sorted ids of the files that `list_files` finds."""
         return sorted(
             name.removesuffix(self.suffix)
             for name in list_files(self.folder)
-            if self._is_one(name.rpartition("/")[2])
+            if self.matches(name.rpartition("/")[2])
         )
 
 
 @dataclass(frozen=True)
-class TwoClassMasks(Masks):
-    """Masks of two classes where nobody said whether 255 is the second or does not count."""
+class IndexMasks(Masks):
+    """Masks that store class numbers.
+
+    Attributes:
+        has_convention: Whether the first mask of a split is checked before a model is loaded.
+        reference: A mask of the same split. If other masks store other numbers for the colours in
+            its palette, a tool has sorted the palettes.
+    """
+
+    has_convention: ClassVar[bool] = False
+
+    reference: Path | None = None
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """As that of `Masks`, which also refuses a mask of 0 and 255 alone."""
-        classes = super().read(image_id)
-        if set(np.unique(classes)) == {0, IGNORED}:
+        """Return the classes of a mask.
+
+        Raises:
+            DataError: As for `Masks`, or the numbers have another meaning than expected.
+        """
+        path = self.files.path(image_id)
+        if palette := read_palette(path):
+            self._require_same_order(path, palette)
+        numbers = read_indices(path)
+        self.require_convention(numbers, path)
+        return self.labels.apply(numbers, path)
+
+    def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
+        """Raise `DataError` if the numbers show that a mask follows another convention."""
+
+    def _require_same_order(self, path: Path, palette: Mapping[Colour, int]) -> None:
+        expected, source = self._reference_palette, str(self.reference)
+        greys = {r for r, g, b in palette if r == g == b}
+        # A tool may have added a palette to a grey mask, whose grey values are the class numbers.
+        # Black and white alone are not enough evidence, as they are often the colours of 0 and 1.
+        if greys - {0, 255} and len(greys) == len(palette) and greys <= self.labels.classes.keys():
+            expected, source = {(grey, grey, grey): grey for grey in greys}, "its grey value"
+        for colour, number in palette.items():
+            if expected.get(colour, number) != number:
+                raise DataError(
+                    f"{path} stores {number} for the colour {list(colour)}, expected "
+                    f"{expected[colour]} as in {source}. A tool has changed the order of the "
+                    "palette. Use the original masks, or list the colours of all classes in "
+                    "dataset.colours"
+                )
+
+    @cached_property
+    def _reference_palette(self) -> Mapping[Colour, int]:
+        return read_palette(self.reference) if self.reference else {}
+
+
+@dataclass(frozen=True)
+class TwoClassMasks(IndexMasks):
+    """Masks of two classes in a dataset that does not state the meaning of 255."""
+
+    has_convention = True
+
+    def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
+        """Refuse a mask of 0 and 255, because 255 may be the second class or may be ignored."""
+        if set(np.unique(numbers)) == {0, IGNORED}:
             raise DataError(
-                f"{self.files.path(image_id)} holds 0 and 255 but no 1, the number of the second "
-                "class; either 255 is that class, or such pixels do not count",
+                f"{path} holds 0 and 255 but no 1, which is the number of the second class. Either "
+                "255 is the second class, or these pixels are ignored",
                 hint=(
                     "dataset.numbers=[0,255]",
                     "dataset.ignored=[]",
@@ -128,30 +190,33 @@ class TwoClassMasks(Masks):
                     "dataset.ignored=[255]",
                 ),
             )
-        return classes
 
 
 @dataclass(frozen=True)
 class ColourMasks(Masks):
-    """Masks that are pictures, with a colour for each number of `labels`."""
+    """Masks with one colour for each class.
+
+    Attributes:
+        colours: Colour of each number in `labels`.
+    """
 
     colours: Sequence[Colour] = ()
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """As that of `Masks`, which also refuses a colour that has no class."""
+        """Return the classes of a mask. A colour without a class raises `DataError`."""
         path = self.files.path(image_id)
-        packed = _packed(read_mask_colours(path))
-        known = _packed(np.array([self.colours], np.uint8))[0]
+        packed = _pack_colours(read_mask_colours(path))
+        known = _pack_colours(np.array([self.colours], np.uint8))[0]
         order = known.argsort()
-        place = np.searchsorted(known, packed, sorter=order).clip(max=len(known) - 1)
-        numbers = order[place]
-        strange = known[numbers] != packed
-        if strange.any():
-            value = int(packed[strange][0])
+        positions = np.searchsorted(known, packed, sorter=order).clip(max=len(known) - 1)
+        numbers = order[positions]
+        is_unknown = known[numbers] != packed
+        if is_unknown.any():
+            value = int(packed[is_unknown][0])
             colour = [value >> 16, value >> 8 & 255, value & 255]
             raise DataError(
                 f"{path} holds the colour {colour}, which is neither in dataset.colours nor in "
-                "dataset.ignored_colours; add it there, or save masks without loss, as PNG"
+                "dataset.ignored_colours. Add it, or save the masks without loss, as PNG"
             )
         return self.labels.apply(numbers, path)
 
@@ -159,31 +224,36 @@ class ColourMasks(Masks):
         return f"{super().meaning()} {list(self.colours)}"
 
 
-def _packed(pixels: UInt8[np.ndarray, "height width 3"]) -> Int64[np.ndarray, "height width"]:
-    """Colours as one number each."""
+def _pack_colours(pixels: UInt8[np.ndarray, "height width 3"]) -> Int64[np.ndarray, "height width"]:
+    """Return one number for each colour."""
     return pixels.astype(np.int64) @ np.array([65536, 256, 1])
 
 
 @dataclass(frozen=True)
 class ImageMaskFolders(PairedFolders):
-    """A folder of images and one of masks for each split; a mask has its image's name.
+    """A folder of images and a folder of masks. An image and its mask have the same name.
 
     Attributes:
-        name: By which records and tables call it.
-        image_folder: Below the root, with `{split}` for the name of the split. Deeper folders may
-            part the images further, alike for their masks.
-        mask_folder: Below the root, with `{split}` for the name of the split.
-        image_suffix: What follows the common part of the names.
-        lists: File with the names of a split, one a line, in place of all that is in the folders.
-        class_names: Without them those in classes.txt, one a line; with `one_object` neither is
-            needed.
-        numbers: What the masks store for each class; 0, 1, 2 ... if None.
-        reduce_zero: The classes begin at one and zero is ignored.
-        ignored: Numbers that do not count; any other is an error. 255 if None.
-        colours: Red, green and blue of each class, where masks are pictures.
-        ignored_colours: Colours that do not count.
-        one_object: Masks are of the background, class 0, and of one object, class 1. Then both
-            splits may be the same one, to which nothing can be fitted.
+        root: The folder that contains the folders of the images and of the masks.
+        name: Name in records and tables.
+        train_split: Name of the training split, or a share such as `train:0-75%`.
+        val_split: Name of the scored split, or a share of it.
+        image_folder: Folder of the images below the root. `{split}` stands for the name of the
+            split. Images and masks may be in subfolders with the same names.
+        mask_folder: Folder of the masks below the root, with `{split}` as for `image_folder`.
+        image_suffix: End of the file names of the images, after the name shared with the masks.
+        mask_suffix: End of the file names of the masks.
+        lists: File with one image name per line, with `{split}` for the name of the split. By
+            default, a split consists of all files in its folder.
+        class_names: Names of the classes. By default they are read from classes.txt, one per line.
+            With `one_object`, they default to background and object.
+        numbers: Number that the masks store for each class. By default 0, 1, 2 and so on.
+        reduce_zero: The numbers of the classes begin at 1, and 0 is ignored.
+        ignored: Numbers that are ignored. By default 255. Any other number is an error.
+        colours: Red, green and blue of each class, if masks store colours.
+        ignored_colours: Colours that are ignored.
+        one_object: Class 0 is the background, and class 1 is one object. The two splits may then
+            be the same. If they are, no heads can be trained.
     """
 
     root: OptionalPath = None
@@ -205,19 +275,19 @@ class ImageMaskFolders(PairedFolders):
 
     @property
     def supports(self) -> frozenset[str]:
-        """Heads are fitted where there are two splits."""
+        """Return the supported roles. Segmentation needs two different splits."""
         saliency = {"saliency"} if self.one_object else set()
-        has_two = not self.one_object or self.train_split != self.val_split
-        return frozenset({"images", *saliency, *(["segmentation"] if has_two else [])})
+        has_two_splits = not self.one_object or self.train_split != self.val_split
+        return frozenset({"images", *saliency, *(["segmentation"] if has_two_splits else [])})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.colours is not None) + (self.numbers is not None) + self.reduce_zero > 1:
             raise ConfigurationError(
-                "dataset.colours, dataset.numbers and dataset.reduce_zero=true exclude each other; "
-                "give one of them"
+                "dataset.colours, dataset.numbers and dataset.reduce_zero=true exclude each other. "
+                "Set only one of them"
             )
-        if self._together and self.image_suffix == self.mask_suffix:
+        if self._is_one_folder and self.image_suffix == self.mask_suffix:
             raise ConfigurationError(
                 f"images and masks are both {self.image_folder}/*{self.image_suffix}",
                 hint=(
@@ -228,47 +298,44 @@ class ImageMaskFolders(PairedFolders):
             )
 
     def train(self) -> FileImageSet:
-        """As that of `PairedFolders`, which also refuses two splits that are the same one."""
+        """Return the training images with masks. One split for both purposes is refused."""
         if "segmentation" not in self.supports:
             raise lacking(self.name, "segmentation")
         return super().train()
 
+    def _segmentation(self, split: str) -> FileImageSet:
+        images = super()._segmentation(split)
+        if isinstance(images.masks, IndexMasks) and images.masks.has_convention:
+            with suppress(UnreadableImage):
+                images.masks.read(images.ids[0])
+        return images
+
     def _images(self, split: str) -> Files:
         return self._files(self.image_folder, self.image_suffix, split)
 
-    def _segmentation(self, split: str) -> FileImageSet:
-        found = super()._segmentation(split)
-        if isinstance(found.masks, TwoClassMasks):
-            # The first shows what all are like, before a model is loaded.
-            found.masks.read(found.ids[0])
-        return found
-
-    def _listed(
+    def _list_ids(
         self, split: str, images: Files, masks: Masks | None
     ) -> tuple[Path, Collection[str]]:
         if self.lists is None:
-            return super()._listed(split, images, masks)
+            return super()._list_ids(split, images, masks)
         source = self._root() / self.lists.replace(_SPLIT, Split.parse(split).name)
-        # A list may name an image by its file, with all that follows the common part.
-        ending = PurePosixPath(self.image_suffix).stem
-        return source, [name.removesuffix(ending) for name in read_list(source)]
+        return source, find_image_ids(read_list(source), images)
 
-    def _counted(self) -> dict[str, Files]:
+    def _published_files(self) -> dict[str, Files]:
         root, folder = self._root(), self.image_folder
         return {
-            role: NestedFiles(root / folder.replace(_SPLIT, role), self.image_suffix)
-            for role in PUBLISHED.get(self.name, ())
+            split: NestedFiles(root / folder.replace(_SPLIT, split), self.image_suffix)
+            for split in PUBLISHED.get(self.name, ())
         }
 
     def _files(self, pattern: str, suffix: str, split: str) -> NestedFiles:
         other = self.mask_suffix if suffix == self.image_suffix else self.image_suffix
-        # `*.png` are also those that end in `_label.png`, which is the other kind.
-        hidden = other if self._together and other.endswith(suffix) else None
-        return NestedFiles(self._folder(pattern, split), suffix, hidden)
+        # In one folder, `*.png` includes masks that end in `_label.png`.
+        excluded = other if self._is_one_folder and other.endswith(suffix) else None
+        return NestedFiles(self._folder(pattern, split), suffix, excluded)
 
     @property
-    def _together(self) -> bool:
-        """Whether images and masks lie beside each other."""
+    def _is_one_folder(self) -> bool:
         return self.image_folder == self.mask_folder
 
     def _folder(self, pattern: str, split: str) -> Path:
@@ -277,23 +344,24 @@ class ImageMaskFolders(PairedFolders):
         if folder.is_dir():
             return folder
         if _SPLIT not in pattern:
-            raise DataError(f"{folder} is not there; expected {self._tree()}")
+            raise DataError(f"{folder} does not exist, expected {self._tree()}")
+        # The pattern "parent/prefix{split}suffix/rest" shows which splits exist.
         before, _, after = pattern.partition(_SPLIT)
-        parent, prefix = (root / f"{before}x").parent, f"{before}x".rpartition("/")[2][:-1]
-        end = after.partition("/")[0]
-        names = [one.name for one in parent.glob(f"{prefix}*{end}") if one.is_dir()]
-        present = [one.removeprefix(prefix).removesuffix(end) for one in names]
-        raise absent_split(name, present, parent)
+        parent, prefix = (root / f"{before}x").parent, before.rpartition("/")[2]
+        suffix = after.partition("/")[0]
+        names = [path.name for path in parent.glob(f"{prefix}*{suffix}") if path.is_dir()]
+        splits = [found.removeprefix(prefix).removesuffix(suffix) for found in names]
+        raise absent_split(name, splits, parent)
 
     def _class_names(self) -> tuple[str, ...]:
         if self.class_names:
             return tuple(self.class_names)
-        path = self._root() / CLASSES_FILE
+        path = self._root() / _CLASSES_FILE
         if self.one_object and not path.is_file():
             return ("background", "object")
         if not path.is_file():
             raise DataError(
-                f"{self.name} needs the names of its classes, here or one a line in {path}",
+                f"{self.name} needs the names of its classes, one per line in {path} or as a list",
                 hint=("dataset.class_names=[road,sky]",),
             )
         lines = (line.strip() for line in read_lines(path))
@@ -308,7 +376,7 @@ class ImageMaskFolders(PairedFolders):
                 hint=("dataset.class_names=[background,object]",),
             )
         if self.colours is not None:
-            return self._colour_masks(files, len(names)), names
+            return self._colour_masks(files, self.colours, len(names)), names
         count = len(names)
         first = int(self.reduce_zero)
         numbers = range(first, first + count) if self.numbers is None else self.numbers
@@ -316,31 +384,30 @@ class ImageMaskFolders(PairedFolders):
         ignored |= {0} if self.reduce_zero else set()
         if len(set(numbers)) != count or not set(numbers).isdisjoint(ignored):
             raise ConfigurationError(
-                f"dataset.numbers must be {count} different numbers, one a class and none of "
-                f"dataset.ignored, got {format_value(list(numbers))} and "
+                f"dataset.numbers must be {count} different numbers, one per class, that are not "
+                f"in dataset.ignored, got {format_value(list(numbers))} and "
                 f"{format_value(sorted(ignored))}"
             )
         if not {*numbers, *ignored} <= set(range(256)):
             raise ConfigurationError("dataset.numbers and dataset.ignored must lie in 0..255")
         classes = {number: index for index, number in enumerate(numbers)}
         hint = (
-            "name those that do not count in dataset.ignored and those of the classes in "
-            "dataset.numbers; is dataset.class_names complete?"
+            "list the numbers of all classes in dataset.numbers and other numbers in "
+            "dataset.ignored, and check dataset.class_names"
         )
         labels = LabelMap({**classes, **dict.fromkeys(ignored, IGNORED)}, hint)
-        is_unsaid = self.ignored is None and list(numbers) == [0, 1]
-        return (TwoClassMasks if is_unsaid else Masks)(files, labels), names
+        is_ambiguous = self.ignored is None and list(numbers) == [0, 1]
+        return (TwoClassMasks if is_ambiguous else IndexMasks)(files, labels), names
 
-    def _colour_masks(self, files: Files, count: int) -> ColourMasks:
-        assert self.colours is not None
-        colours = [(r, g, b) for r, g, b in (*self.colours, *self.ignored_colours)]
-        if len(self.colours) != count or len(set(colours)) != len(colours):
+    def _colour_masks(self, files: Files, classes: Sequence[Rgb], count: int) -> ColourMasks:
+        colours = [(r, g, b) for r, g, b in (*classes, *self.ignored_colours)]
+        if len(classes) != count or len(set(colours)) != len(colours):
             raise ConfigurationError(
-                f"dataset.colours must be {count} different colours, one a class and none of "
-                f"dataset.ignored_colours, got {len(self.colours)}"
+                f"dataset.colours must be {count} different colours, one per class, that are not "
+                f"in dataset.ignored_colours, got {len(classes)}"
             )
-        classes = {number: number if number < count else IGNORED for number in range(len(colours))}
-        return ColourMasks(files, LabelMap(classes, hint="-"), colours=colours)
+        numbers = {number: number if number < count else IGNORED for number in range(len(colours))}
+        return ColourMasks(files, LabelMap(numbers, hint="-"), colours=colours)
 
     def _root(self) -> Path:
         names = {Split.parse(split).name for split in (self.train_split, self.val_split)}

@@ -1,41 +1,42 @@
-"""Files of weights behind what is typed: run folders, epochs, patterns, demonstrations."""
+"""Resolve addresses and patterns of checkpoints to weights files."""
 
 import glob
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ssl_bench.errors import CheckpointError
+from ssl_bench.composition.choices import entry_points
+from ssl_bench.errors import CheckpointError, join_alternatives
 from ssl_bench.system.files import PACKAGE, expand_path, resolve_links
 
 LAST = "last.safetensors"
 RANDOM, COLOURS = "random", "colours"
-"""Schemes of encoders that learned nothing: `random:URI` and `colours:PATCH`."""
+"""Schemes of untrained baselines: `random:URI` and `colours:PATCH`."""
 DEMO, NAMES = "demo", ("skip", "skipless")
-"""Encoders that come with this suite: `demo:NAME`."""
+"""Scheme and names of the encoders that come with this suite: `demo:NAME`."""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".onnx")
 OWN = re.compile(r"(.+\.py):(\w+)", re.DOTALL)
-"""`FILE.py:NAME`, a module of one's own."""
-_USUAL = ("checkpoint", "model", "pytorch_model", "last", "best")
-_KEPT = re.compile(r"epoch(\d{4,9})\.safetensors")
+"""`FILE.py:NAME`, a module of the user."""
+_USUAL_STEMS = ("checkpoint", "model", "pytorch_model", "last", "best")
+_EPOCH_FILE = re.compile(r"epoch(\d{4,9})\.safetensors")
 
 
-def kept_name(epoch: int) -> str:
-    """Name of the file in a run folder with the encoder as it was after so many epochs."""
+def epoch_file_name(epoch: int) -> str:
+    """Return the name of the file that stores the encoder of an epoch in a run folder."""
     return f"epoch{epoch:04}.safetensors"
 
 
-def kept_epoch(path: Path) -> int | None:
-    """The epoch that `kept_name` was given; None for another file."""
-    found = _KEPT.fullmatch(path.name)
-    return int(found[1]) if found else None
+def parse_epoch(path: Path) -> int | None:
+    """Return the epoch in a name that `epoch_file_name` returned, or None for another file."""
+    match = _EPOCH_FILE.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
-def file_of(uri: str) -> Path:
-    """The file of weights that a path names, which need not be there.
+def resolve_file(uri: str) -> Path:
+    """Return the weights file of an address, which may not exist.
 
-    `RUN` is the last encoder of a run folder, `RUN@200` the one it kept after epoch 200, and
-    `demo:skip` one that comes with this suite.
+    `RUN` is the last encoder of a run folder, `RUN@200` its encoder of epoch 200, and `demo:skip`
+    an encoder that comes with this suite.
     """
     if uri.startswith(f"{DEMO}:"):
         return demo_file(uri)
@@ -43,82 +44,87 @@ def file_of(uri: str) -> Path:
     if path.is_dir():
         return path / LAST
     run, _, epoch = uri.rpartition("@")
-    # What has dots or slashes is a file that is not there.
+    # With a dot or slash after the @, the path is a missing file.
     if path.exists() or not run or not re.fullmatch(r"[\w,-]+", epoch):
         return path
     folder = expand_path(run)
     if not folder.is_dir():
         return path
-    is_one = re.fullmatch(r"\d{1,9}", epoch)
-    if is_one and (kept := folder / kept_name(int(epoch))).is_file():
-        return kept
-    epochs = sorted(n for other in folder.iterdir() if (n := kept_epoch(other)) is not None)
-    there = ", ".join(f"@{n}" for n in epochs) or "none (train.keep_epochs, train.keep_every)"
-    every = f", or '{folder}/epoch*' for all that it kept" if epochs else ""
+    is_number = re.fullmatch(r"\d{1,9}", epoch)
+    if is_number and (file := folder / epoch_file_name(int(epoch))).is_file():
+        return file
+    epochs = sorted(n for other in folder.iterdir() if (n := parse_epoch(other)) is not None)
+    stored = ", ".join(f"@{n}" for n in epochs) or "none (train.keep_epochs, train.keep_every)"
+    pattern = f", or '{folder}/epoch*' for all of them" if epochs else ""
     raise CheckpointError(
-        f"{folder} kept no encoder after epoch {epoch}; expected one of {there}, or {folder} for "
-        f"its last{every}"
+        f"{folder} kept no encoder after epoch {epoch}, expected one of {stored}, or {folder} for "
+        f"its last{pattern}"
     )
 
 
-def name_of(path: Path) -> str:
-    """The run's name for its last encoder, with @EPOCH for one it kept; else the file's own.
+def display_name(path: Path) -> str:
+    """Return the name of an encoder in tables.
 
-    Of a name that every run gives its files, such as `checkpoint`, with the folder before it.
+    It is the name of the run for a run's last encoder, with @EPOCH for its other encoders. For
+    other files it is the stem. A stem that many files have, such as `checkpoint`, follows the name
+    of its folder.
     """
-    epoch, folder = kept_epoch(path), resolve_links(path).parent.name
+    epoch, folder = parse_epoch(path), resolve_links(path).parent.name
     if path.name == LAST:
         return folder
     if epoch is not None:
         return f"{folder}@{epoch}"
-    return f"{folder}/{path.stem}" if path.stem in _USUAL else path.stem
+    return f"{folder}/{path.stem}" if path.stem in _USUAL_STEMS else path.stem
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Addresses of encoders, from addresses and patterns of files and run folders, or several."""
-    found: list[str] = []
-    for pattern in (part for text in patterns for part in _separated(text)):
-        # A shell gives of RUN/epoch* the digests beside the weights, too.
-        if pattern.removesuffix(".sha256") not in found:
-            found += _matching(pattern) if _is_pattern(pattern) else [pattern]
-    return list(dict.fromkeys(found))
+    """Return the addresses in patterns and comma-separated lists, without duplicates."""
+    uris: list[str] = []
+    for pattern in (part for text in patterns for part in _split_list(text)):
+        # A shell expands RUN/epoch* to weights and their .sha256 files.
+        if pattern.removesuffix(".sha256") not in uris:
+            uris += _find_matches(pattern) if _is_pattern(pattern) else [pattern]
+    return list(dict.fromkeys(uris))
 
 
-def _separated(text: str) -> list[str]:
-    """The parts of "a,b" where one of them is known; commas of other addresses stay."""
-    # RUN@1,2 is no list: each epoch has an address of its own.
+def _split_list(text: str) -> list[str]:
+    """Split "a,b" at its commas if an item is an address, a file or a pattern with matches."""
+    # RUN@1,2 is not a list. Each epoch needs its own address.
     if re.fullmatch(r"[^,]*@[\d,-]+", text, re.DOTALL):
         return [text]
     parts: list[str] = []
     for word in text.split(","):
-        # Numbers of mean=0.5,std=0.5:URI, however many addresses stand before it.
+        # The comma in mean=0.5,std=0.5:URI does not separate addresses.
         if parts and re.search(r"(^|:)mean=[^:]*$", parts[-1]):
             parts[-1] += f",{word}"
         else:
             parts.append(word)
-    is_list = not _is_there(text) and any(":" in part or _is_there(part) for part in parts)
+    is_list = not _exists(text) and any(":" in part or _exists(part) for part in parts)
     return [part for part in parts if part] if is_list else [text]
 
 
-def _is_there(text: str) -> bool:
-    """Whether a path, or the run before an epoch, exists, or a pattern matches something."""
-    paths = [str(expand_path(one)) for one in (text, re.sub(r"@\d{1,9}$", "", text)) if one]
-    # Path.glob takes no absolute pattern.
+def _exists(text: str) -> bool:
+    """Whether a path or the run before @EPOCH exists, or a pattern has matches."""
+    names = (text, re.sub(r"@\d{1,9}$", "", text))
+    paths = [str(expand_path(name)) for name in names if name]
+    # Path.glob does not accept absolute patterns.
     return any(Path(p).exists() or (_is_pattern(p) and glob.glob(p)) for p in paths)  # noqa: PTH207
 
 
 def is_baseline(uri: str) -> bool:
-    """Whether an address names an encoder that learned nothing, as `with_baselines` adds them."""
+    """Whether an address names an untrained baseline."""
     return uri.partition(":")[0] in (RANDOM, COLOURS)
 
 
-def with_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
-    """The same encoders, each before it was trained, and colours in patches of their sizes.
+def has_random_weights(uri: str) -> bool:
+    """Whether `random:URI` exists. Only the loaders of this package know how weights begin."""
+    is_external = uri.partition(":")[0] in entry_points("encoder")
+    return not (is_baseline(uri) or OWN.fullmatch(uri) or is_external)
 
-    How modules of one's own begin is not known: `FILE.py:NAME` has no other before it.
-    """
-    trained = [uri for uri in uris if not is_baseline(uri) and not OWN.fullmatch(uri)]
-    drawn = [f"{RANDOM}:{uri}" for uri in trained]
+
+def with_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
+    """Add each encoder with random weights, and raw colours of patches of all their sizes."""
+    drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_weights(uri)]
     colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]
     return list(dict.fromkeys([*uris, *drawn, *colours]))
 
@@ -133,50 +139,45 @@ def _is_pattern(text: str) -> bool:
     return glob.has_magic(text) and not is_address and not Path(text).exists()
 
 
-def _matching(pattern: str) -> list[str]:
-    # Of all runs that kept it: runs/*@200.
+def _find_matches(pattern: str) -> list[str]:
+    # runs/*@200 stands for all runs with an encoder of epoch 200.
     run, at, epoch = pattern.rpartition("@")
     if at and re.fullmatch(r"\d{1,9}", epoch):
-        pattern = f"{run}/{kept_name(int(epoch))}"
-    # Path.glob takes no absolute pattern.
+        pattern = f"{run}/{epoch_file_name(int(epoch))}"
+    # Path.glob does not accept absolute patterns.
     names = glob.glob(str(expand_path(pattern)), recursive=True)  # noqa: PTH207
     paths = map(Path, sorted(names))
-    found = [
+    matches = [
         str(path)
         for path in paths
         if (path / LAST).is_file() or (path.is_file() and path.suffix in WEIGHTS)
     ]
-    if not found:
+    if not matches:
         raise CheckpointError(
-            f"no checkpoint matches {pattern!r}; expected run folders or files of weights "
+            f"no checkpoint matches {pattern!r}, expected run folders or weights files "
             f"({', '.join(WEIGHTS)}), such as 'runs/*/last.safetensors', or 'runs/*/epoch*' for "
             "all epochs that were kept"
         )
-    return found
+    return matches
 
 
 def demo_folder() -> Path:
-    """Where they lie: inside `ssl_bench` in a wheel, in results/ of a checkout."""
+    """Return the folder of the demo encoders in a wheel or a git checkout."""
     inside = PACKAGE / DEMO
     return inside if inside.is_dir() else PACKAGE.parent / "results" / DEMO
 
 
 def demo_file(uri: str) -> Path:
-    """The file of weights that `demo:NAME` names."""
+    """Return the weights file of `demo:NAME`."""
     name = uri.removeprefix(f"{DEMO}:")
     if name not in NAMES:
-        known = " or ".join(f"{DEMO}:{one}" for one in NAMES)
-        raise CheckpointError(f"expected {known}, got {uri!r}")
-    path = demo_folder() / file_name(name)
+        ways = [("--checkpoint", f"{DEMO}:{known}") for known in NAMES]
+        raise CheckpointError(f"unknown demo encoder {uri!r}", hint=join_alternatives(*ways))
+    path = demo_folder() / f"demo_{name}.safetensors"
     if not path.is_file():
         raise CheckpointError(
-            f"{uri} does not come with this version: no {path.name} in {path.parent}; train an "
+            f"{uri} does not come with this version: no {path.name} in {path.parent}. Train an "
             "encoder, or give a checkpoint",
             hint=("ssl-bench", "pretrain", "or", "--checkpoint", "{checkpoint}"),
         )
     return path
-
-
-def file_name(name: str) -> str:
-    """Of the weights; card, configuration and log lie beside them under the same stem."""
-    return f"demo_{name}.safetensors"

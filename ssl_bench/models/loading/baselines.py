@@ -1,4 +1,4 @@
-"""Encoders that learned nothing: random weights of a given architecture, and plain colours."""
+"""Untrained baselines: an architecture with initial weights, and raw colours of patches."""
 
 import re
 from dataclasses import replace
@@ -16,6 +16,7 @@ from ssl_bench.models.encoder import (
     encoder_from_model,
     state_dict_sha256,
 )
+from ssl_bench.models.loading.load import load_encoder
 from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
 _SEED = 0
@@ -23,12 +24,13 @@ _NATIVE_SIZE = 224
 _LARGEST_PATCH = 256
 
 
-def random_encoder(trained: Encoder, uri: str) -> Encoder:
-    """The architecture of an encoder with weights that its initialiser draws, always the same.
+def load_random(uri: str) -> Encoder:
+    """Load `random:URI`: the encoder of URI with initial weights, drawn with seed 0.
 
-    Of ours as the run began with seed 0; files of others begin as this suite's default does, and
-    timm's as timm does. Mean and deviation are those of the trained one.
+    Encoders of this suite and of timm are initialised as for training. Weights files in other
+    layouts get the default initialisation of this suite. Mean and standard deviation are kept.
     """
+    trained = load_encoder(uri.partition(":")[2])
     colours = (trained.mean, trained.std)
     if isinstance(trained.module, EncoderModule):
         model = (
@@ -52,69 +54,70 @@ def random_encoder(trained: Encoder, uri: str) -> Encoder:
 
     if not isinstance(trained.module, TimmBackbone):
         raise CheckpointError(
-            f"{uri}: how the weights of a module of one's own begin is not known here; give a "
-            "second name of its file, of a function that returns it untrained"
+            f"{uri}: the initialisation of this encoder is unknown. Load an untrained one, such as "
+            "that of a second function in the same Python file",
+            hint=("--checkpoint", "{file}.py:{name}"),
         )
     drawn = load_timm(f"timm:{trained.architecture['name']}")
-    shapes, wanted = (
-        {name: tensor.shape for name, tensor in one.module.state_dict().items()}
-        for one in (drawn, trained)
+    shapes, expected = (
+        {name: tensor.shape for name, tensor in encoder.module.state_dict().items()}
+        for encoder in (drawn, trained)
     )
-    if shapes != wanted:
+    if shapes != expected:
         raise CheckpointError(
-            f"{uri}: timm's {trained.architecture['name']} is another architecture than that of "
-            f"{trained.uri}, whose config.json changes it; name one that is the same",
+            f"{uri}: the config.json of {trained.uri} changes timm's "
+            f"{trained.architecture['name']}, so its initialisation is unknown",
             hint=("--checkpoint", "timm:{timm_name}"),
         )
     return replace(drawn, uri=uri, mean=trained.mean, std=trained.std)
 
 
 class ColourPatches(nn.Module):
-    """An encoder whose only block gives every patch the colours of its pixels.
+    """An encoder with one block, whose token of a patch is the colours of its pixels.
 
-    The mean patch stands for [CLS], and queries, keys and values are the tokens themselves, so
-    that every probe of features has its answer.
+    The [CLS] token is the mean patch. Queries, keys and values are the tokens, so that all probes
+    of features can run.
     """
 
     def __init__(self, patch_size: int) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.blocks = nn.ModuleList([_SameTokens()])
+        self.blocks = nn.ModuleList([_IdentityBlock()])
         self.norm = nn.Identity()
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
-        """The mean patch."""
+        """Return the mean patch."""
         patches = F.unfold(images, self.patch_size, stride=self.patch_size).transpose(1, 2)
         tokens = torch.cat([patches.mean(1, keepdim=True), patches], 1)
         return self.norm(self.blocks[0](tokens))[:, 0]
 
 
-class _SameTokens(nn.Module):
+class _IdentityBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attn = nn.ModuleDict({"qkv": _Threefold()})
+        self.attn = nn.ModuleDict({"qkv": _RepeatThrice()})
 
-    def forward(self, tokens: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some dim"]:
+    def forward(self, tokens: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         self.attn["qkv"](tokens)
         return tokens
 
 
-class _Threefold(nn.Module):
-    def forward(self, tokens: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some three_dims"]:
+class _RepeatThrice(nn.Module):
+    def forward(self, tokens: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch three_dims"]:
         return tokens.repeat(*[1] * (tokens.ndim - 1), 3)
 
 
-def colour_patches(uri: str) -> Encoder:
+def load_colours(uri: str) -> Encoder:
     """Load `colours:PATCH`, such as `colours:16` for patches of 16 x 16 pixels."""
     size = uri.removeprefix("colours:")
     if not re.fullmatch(r"[0-9]{1,3}", size) or not 1 <= int(size) <= _LARGEST_PATCH:
         raise CheckpointError(
-            f"expected colours:PATCH with 1 to {_LARGEST_PATCH} pixels, got {uri!r}; such as "
-            "colours:16"
+            f"expected colours:PATCH with 1 to {_LARGEST_PATCH} pixels, got {uri!r}",
+            hint=("--checkpoint", "colours:16"),
         )
     patch_size = int(size)
     module = ColourPatches(patch_size).eval()
-    # The multiple of the patch that is nearest to the size at which most encoders were trained.
+    # The multiple of the patch size that is nearest to 224.
     side = max(1, round(_NATIVE_SIZE / patch_size)) * patch_size
     return Encoder(
         module=module,

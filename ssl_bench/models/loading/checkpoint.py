@@ -1,7 +1,7 @@
 """Read weights files of any source, and read and write our own checkpoints.
 
-Our checkpoint is a safetensors file with its configuration and a file with its SHA-256 next to it.
-All weights pass `usable`, whatever file they come from.
+A checkpoint of this suite is a safetensors file that contains its configuration, next to a file
+with its sha256. Weights of every source pass the checks of `check_tensors`.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -23,24 +23,25 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces
-from ssl_bench.models.config import EncoderConfig, config_of
+from ssl_bench.models.config import EncoderConfig, config_from_dict
 from ssl_bench.models.encoder import (
-    IMAGENET_COLOURS,
-    Colours,
+    IMAGENET_NORMALIZATION,
     Contents,
     Encoder,
     EncoderIdentity,
-    configured,
-    empty_encoder,
+    Normalization,
+    describe_config,
     encoder_from_model,
     require_images,
 )
-from ssl_bench.models.loading.addresses import name_of
+from ssl_bench.models.loading.addresses import display_name
 from ssl_bench.models.vit import EncoderModule
 from ssl_bench.system.files import (
+    describe_substitute,
     file_sha256,
     open_regular,
     read_digests,
+    resolve_links,
     write_atomically,
     write_text_atomically,
 )
@@ -49,22 +50,24 @@ from ssl_bench.system.process import reraise_out_of_memory
 
 _FORMAT = "ssl-bench"
 _VERSION = "1"
-# What a checkpoint holds that does not say it, as all did when there was one kind.
+# The kind of older checkpoints, which do not state it.
 _UNNAMED_KIND = "vit"
 _SMALL_FILE = 2**20
-# Of numbers in a config.json.
+# Hugging Face splits large models.
+_PART = re.compile(r".*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
+# Largest absolute number in a config.json.
 _LARGEST = 1e9
-# Not those of 8 bits: the factors that they are stored with stand elsewhere.
+# Floats of 8 bits are left out, because their scale factors are stored elsewhere.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
-# Other zips than torch.save writes: by a name in them, what they are and what gives their weights.
+# Zip files that torch.save did not write: pattern of a member, meaning, and code for the weights.
 _ARCHIVES = (
     (r".*/code/.*", "a TorchScript module", "torch.jit.load({!r}).state_dict()"),
     (r".*/archive_format", "a torch.export program", "torch.export.load({!r}).state_dict"),
     (r".*\.npy", "NumPy arrays", "{{n: torch.tensor(v) for n, v in numpy.load({!r}).items()}}"),
 )
 _NUMPY_SCALAR = np.float64(0).__reduce__()[0]
-# Plain data that official DINO checkpoints hold beside the weights. None of them runs code.
+# Types of plain data in official DINO checkpoints. None of them runs code.
 _HARMLESS: list[Any] = [
     argparse.Namespace,
     np.dtype,
@@ -77,24 +80,24 @@ _HARMLESS: list[Any] = [
 
 
 def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) -> None:
-    """Write weights, configuration and `metadata`; equal content gives equal bytes.
+    """Write weights, configuration and `metadata`. Equal content gives equal bytes.
 
-    A kill at any moment leaves a file that loads: while the weights are replaced, the sha256 file
-    names the old and the new ones.
+    If the process is killed, a file remains that can be loaded. While the weights are replaced, the
+    sha256 file contains the digests of the old and the new weights.
 
     Raises:
-        MachineError: The folder cannot be written or the disk is full; older files stay intact.
+        MachineError: The folder cannot be written or the disk is full. Older files stay intact.
     """
-    ours = {"format": _FORMAT, "version": _VERSION, "config": json.dumps(model.config.to_dict())}
+    header = {"format": _FORMAT, "version": _VERSION, "config": json.dumps(model.config.to_dict())}
     if model.config.kind != _UNNAMED_KIND:
-        ours["kind"] = model.config.kind
+        header["kind"] = model.config.kind
     if (shape := model.config.shape) is not None:
-        # So that nobody has to ask timm, and torch, which blocks there are.
-        ours["strides"] = json.dumps(shape.strides)
-    content = _serialised(model.state_dict(), {**metadata, **ours})
+        # Stored, because computing them needs timm and torch.
+        header["strides"] = json.dumps(shape.strides)
+    content = _serialize(model.state_dict(), {**metadata, **header})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
-    sidecar = sidecar_of(path)
-    if path.is_file() and is_there(sidecar):
+    sidecar = sidecar_path(path)
+    if path.is_file() and is_file(sidecar):
         before = "".join(f"{digest}  {name}\n" for digest, name in read_digests(sidecar))
         write_text_atomically(sidecar, before + line)
     write_atomically(path, lambda file: file.write(content))
@@ -102,54 +105,54 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
 
 
 def load_own_encoder(uri: str, path: Path) -> Encoder:
-    """The frozen encoder in a file of ours."""
+    """Load the encoder in a checkpoint of this suite."""
     model, digest = load_checkpoint(path)
     metadata, keys = read_metadata(path), len(model.state_dict())
     epoch = metadata.get("epoch", "")
     trained = float(epoch) if re.fullmatch(r"\d+(\.\d+)?", epoch) else None
     return encoder_from_model(
         model,
-        name=name_of(path),
+        name=display_name(path),
         uri=uri,
         sha256=digest,
         keys=(keys, keys),
-        colours=_stated_colours(path, metadata),
+        colours=_stated_normalization(path, metadata),
         contents=Contents("ssl-bench", file=path, epoch=trained),
     )
 
 
 def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
-    """The model that `save_encoder` wrote and the sha256 of its file."""
-    with unreplaced(path):
-        digest, sidecar = verified_sha256(path), sidecar_of(path)
-        if not is_there(sidecar):
+    """Return the model in a checkpoint of this suite, and the sha256 of the file."""
+    with require_unchanged(path):
+        digest, sidecar = verified_sha256(path), sidecar_path(path)
+        if not is_file(sidecar):
             folder, name = quote_command([str(path.parent)]), quote_command([path.name])
             raise CheckpointError(
-                f"{sidecar} is missing, so {path.name} cannot be verified; copy both files, or, "
+                f"{sidecar} is missing, so {path.name} cannot be verified. Copy both files, or, "
                 f"if you trust it, run: cd {folder} && sha256sum {name} > {name}.sha256"
             )
         metadata = read_metadata(path)
         if metadata.get("version") != _VERSION:
             raise CheckpointError(
                 f"{path} has format version {metadata.get('version')}, this program reads "
-                f"{_VERSION}; install a newer ssl-bench"
+                f"{_VERSION}. Install a newer ssl-bench"
             )
-        model = empty_encoder(_stated_config(path, metadata))
-        load_weights(model, usable(read_weights(path), path), path)
+        model = _stated_config(path, metadata).build_empty()
+        load_weights(model, check_tensors(read_weights(path), path), path)
     return model, digest
 
 
-def colours_metadata(colours: Colours) -> dict[str, str]:
-    """Metadata for `save_encoder` of an encoder whose images are not normalised as ImageNet's."""
-    if colours == IMAGENET_COLOURS:
+def normalization_metadata(colours: Normalization) -> dict[str, str]:
+    """Return metadata for `save_encoder` that state a normalisation other than ImageNet's."""
+    if colours == IMAGENET_NORMALIZATION:
         return {}
     return {"mean": json.dumps(colours[0]), "std": json.dumps(colours[1])}
 
 
-def _serialised(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def _serialize(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     content = safetensors.torch.save(tensors, dict(metadata))
-    # The library writes the metadata in random order; sorted, equal weights have equal sha256.
+    # The library writes metadata in random order. Sorted metadata give equal weights equal sha256.
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -158,82 +161,85 @@ def _serialised(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> b
     return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
-def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
-    """The encoder in a file of ours; its weights are not read if possible.
+def read_identity(uri: str, path: Path) -> EncoderIdentity:
+    """Return the identity that a checkpoint of this suite states, without reading its weights.
 
-    The sha256 is the one beside the file, which loading holds the file against.
+    The sha256 comes from the file next to it. `load_checkpoint` compares the weights with it.
     """
     metadata = read_metadata(path)
     config = _stated_config(path, metadata)
-    # Of every block, where they may differ.
+    # Strides of all blocks, if they may differ.
     text = metadata.get("strides", "[]")
     try:
         strides = json.loads(text)
     except json.JSONDecodeError:
         strides = None
-    if not isinstance(strides, list) or not all(type(one) is int and one > 0 for one in strides):
-        raise CheckpointError(f"{path} states strides that are no whole numbers: {text[:80]}")
+    if not isinstance(strides, list) or not all(type(n) is int and n > 0 for n in strides):
+        raise CheckpointError(f"{path} states strides that are not positive integers: {text[:80]}")
     require_images(config, uri)
-    stated = read_digests(sidecar_of(path))
-    # While the weights are replaced two lines stand there; others may speak of other files.
+    stated = read_digests(sidecar_path(path))
+    # While weights are replaced, there are two lines. Other programs list other files.
     is_single = [name for _, name in stated] == [path.name]
     digest = stated[0][0] if is_single else verified_sha256(path)
+    mean, std = _stated_normalization(path, metadata)
+    is_staged = len(set(strides)) > 1
     return EncoderIdentity(
-        uri,
-        name_of(path),
-        digest,
-        configured(config, strides=strides),
-        *_stated_colours(path, metadata),
-        depth=len(strides) if strides else config.depth,
+        uri=uri,
+        name=display_name(path),
+        sha256=digest,
+        architecture=describe_config(config, strides=strides),
         patch_size=strides[0] if strides else config.patch_size,
-        native_size=(config.image_size, config.image_size),
+        depth=len(strides) if strides else config.depth,
         num_heads=None if strides else config.num_heads,
-        is_staged=(is_staged := len(set(strides)) > 1),
-        has_cls=not is_staged and config.num_prefix_tokens > config.num_registers,
+        # timm knows them, and has none in hierarchical encoders.
+        num_prefix_tokens=0 if is_staged else config.num_prefix_tokens,
+        native_size=(config.image_size, config.image_size),
+        mean=mean,
+        std=std,
+        num_registers=0 if is_staged else config.num_registers,
+        strides=tuple(strides),
     )
 
 
-def is_ours(path: Path) -> bool:
-    """Whether a readable safetensors file was written by `save_encoder`."""
+def is_own_checkpoint(path: Path) -> bool:
+    """Whether `save_encoder` wrote this safetensors file."""
     return read_metadata(path).get("format") == _FORMAT
 
 
-def _stated_colours(path: Path, metadata: Mapping[str, str]) -> Colours:
-    found = [(0.0, 0.0, 0.0)] * 2
-    for place, name in enumerate(("mean", "std")):
-        text = metadata.get(name, json.dumps(IMAGENET_COLOURS[place]))
+def _stated_normalization(path: Path, metadata: Mapping[str, str]) -> Normalization:
+    channels: list[float] = []
+    for index, name in enumerate(("mean", "std")):
+        text = metadata.get(name, json.dumps(IMAGENET_NORMALIZATION[index]))
         try:
             red, green, blue = (float(value) for value in json.loads(text))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{path} states a mean or deviation of images that is not three numbers: "
-                f"{text[:80]}"
+                f"{path} states a {name} of images that is not three numbers: {text[:80]}"
             ) from error
-        found[place] = (red, green, blue)
-    return found[0], found[1]
+        channels += [red, green, blue]
+    return (channels[0], channels[1], channels[2]), (channels[3], channels[4], channels[5])
 
 
 def _stated_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
     try:
         kind = metadata.get("kind", _UNNAMED_KIND)
-        return config_of(kind, json.loads(metadata["config"]))
+        return config_from_dict(kind, json.loads(metadata["config"]))
     except (KeyError, TypeError, json.JSONDecodeError, ConfigurationError) as error:
         raise CheckpointError(
-            f"{path} holds a model configuration that cannot be read ({error}); "
-            "it needs the version of ssl-bench that wrote it"
+            f"{path} contains a model configuration that cannot be read ({error}). Use the "
+            "version of ssl-bench that wrote it"
         ) from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What `save_encoder` wrote beside the weights: format, version, kind, config, step ..."""
+    """Return the metadata of a safetensors file, such as format, version, kind, config and step."""
     check_readable(path)
     try:
         with safetensors.safe_open(path, framework="np") as file:
             return file.metadata() or {}
     except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is not a readable safetensors file ({error}); it is cut or something else: "
-            "copy or download it again"
+            f"{path} is truncated or not a safetensors file ({error}). Copy or download it again"
         ) from error
 
 
@@ -241,101 +247,121 @@ IN_PYTHON = "name a function that loads it in Python (docs/python.md)"
 PYTHON_FILE = ("--checkpoint", "{file}.py:{name}")
 TIMM_NAME = ("--checkpoint", "timm:{timm_name}@{file}")
 MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
-"""What is typed once the advice of `IN_PYTHON`, or that of `with_model_args`, is taken."""
+"""Hints for `IN_PYTHON`, for timm, and for `advise_model_folder`."""
+
+
+def reject_parts(path: Path) -> None:
+    """Raise an error for a part, or a folder of parts, of a checkpoint in several files."""
+    folder = path if path.is_dir() else path.parent
+    is_given = path.suffix == ".distcp" or path.name == ".metadata"
+    if is_given or (not path.is_file() and next(folder.glob("*.distcp"), None)):
+        whole = resolve_links(folder)
+        joined = whole.with_name(f"{whole.name}.pth")
+        way = ["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
+        raise CheckpointError(
+            f"{folder} is a checkpoint of torch.distributed in several parts, expected one file; "
+            f"run: {quote_command([*way, str(folder), str(joined)])}",
+            hint=("--checkpoint", escape_braces(str(joined))),
+        )
+    if _PART.fullmatch(path.name):
+        raise CheckpointError(
+            f"{path} is one of several parts of a model, expected one file. Save them in one: "
+            "model.save_pretrained(FOLDER, max_shard_size='100GB')"
+        )
 
 
 def check_readable(path: Path) -> None:
-    """Refuse what cannot be a weights file."""
+    """Raise an error if a file cannot be read, is empty, or is a web page."""
+    reject_parts(path)
     try:
         with open_regular(path) as file:
-            start = file.read(256).lstrip()
+            substitute = describe_substitute(file.read(256))
     except OSError as error:
         raise CheckpointError(
-            f"cannot read {path} ({error.strerror}); give a weights file or a run folder"
+            f"cannot read {path} ({error.strerror}), expected a weights file or a run folder"
         ) from error
-    if not start:
-        raise CheckpointError(f"{path} is empty; copy or download it again")
-    if start.startswith(b"<"):
-        raise CheckpointError(f"{path} is a web page, not weights; download the file itself")
+    if substitute:
+        raise CheckpointError(f"{path} {substitute}")
 
 
 @contextmanager
-def unreplaced(path: Path) -> Generator[None]:
-    """Refuse what was read of a file that a running pretraining replaced meanwhile.
+def require_unchanged(path: Path) -> Generator[None]:
+    """Raise an error if a running pretraining replaces the file within this context.
 
-    Otherwise the sha256 of one checkpoint would stand beside the numbers of the next.
+    Otherwise results of the new weights could be stored with the sha256 of the old ones.
     """
     before = _stamp(path)
     try:
         yield
     finally:
         if _stamp(path) != before:
-            raise CheckpointError(f"{path} was replaced while it was read; type the command again")
+            raise CheckpointError(f"{path} was replaced while it was read. Run the command again")
 
 
 def verified_sha256(path: Path) -> str:
-    """The sha256 of a file, compared with the one beside it where there is one."""
+    """Return the sha256 of a file, after comparing it with the sha256 file next to it, if any."""
     check_readable(path)
     digest = file_sha256(path)
-    sidecar = sidecar_of(path)
-    if not is_there(sidecar):
+    sidecar = sidecar_path(path)
+    if not is_file(sidecar):
         return digest
     expected = [stated for stated, _ in read_digests(sidecar)]
     if digest not in expected:
         raise CheckpointError(
             f"{path} has sha256 {digest[:12]}..., {sidecar.name} says "
-            f"{' or '.join(item[:12] for item in expected) or 'nothing'}...; the file was cut or "
-            "changed: copy or download both again"
+            f"{' or '.join(item[:12] for item in expected) or 'nothing'}.... The file was "
+            "truncated or changed: copy or download both again"
         )
     return digest
 
 
-def sidecar_of(path: Path) -> Path:
+def sidecar_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-def is_there(sidecar: Path) -> bool:
+def is_file(sidecar: Path) -> bool:
+    """Whether a sha256 file exists."""
     try:
         return sidecar.is_file()
-    # The name of the weights may be so long that none beside it can be longer.
+    # The name is too long if the name of the weights has the maximum length.
     except OSError:
         return False
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def colour_of(described: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
-    """Mean or deviation of red, green and blue in a configuration; a deviation ends with std."""
+def read_rgb(described: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
+    """Return a mean or standard deviation. Keys of standard deviations end with std."""
     value: Any = described.get(key)
     numbers: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * 3
-    sound = len(numbers) == 3 and all(is_number(one) for one in numbers)
-    if not sound or (key.endswith("std") and min(numbers) <= 0):
+    is_rgb = len(numbers) == 3 and all(map(is_number, numbers))
+    if not is_rgb or (key.endswith("std") and min(numbers) <= 0):
         raise CheckpointError(
-            f"{path}: expected {key} of red, green and blue, three numbers and no deviation of 0, "
-            f"came {value!r}; fetch it again"
+            f"{path}: expected {key} to be three numbers, and above 0 for a standard deviation, "
+            f"got {value!r}. Download the file again"
         )
     red, green, blue = map(float, numbers)
     return red, green, blue
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number as images and norms have them."""
+    """Whether a JSON value is a number of plausible size."""
     return type(value) in (int, float) and abs(value) < _LARGEST
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """What a weights file holds: names to tensors, or containers of them."""
+    """Return the content of a weights file: tensors, or containers of tensors, by name."""
     check_readable(path)
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        # torch warns about unusual pickles; whether they load is all that matters here.
+        # torch warns about unusual pickles, but here it only matters whether they can be loaded.
         ignoring = warnings.catch_warnings(action="ignore", category=UserWarning)
         with ignoring, torch.serialization.safe_globals(_HARMLESS):
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -343,57 +369,64 @@ def read_weights(path: Path) -> dict[str, Any]:
         culprit = re.search(r"GLOBAL (\S+)", str(error))
         if culprit is None:
             raise CheckpointError(_no_weights(path, "no pickle of torch")) from error
+        if culprit[1].startswith("torch.distributed"):
+            raise CheckpointError(
+                f"{path} holds {culprit[1]}: it is the part of one process of a distributed run; "
+                "gather the whole state_dict() in that run, and save it"
+            ) from error
         raise CheckpointError(
-            f"{path} holds {culprit[1]}, which could run code, so nothing of it was read; where "
-            "you trust it, load it and save only its tensors with safetensors.torch.save_file"
+            f"{path} holds {culprit[1]}, which could run code, so the file was not loaded. If you "
+            "trust it, load it and save only its tensors with safetensors.torch.save_file"
         ) from error
     except Exception as error:  # A damaged file makes its reader fail in any way.
-        # What asks for more than there is of a small file is damage.
+        # A small file that needs too much memory is damaged.
         if path.stat().st_size > _SMALL_FILE:
             reraise_out_of_memory(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(_no_weights(path, reason[:120])) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(
-            f"{path} holds a {type(content).__name__}, expected names and tensors; "
-            "save model.state_dict() instead"
+            f"{path} holds a {type(content).__name__}, expected names and tensors. "
+            "Save model.state_dict() instead"
         )
     return dict(content)
 
 
-def usable(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The gate for weights of all sources: dense floating numbers, on the CPU."""
+def check_tensors(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Return the weights, after checking that they are dense floating-point tensors on the CPU."""
     for name, value in weights.items():
         is_index = value.dtype == torch.int64 and _INTEGERS.fullmatch(name)
-        is_number = value.dtype in _FLOATS or is_index
-        if not is_number or value.layout != torch.strided or value.device.type != "cpu":
+        is_numeric = value.dtype in _FLOATS or is_index
+        if not is_numeric or value.layout != torch.strided or value.device.type != "cpu":
             kind = f"{value.dtype}, {value.layout}, on {value.device}".replace("torch.", "")
             raise CheckpointError(
-                f"{path}: {name} is {kind}; expected dense floating numbers of 16, 32 or 64 bits "
+                f"{path}: {name} is {kind}, expected dense floating numbers of 16, 32 or 64 bits "
                 "on the CPU: save the weights as they were trained"
             )
     return dict(weights)
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Copy `weights` into `model`; every name and shape must fit."""
-    wanted = model.state_dict()
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], path: Path, *, hint: Sequence[str] = ()
+) -> None:
+    """Copy `weights` into `model`. All names and shapes must fit, or `hint` is recommended."""
+    expected = model.state_dict()
     wrong = {
-        "missing": [name for name in wanted if name not in weights],
-        "unknown": [name for name in weights if name not in wanted],
+        "missing": [name for name in expected if name not in weights],
+        "unknown": [name for name in weights if name not in expected],
         "of another shape": [
-            f"{name} ({shape_text(weights[name])}, expected {shape_text(wanted[name])})"
-            for name in wanted
-            if name in weights and weights[name].shape != wanted[name].shape
+            f"{name} ({shape_text(weights[name])}, expected {shape_text(expected[name])})"
+            for name in expected
+            if name in weights and weights[name].shape != expected[name].shape
         ],
     }
-    faults = [f"{named(names)} {kind}" for kind, names in wrong.items() if names]
+    faults = [f"{list_names(names)} {kind}" for kind, names in wrong.items() if names]
     if faults:
-        fitting = len(wanted) - len(wrong["missing"]) - len(wrong["of another shape"])
+        fitting = len(expected) - len(wrong["missing"]) - len(wrong["of another shape"])
         raise CheckpointError(
-            f"{path} does not fit the encoder: {fitting}/{len(wanted)} keys fit; "
-            f"{'; '.join(faults)}; of another architecture take timm's name",
-            hint=("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"),
+            f"{path} does not fit the encoder: {fitting}/{len(expected)} keys fit; "
+            f"{'; '.join(faults)}",
+            hint=hint,
         )
     model.load_state_dict(dict(weights))
 
@@ -403,18 +436,18 @@ def _no_weights(path: Path, reason: str) -> str:
         for pattern, what, weights in _ARCHIVES:
             if any(re.fullmatch(pattern, name) for name in archive.namelist()):
                 return (
-                    f"{path} holds {what}, expected names and tensors; save them: "
+                    f"{path} holds {what}, expected names and tensors. Save them: "
                     f"torch.save({weights.format(str(path))}, 'weights.pth')"
                 )
     with path.open("rb") as file:
-        begins = file.read(64)
-    if begins and begins.isascii() and b"\0" not in begins:
+        start = file.read(64)
+    if start and start.isascii() and b"\0" not in start:
         reason = "it begins as a text does"
-    return f"{path} is no weights file, or a damaged one ({reason}); copy or download it again"
+    return f"{path} is no weights file, or a damaged one ({reason}). Copy or download it again"
 
 
-def with_model_args(path: Path, different: str, name: str = "NAME") -> str:
-    """What to do with a model that timm made with arguments of one's own."""
+def advise_model_folder(path: Path, different: str, name: str = "NAME") -> str:
+    """Return advice for a timm model with its own arguments: a folder with a config.json."""
     file = "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
     return (
         f'put it as {file} into a folder with a config.json, {{"architecture": '
@@ -423,11 +456,11 @@ def with_model_args(path: Path, different: str, name: str = "NAME") -> str:
 
 
 def shape_text(tensor: Tensor) -> str:
-    """Such as `192 x 3 x 16 x 16`, for messages."""
+    """Return a shape for messages, such as `192 x 3 x 16 x 16`."""
     return " x ".join(str(size) for size in tensor.shape) or "one number"
 
 
-def named(names: list[str]) -> str:
-    """The first three of them, and how many more there are."""
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+def list_names(names: list[str]) -> str:
+    """Return the first three names, and the number of other names, for messages."""
+    first = ", ".join(names[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

@@ -1,4 +1,4 @@
-"""Other people's weights as a model of ours: every tensor is used, or left out for a reason."""
+"""Load weights files of other projects. Every tensor is used, or ignored for a stated reason."""
 
 import math
 import re
@@ -9,42 +9,43 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces, join_alternatives
+from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import (
     ASSUMED,
-    IMAGENET_COLOURS,
-    Colours,
+    IMAGENET_NORMALIZATION,
     Contents,
     Encoder,
+    Normalization,
     encoder_from_model,
 )
 from ssl_bench.models.loading.checkpoint import (
     IN_PYTHON,
     MODEL_FOLDER,
     PYTHON_FILE,
+    advise_model_folder,
     load_weights,
     read_weights,
-    unreplaced,
+    require_unchanged,
+    shape_text,
     verified_sha256,
-    with_model_args,
 )
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
-    TORCHVISION,
     Backbone,
     Description,
     Layout,
     backbone_weights,
     dinov3_architecture,
-    recognised,
-    refuse_strangers,
-    renamed,
+    find_layout,
+    reject_unsupported,
+    rename_tensors,
+    ways_to_load,
 )
 from ssl_bench.models.vit import VisionTransformer
 
 ASSUMED_GRID = "square grid assumed, {} x {} patches"
-# The usual width of a head, which no tensor shape tells.
+# The usual width of a head. Tensor shapes do not state it.
 _HEAD_DIM = 64
 _NEEDED = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
 _SCALED = {1: "attn.proj", 2: "mlp.fc2"}
@@ -56,16 +57,22 @@ def load_foreign(
     uri: str,
     name: str,
     described: Description | None = None,
-    colours: Colours = IMAGENET_COLOURS,
+    colours: Normalization = IMAGENET_NORMALIZATION,
     colours_from: str = ASSUMED,
 ) -> Encoder:
-    """A ViT with skips from the layouts of DINO, DINOv2, MAE, iBOT, MoCo-v3 or transformers.
+    """Load a ViT with skips from a file in one of `LAYOUTS`, or from an ONNX file.
 
-    `described` is needed for transformers; the other layouts imply it, and an ONNX file that
-    transformers was exported to says all of its own.
+    Args:
+        path: The weights file.
+        uri: Address of the encoder.
+        name: Name of the encoder in tables.
+        described: What config.json states. Required for the layout of transformers, but not for
+            ONNX files, which contain it.
+        colours: Mean and standard deviation of the training images.
+        colours_from: Source of `colours`.
     """
-    # A file of safetensors is mapped: its weights are read when they are copied into the model.
-    with unreplaced(path):
+    # A safetensors file is memory-mapped, so its weights are read when they are copied.
+    with require_unchanged(path):
         digest = verified_sha256(path)
         if path.suffix == ".onnx":
             from ssl_bench.models.loading.onnx_file import read_onnx
@@ -75,27 +82,27 @@ def load_foreign(
             content = read_weights(path)
         backbone = backbone_weights(content, path)
         names = list(backbone.weights)
-        layout = recognised(names, backbone.prefixes)
-        if described is None and any(one.startswith("embeddings.") for one in names):
+        layout = find_layout(names, backbone.prefixes)
+        if described is None and any(key.startswith("embeddings.") for key in names):
             raise CheckpointError(
-                f"{path} has the layout of transformers, whose heads and norms stand in "
-                "config.json; type the folder once "
-                f"model.save_pretrained({str(path.parent)!r}) has written both there",
+                f"{path} has the layout of transformers, which states heads and norms in "
+                f"config.json. Save both with model.save_pretrained({str(path.parent)!r}) and "
+                "load the folder",
                 hint=("--checkpoint", f"local-dir:{escape_braces(str(path.parent))}"),
             )
         if (architecture := dinov3_architecture(backbone.weights)) is not None:
             raise CheckpointError(
-                f"{path} is a DINOv3, whose rotary positions the ViT of this suite does not have",
+                f"{path} is a DINOv3. The ViT of this suite has no rotary positions",
                 hint=("--checkpoint", f"timm:{architecture}@{escape_braces(str(path))}"),
             )
-        refuse_strangers(backbone.weights, path)
-        weights, dropped = renamed(layout, backbone.weights, path)
+        reject_unsupported(backbone.weights, path)
+        weights, dropped = rename_tensors(layout, backbone.weights, path)
         used = len(weights)
         note = backbone.note + _fuse_queries_keys_values(weights, path)
         config, grid_size, assumed = _inferred_config(weights, layout, described, path)
         note += assumed + _fold_layer_scales(weights, config)
         model = VisionTransformer(config, grid_size)
-        load_weights(model, weights, path)
+        load_weights(model, weights, path, hint=ways_to_load(backbone.weights, path))
     if described is not None:
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
@@ -115,24 +122,24 @@ def load_foreign(
 
 
 def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
-    """Put three linear layers into the one that a block of ours has; the same products."""
-    parts = [re.fullmatch(r"(blocks\.\d+\.attn\.)query\.(\w+)", name) for name in weights]
-    for start, kind in [(part[1], part[2]) for part in parts if part]:
-        names = [f"{start}{third}.{kind}" for third in ("query", "key", "value")]
+    """Join the query, key and value layers into one, in place. Return a note for the user."""
+    matches = [re.fullmatch(r"(blocks\.\d+\.attn\.)query\.(\w+)", name) for name in weights]
+    for prefix, kind in [(match[1], match[2]) for match in matches if match]:
+        names = [f"{prefix}{third}.{kind}" for third in ("query", "key", "value")]
         shapes = [weights[name].shape if name in weights else None for name in names]
         if len(set(shapes)) > 1 or not shapes[0]:
-            came = ", ".join("nothing" if shape is None else str(tuple(shape)) for shape in shapes)
+            found = ", ".join("nothing" if shape is None else str(tuple(shape)) for shape in shapes)
             raise CheckpointError(
-                f"{path}: expected equal shapes of {', '.join(names)}, came {came}; copy or "
+                f"{path}: expected equal shapes of {', '.join(names)}, got {found}. Copy or "
                 "download it again"
             )
-        weights[f"{start}qkv.{kind}"] = torch.cat([weights.pop(name) for name in names])
-    return "query, key and value are one layer here; " if any(parts) else ""
+        weights[f"{prefix}qkv.{kind}"] = torch.cat([weights.pop(name) for name in names])
+    return "query, key and value are joined into one layer; " if any(matches) else ""
 
 
 def dinov3_weights(backbone: Backbone, path: Path) -> Backbone:
-    """Weights that transformers wrote under DINOv3's own names."""
-    weights, dropped = renamed(DINOV3_TRANSFORMERS, backbone.weights, path)
+    """Rename the tensors of a DINOv3 of transformers to the names of DINOv3's own files."""
+    weights, dropped = rename_tensors(DINOV3_TRANSFORMERS, backbone.weights, path)
     gated = any(".mlp.w1." in name for name in weights)
     for old, new in (
         ("up_proj", "w2" if gated else "fc1"),
@@ -141,7 +148,7 @@ def dinov3_weights(backbone: Backbone, path: Path) -> Backbone:
         pattern = rf"(?:model\.)?layer\.(\d+)\.mlp\.{old}\.(\w+)"
         weights = {re.sub(pattern, rf"blocks.\1.mlp.{new}.\2", n): w for n, w in weights.items()}
     for name in [name for name in weights if name.endswith("attn.query.bias")]:
-        # Keys have none, which is what zeros are.
+        # DINOv3 has no biases for keys, so they are zeros in the joined layer.
         zeros = torch.zeros_like(weights[name])
         weights.setdefault(name.replace("query", "key"), zeros)
     _fuse_queries_keys_values(weights, path)
@@ -149,9 +156,9 @@ def dinov3_weights(backbone: Backbone, path: Path) -> Backbone:
 
 
 def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
-    """Multiply LayerScale into the layer before it, which gives the same sums.
+    """Multiply each LayerScale into the layer before it, in place. Return a note for the user.
 
-    Where one is missing or of another shape none is folded, and loading names those that are left.
+    If one is missing or has another shape, none is multiplied, and `load_weights` names them.
     """
     names = [f"blocks.{layer}.ls{half}.gamma" for layer in range(config.depth) for half in _SCALED]
     if any(name not in weights or weights[name].shape != (config.dim,) for name in names):
@@ -161,10 +168,10 @@ def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
             gamma = weights.pop(f"blocks.{layer}.ls{half}.gamma")
             for kind in ("weight", "bias"):
                 name = f"blocks.{layer}.{linear}.{kind}"
-                # Loading refuses any other shape.
+                # `load_weights` reports other shapes.
                 if name in weights and weights[name].shape[:1] == (config.dim,):
                     scale = gamma[:, None] if kind == "weight" else gamma
-                    # A file in half precision would lose digits in the product.
+                    # In half precision, the product would lose digits.
                     weights[name] = weights[name].float() * scale.float()
     return "LayerScale is multiplied into attn.proj and mlp.fc2; "
 
@@ -172,7 +179,7 @@ def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
 def _inferred_config(
     weights: Mapping[str, Tensor], layout: Layout, described: Description | None, path: Path
 ) -> tuple[ViTConfig, tuple[int, int], str]:
-    """Configuration, rows and columns of the positions, and what of both is assumed."""
+    """Return the configuration, the grid of positions, and a note about assumptions."""
     _require_needed(weights, layout, path, head_dim=_HEAD_DIM if described is None else 1)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
     dim, patch_size = len(kernel), kernel.shape[-1]
@@ -181,9 +188,8 @@ def _inferred_config(
     rows, cols, assumed = _grid_size(described, positions.shape[1] - 1, patch_size, path)
     if described is None:
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
-        # timm reads all of these names but torchvision's.
-        other = with_model_args(path, '"num_heads": N') + ", and type local-dir:FOLDER"
-        if layout is TORCHVISION:
+        other = advise_model_folder(path, '"num_heads": N') + ", and type local-dir:FOLDER"
+        if not layout.is_read_by_timm:
             other = f"{IN_PYTHON}, and type FILE.py:NAME"
         assumed += f"{heads} heads of {dim // heads} channels assumed, if it has others {other}; "
     else:
@@ -207,25 +213,25 @@ def _inferred_config(
 def _grid_size(
     described: Description | None, num_patches: int, patch_size: int, path: Path
 ) -> tuple[int, int, str]:
-    """Rows and columns of positions, and what of it is assumed."""
+    """Return the rows and columns of positions, and a note about assumptions."""
     if described is not None and described.image_size is not None:
         height, width = described.image_size
         rows, cols = height // patch_size, width // patch_size
         if rows * cols != num_patches:
             raise CheckpointError(
-                f"{path} has pos_embed for {num_patches} patches; config.json says images of "
-                f"{height} x {width} pixels, which are {rows} x {cols} patches of {patch_size}; "
-                "fetch both again"
+                f"{path} has pos_embed for {num_patches} patches, but config.json states images "
+                f"of {height} x {width} pixels, which are {rows} x {cols} patches of {patch_size}. "
+                "Download both again"
             )
         return rows, cols, ""
     side = math.isqrt(num_patches)
     if side**2 != num_patches:
-        way, hint = "say image_size=[HEIGHT, WIDTH] in its config.json", ()
+        remedy, hint = "set image_size=[HEIGHT, WIDTH] in its config.json", ()
         if described is None:
-            way, hint = with_model_args(path, '"img_size": [HEIGHT, WIDTH]'), MODEL_FOLDER
+            remedy, hint = advise_model_folder(path, '"img_size": [HEIGHT, WIDTH]'), MODEL_FOLDER
         raise CheckpointError(
-            f"{path} has pos_embed for {num_patches} patches, which are no square, and nothing "
-            f"says rows and columns; {way}",
+            f"{path} has pos_embed for {num_patches} patches, which are no square, and does not "
+            f"state rows and columns; {remedy}",
             hint=hint,
         )
     return side, side, f"{ASSUMED_GRID.format(side, side)}; "
@@ -236,28 +242,31 @@ def _require_needed(
 ) -> None:
     missing = [name for name in _NEEDED if name not in weights]
     if missing:
-        came = ", ".join(list(weights)[:3]) or "no tensors"
+        found = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
-            f"{path} is no Vision Transformer in DINO's layout or one that is like it: expected "
-            f"{', '.join(missing)}, came {came}; rename its keys, take timm's name of its "
-            f"architecture, or {IN_PYTHON}",
-            hint=join_alternatives(
-                ("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"), PYTHON_FILE
-            ),
+            f"{path} is no Vision Transformer in a known layout: expected {', '.join(missing)}, "
+            f"got {found}. Rename its keys, or {IN_PYTHON}",
+            hint=ways_to_load(weights, path),
         )
     _, positions, kernel, linear = (weights[name] for name in _NEEDED)
+    if kernel.ndim == 2:
+        raise CheckpointError(
+            f"{path} embeds patches by a linear layer ({_NEEDED[2]} is {shape_text(kernel)}) and "
+            "does not state the order of its pixels. Reshape it to dim x 3 x rows x columns, or "
+            f"{IN_PYTHON}",
+            hint=PYTHON_FILE,
+        )
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):
         raise CheckpointError(
             f"{path} has patches of {kernel.shape[2]} x {kernel.shape[3]} pixels in "
-            f"{kernel.shape[1]} channels ({_NEEDED[2]}), expected squares of RGB; take another "
-            "encoder"
+            f"{kernel.shape[1]} channels ({_NEEDED[2]}), expected squares of RGB"
         )
-    sound = kernel.ndim == 4 and positions.ndim == 3 and positions.shape[1] > 1 and linear.ndim == 2
-    if not sound or len(kernel) % head_dim:
-        came = (f"{name} {tuple(weights[name].shape)}" for name in _NEEDED)
+    has_axes = (kernel.ndim, positions.ndim, linear.ndim) == (4, 3, 2) and positions.shape[1] > 1
+    if not has_axes or len(kernel) % head_dim:
+        found = (f"{name} {tuple(weights[name].shape)}" for name in _NEEDED)
         raise CheckpointError(
             f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
-            f"multiple of {head_dim}, came {', '.join(came)}; take timm's name of its "
+            f"multiple of {head_dim}, got {', '.join(found)}. Take timm's name of its "
             "architecture",
             hint=("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"),
         )

@@ -1,4 +1,4 @@
-"""Public weights: from the usual caches, else from the network, else a quick error."""
+"""Find published weights in the usual caches, or download them."""
 
 import re
 import urllib.error
@@ -12,11 +12,13 @@ import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ssl_bench.errors import CheckpointError, DataError, join_alternatives
+from ssl_bench.models.encoder import Encoder
+from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.network import DownloadError, PublishedFile, download, open_url
 from ssl_bench.system.files import file_sha256, open_regular
 
 _FILES = "https://dl.fbaipublicfiles.com"
-# Addresses in hubconf.py of each repository; its code is not run.
+# URLs from hubconf.py of each repository. The code of the repositories is not run.
 HUB_WEIGHTS: Mapping[str, Mapping[str, str]] = {
     "facebookresearch/dino": {
         name: f"{_FILES}/dino/{folder}/{folder}.pth"
@@ -38,10 +40,9 @@ HUB_WEIGHTS: Mapping[str, Mapping[str, str]] = {
         for size, digest in (("tiny", "a1311bcf"), ("small", "cd65a155"), ("base", "b5f2ef4d"))
     },
 }
-# Of a zip, and of a pickle as torch wrote it before 1.6.
-_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02")
+# First bytes of a zip file, and of a pickle that torch wrote before version 1.6.
+_MAGIC = (b"PK\x03\x04", b"\x80\x02")
 _DIGEST_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.pth?(?:\.part)?$")
-# For DINO and its like, for timm's models, for folders of Hugging Face, and what is always here.
 _LOCAL_WAYS = join_alternatives(
     ("--checkpoint", "{weights_file}"),
     ("--checkpoint", "timm:{timm_name}@{weights_file}"),
@@ -51,52 +52,63 @@ _LOCAL_WAYS = join_alternatives(
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
+def load_torch_hub(uri: str) -> Encoder:
+    """Load `torchhub:REPOSITORY:NAME`. A branch may follow the repository, as in torch.hub."""
+    match = re.fullmatch(r"torchhub:([^:]+):(?:[^:]+:)?([^:]+)", uri)
+    repository, name = (match[1], match[2]) if match else ("", "")
+    url = HUB_WEIGHTS.get(repository, {}).get(name)
+    if url is None:
+        known = [f"torchhub:{repo}:{key}" for repo, names in HUB_WEIGHTS.items() for key in names]
+        raise CheckpointError(f"unknown {uri!r}, expected one of {', '.join(known)}")
+    return load_foreign(downloaded_file(url), uri=uri, name=name)
+
+
 def downloaded_file(url: str) -> Path:
-    """The file of `url` in torch's hub cache, fetched if it is not there."""
+    """Return the file of `url` in torch's hub cache, downloading it if necessary."""
     target = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", maxsplit=1)[-1]
     try:
         return download(PublishedFile(url, None), target, _require_weights)
     except (DownloadError, DataError) as error:
-        raise CheckpointError(f"{error}; or {_elsewhere(url)}", hint=_LOCAL_WAYS) from error
+        raise CheckpointError(f"{error}. Or {_elsewhere(url)}", hint=_LOCAL_WAYS) from error
 
 
 def _require_weights(file: Path) -> None:
-    """Raises DataError unless torch wrote it and its name gives no other digest.
+    """Raise a DataError unless torch wrote the file and the digest in its name is right.
 
     A name such as deit_tiny_patch16_224-a1311bcf.pth ends with the first digits of the sha256.
     """
     with open_regular(file) as opened:
-        if not opened.read(4).startswith(_BEGINNINGS):
+        if not opened.read(4).startswith(_MAGIC):
             raise DataError(f"{file} was not written by torch.save")
     stated = _DIGEST_IN_NAME.search(file.name)
-    if stated and not (found := file_sha256(file)).startswith(stated[1]):
-        raise DataError(f"{file} has sha256 {found}, its name says {stated[1]}")
+    if stated and not (digest := file_sha256(file)).startswith(stated[1]):
+        raise DataError(f"{file} has sha256 {digest}, but its name states {stated[1]}")
 
 
 def hugging_face_file(
     repository: str, names: Sequence[str] = WEIGHTS_FILES, revision: str | None = None
 ) -> Path:
-    """The first of several files of `org/name` that is in the Hugging Face cache, else fetched.
+    """Return a file of a repository from the Hugging Face cache, or download it.
 
     Args:
         repository: `org/name`.
-        names: Any of these will do; earlier ones come first.
-        revision: Branch, tag or commit; the main branch without.
+        names: Alternative file names, in order of preference.
+        revision: Branch, tag or commit. None for the main branch.
     """
     try:
         for name in names:
-            # Not hf_hub_download, which may ask the hub for other things first.
-            found = huggingface_hub.try_to_load_from_cache(repository, name, revision=revision)
-            if isinstance(found, str):
-                return Path(found)
+            # hf_hub_download may send requests even for cached files.
+            cached = huggingface_hub.try_to_load_from_cache(repository, name, revision=revision)
+            if isinstance(cached, str):
+                return Path(cached)
     except HFValidationError as error:
         raise CheckpointError(
-            f"{repository!r} is no name of a repository",
+            f"{repository!r} is not a name of a repository",
             hint=("--checkpoint", "hf-hub:{org}/{name}"),
         ) from error
     url = f"{huggingface_hub.constants.ENDPOINT}/{repository}"
     try:
-        # That there is an answer is enough.
+        # Any answer shows that the network can be reached.
         with suppress(urllib.error.HTTPError):
             open_url(urllib.request.Request(url, method="HEAD")).close()
     except DownloadError as error:
@@ -106,9 +118,9 @@ def hugging_face_file(
             return Path(huggingface_hub.hf_hub_download(repository, name, revision=revision))
     at = f" at {revision}" if revision else ""
     raise CheckpointError(
-        f"{url}{at} gave no {' or '.join(names)}; {_elsewhere(url)}", hint=_LOCAL_WAYS
+        f"{url}{at} has no {' or '.join(names)}; {_elsewhere(url)}", hint=_LOCAL_WAYS
     )
 
 
 def _elsewhere(url: str) -> str:
-    return f"fetch {url} on a machine with a network and give the file, or take the small demo:skip"
+    return f"download {url} on a machine with a network and load the file, or use demo:skip"

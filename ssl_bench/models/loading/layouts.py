@@ -1,7 +1,7 @@
-"""The encoder in somebody's file: what is written around it, and how its tensors are named.
+"""Find the encoder in a weights file, and rename its tensors.
 
-First the public key layouts of Vision Transformers, as facts: what they rename and what they leave
-out. Behind them stands what finds the encoder among everything that training tools write.
+The first part lists published layouts of Vision Transformers: how they name tensors, and which
+tensors are ignored. The second part finds the encoder among everything that training tools store.
 """
 
 import os
@@ -21,26 +21,29 @@ from ssl_bench.models.loading.checkpoint import (
     MODEL_FOLDER,
     PYTHON_FILE,
     TIMM_NAME,
-    named,
-    usable,
-    with_model_args,
+    advise_model_folder,
+    check_tensors,
+    list_names,
 )
 from ssl_bench.models.vit import DINO_MARGIN
 
-_MASKED = "stands for masked patches, of which probes have none"
+_MASKED = "token of masked patches, which probes do not use"
 _BLOCK = r"blocks\.(\d+)\."
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a family of checkpoints names the tensors of an encoder.
+    """The tensor names of a family of checkpoints.
 
     Attributes:
-        source: Where the layout is published.
-        marks: Patterns of which one must fit a name (without prefixes) or a prefix.
-        renames: Patterns of whole names and what takes their place; the first that fits counts.
-        ignored: Pattern of whole names to the reason why they are left out.
-        heads: Width to number of heads, where it is not a head for 64 channels.
+        name: Name of the layout in messages and records.
+        source: URL of the code that defines the layout.
+        marks: Patterns that identify the layout. One must match a name without its prefixes, or a
+            prefix.
+        renames: Patterns of whole names with their replacements. The first match counts.
+        ignored: Reason why tensors are ignored, by pattern of whole names.
+        heads: Number of heads by width, for widths with another number than one per 64 channels.
+        is_read_by_timm: Whether timm's models load weights with these names.
     """
 
     name: str
@@ -49,14 +52,17 @@ class Layout:
     renames: tuple[tuple[str, str], ...] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[int, int] = field(default_factory=dict)
+    is_read_by_timm: bool = True
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a configuration says of an encoder and no tensor shape does.
+    """The properties of an encoder that a configuration states, but no tensor shape.
 
     Attributes:
-        image_size: Height and width in pixels of its positions; None where it says nothing.
+        num_heads: Number of attention heads.
+        norm_eps: Epsilon of all norms.
+        image_size: Height and width in pixels of the positions. None if it is not stated.
         position_margin: See `ssl_bench.models.vit.resize_positions`.
     """
 
@@ -67,14 +73,14 @@ class Description:
 
 
 _LAYER_SCALES = ((rf"{_BLOCK}gamma_([12])", r"blocks.\1.ls\2.gamma"),)
-# A published ViT-H has 16 heads of 80 channels, and no tensor shape tells it.
+# Published ViT-H, ViT-g and ViT-G have 16 heads. Tensor shapes do not state it.
 _WIDE_HEADS = MappingProxyType({1280: 16, 1408: 16, 1664: 16})
 
 MOCO_V3 = Layout(
     "MoCo-v3",
     "https://github.com/facebookresearch/moco-v3/blob/1c6b717e/vits.py",
     marks=(r"base_encoder\.",),
-    # Its ViT-S has 12 heads of 32 channels.
+    # Its ViT-S has 12 heads with 32 channels.
     heads={384: 12, **_WIDE_HEADS},
 )
 DINOV2 = Layout(
@@ -82,7 +88,7 @@ DINOV2 = Layout(
     "https://github.com/facebookresearch/dinov2/blob/e1277af2/dinov2/models/vision_transformer.py",
     marks=(r"register_tokens", rf"{_BLOCK}ls1\.gamma", r"blocks\.\d+\.\d+\.norm1\.weight"),
     renames=(
-        # FSDP's chunks keep the index of the block as the second number.
+        # In chunks of FSDP, the second number is the index of the block.
         (r"blocks\.\d+\.(\d+)\.(.*)", r"blocks.\1.\2"),
         (r"register_tokens", r"reg_token"),
     ),
@@ -93,7 +99,7 @@ MAE = Layout(
     "MAE",
     "https://github.com/facebookresearch/mae/blob/be47fef7/models_mae.py",
     marks=(r"decoder_embed\.weight", r"fc_norm\.weight"),
-    # With global pooling the last norm is applied to the mean patch, and there is no other.
+    # With global pooling, the only final norm is that of the mean patch.
     renames=((r"fc_norm\.(weight|bias)", r"norm.\1"), *_LAYER_SCALES),
     ignored={
         r"decoder_(?:embed|norm|pred|blocks)\..*|decoder_pos_embed": "decoder of MAE",
@@ -135,6 +141,7 @@ TRANSFORMERS = Layout(
         (r"layernorm\.(\w+)", r"norm.\1"),
     ),
     ignored={r"embeddings\.mask_token": _MASKED},
+    is_read_by_timm=False,
 )
 _TV_BLOCK = r"encoder\.layers\.encoder_layer_(\d+)\."
 TORCHVISION = Layout(
@@ -148,13 +155,14 @@ TORCHVISION = Layout(
         (rf"{_TV_BLOCK}ln_([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
         (rf"{_TV_BLOCK}self_attention\.in_proj_(\w+)", r"blocks.\1.attn.qkv.\2"),
         (rf"{_TV_BLOCK}self_attention\.out_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
-        # Its first files name the layers of an MLP in another way than it does now.
+        # Its first files have other names for the layers of an MLP.
         (rf"{_TV_BLOCK}mlp\.(?:0|linear_1)\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
         (rf"{_TV_BLOCK}mlp\.(?:3|linear_2)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
         (r"encoder\.ln\.(\w+)", r"norm.\1"),
     ),
     ignored={r"heads\..*": "a head, after the encoder"},
     heads=_WIDE_HEADS,
+    is_read_by_timm=False,
 )
 DINOV3_TRANSFORMERS = Layout(
     "DINOv3 of transformers",
@@ -173,55 +181,109 @@ DINOV3_TRANSFORMERS = Layout(
     ),
     ignored={r"embeddings\.mask_token": _MASKED},
 )
-"""The names of DINOv3's own files; its two linear layers differ with and without a gate."""
+"""Renames to the names of DINOv3's own files, except for two linear layers of the MLP."""
 
-LAYOUTS = (TRANSFORMERS, TORCHVISION, MOCO_V3, DINOV2, MAE, IBOT, DINO)
-"""In the order in which they are tried; the last takes what nothing else marks."""
+_MM_LAYER = r"layers\.(\d+)\."
+MMPRETRAIN = Layout(
+    "mmpretrain",
+    "https://github.com/open-mmlab/mmpretrain/blob/00030e3f/mmpretrain/models/backbones/"
+    "vision_transformer.py",
+    marks=(rf"{_MM_LAYER}ffn\.layers\.0\.0\.weight",),
+    renames=(
+        (r"patch_embed\.projection\.(\w+)", r"patch_embed.proj.\1"),
+        (rf"{_MM_LAYER}ln([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
+        (rf"{_MM_LAYER}attn\.(qkv|proj)\.(\w+)", r"blocks.\1.attn.\2.\3"),
+        (rf"{_MM_LAYER}ffn\.layers\.0\.0\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (rf"{_MM_LAYER}ffn\.layers\.1\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (rf"{_MM_LAYER}(?:attn|ffn)\.gamma([12])\.weight", r"blocks.\1.ls\2.gamma"),
+        # With global pooling, the only final norm is ln2, that of the mean patch.
+        (r"ln[12]\.(\w+)", r"norm.\1"),
+    ),
+    ignored={r"mask_token": _MASKED},
+    heads=_WIDE_HEADS,
+    is_read_by_timm=False,
+)
+CLIP = Layout(
+    "CLIP",
+    "https://github.com/openai/CLIP/blob/d05afc43/clip/model.py",
+    marks=(r"transformer\.resblocks\.\d+\.attn\.in_proj_weight",),
+    renames=(
+        (r"class_embedding", r"cls_token"),
+        (r"positional_embedding", r"pos_embed"),
+        (r"conv1\.(\w+)", r"patch_embed.proj.\1"),
+        (r"ln_pre\.(\w+)", r"norm_pre.\1"),
+        (r"ln_post\.(\w+)", r"norm.\1"),
+        (r"transformer\.resblocks\.(\d+)\.ln_([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
+        (r"transformer\.resblocks\.(\d+)\.attn\.in_proj_(\w+)", r"blocks.\1.attn.qkv.\2"),
+        (r"transformer\.resblocks\.(\d+)\.attn\.out_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        (r"transformer\.resblocks\.(\d+)\.mlp\.c_fc\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (r"transformer\.resblocks\.(\d+)\.mlp\.c_proj\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (r"transformer\.resblocks\.(\d+)\.ls_([12])\.gamma", r"blocks.\1.ls\2.gamma"),
+    ),
+    ignored={r"proj": "a head, after the encoder"},
+)
+"""Renames the image encoder of a CLIP to the names of timm, which has all of its layers."""
 
-# What tells an encoder that our ViT is not, and the architecture of timm that is, of its width.
-_STRANGERS = (
+LAYOUTS = (TRANSFORMERS, TORCHVISION, MMPRETRAIN, MOCO_V3, DINOV2, MAE, IBOT, DINO)
+"""The layouts in the order in which they are tried. The last one is the default."""
+
+# Tensors that the ViT of this suite does not have, and the architectures of timm that have them.
+_UNSUPPORTED_VIT = (
     (r"blocks\.(?:\d+\.)+mlp\.w12\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
     (r".*\.mlp\.weights_in\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
-    (r"dist_token", "a distillation token", "deit_{}_distilled_patch16_224"),
-    (r"storage_tokens|rope_embed\..*", "the rotary positions of DINOv3", "NAME"),
-    (r"norm_pre\.\w+", "a norm before the first block", "vit_{}_patch16_clip_224"),
-    (r".*\.attn\.[qk]_norm\.\w+", "norms of queries and keys", "NAME"),
-    (r"reg_token", "registers as timm stores them", "vit_{}_patch14_reg4_dinov2"),
-    (r"attn_pool\..*", "attention pooling", "vit_{}_patch16_siglip_224"),
+    (r"dist_token", "a distillation token", "deit_{size}_distilled_patch16_224"),
+    (r"storage_tokens|rope_embed\..*", "the rotary positions of DINOv3", ""),
+    (
+        r"norm_pre\.\w+",
+        "a norm before the first block, as CLIP has (OpenAI's with QuickGELU)",
+        "vit_{size}_patch{patch}_clip_224 vit_{size}_patch{patch}_clip_quickgelu_224",
+    ),
+    (r".*\.attn\.[qk]_norm\.\w+", "norms of queries and keys", ""),
+    (r"reg_token", "registers as timm stores them", "vit_{size}_patch14_reg4_dinov2"),
+    (r"attn_pool\..*", "attention pooling", "vit_{size}_patch16_siglip_224"),
 )
-# Width to timm's word; of DINOv3 the ones with a gate in their MLP are its "plus".
+# timm's word for a width. DINOv3 with a gated MLP has "plus" in its name.
 _SIZES = MappingProxyType(
     {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
 )
+_USUAL_PATCH = 16
 _BY_NAME = "take timm's name of its architecture"
-_BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r}, patch_size=16)"
-# Other networks, and who takes them.
-_OTHERS = (
-    (r"conv1\.weight|layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_BLOCKS.format("layer3")),
+_BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r})"
+# Networks that are no plain Vision Transformer, and how they are loaded.
+_NOT_VIT = (
+    (r"layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_BLOCKS.format("layer3")),
+    (
+        r"stages\.\d+\.(?:\d+\.depthwise_conv|blocks\.\d+\.(?:attn\.w_msa|ffn))\..*",
+        "stages of mmpretrain",
+        IN_PYTHON,
+    ),
     (r"stages\.\d+\..*|downsample_layers\..*", "stages, such as a ConvNeXt's", _BY_NAME),
     (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer", _BY_NAME),
-    (r"features\.\d+\..*", "a network of torchvision", _BY_BLOCKS.format("features.5")),
+    (r"features\.5\.\d+\..*", "a network of torchvision", _BY_BLOCKS.format("features.5")),
+    (r"features\.\d+\..*", "a network of torchvision", IN_PYTHON),
     (r".*relative_position_bias_table", "relative positions, such as a BEiT's", IN_PYTHON),
 )
+# Names of blocks for which timm's name of the architecture may help.
+_TIMM_BLOCK = r"(?:(?:layers|stages)\.\d+\.)?blocks\.\d+\..*"
 
 
-# The kernel of the patches tells where in a file an encoder begins. Files are seen flat: a slash
-# stands between names of dictionaries, a number or whatever else is no text in brackets.
+# The patch kernel shows where an encoder is. Nested files are flattened: slashes separate the keys
+# of dictionaries, and keys that are not texts are in brackets.
 _KERNEL = re.compile(
-    r"((?:.*[./])?)((?:patch_embed1?\.(?:module\.)*proj|embeddings\.patch_embeddings"
-    r"(?:\.projection)?|conv_proj|stem\.0|downsample_layers\.0\.0)\.)weight"
+    r"((?:.*[./])?)((?:patch_embed1?\.(?:module\.)*proj(?:ection)?|embeddings\.patch_embeddings"
+    r"(?:\.projection)?|conv_proj|conv1|stem\.0|downsample_layers\.0\.0)\.)weight"
 )
 _BLOCKS = re.compile(r"(?:blocks?\d?|layers?|stages)\.\w*\d+\.")
 _PART = re.compile(r"[./]")
-# Words in a name that say which of several encoders it is; MoCo-v3 and solo-learn score the one
-# that is trained.
+# Words in names that distinguish several encoders. MoCo-v3 and solo-learn evaluate the trained one.
 _AVERAGED = {"averaged", "average", "averaging", "avg", "ema", "swa", "teacher", "target"}
 _TRAINED = {"current", "momentum", "online", "student"}
-# By the first part of a name, seen from where the encoder is.
-_BESIDE = {
-    r"student": "the student; the teacher leads",
-    r"teacher": "a teacher that is no such encoder",
-    r"momentum_encoder": "momentum encoder of MoCo-v3, scored on its base encoder",
+# Reasons to ignore tensors outside of the encoder, by the first part of their names.
+_OUTSIDE = {
+    r"neck|target_generator": "a head of pretraining",
+    r"student": "the student, because the teacher is used",
+    r"teacher": "a teacher that is not this encoder",
+    r"momentum_encoder": "the momentum encoder of MoCo-v3, which is evaluated by its base encoder",
     r"momentum_backbone": "a moving average of the encoder",
     r"(?:\w+_)?(?:predictor|projector|prototypes)": "a head of pretraining",
     r"(?:\w+_)?head\w*|classifier|fc|pooler": "a head, after the encoder",
@@ -231,12 +293,12 @@ _BESIDE = {
     r"\w*optim\w*|\w*sched\w*|\w*scaler\w*|\w*rng\w*": "state of training",
     r"args|config|hyper_parameters|callbacks\w*|loops": "state of training",
 }
-# timm's ConvNeXt keeps its final norm among its head.
+# In timm's ConvNeXt, the final norm is part of the head.
 _HEADS = {r"(?:head(?!\.norm\.)|head_dist|fc|classifier|pooler)\..*": "a head, after the encoder"}
 
 
-def recognised(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
-    """The first layout with a mark among the names or the prefixes that stood before them."""
+def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
+    """Return the first layout with a mark among the names or the prefixes that were removed."""
     present = (*names, *prefixes)
     marked = (
         layout
@@ -246,83 +308,96 @@ def recognised(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
     return next(marked, DINO)
 
 
-def refuse_strangers(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Refuse encoders of another kind, with who takes them."""
-    for pattern, what, way in _OTHERS:
-        if (found := _fitting(weights, pattern)) is not None:
+def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Raise an error for other networks than plain ViTs, with a way to load them."""
+    for pattern, network, remedy in _NOT_VIT:
+        if (name := _first_match(weights, pattern)) is not None:
             raise CheckpointError(
-                f"{path} holds {what} ({found}), expected a Vision Transformer in one of the "
-                f"layouts that `ssl-bench models` lists; {way}",
-                hint=TIMM_NAME if way == _BY_NAME else PYTHON_FILE,
+                f"{path} holds {network} ({name}), expected a Vision Transformer in one of the "
+                f"layouts that `ssl-bench models` lists; {remedy}",
+                hint=TIMM_NAME if remedy == _BY_NAME else PYTHON_FILE,
             )
-    for pattern, what, architecture in _STRANGERS:
-        if (found := _fitting(weights, pattern)) is not None:
+    for pattern, feature, architectures in _UNSUPPORTED_VIT:
+        if (name := _first_match(weights, pattern)) is not None:
             # timm takes seconds to import.
             import timm
 
             kernel = weights.get("patch_embed.proj.weight")
-            width = len(kernel) if kernel is not None and kernel.ndim else 0
-            timm_name = architecture.format(_SIZES.get(width))
-            by_name = ("--checkpoint", f"timm:{timm_name}@{escape_braces(str(path))}")
+            width, patch = (0, 0) if kernel is None or kernel.ndim != 4 else kernel.shape[::3]
+            names = [
+                architecture.format(size=_SIZES.get(width), patch=side)
+                for architecture in architectures.split()
+                for side in (patch, _USUAL_PATCH)
+            ]
+            known = [
+                ("--checkpoint", f"timm:{timm_name}@{escape_braces(str(path))}")
+                for timm_name in dict.fromkeys(names)
+                if timm.is_model(timm_name)
+            ]
             raise CheckpointError(
-                f"{path} has {what} ({found}), which the ViT of this suite does not have; "
-                f"{_BY_NAME}, or, if it differs from that, {with_model_args(path, '...')}",
-                hint=join_alternatives(
-                    by_name if timm.is_model(timm_name) else TIMM_NAME, MODEL_FOLDER
-                ),
+                f"{path} has {feature} ({name}), which the ViT of this suite does not have; "
+                f"{_BY_NAME}, or, if it differs from that, {advise_model_folder(path, '...')}",
+                hint=join_alternatives(*(known or [TIMM_NAME]), MODEL_FOLDER),
             )
 
 
-def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
-    """Timm's architecture of the weights of a DINOv3 in its own or timm's names; else None.
+def ways_to_load(weights: Iterable[str], path: Path) -> tuple[str, ...]:
+    """Return the hint for an unknown layout: Python, and timm if the names are similar."""
+    by_name = ("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}")
+    is_like_timm = _first_match(weights, _TIMM_BLOCK) is not None
+    return join_alternatives(by_name if is_like_timm else (), PYTHON_FILE)
 
-    With the biases of query and value, which timm's other architectures leave out, though not all
-    files have zeros there.
+
+def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
+    """Return timm's name for a DINOv3 with its own or timm's tensor names, or None.
+
+    If the file has biases of queries and values, it is the architecture with these biases
+    (`_qkvb`), because they are not zero in all files.
     """
     kernel = weights.get("patch_embed.proj.weight")
-    is_timms = {"cls_token", "reg_token"} <= weights.keys() and "pos_embed" not in weights
-    if kernel is None or kernel.ndim != 4 or not ("storage_tokens" in weights or is_timms):
+    has_timm_names = {"cls_token", "reg_token"} <= weights.keys() and "pos_embed" not in weights
+    if kernel is None or kernel.ndim != 4 or not ("storage_tokens" in weights or has_timm_names):
         return None
     size = _SIZES.get(len(kernel))
     if size is None:
         return None
-    is_gated = _fitting(weights, r"blocks\.0\.mlp\.(?:w1|fc1_g)\.weight") is not None
-    biases = "_qkvb" if _fitting(weights, r"blocks\.0\.attn\.(?:qkv\.bias|q_bias)") else ""
+    is_gated = _first_match(weights, r"blocks\.0\.mlp\.(?:w1|fc1_g)\.weight") is not None
+    biases = "_qkvb" if _first_match(weights, r"blocks\.0\.attn\.(?:qkv\.bias|q_bias)") else ""
     plus = "_plus" if is_gated and size != "7b" else ""
     return f"vit_{size}{plus}_patch16_dinov3{biases}"
 
 
-def _fitting(names: Iterable[str], pattern: str) -> str | None:
+def _first_match(names: Iterable[str], pattern: str) -> str | None:
     return next((name for name in names if re.fullmatch(pattern, name)), None)
 
 
-def renamed(
+def rename_tensors(
     layout: Layout, weights: Mapping[str, Tensor], path: object
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors that a layout uses, under our names, and why others are left out."""
-    dropped = reasons(weights, layout.ignored)
-    found: dict[str, Tensor] = {}
+    """Rename the tensors of a layout. Also return the reasons why other tensors are ignored."""
+    ignored = find_reasons(weights, layout.ignored)
+    tensors: dict[str, Tensor] = {}
     for name, value in weights.items():
-        if name in dropped:
+        if name in ignored:
             continue
-        fitting = (rename for rename in layout.renames if re.fullmatch(rename[0], name))
-        pattern, replacement = next(fitting, (r"$^", ""))
-        ours = re.sub(pattern, replacement, name)
-        if ours in found:
-            raise CheckpointError(f"{path} holds {ours} twice, the second time as {name}")
-        found[ours] = value
-    return found, dropped
+        matches = (rename for rename in layout.renames if re.fullmatch(rename[0], name))
+        pattern, replacement = next(matches, (r"$^", ""))
+        new_name = re.sub(pattern, replacement, name)
+        if new_name in tensors:
+            raise CheckpointError(f"{path} holds {new_name} twice, the second time as {name}")
+        tensors[new_name] = value
+    return tensors, ignored
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """The tensors of an encoder in somebody's file.
+    """The tensors of an encoder in a weights file.
 
     Attributes:
-        weights: Under names without the prefixes of wrappers.
-        total: Tensors in the dictionary that held them.
-        ignored: Every other tensor of the file, or what held several, and why it is left out.
-        prefixes: What was taken off the names.
+        weights: Tensors by name, without the prefixes of wrappers.
+        total: Number of tensors in the dictionary that contains them.
+        ignored: Reason for each other tensor, or container of tensors, that is not used.
+        prefixes: Parts that were removed from the beginning of the names.
         note: Which of several encoders this is.
     """
 
@@ -334,37 +409,39 @@ class Backbone:
 
 
 def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
-    """The encoder's weights under plain names, whatever was written around them.
+    """Find the encoder in the content of a weights file.
 
-    Of several encoders the one is taken whose name says that it is an average.
+    If there are several encoders, the one whose name indicates an average is used.
     """
     leaves = list(_leaves(content))
-    tensors = _once(((name, one) for name, one in leaves if isinstance(one, Tensor)), path)
+    tensors = _require_unique(
+        ((name, value) for name, value in leaves if isinstance(value, Tensor)), path
+    )
     training = tuple(
         {name.partition("param_groups/")[0] for name, _ in leaves if "/param_groups/" in name}
     )
-    # Before its first update an average holds what the model was initialised with.
+    # Before its first update, an average contains the initial weights.
     unaveraged = tuple(
         name.removesuffix("n_averaged")
         for name, value in leaves
         if name.endswith(("/n_averaged", ".n_averaged")) and str(value) in ("0", "tensor(0)")
     )
-    candidates = {name: one for name, one in tensors.items() if not name.startswith(training)}
-    encoders = _encoders(candidates)
+    candidates = {name: value for name, value in tensors.items() if not name.startswith(training)}
+    encoders = _find_encoders(candidates)
     if not tensors:
         return Backbone({}, 0, {})
-    if not (roots := encoders or _largest(candidates)):
+    if not (roots := encoders or _largest_containers(candidates)):
         raise CheckpointError(
-            f"{path} is no Vision Transformer: none of its tensors is named as a weight, but "
-            f"{named(list(tensors))}; save model.state_dict() instead"
+            f"{path} is no Vision Transformer: no tensor has the name of a weight, but "
+            f"{list_names(list(tensors))}. Save model.state_dict() instead"
         )
-    root = _chosen(roots, unaveraged, path)
+    root = _choose_encoder(roots, unaveraged, path)
     others = [other for other in roots if other != root]
     container = root[: root.rfind("/") + 1]
-    if odd := [name for name in tensors if name.startswith(f"{container}[")]:
+    if invalid := [name for name in tensors if name.startswith(f"{container}[")]:
         raise CheckpointError(
-            f"{path}: {odd[0].removeprefix(container)} is a name that is no text; "
-            "save model.state_dict() instead"
+            f"{path}: {invalid[0].removeprefix(container)} is a name that is no text. "
+            "Save model.state_dict() instead"
         )
     own: dict[str, Tensor] = {}
     ignored: dict[str, str] = {}
@@ -375,40 +452,48 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
         if is_inside and not _is_number(name.removeprefix(root), value):
             own[name] = value
             continue
-        above = _ancestor((root, name))
-        # What lies in a dictionary of its own goes by the name of that.
+        above = _common_prefix((root, name))
+        # Tensors in a separate dictionary are reported by the name of the dictionary.
         key = name.removeprefix(above).partition("/")[0]
         if name.startswith(training):
             ignored[key] = "state of training"
-        elif why := _reason_beside(name, value, above, root, others):
-            ignored[key] = why
+        elif reason := _reason_outside(name, value, above, root, others):
+            ignored[key] = reason
         else:
             unknown.append(key)
-    inside = ((_without("module", name.removeprefix(root)), own[name]) for name in own)
-    weights = _once(inside, path)
+    inside = ((_remove_wrapper("module", name.removeprefix(root)), own[name]) for name in own)
+    weights = _require_unique(inside, path)
+    if _first_match(weights, CLIP.marks[0]) is not None:
+        weights, projection = rename_tensors(CLIP, weights, path)
+        ignored |= projection
+        for name, ndim in (("cls_token", 1), ("pos_embed", 2)):
+            if name in weights and weights[name].ndim == ndim:
+                weights[name] = weights[name][(None,) * (3 - ndim)]
     if unknown:
         if not encoders:
-            refuse_strangers(weights, path)
+            reject_unsupported(weights, path)
         raise CheckpointError(
-            f"{path} holds {named(list(dict.fromkeys(unknown)))}, which is neither an encoder's "
-            "nor known to be left out; save the encoder's state_dict alone"
+            f"{path} holds {list_names(list(dict.fromkeys(unknown)))}, which neither belong to an "
+            "encoder nor are known to be ignored. Save the state_dict of the encoder alone"
         )
-    heads = reasons(weights, _HEADS)
+    heads = find_reasons(weights, _HEADS)
     plain = {name: value for name, value in weights.items() if name not in heads}
     total = sum(
         name.startswith(container) and "/" not in name[len(container) :] for name in tensors
     )
-    note = f"{_shown(root)} is taken, not {named([_shown(one) for one in others])}; "
+    note = f"{_label(root)} is used, not {list_names(list(map(_label, others)))}; "
     parts = tuple(f"{part}." for part in _PART.split(root) if part)
-    return Backbone(usable(plain, path), total, {**ignored, **heads}, parts, note if others else "")
+    return Backbone(
+        check_tensors(plain, path), total, {**ignored, **heads}, parts, note if others else ""
+    )
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What containers of any depth hold, under names of the way to it."""
+    """Yield the values in nested containers, with the path to each value."""
     items: Iterable[tuple[str, object]]
     if isinstance(value, Mapping):
         items = (
-            (_without(r"_\w+", k) if isinstance(k, str) else f"[{k!r}]", v)
+            (_remove_wrapper(r"_\w+", k) if isinstance(k, str) else f"[{k!r}]", v)
             for k, v in value.items()
         )
     elif isinstance(value, (list, tuple)):
@@ -420,26 +505,26 @@ def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, f"{name}/{key}" if name else key)
 
 
-def _without(wrapper: str, name: str) -> str:
-    """A name of a tensor without the parts that wrappers of modules put anywhere into it."""
+def _remove_wrapper(wrapper: str, name: str) -> str:
+    """Remove the parts that wrappers of modules insert anywhere into the name of a tensor."""
     return re.sub(rf"(?:^|(?<=\.)){wrapper}\.", "", name)
 
 
-def _once(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _require_unique(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
     for name, value in pairs:
-        if name in found:
+        if name in tensors:
             raise CheckpointError(
-                f"{path} holds {name} twice, with and without a wrapper around it; save the "
-                "encoder's state_dict alone"
+                f"{path} holds {name} twice, with and without a wrapper. Save the state_dict of "
+                "the encoder alone"
             )
-        found[name] = value
-    return found
+        tensors[name] = value
+    return tensors
 
 
-def _encoders(names: Collection[str]) -> list[str]:
-    """What stands before the names of each encoder: a patch kernel, its bias, and blocks."""
-    kernels = dict.fromkeys(found.groups() for name in names if (found := _KERNEL.fullmatch(name)))
+def _find_encoders(names: Collection[str]) -> list[str]:
+    """Return the prefix of each encoder, which has a patch kernel, its bias, and blocks."""
+    kernels = dict.fromkeys(match.groups() for name in names if (match := _KERNEL.fullmatch(name)))
     return [
         root
         for root, kernel in kernels
@@ -451,8 +536,8 @@ def _encoders(names: Collection[str]) -> list[str]:
     ]
 
 
-def _largest(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The same where no encoder is known: for the dictionaries that hold the most tensors."""
+def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the prefixes of the dictionaries with the most tensors, for unknown encoders."""
     inside: dict[str, list[str]] = {}
     for name, value in tensors.items():
         container, _, key = name.rpartition("/")
@@ -460,17 +545,17 @@ def _largest(tensors: Mapping[str, Tensor]) -> list[str]:
             inside.setdefault(f"{container}/" if container else "", []).append(name)
     most = max(map(len, inside.values()), default=0)
     return [
-        _ancestor(names) if most > 1 else container
+        _common_prefix(names) if most > 1 else container
         for container, names in inside.items()
         if len(names) == most
     ]
 
 
-def _chosen(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
-    """Of encoders the one that is an average; where they part for the first time that is asked."""
+def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
+    """Return the prefix of the averaged encoder, judged by the first parts that differ."""
     if len(roots) == 1:
         return roots[0]
-    above = _ancestor(roots)
+    above = _common_prefix(roots)
     branches: dict[str, list[str]] = {}
     for root in roots:
         branches.setdefault(_PART.split(root.removeprefix(above))[0], []).append(root)
@@ -480,12 +565,12 @@ def _chosen(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
     }
     best = [branch for branch in branches if ranks[branch] == max(ranks.values())]
     if len(best) > 1:
-        shown = named([_shown(branches[branch][0]) for branch in best])
+        labels = list_names([_label(branches[branch][0]) for branch in best])
         raise CheckpointError(
-            f"{path} holds {len(best)} encoders ({shown}), and no name says which of them "
-            "is the average; save the state_dict of one"
+            f"{path} holds {len(best)} encoders ({labels}), and no name shows which of them is the "
+            "average. Save the state_dict of one"
         )
-    return _chosen(branches[best[0]], unaveraged, path)
+    return _choose_encoder(branches[best[0]], unaveraged, path)
 
 
 def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
@@ -503,46 +588,49 @@ def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
     return 1
 
 
-def _reason_beside(
+def _reason_outside(
     name: str, value: Tensor, above: str, root: str, others: Sequence[str]
 ) -> str | None:
-    """Why a tensor that is not the encoder's is left out; None if nobody knows.
+    """Return the reason why a tensor outside of the encoder is ignored, or None if it is unknown.
 
-    Its name and `root`, with which those of the encoder begin, both begin with `above`.
+    `root` is the prefix of the encoder, and `above` the common prefix of `root` and the name.
     """
-    beside = name.removeprefix(above)
-    part = _PART.split(beside)[0]
+    rest = name.removeprefix(above)
+    part = _PART.split(rest)[0]
     branch = name[: len(above) + len(part) + 1]
-    if why := reasons([part], _BESIDE).get(part):
-        return why
+    if reason := find_reasons([part], _OUTSIDE).get(part):
+        return reason
     if any(
-        one.startswith(branch) or (root.startswith(one) and name.startswith(one)) for one in others
+        other.startswith(branch) or (root.startswith(other) and name.startswith(other))
+        for other in others
     ):
         return "another encoder, see the note"
-    if _is_number(beside.rpartition("/")[2], value):
-        return "a number beside the weights"
-    is_outside = "/" in root[len(above) :] and not set("./") & set(beside)
-    return "a tensor beside the state_dict of the model" if is_outside else None
+    if _is_number(rest.rpartition("/")[2], value):
+        return "a number next to the weights"
+    is_outside = "/" in root[len(above) :] and not set("./") & set(rest)
+    return "a tensor next to the state_dict of the model" if is_outside else None
 
 
 def _is_number(key: str, value: Tensor) -> bool:
-    """Whether this is no parameter of a module, nor the token or position of a damaged file."""
+    """Whether a tensor is a plain number, not a parameter, token or position of a damaged file."""
     return value.numel() == 1 and not re.search(r"\.|token|embed", key)
 
 
-def _ancestor(names: Sequence[str]) -> str:
-    """What names begin with, in whole parts."""
+def _common_prefix(names: Sequence[str]) -> str:
+    """Return the longest common prefix that ends with a whole part."""
     common = os.path.commonprefix(names)  # noqa: RUF071 - cut at a whole part in the next line
     return common[: max(common.rfind("."), common.rfind("/")) + 1]
 
 
-def _shown(root: str) -> str:
-    return root.rstrip("./") or "what has no prefix"
+def _label(root: str) -> str:
+    return root.rstrip("./") or "the encoder without a prefix"
 
 
-def reasons(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Why tensors are not used, by patterns of whole names; without those that none fits."""
-    found = (
-        (name, next((w for p, w in known.items() if re.fullmatch(p, name)), None)) for name in names
-    )
-    return {name: why for name, why in found if why is not None}
+def find_reasons(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
+    """Return the reason for each name that matches a pattern in `known`."""
+    reasons: dict[str, str] = {}
+    for name in names:
+        for pattern, reason in known.items():
+            if re.fullmatch(pattern, name):
+                reasons.setdefault(name, reason)
+    return reasons

@@ -1,8 +1,7 @@
-"""ONNX files of ViTs, DINOv2 and DeiT of transformers, as weights under their names."""
+"""Read the weights of ViT, DeiT and DINOv2 of transformers from ONNX files."""
 
-import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, MachineError
-from ssl_bench.models.loading.checkpoint import check_readable, named
+from ssl_bench.models.loading.checkpoint import check_readable, list_names
 from ssl_bench.models.loading.layouts import Description
+from ssl_bench.system.process import reraise_out_of_memory
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _EMBEDDINGS = "embeddings.patch_embeddings.projection.weight"
@@ -20,45 +20,54 @@ _POSITIONS = "embeddings.position_embeddings"
 
 
 def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
-    """Tensors of an ONNX file under the names they had in PyTorch, and what no shape tells.
+    """Return the tensors by their names in PyTorch, and the properties that no shape states.
 
-    Exports keep the names of biases and norms. Matrices of linear layers lose theirs, and are found
-    by the node that multiplies with them, which lies in the scope of its layer; they are transposed
-    back. Positions that were cut in two for resizing, [CLS] and patches, are joined again. Heads,
-    epsilon and the MLP's activation are read off the graph.
+    Exports keep the names of biases and norms. Matrices of linear layers lose their names. They are
+    found by the node that multiplies with them, whose scope names the layer, and are transposed
+    back. Exports that resize positions split them into [CLS] and patches, which are joined again.
+    The graph also contains the number of heads, the epsilon of norms and the activation.
     """
     try:
         import onnx
         from onnx import numpy_helper
     except ImportError as error:
         raise MachineError(
-            f"{path.name} needs the package onnx; pip install 'ssl-bench[onnx]'"
+            f"{path.name} needs the package onnx. Run: pip install 'ssl-bench[onnx]'"
         ) from error
     check_readable(path)
     try:
-        graph = onnx.load(str(path)).graph
-        constants = {item.name: numpy_helper.to_array(item) for item in graph.initializer}
-    except Exception as error:  # A damaged file makes its reader fail in any way.
+        return _read_graph(onnx.load(str(path)).graph, numpy_helper.to_array, path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # A damaged file can cause any exception in the code below.
+        reraise_out_of_memory(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{path} is cut or no ONNX file ({reason[:120]}); copy or download it again"
+            f"{path} is truncated, damaged or no ONNX file ({reason[:120]}). Copy or download it "
+            "again"
         ) from error
+
+
+def _read_graph(
+    graph: Any, to_array: Callable[[Any], np.ndarray], path: Path
+) -> tuple[dict[str, Tensor], Description]:
+    constants = {item.name: to_array(item) for item in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
-            constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
-    weights = _named(graph, constants)
+            constants[node.output[0]] = to_array(node.attribute[0].t)
+    weights = _name_constants(graph, constants)
     prefix = next((n.removesuffix(_EMBEDDINGS) for n in weights if n.endswith(_EMBEDDINGS)), None)
     if prefix is None:
         raise CheckpointError(
             f"{path} has no {_EMBEDDINGS}: expected the export of a ViT, DeiT or DINOv2 of "
-            f"transformers, came {named(list(weights)) or 'no names of parameters'}; give the "
-            "model's state_dict(), saved with torch.save, in its place"
+            f"transformers, found {list_names(list(weights)) or 'no names of parameters'}. Save "
+            "the model's state_dict() with torch.save, and load that file"
         )
     if f"{prefix}{_POSITIONS}" not in weights:
-        # 1 x (1 + patches) x dim, from the two halves that are resized, [CLS] and patches.
+        # 1 x (1 + patches) x dim, from the separate positions of [CLS] and of the patches.
         scope, dim = f"{prefix}embeddings", len(weights[f"{prefix}{_EMBEDDINGS}"])
         halves = [
-            # Row by row: 1 x patches x dim, also of a map, 1 x dim x rows x cols.
+            # A map of positions, 1 x dim x rows x cols, becomes 1 x patches x dim.
             array if array.ndim == 3 else array.reshape(*array.shape[:2], -1).transpose(0, 2, 1)
             for node in graph.node
             if _scope(node) == scope and node.op_type in ("Concat", "Reshape", "Add", "Resize")
@@ -69,38 +78,40 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
         halves = [half for half in halves if half.shape[0] == 1 and half.shape[2] == dim]
         whole = sorted(halves, key=lambda half: half.shape[1])
         if not (len(whole) == 1 or (len(whole) == 2 and whole[0].shape[1] == 1)):
-            came = ", ".join(str(half.shape) for half in halves) or "none"
+            shapes = ", ".join(str(half.shape) for half in halves) or "none"
             raise CheckpointError(
                 f"{path}: expected the positions of [CLS] and of the patches among the constants "
-                f"of {scope}, came {came}; export it without folding them, or give its .safetensors"
+                f"of {scope}, found {shapes}. Export it without folding them, or load its "
+                ".safetensors"
             )
         weights[f"{prefix}{_POSITIONS}"] = np.concatenate(whole, axis=1)
     described = Description(
         num_heads=_num_heads(graph, constants, path),
         norm_eps=_norm_eps(graph, constants, path),
-        # transformers resizes positions to the size that is wanted.
+        # transformers resizes positions to the exact size, without DINO's margin.
         position_margin=0.0,
     )
     _require_gelu(graph, path)
-    # Copies: onnx gives arrays that cannot be written to.
+    # Copied, because the arrays of onnx are read-only.
     return {name: torch.from_numpy(array.copy()) for name, array in weights.items()}, described
 
 
 def _scope(node: Any) -> str:
-    """The module that a node was traced in, as PyTorch names it; empty where nothing says so."""
+    """Return the name of the module that a node was traced in, or "" if it is unknown."""
     if node.name.startswith("/"):
         return node.name[1:].rpartition("/")[0].replace("/", ".")
-    said = next((item.value for item in node.metadata_props if item.key == _SCOPES), "[]")
-    scopes = [scope for scope in ast.literal_eval(said) if scope]
-    # The last is the node's own name.
+    text = next((item.value for item in node.metadata_props if item.key == _SCOPES), "")
+    # The text of a list of Python: ['', 'embeddings', 'embeddings.norm', 'layer_norm_1'].
+    scopes = re.findall(r"""["']([^"']+)["']""", text)
+    # The last name is that of the node.
     return scopes[-2] if len(scopes) > 1 else ""
 
 
-def _named(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """All constants that have the name of a parameter, or get it from the node they enter."""
+def _name_constants(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the constants with the name of a parameter, or of the node that multiplies with it."""
     initial = {item.name for item in graph.initializer}
     for node in graph.node:
-        # Equal ones, such as the weights of norms that begin at one, stand in a file once.
+        # Equal tensors, such as initial weights of norms, are stored once.
         if node.op_type == "Identity" and node.input[0] in initial:
             constants[node.output[0]] = constants[node.input[0]]
             initial.add(node.output[0])
@@ -114,13 +125,13 @@ def _named(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray
         matrix = node.input[1]
         if matrix not in initial or matrix in named or constants[matrix].ndim != 2:
             continue
-        kept = any(item.name == "transB" and item.i for item in node.attribute)
-        named[f"{scope}.weight"] = constants[matrix] if kept else constants[matrix].T
+        is_transposed = any(item.name == "transB" and item.i for item in node.attribute)
+        named[f"{scope}.weight"] = constants[matrix] if is_transposed else constants[matrix].T
     return named
 
 
 def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> int:
-    """From the shape that queries take before attention: batch, tokens, heads, channels."""
+    """Return the heads in the shape of queries: batch, tokens, heads, channels."""
     makers = {output: node for node in graph.node for output in node.output}
     for node in graph.node:
         maker = makers.get(node.input[0]) if node.op_type == "Reshape" else None
@@ -130,8 +141,7 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
         if len(shape) == 4 and shape[2] is not None and shape[2] > 0:
             return shape[2]
     raise CheckpointError(
-        f"{path} does not show into how many heads queries are cut; give its .safetensors with "
-        "config.json",
+        f"{path} does not state the number of heads. Load its .safetensors with config.json",
         hint=("--checkpoint", "local-dir:{model_folder}"),
     )
 
@@ -139,31 +149,32 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
 def _numbers(
     name: str, constants: Mapping[str, np.ndarray], makers: Mapping[str, Any]
 ) -> Sequence[int | None]:
-    """A shape, with None for what is known only when the graph runs."""
-    if name in constants:
-        return constants[name].reshape(-1).tolist()
+    """Return a shape, with None for sizes that depend on the input."""
     maker = makers.get(name)
-    if maker is None or maker.op_type != "Concat":
-        return [None]
-    return [number for part in maker.input for number in _numbers(part, constants, makers)]
+    joined = [] if name in constants or maker is None or maker.op_type != "Concat" else maker.input
+    return [
+        number
+        for part in joined or [name]
+        for number in (constants[part].reshape(-1).tolist() if part in constants else [None])
+    ]
 
 
 def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> float:
-    """Epsilon of the norms: of the operator, or what is added to a variance."""
-    found: set[float] = set()
+    """Return the epsilon of all norms: an attribute, or a constant added to a variance."""
+    values: set[float] = set()
     for node in graph.node:
         if node.op_type == "LayerNormalization":
-            said = [item.f for item in node.attribute if item.name == "epsilon"]
-            found.add(said[0] if said else 1e-5)
+            stated = [item.f for item in node.attribute if item.name == "epsilon"]
+            values.add(stated[0] if stated else 1e-5)
         if node.op_type == "Add" and re.search(r"norm\w*$", _scope(node)):
             added = [constants[name] for name in node.input if name in constants]
-            found |= {float(array) for array in added if array.size == 1}
-    # A file keeps float32, which has seven digits.
-    rounded = {float(f"{eps:.6g}") for eps in found}
+            values |= {float(array) for array in added if array.size == 1}
+    # Files store float32, which has seven digits.
+    rounded = {float(f"{eps:.6g}") for eps in values}
     if len(rounded) != 1:
-        came = ", ".join(f"{eps:g}" for eps in sorted(rounded)) or "none"
+        listed = ", ".join(f"{eps:g}" for eps in sorted(rounded)) or "none"
         raise CheckpointError(
-            f"{path}: expected one epsilon for all norms of the encoder, came {came}; give its "
+            f"{path}: expected one epsilon for all norms of the encoder, found {listed}. Load its "
             ".safetensors with config.json",
             hint=("--checkpoint", "local-dir:{model_folder}"),
         )
@@ -171,7 +182,7 @@ def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> fl
 
 
 def _require_gelu(graph: Any, path: Path) -> None:
-    """Refuse another activation than GELU, whose exact form is an error function."""
+    """Raise an error for another activation than GELU, whose exact form is an error function."""
     inside = [node for node in graph.node if re.search(r"mlp|intermediate", _scope(node))]
     exact = [
         node
@@ -184,6 +195,6 @@ def _require_gelu(graph: Any, path: Path) -> None:
     ]
     if not exact:
         raise CheckpointError(
-            f"{path} has an MLP without GELU, the ViT of this suite GELU; give its .safetensors",
+            f"{path} has an MLP without GELU, but the ViT of this suite needs GELU",
             hint=("--checkpoint", "timm:{timm_name}@{file}"),
         )

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from ssl_bench.errors import CheckpointError, escape_braces, join_alternatives
 from ssl_bench.models.encoder import (
     ASSUMED,
-    Colours,
     Contents,
     Encoder,
-    of_library,
+    Normalization,
+    describe_library_model,
     state_dict_sha256,
 )
 from ssl_bench.models.loading.checkpoint import (
@@ -38,12 +38,12 @@ from ssl_bench.models.loading.checkpoint import (
     MODEL_FOLDER,
     PYTHON_FILE,
     TIMM_NAME,
-    colour_of,
+    advise_model_folder,
+    read_rgb,
     read_weights,
+    require_unchanged,
     shape_text,
-    unreplaced,
     verified_sha256,
-    with_model_args,
 )
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
@@ -116,7 +116,7 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
     return _from_file(uri, name, path, label=label, config=config)
 
 
-def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Colours) -> Encoder:
+def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Normalization) -> Encoder:
     """Load a DINOv3 in the format of transformers as the equal architecture of timm."""
     config = {"pretrained_cfg": {"mean": colours[0], "std": colours[1]}}
     return _from_file(uri, None, path, label=label, config=config)
@@ -127,7 +127,7 @@ def _from_file(
 ) -> Encoder:
     """Load a file as the architecture `name` of timm. None means a DINOv3 of transformers."""
     # Tensors of safetensors files are read when they are copied into the model.
-    with unreplaced(path):
+    with require_unchanged(path):
         digest = verified_sha256(path)
         backbone = backbone_weights(read_weights(path), path)
         if name is None:
@@ -185,7 +185,7 @@ def _load_weights(
     pretrained = _mapping(config, "pretrained_cfg", path)
     for key in ("mean", "std"):
         if key in pretrained:
-            overlay[key] = colour_of(pretrained, key, path.with_name("config.json"))
+            overlay[key] = read_rgb(pretrained, key, path.with_name("config.json"))
     if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
         # timm would confuse the positions of grids with equal numbers of patches.
         overlay["input_size"] = (3, *size)
@@ -372,7 +372,7 @@ def timm_encoder(
         ) from error
     module, shape = TimmBackbone(model, traced), traced or shape_of_model(model)
     _join_queries_keys_values(module.blocks)
-    described = of_library(model, "timm", architecture)
+    described = describe_library_model(model, "timm", architecture)
     stages: dict[str, Any] = {}
     if not is_plain:
         # The blocks differ in grid and width, return maps, or do not contain [CLS].
@@ -498,7 +498,7 @@ def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> 
     if depths == expected or len(depths) != len(expected) or width != expected_width:
         return
     different = f'"depths": {depths}' if len(depths) > 1 else f'"depth": {depths[0]}'
-    advice, bare_file = with_model_args(path, different, name), ()
+    advice, bare_file = advise_model_folder(path, different, name), ()
     # The ViT of this suite has any depth.
     plain = VisionTransformer(depth=1, num_classes=0).state_dict().keys()
     if plain == {re.sub(r"^blocks\.\d+", "blocks.0", tensor) for tensor in weights}:
@@ -522,7 +522,7 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> Checkp
     different = '"img_size": [HEIGHT, WIDTH]' if _POSITIONS in wrong else "..."
     return CheckpointError(
         f"timm:{name} does not fit {path}: {differences}{more}, and nothing is resized; take "
-        f"timm's name of the file's architecture, or {with_model_args(path, different, name)}",
+        f"timm's name of the file's architecture, or {advise_model_folder(path, different, name)}",
         hint=join_alternatives(TIMM_NAME, MODEL_FOLDER),
     )
 

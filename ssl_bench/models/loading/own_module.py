@@ -1,0 +1,441 @@
+"""Use any module of the user as an encoder, from Python or as `FILE.py:NAME`."""
+
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssl_bench.errors import CheckpointError, UnfitEncoder, broken_file_error
+from ssl_bench.models.encoder import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Contents,
+    Encoder,
+    describe_library_model,
+    state_dict_sha256,
+)
+from ssl_bench.models.loading.addresses import OWN
+from ssl_bench.models.own_code import code_sha256
+from ssl_bench.system.device import evaluation_mode, preserve_process_state
+from ssl_bench.system.files import expand_path, resolve_links
+
+_NORMS = ("norm", "layernorm", "ln_f", "ln_post", "final_norm", "norm_final", "post_layernorm")
+_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads")
+_USUAL_SIZE, _USUAL_PATCH = 224, 16
+# A token has changed if it changes by more than this share of the largest change.
+_ROUNDING = 1e-3
+
+
+def load_python_object(uri: str) -> Encoder:
+    """Load `FILE.py:NAME`: a module, an `Encoder`, or a function that returns one of them.
+
+    The function has no arguments. The file is run like `python FILE.py`, so it can import its
+    neighbours.
+    """
+    address = OWN.fullmatch(uri)
+    assert address is not None
+    path, name = resolve_links(expand_path(address[1])), address[2]
+    if not path.is_file():
+        raise CheckpointError(f"no file {path}", hint=("--checkpoint", "{file}.py:{name}"))
+    found = _run_file(path, name)
+    if isinstance(found, Encoder):
+        return replace(found, uri=uri)
+    if not isinstance(found, nn.Module):
+        raise CheckpointError(
+            f"{name} of {path} gives a {type(found).__name__}, expected a torch.nn.Module, an "
+            "ssl_bench.Encoder, or a function without arguments that returns one"
+        )
+    encoder = wrap_module(found, name=f"{path.stem}.{name}")
+    return replace(encoder, uri=uri, contents=Contents("module", file=path))
+
+
+def _run_file(path: Path, name: str) -> Any:
+    """Run a Python file, and return the object of this name. Functions and classes are called."""
+    spec = importlib.util.spec_from_file_location(f"ssl_bench_own_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # `inspect` finds the source of a class by the name of its module.
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+        if not hasattr(module, name):
+            known = [
+                key
+                for key, value in vars(module).items()
+                if not key.startswith("_")
+                and (callable(value) or isinstance(value, Encoder))
+                # Imported classes and functions are left out.
+                and (not isinstance(value, type | FunctionType) or value.__module__ == spec.name)
+            ]
+            raise CheckpointError(f"{path} has no {name}, only {', '.join(known) or 'nothing'}")
+        found = getattr(module, name)
+        if isinstance(found, nn.Module) or not callable(found):
+            return found
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise CheckpointError(
+                f"{path}:{name} cannot be called without arguments ({error}). Name a function that "
+                "makes the module"
+            ) from error
+        return found()
+    except CheckpointError:
+        raise
+    except Exception as error:  # A user's file can raise any exception.
+        raise CheckpointError(str(broken_file_error(error, ()))) from error
+    finally:
+        sys.path.remove(str(path.parent))
+
+
+def wrap_module(
+    module: nn.Module,
+    *,
+    patch_size: int | None = None,
+    blocks: str | None = None,
+    norm: str | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    mean: float | Sequence[float] | None = None,
+    std: float | Sequence[float] | None = None,
+    num_registers: int = 0,
+    name: str | None = None,
+    epoch: int | float | None = None,
+) -> Encoder:
+    """Wrap a module as an encoder. `Encoder.from_module` describes the arguments."""
+    label = name or type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CheckpointError(
+            f"{label} is a TorchScript module, whose blocks cannot be hooked. Pass the nn.Module "
+            "that it was made of, with the same state_dict()"
+        )
+    rgb_mean = _to_rgb(IMAGENET_MEAN if mean is None else mean, f"{label}: expected mean")
+    rgb_std = _to_rgb(IMAGENET_STD if std is None else std, f"{label}: expected std")
+    if 0 in rgb_std:
+        raise CheckpointError(f"{label}: expected std above 0, got {std!r}")
+    parts = dict(module.named_modules())
+    blocks = blocks or _find_blocks(module, label)
+    if blocks not in parts or not list(parts[blocks].children()):
+        raise CheckpointError(
+            f"{label} has no list of blocks called {blocks!r}, expected the name of a "
+            f"ModuleList or Sequential, such as {', '.join(_module_lists(module)) or 'blocks'}"
+        )
+    kernel = patch_size or _patch_kernel(module)
+    norm = _find_norm(parts, norm, blocks, label)
+    own = OwnModule(module, blocks, _MissingNorm() if norm is None else parts[norm])
+    with preserve_process_state(), evaluation_mode(own):
+        sizes = _likely_sizes(module, image_size, kernel or _USUAL_PATCH)
+        size, outputs = _first_pass(own, sizes, label)
+        stride = _map_stride(outputs, size)
+        patch = patch_size or stride or kernel
+        if patch is None:
+            raise CheckpointError(
+                f"{label} has no convolution of three channels that embeds patches, and its "
+                f"blocks give {_shapes_text(outputs)}. Pass patch_size=16, or a list of blocks "
+                "that all give the same: Encoder.from_module(module, blocks='NAME')"
+            )
+        try:
+            _trace_blocks(own, (size[0] + patch, size[1] + 2 * patch))
+            any_size = True
+        except Exception:  # A user's module can refuse a size by any exception.
+            any_size = False
+        grid = (size[0] // patch, size[1] // patch)
+        widths, num_prefix_tokens, channels_last = _infer_layout(outputs, grid, stride, label)
+        shape = outputs[0].shape[1:]
+        _require_row_order(own, grid, patch, num_prefix_tokens, shape, channels_last, label)
+    attributes = [
+        getattr(part, attribute, None) for part in own.blocks[0].modules() for attribute in _HEADS
+    ]
+    # The extractor takes keys from this layer.
+    has_keys = all("attn.qkv" in dict(block.named_modules()) for block in own.blocks)
+    fallback_facets = {} if num_prefix_tokens > num_registers else {"cls": "patch_mean"}
+    return Encoder(
+        module=own,
+        name=label,
+        uri="memory",
+        sha256=state_dict_sha256(module),
+        architecture={
+            **describe_library_model(module, "module", type(module).__qualname__),
+            "code_sha256": code_sha256(module),
+            "blocks": blocks,
+            "norm": norm,
+            "patch_size": patch,
+            "native_size": list(size),
+            "num_registers": num_registers,
+        },
+        patch_size=patch,
+        depth=len(outputs),
+        dim=widths[-1],
+        num_heads=next((value for value in attributes if type(value) is int), 0),
+        num_prefix_tokens=num_prefix_tokens,
+        native_size=size,
+        mean=rgb_mean,
+        std=rgb_std,
+        colours_from="assumed, ImageNet's" if mean is None else "from_module",
+        num_registers=num_registers,
+        contents=Contents("module", epoch=None if epoch is None else float(epoch)),
+        channels_last=channels_last,
+        any_size=any_size,
+        fallback_facets=fallback_facets if has_keys else {**fallback_facets, "key": "token"},
+    )
+
+
+class OwnModule(nn.Module):
+    """A user's module with `blocks` and `norm`, the names that the extractor expects."""
+
+    def __init__(self, module: nn.Module, blocks: str, norm: nn.Module) -> None:
+        super().__init__()
+        self.module, self.norm = module, norm
+        # A new list, because layers are counted, but children of a Sequential may have names.
+        self.blocks = nn.ModuleList(module.get_submodule(blocks).children())
+
+    def forward(self, images: Tensor) -> Any:
+        """Run the module. The extractor hooks its blocks."""
+        return self.module(images)
+
+
+class _MissingNorm(nn.Module):
+    def forward(self, _tokens: Tensor) -> Tensor:
+        """Raise UnfitEncoder."""
+        raise UnfitEncoder(
+            "this module has no final norm that is known. Name it: "
+            "ssl_bench.Encoder.from_module(module, norm='NAME') is what to probe then"
+        )
+
+
+def _to_rgb(value: float | Sequence[float], expected: str) -> tuple[float, float, float]:
+    try:
+        channels = (value, value, value) if isinstance(value, int | float) else value
+        red, green, blue = map(float, channels)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{expected} of three numbers or one, got {value!r}") from error
+    return red, green, blue
+
+
+def _find_blocks(module: nn.Module, label: str) -> str:
+    lists = _module_lists(module)
+    longest = [name for name, count in lists.items() if count == max(lists.values())]
+    if len(longest) != 1:
+        raise CheckpointError(
+            f"{label}: expected one longest list of blocks, found "
+            f"{', '.join(lists) or 'no list of modules of one class'}. Name the list: "
+            "Encoder.from_module(module, blocks='NAME')"
+        )
+    return longest[0]
+
+
+def _module_lists(module: nn.Module) -> dict[str, int]:
+    """Return the length of each list of modules of one class that have submodules."""
+    return {
+        name: len(children)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential)
+        and (children := list(part.children()))
+        and len({type(child) for child in children}) == 1
+        and any(True for _ in children[0].children())
+    }
+
+
+def _patch_kernel(module: nn.Module) -> int | None:
+    """Return the kernel size of the first RGB convolution whose stride equals its kernel size."""
+    for part in module.modules():
+        if isinstance(part, nn.Conv2d) and part.in_channels == 3:
+            rows, cols = part.kernel_size
+            if rows == cols and part.stride == part.kernel_size and rows > 1:
+                return rows
+    return None
+
+
+def _find_norm(
+    parts: Mapping[str, nn.Module], norm: str | None, blocks: str, label: str
+) -> str | None:
+    if norm is not None:
+        if norm not in parts:
+            raise CheckpointError(f"{label} has no module {norm!r} for its final norm")
+        return norm
+    parent = blocks.rpartition(".")[0]
+    paths = [f"{place}{'.' if place else ''}{name}" for place in (parent, "") for name in _NORMS]
+    usual = [path for path in paths if path in parts]
+    # Norms that are registered after the blocks.
+    later = [
+        path
+        for path, part in list(parts.items())[list(parts).index(blocks) :]
+        if not path.startswith(f"{blocks}.") and type(part).__name__.lower().endswith("norm")
+    ]
+    return usual[0] if usual else later[0] if len(later) == 1 else None
+
+
+def _likely_sizes(
+    module: nn.Module, image_size: int | tuple[int, int] | None, patch: int
+) -> list[tuple[int, int]]:
+    """Return heights and widths to try, the most likely ones first."""
+    if image_size is not None:
+        return [(image_size, image_size) if isinstance(image_size, int) else image_size]
+    attributes = [
+        getattr(part, name, None)
+        for part in (module, getattr(module, "patch_embed", None), getattr(module, "config", None))
+        for name in ("img_size", "image_size")
+    ]
+    sizes = [(value, value) if isinstance(value, int) else value for value in attributes]
+    stated = [(int(s[0]), int(s[1])) for s in sizes if isinstance(s, (tuple, list)) and len(s) == 2]
+    usual = max(1, round(_USUAL_SIZE / patch)) * patch
+    # A table of positions has a row for each patch, and a few rows for other tokens.
+    tables = [
+        math.isqrt(table.shape[-2])
+        for name, table in (*module.named_parameters(), *module.named_buffers())
+        if (table.ndim == 3 and len(table) == 1) or (table.ndim == 2 and "pos" in name)
+    ]
+    sides = (14, 16, 8, 4, 2, *(side for side in tables if side > 1))
+    return [*stated, (usual, usual), *((side * patch, side * patch) for side in sides)]
+
+
+def _trace_blocks(own: OwnModule, size: tuple[int, int]) -> list[Tensor]:
+    """Run two zero images, and return the output of each block."""
+    outputs: dict[int, Tensor] = {}
+
+    def keep(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        outputs[layer] = output[0] if isinstance(output, (tuple, list)) else output
+
+    handles = [
+        block.register_forward_hook(partial(keep, layer)) for layer, block in enumerate(own.blocks)
+    ]
+    try:
+        with torch.no_grad():
+            own(torch.zeros(2, 3, *size, device=_device(own)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    layers = range(len(own.blocks))
+    if len(outputs) < len(layers):
+        raise UnfitEncoder(f"blocks {sorted(set(layers) - outputs.keys())} never run")
+    return [outputs[layer] for layer in layers]
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _first_pass(
+    own: OwnModule, sizes: Sequence[tuple[int, int]], label: str
+) -> tuple[tuple[int, int], list[Tensor]]:
+    """Return the first size that the module accepts, and the outputs of its blocks."""
+    reason = ""
+    for size in dict.fromkeys(sizes):
+        try:
+            return size, _trace_blocks(own, size)
+        except Exception as error:  # A user's module can raise any exception.
+            reason = reason or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if short := [p.dtype for p in own.parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
+        raise CheckpointError(
+            f"{label} has weights of {short[0]} and takes no images of float32 ({reason}). Pass "
+            "module.float()"
+        )
+    tried = ", ".join(f"{height} x {width}" for height, width in dict.fromkeys(sizes))
+    raise CheckpointError(
+        f"{label} takes no images (batch x 3 x height x width) of {tried}: {reason}. State the "
+        "size that it takes: Encoder.from_module(module, image_size=...)"
+    )
+
+
+def _map_stride(outputs: list[Tensor], size: tuple[int, int]) -> int | None:
+    """Return the stride of the blocks' feature maps in pixels. None if they give no equal maps."""
+    for axes in (slice(2, 4), slice(1, 3)):
+        grids = {tuple(output.shape[axes]) for output in outputs if output.ndim == 4}
+        (rows, cols), *others = grids or {(0, 0)}
+        stride = size[0] // rows if rows else 0
+        if stride and not others and (rows * stride, cols * stride) == size:
+            return stride
+    return None
+
+
+def _infer_layout(
+    outputs: list[Tensor], grid: tuple[int, int], stride: int | None, label: str
+) -> tuple[list[int], int, bool]:
+    """Return the blocks' widths, the number of prefix tokens, and whether channels are last."""
+    patches, shapes = grid[0] * grid[1], {tuple(output.shape[:-1]) for output in outputs}
+    first = outputs[0]
+    if len(shapes) == 1 and first.ndim == 3 and first.shape[0] == 2 and first.shape[1] >= patches:
+        return [output.shape[-1] for output in outputs], first.shape[1] - patches, False
+    if all(output.ndim == 4 and tuple(output.shape[2:]) == grid for output in outputs):
+        return [output.shape[1] for output in outputs], 0, False
+    if all(output.ndim == 4 and tuple(output.shape[1:3]) == grid for output in outputs):
+        return [output.shape[-1] for output in outputs], 0, True
+    if first.ndim == 3 and first.shape[1] == 2:
+        remedy = "Put the batch first"
+    elif stride is not None:
+        remedy = f"Pass patch_size={stride}"
+    elif len(shapes) > 1:
+        remedy = "Name a list of blocks that all give the same: blocks='NAME'"
+    else:
+        remedy = "Name another list of blocks, or pass the true patch_size"
+    raise CheckpointError(
+        f"{label}: expected blocks that give tokens (batch x tokens x dim) or maps of "
+        f"{grid[0]} x {grid[1]} patches for two images, got {_shapes_text(outputs)}. {remedy}"
+    )
+
+
+def _shapes_text(outputs: Sequence[Tensor]) -> str:
+    shapes = dict.fromkeys(" x ".join(map(str, output.shape)) for output in outputs)
+    return " and ".join(list(shapes)[:3])
+
+
+class _FirstBlockReached(Exception):
+    """End of a forward pass before the first block."""
+
+
+def _require_row_order(
+    own: OwnModule,
+    grid: tuple[int, int],
+    patch: int,
+    num_prefix_tokens: int,
+    shape: torch.Size,
+    channels_last: bool,
+    label: str,
+) -> None:
+    """Raise an error if tokens are not in the order [CLS], registers, patches row by row.
+
+    Two images differ from a zero image in one patch each. The inputs of the first block, of shape
+    `shape`, show which token that patch becomes. If it changes all tokens, nothing is checked.
+    """
+    (rows, cols), inputs = grid, list[Tensor]()
+
+    def keep(_module: nn.Module, positional: Any, keywords: Mapping[str, Any]) -> None:
+        values = (*positional, *keywords.values())
+        inputs.extend(value for value in values if isinstance(value, Tensor))
+        raise _FirstBlockReached
+
+    device = _device(own)
+    images = torch.zeros(3, 3, rows * patch, cols * patch, device=device)
+    pixels = torch.linspace(0, 1, 3 * patch**2, device=device).view(3, patch, patch)
+    places = [(0, min(1, cols - 1)), (rows - 1, 0)]
+    for image, (row, col) in zip(images[1:], places, strict=True):
+        image[:, row * patch : (row + 1) * patch, col * patch : (col + 1) * patch] = pixels
+    handle = own.blocks[0].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with torch.no_grad(), suppress(_FirstBlockReached):
+            own(images)
+    finally:
+        handle.remove()
+    if not inputs or inputs[0].shape[1:] != shape:
+        return
+    channels = 0 if len(shape) == 3 and not channels_last else -1
+    for tokens, (row, col) in zip(inputs[0][1:], places, strict=True):
+        change = (tokens - inputs[0][0]).abs().amax(channels).flatten()
+        changed = (change > _ROUNDING * change.max()).nonzero().flatten().tolist()
+        expected = num_prefix_tokens + row * cols + col
+        if changed and expected not in changed:
+            raise CheckpointError(
+                f"{label}: the patch in row {row}, column {col} is token {changed[0]} of "
+                f"{len(change)}, expected {expected}. Give blocks their tokens in the order [CLS], "
+                "registers, patches row by row"
+            )

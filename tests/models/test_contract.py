@@ -1,0 +1,178 @@
+"""What every encoder loader must do: those of this package, and that of the documentation.
+
+A new scheme needs no entry here. The examples of its addresses are loaded. Those that need the
+network or a file that is not there must fail in one line.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.choices import entry_points
+from ssl_bench.errors import CheckpointError
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import Encoder, build_vit, identify_encoder, load_encoder
+from ssl_bench.models.loading.load import SCHEMES, list_addresses
+from tests.support.faults import DINO_LIKE, encoder_file
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/extending.md").read_text()
+((FILE, SOURCE),) = re.findall(
+    r"^## An encoder loader\n.*?^`(\w+\.py)`:\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
+)
+((POINT,),) = [re.findall(r'^\[project\.entry-points\."ssl_bench\.encoder"\]\n(.*)$', PAGE, re.M)]
+SCHEME = POINT.partition(" ")[0]
+GUIDE = f"{SCHEME}:{SCHEME}.pth"
+EXAMPLES = [*(address.example for address in list_addresses()), GUIDE]
+WITHOUT_NETWORK = r"(?!hf-hub|torchhub|local-dir|timm:.*\.dino|timm:.*@)"
+MODULE = """
+from ssl_bench.models import build_vit
+from tests.support.faults import DINO_LIKE
+
+def encoder():
+    return build_vit(DINO_LIKE, seed=0)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory) -> Iterator[Path]:
+    """A folder with the files that examples name, and the loader of the page as a package."""
+    folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
+    for name in ("last", "epoch0200"):
+        encoder_file(folder / f"runs/skip/{name}.safetensors")
+    weights = build_vit(DINO_LIKE, seed=0).state_dict()
+    for name in ("dinov2_vits14_pretrain", "my"):
+        torch.save(weights, folder / f"{name}.pth")
+    (folder / "my_model.py").write_text(MODULE)
+    arguments = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2}
+    arguments |= {"hidden_dim": 16, "mlp_dim": 32}
+    model = torchvision.models.VisionTransformer(**arguments)
+    torch.save({"config": arguments, "model": model.state_dict()}, folder / f"{SCHEME}.pth")
+    information = folder / "installed/pages-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: pages\nVersion: 1.0\n")
+    points = ["[ssl_bench.encoder]", POINT.replace('"', ""), "broken = broken_loader:load"]
+    points += ["other = broken_loader:other", "missing = no_such_module:load"]
+    (information / "entry_points.txt").write_text("\n".join(points))
+    (folder / "installed" / FILE).write_text(SOURCE)
+    (folder / "installed/broken_loader.py").write_text(
+        "def load(uri):\n    return 1 / 0\n\ndef other(uri):\n    return uri\n"
+    )
+    os.chdir(folder)
+    sys.path.insert(0, str(folder / "installed"))
+    yield folder
+    sys.path.remove(str(folder / "installed"))
+    os.chdir(before)
+    loaded.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setattr("ssl_bench.network.open_url", refuse)
+    monkeypatch.setattr("ssl_bench.models.loading.hub.open_url", refuse)
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+
+
+def refuse(*_words: object, **_options: object) -> None:
+    from ssl_bench.network import DownloadError
+
+    raise DownloadError("there is no network")
+
+
+@cache
+def loaded(uri: str) -> Encoder | CheckpointError:
+    try:
+        return load_encoder(uri)
+    except CheckpointError as error:
+        return error
+
+
+def encoder_of(uri: str) -> Encoder:
+    encoder = loaded(uri)
+    if isinstance(encoder, CheckpointError):
+        assert "\n" not in str(encoder)
+        pytest.skip("needs the network or a file that is not there")
+    return encoder
+
+
+def test_examples_that_need_no_network_are_loaded():
+    failed = [uri for uri in EXAMPLES if isinstance(loaded(uri), CheckpointError)]
+    assert not [uri for uri in failed if re.match(WITHOUT_NETWORK, uri)]
+    assert {uri.partition(":")[0] for uri in EXAMPLES} >= SCHEMES.keys()
+
+
+@pytest.mark.parametrize("uri", EXAMPLES)
+def test_the_same_address_always_gives_the_same_encoder(uri):
+    first = encoder_of(uri)
+    state = torch.get_rng_state()
+
+    second = load_encoder(uri)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert first.uri == second.uri == uri
+    assert first.identity() == second.identity() == identify_encoder(uri).identity()
+    stated = identify_encoder(uri)
+    for name in ("name", "depth", "patch_size", "native_size", "has_cls", "is_staged"):
+        assert getattr(stated, name) == getattr(second, name)
+
+
+@pytest.mark.parametrize("uri", EXAMPLES)
+def test_every_block_gives_finite_tokens_of_its_grid(uri):
+    encoder = encoder_of(uri)
+    assert re.fullmatch(r"[0-9a-f]{64}", encoder.sha256)
+    assert all(0 <= value <= 1 for value in encoder.mean)
+    assert all(0 < value <= 1 for value in encoder.std)
+    (height, width), layers = encoder.native_size, range(encoder.depth)
+
+    facets = ("token", "cls") if encoder.has_cls else ("token",)
+    features = FeatureExtractor(encoder, layers=layers, facets=facets)(
+        torch.rand(1, 3, height, width)
+    )
+
+    for layer in layers:
+        stride, dim = encoder.stride(layer), encoder.width(layer)
+        expected = (1, height // stride, width // stride, dim)
+        assert features[layer]["token"].shape == expected
+        assert features[layer]["token"].isfinite().all()
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, SCHEME])
+def test_an_address_that_names_nothing_is_one_line(scheme, capsys):
+    assert main(["models", f"{scheme}:nothing/of this name"]) == 4
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Traceback" not in line
+
+
+@pytest.mark.parametrize(
+    ("uri", "code", "said"),
+    [
+        ("broken:x", 4, "line 2"),
+        ("other:x", 4, "returned a str"),
+        ("missing:x", 5, "pip install no_such_module"),
+    ],
+)
+def test_a_loader_of_a_package_that_fails_is_one_line(uri, code, said, capsys):
+    assert main(["models", uri]) == code
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert uri.partition(":")[0] in line
+
+
+def test_schemes_of_packages_are_listed_and_have_no_random_weights(capsys):
+    assert SCHEME in entry_points("encoder")
+    assert main(["models"]) == 0
+    assert f"{SCHEME}:ADDRESS" in capsys.readouterr().out
+    words = ["probe", "--task", "geometry", "--dataset", "toy", "--checkpoint", GUIDE]
+    words += ["--baselines", "--layer", "0", "--out", "out", "dataset.num_train=6"]
+    assert main([*words, "probe.image_size=32"]) == 0
+    assert f"without random weights of {GUIDE}" in capsys.readouterr().err
