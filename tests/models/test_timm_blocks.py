@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torchvision
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
@@ -272,6 +273,24 @@ def test_a_file_gives_its_very_weights_without_the_head(tmp_path, name, size):
     assert torch.equal(features, expected.permute(0, 2, 3, 1))
     assert len(encoder.contents.ignored) == 2
     assert encoder.loaded_keys == encoder.total_keys - 2
+
+
+def test_a_resnet_of_torchvision_is_read_by_its_name_in_timm(tmp_path):
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18().eval()
+    path = saved(tmp_path / "weights.pth", model.state_dict())
+    with pytest.raises(CheckpointError) as raised:
+        load_encoder(str(path))
+    assert raised.value.hint == ("--checkpoint", "timm:{timm_name}@{file}")
+
+    encoder = load_encoder(f"timm:resnet18@{path}")
+
+    images = torch.rand(1, 3, 64, 96)
+    model.avgpool = model.fc = nn.Identity()
+    with torch.no_grad():
+        expected = model(normalise(encoder, images)).unflatten(1, (512, 2, 3))
+    features = FeatureExtractor(encoder, layers=[7])(images)[7]["token"]
+    assert torch.equal(features, expected.permute(0, 2, 3, 1))
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "names of another library"])
