@@ -1,4 +1,4 @@
-"""Models of timm as encoders of this suite: all blocks in one row, whatever their stages."""
+"""Give models of timm the interface of an encoder, and build those that this suite trains."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -150,9 +150,9 @@ class _TokenNorm(nn.Module):
 
 
 class TimmEncoder(TimmBackbone, EncoderModule):
-    """A model of timm; `build_encoder` makes one with initialised weights.
+    """A model of timm that this suite trains. `build_encoder` initialises its weights.
 
-    Its weights have timm's names behind "model.".
+    The names of its weights are timm's with the prefix "model.".
     """
 
     config: TimmConfig
@@ -164,16 +164,16 @@ class TimmEncoder(TimmBackbone, EncoderModule):
         if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
             raise ConfigurationError(
                 f"model.name={config.name} has another stem than patches, expected a ConvNeXt "
-                "that begins with patches",
+                "whose stem is a patch embedding",
                 hint=("model.name=convnext_atto",),
             )
         coarsest = max(shape_of_model(self.model).strides)
         if config.image_size % coarsest:
             image_size = (config.image_size // coarsest + 1) * coarsest
             raise ConfigurationError(
-                f"model.image_size must be a multiple of {coarsest}, what a token of the last "
-                f"stage of {config.name} stands for, got {config.image_size}; take a larger one, "
-                "or a smaller model.patch_size",
+                f"model.image_size must be a multiple of {coarsest}, the stride of the last stage "
+                f"of {config.name}, got {config.image_size}. Increase it, or reduce "
+                "model.patch_size",
                 hint=(f"model.image_size={image_size}",),
             )
         gray_inputs(config, blocks_of(self.model), getattr(self.model, "blocks_token_only", ()))
@@ -183,11 +183,12 @@ class TimmEncoder(TimmBackbone, EncoderModule):
 
 @torch.no_grad()
 def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
-    """An encoder whose weights depend on `config` and `seed` alone; the global RNG is left alone.
+    """Build an encoder whose weights depend only on `config` and `seed`.
 
-    What the initialiser does not draw stays as timm draws it. Of convolutions first all layers are
-    as PyTorch draws them, then the depthwise filters, so that the rest is the same; LayerScale
-    stays. Which layers the thesis means by "uniform" it does not say.
+    The global random state does not change. Weights that the initialiser does not set are timm's.
+    In ConvNeXt, all layers are first drawn as in PyTorch and then the depthwise filters. Therefore,
+    "uniform" and "covariance" only differ in these filters. LayerScale does not change. The thesis
+    does not state which layers "uniform" applies to.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -242,13 +243,13 @@ def count_registers(model: Any) -> int:
 
 
 def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
-    """ConvNeXt's convolutions of one channel each, in the order of its blocks."""
-    found = (module for block in blocks_of(model) for module in block.modules())
-    return [m for m in found if isinstance(m, nn.Conv2d) and m.weight.shape[1] == 1]
+    """Return the depthwise convolutions of a ConvNeXt, in the order of its blocks."""
+    modules = (module for block in blocks_of(model) for module in block.modules())
+    return [m for m in modules if isinstance(m, nn.Conv2d) and m.weight.shape[1] == 1]
 
 
 def shape_of(config: TimmConfig) -> Shape:
-    """What timm makes of a configuration, without its weights."""
+    """Return the shape of a configured model, without creating its weights."""
     fields = config.to_dict()
     described = {key: value for key, value in fields.items() if key not in config.training_fields}
     return _shape_of(json.dumps(described))
@@ -260,7 +261,7 @@ def _shape_of(described: str) -> Shape:
 
 
 def shape_of_model(model: Any) -> Shape:
-    """Widths and strides as timm states them, stage by stage or block by block."""
+    """Return the shape of a model of the classes `KNOWN`, as its `feature_info` states it."""
     if isinstance(model, STAGED):
         stages: Any = getattr(model, "layers", getattr(model, "stages", None))
         counts = [len(stage.blocks) for stage in stages]
@@ -278,7 +279,7 @@ def shape_of_model(model: Any) -> Shape:
 
 
 def create(config: TimmConfig, device: str | None = None) -> Any:
-    """The model as timm draws it; the global RNG is left alone."""
+    """Create a model of timm from a configuration. The global random state does not change."""
     if not timm.is_model(config.name):
         raise ConfigurationError(
             f"model.name must be a model of timm {timm.__version__}, got {config.name!r}; "
@@ -315,7 +316,7 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
 def gray_inputs(
     config: TimmConfig, blocks: Sequence[nn.Module], class_blocks: Iterable[nn.Module]
 ) -> None:
-    """Let the blocks of timm that a configuration names gray their tokens first."""
+    """Add token graying before the blocks of timm that a configuration selects."""
     check_layers("graying_layers", config.graying_layers, len(blocks))
     if config.graying == "none":
         return
@@ -331,7 +332,7 @@ def gray_inputs(
 def gray_images(
     graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """All tokens of an image are one matrix; maps with channels last are rows of tokens."""
+    """Gray all tokens of an image as one matrix. Maps have the channels last."""
     x, *others = inputs
     if x.ndim == 3:
         return graying(x), *others
@@ -341,16 +342,17 @@ def gray_images(
 def gray_windows(
     graying: TokenGraying, block: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The tokens of each window of a block of timm's Swin are one matrix, moved as they are there.
+    """Gray the tokens of each window of a Swin block as one matrix.
 
-    Where windows do not divide the map, zeros fill up the last ones, as before its attention.
+    The map is shifted as in the block. If windows do not divide it, it is padded with zeros, as
+    before the attention.
     """
     swin: Any = block
     (x,) = inputs
     (down, right), window = swin.shift_size, tuple(swin.window_size)
-    moved: Maps = torch.roll(x, shifts=(-down, -right), dims=(1, 2))
+    shifted: Maps = torch.roll(x, shifts=(-down, -right), dims=(1, 2))
     rows, cols = x.shape[1:3]
-    padded = F.pad(moved, (0, 0, 0, -cols % window[1], 0, -rows % window[0]))
+    padded = F.pad(shifted, (0, 0, 0, -cols % window[1], 0, -rows % window[0]))
     # batch, windows down, rows, windows to the right, cols, dim
     tiles = padded.unflatten(2, (-1, window[1])).unflatten(1, (-1, window[0])).transpose(2, 3)
     gray = graying(tiles.flatten(0, 2).flatten(1, 2))
@@ -362,7 +364,7 @@ def gray_windows(
 def gray_with_class(
     graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """[CLS] and the patches that it looks at are one matrix, for CaiT's last blocks."""
+    """Gray [CLS] and the patches as one matrix, in the last blocks of CaiT."""
     x, cls_token = inputs
     gray = graying(torch.cat([cls_token, x], dim=1))
     return gray[:, cls_token.shape[1] :], gray[:, : cls_token.shape[1]]

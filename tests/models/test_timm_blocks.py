@@ -39,6 +39,8 @@ MODELS: list[tuple[str, dict[str, Any], tuple[int, int], bool, tuple[int, ...], 
     ("naflexvit_base_patch16_gap", SMALL, (384, 384), True, (16, 16), 4, 4),
     ("naflexvit_base_patch16_parfac_gap", SMALL, (384, 384), True, (16, 16), 4, 4),
     ("naflexvit_base_patch16_siglip", SMALL, (384, 384), True, (16, 16), 0, 0),
+    # timm states 176 x 176 pixels, which are no whole number of strides.
+    ("resnet10t", {}, (192, 192), True, (4, 8, 16, 32), 0, 0),
     ("resnet18", {}, (224, 224), True, (4, 4, 8, 8, 16, 16, 32, 32), 0, 0),
     ("resnetv2_18", {}, (224, 224), True, (4, 4, 8, 8, 16, 16, 32, 32), 0, 0),
     ("regnetx_002", {}, (224, 224), True, (4, 8, *(16,) * 4, *(32,) * 7), 0, 0),

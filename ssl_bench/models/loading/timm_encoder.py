@@ -372,6 +372,11 @@ def timm_encoder(
         ) from error
     module, shape = TimmBackbone(model, traced), traced or shape_of_model(model)
     _join_queries_keys_values(module.blocks)
+    height, width = native_size(model)
+    if traced is not None and traced.any_size:
+        # Some ConvNets were trained at sizes such as 176, which have no whole number of strides.
+        coarsest = max(traced.strides)
+        height, width = (max(1, round(side / coarsest)) * coarsest for side in (height, width))
     described = describe_library_model(model, "timm", architecture)
     stages: dict[str, Any] = {}
     if not is_plain:
@@ -396,7 +401,7 @@ def timm_encoder(
         num_heads=shape.num_heads,
         num_prefix_tokens=shape.num_prefix_tokens,
         num_registers=shape.num_registers,
-        native_size=native_size(model),
+        native_size=(height, width),
         mean=tuple(published["mean"]),
         std=tuple(published["std"]),
         colours_from=f"timm's {architecture}",
