@@ -165,7 +165,9 @@ def _check_name(name: str) -> None:
         similar = similar or ["vit_small_patch16_224"]
         raise CheckpointError(
             f"timm {timm.__version__} has no model {architecture!r}",
-            hint=join_alternatives(*[("--checkpoint", f"timm:{model}") for model in similar]),
+            hint=join_alternatives(
+                *[("--checkpoint", f"timm:{timm_name}") for timm_name in similar]
+            ),
         )
     tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{architecture}.*")]
     if tag and tag not in tags:
