@@ -82,7 +82,7 @@ class LabelMap:
     hint: str
 
     def apply(
-        self, stored: Integer[np.ndarray, "height width"], path: Path
+        self, stored: Integer[np.ndarray, "height width"], path: str | Path
     ) -> UInt8[np.ndarray, "height width"]:
         """Turn stored numbers into classes; `DataError` names the file and one that has none."""
         if stored.dtype != np.uint8 and not ((stored >= 0) & (stored < 256)).all():
@@ -99,7 +99,7 @@ class LabelMap:
         table[list(self.classes)] = list(self.classes.values())
         return table
 
-    def _stranger(self, value: int, path: Path) -> DataError:
+    def _stranger(self, value: int, path: str | Path) -> DataError:
         ordered = enumerate(sorted(self.classes))
         runs = [[n for _, n in run] for _, run in groupby(ordered, key=lambda one: one[1] - one[0])]
         known = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
@@ -165,7 +165,7 @@ def numbers(value: object, count: int) -> list[float]:
 
 def checked_boxes(
     corners: Sequence[object] | np.ndarray,
-    file: Path,
+    file: str | Path,
     names: Sequence[object],
     size: tuple[int, int] | None = None,
     *,

@@ -69,14 +69,7 @@ def read_image(
         DataError: the file is missing, empty, cut short, no image, several, or too large, or its
             values leave open what is white.
     """
-    data = _bytes_of(path)
-    pixels = decode_image(data, path, bits)
-    orientation = _orientation_of(data) if upright else 1
-    if orientation in (5, 6, 7, 8):
-        pixels = pixels.transpose(1, 0, 2)
-    down = -1 if orientation in (3, 4, 7, 8) else 1
-    right = -1 if orientation in (2, 3, 6, 7) else 1
-    return np.ascontiguousarray(pixels[::down, ::right])
+    return decode_image(_bytes_of(path), path, bits, upright=upright)
 
 
 def file_orientation(path: Path) -> bytes:
@@ -100,19 +93,24 @@ def _orientation_of(data: bytes) -> int:
 
 
 def decode_image(
-    data: bytes, name: str | Path, bits: int | None = None
+    data: bytes, name: str | Path, bits: int | None = None, *, upright: bool = False
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Decode a photograph as `read_image` does; `name` is what messages call it."""
+    """Decode the bytes of a file as `read_image` does. Error messages contain `name`."""
     pixels = _decode_usual_jpeg(data, name)
-    if pixels is not None:
-        return pixels
-    return _as_rgb(_decode(data, name), data, name, bits)
+    if pixels is None:
+        pixels = _as_rgb(_decode(data, name), data, name, bits)
+    orientation = _orientation_of(data) if upright else 1
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 0, 2)
+    down = -1 if orientation in (3, 4, 7, 8) else 1
+    right = -1 if orientation in (2, 3, 6, 7) else 1
+    return np.ascontiguousarray(pixels[::down, ::right])
 
 
 def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
     """Read a mask that has a colour for each class, refused where it was saved with loss."""
-    image, data = _decode_mask(path)
-    return _as_rgb(image, data, path, None)
+    data = _bytes_of(path)
+    return _as_rgb(_decode_mask(data, path), data, path, None)
 
 
 def read_indices(path: Path, *, of_voc: bool = False) -> Integer[np.ndarray, "height width"]:
@@ -127,15 +125,22 @@ def read_indices(path: Path, *, of_voc: bool = False) -> Integer[np.ndarray, "he
         DataError: as `read_image`, for a mask that was not saved without loss, one that holds
             colours instead of class numbers, and a palette in another order than VOC's.
     """
-    image, data = _decode_mask(path)
+    return decode_indices(_bytes_of(path), path, of_voc=of_voc)
+
+
+def decode_indices(
+    data: bytes, name: str | Path, *, of_voc: bool = False
+) -> Integer[np.ndarray, "height width"]:
+    """Decode the bytes of a mask as `read_indices` does. Error messages contain `name`."""
+    image = _decode_mask(data, name)
     if image.mode not in _INDEXED:
         raise DataError(
-            f"{path} holds colours ({image.mode}) instead of one class number a pixel; "
+            f"{name} holds colours ({image.mode}) instead of one class number a pixel; "
             "take the masks as they were published"
         )
     if image.mode == "P":
-        _require_order_of_voc(image, path, of_voc=of_voc)
-    return _stored(image, data, path)
+        _require_order_of_voc(image, name, of_voc=of_voc)
+    return _stored(image, data, name)
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -147,19 +152,18 @@ def _bytes_of(path: Path) -> bytes:
         raise DataError(f"{path} cannot be read ({error.strerror}); fetch it again") from error
 
 
-def _decode_mask(path: Path) -> tuple[Image.Image, bytes]:
+def _decode_mask(data: bytes, name: str | Path) -> Image.Image:
     """The one way in of all masks."""
-    data = _bytes_of(path)
-    image = _decode(data, path)
+    image = _decode(data, name)
     kind = str(image.format)
     is_lossy = kind in _JPEG or (kind == "WEBP" and not _is_lossless_webp(data))
     if is_lossy or image.info.get("compression") in _LOSSY_IN_TIFF:
         kind = {"MPO": "JPEG", "WEBP": "lossy WebP", "TIFF": "TIFF of lossy parts"}.get(kind, kind)
         raise DataError(
-            f"{path} is a {kind}, which changes numbers and colours at every edge; take the masks "
+            f"{name} is a {kind}, which changes numbers and colours at every edge; take the masks "
             "as they were published, or save them without loss, as PNG"
         )
-    return image, data
+    return image
 
 
 def _is_lossless_webp(data: bytes) -> bool:
@@ -350,10 +354,12 @@ def _full_scale(image: Image.Image, data: bytes) -> int:
     return 255
 
 
-def _stored(image: Image.Image, data: bytes, path: Path) -> Integer[np.ndarray, "height width"]:
+def _stored(
+    image: Image.Image, data: bytes, name: str | Path
+) -> Integer[np.ndarray, "height width"]:
     """The numbers of a mask as the file has them, which PIL spreads where they use few bits."""
     if image.mode not in ("1", "P") and _is_inverted(image):
-        raise DataError(f"{path} is a TIFF with zero for white; save the mask as PNG")
+        raise DataError(f"{name} is a TIFF with zero for white; save the mask as PNG")
     values = np.array(image)
     if image.mode in ("1", "P"):
         return values.astype(np.uint8)
@@ -371,7 +377,7 @@ def voc_colours() -> UInt8[np.ndarray, "256 3"]:
     return np.packbits(rows, axis=1)[:, 0]
 
 
-def _require_order_of_voc(image: Image.Image, path: Path, *, of_voc: bool) -> None:
+def _require_order_of_voc(image: Image.Image, name: str | Path, *, of_voc: bool) -> None:
     used = np.unique(np.asarray(image))
     palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
     voc = voc_colours()
@@ -388,7 +394,7 @@ def _require_order_of_voc(image: Image.Image, path: Path, *, of_voc: bool) -> No
     if wrong and (of_voc or 255 in meant.values()):
         number = wrong[0]
         raise DataError(
-            f"{path} stores {number} where its palette has VOC's colour of {meant[number]}, "
+            f"{name} stores {number} where its palette has VOC's colour of {meant[number]}, "
             f"{colours[number].tolist()}: somebody put the palette in another order; take the "
             "masks as they were published"
         )
